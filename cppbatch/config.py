@@ -1,0 +1,68 @@
+"""What an engine is started with. One struct, validated once, here."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+import psutil
+
+from cppbatch.errors import ConfigError
+
+KvLayout = Literal["unified", "per-sequence"]
+FlashAttention = Literal["auto", "on", "off"]
+
+MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one engine. Names follow llama.cpp's flags.
+
+    Raises `ConfigError` for values that contradict each other or are out of range.
+    """
+
+    model_path: str
+    n_ctx: int = 16384
+    """KV cells in all, shared by every sequence (-c)."""
+    n_parallel: int = 16
+    """Sequences that run at once (-np)."""
+    n_batch: int = 2048
+    """Token budget of one step (-b)."""
+    n_ubatch: int = 512
+    """Tokens that llama.cpp computes at once within a step (-ub)."""
+    n_gpu_layers: int = -1
+    """Layers kept on the GPU; -1: all, 0: none (-ngl)."""
+    n_threads: int = 0
+    """Compute threads; 0: one for each physical core that this process may use (-t)."""
+    flash_attn: FlashAttention = "auto"
+    kv_layout: KvLayout = "unified"
+    """unified: any sequence may take any of the n_ctx cells; per-sequence: n_ctx / n_parallel cells each."""
+    use_extra_bufts: bool = True
+    """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""
+
+    def __post_init__(self) -> None:
+        at_least_one = {"n_ctx": "-c", "n_parallel": "-np", "n_batch": "-b", "n_ubatch": "-ub"}
+        for name, flag in at_least_one.items():
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{flag} ({name}) is {getattr(self, name)}; it must be at least 1")
+        if self.n_parallel > MAX_SEQ_IDS:
+            raise ConfigError(f"-np is {self.n_parallel}; llama.cpp has {MAX_SEQ_IDS} sequence ids in all")
+        if self.n_batch < self.n_parallel:
+            raise ConfigError(
+                f"-b is {self.n_batch}, less than -np {self.n_parallel}: a step must hold one token of every "
+                "running sequence; raise -b or lower -np"
+            )
+        if self.n_ctx < self.n_parallel:
+            raise ConfigError(f"-c is {self.n_ctx}, less than -np {self.n_parallel}: raise -c or lower -np")
+        if self.n_threads < 0:
+            raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or more")
+        if self.n_gpu_layers < -1:
+            raise ConfigError(f"-ngl is {self.n_gpu_layers}; it must be -1 (all layers), 0 (none) or more")
+
+
+def available_threads() -> int:
+    """Physical cores this process may use. More compute threads than that only spin against each other."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical: int | None = psutil.cpu_count(logical=False)
+    return max(1, min(usable, physical or usable))

@@ -1,0 +1,57 @@
+"""Every exception cppbatch raises on purpose. Messages are written for the person who reads them."""
+
+from __future__ import annotations
+
+
+class CppBatchError(Exception):
+    """Base of all errors below: the message says what was wrong, with the value, and what to do."""
+
+
+class LibraryError(CppBatchError):
+    """llama-cpp-python is missing, of another version than the pinned one, or does not work on this CPU."""
+
+
+class ModelError(CppBatchError):
+    """A model file is missing, broken, or of a kind that cannot do what was asked."""
+
+
+class ConfigError(CppBatchError):
+    """A setting of the engine or the server is out of range, or two settings contradict each other."""
+
+
+class InvalidRequest(CppBatchError, ValueError):
+    """One request cannot be served as asked; nothing else is affected.
+
+    `field` is the request's field at fault, as the user wrote it ("temperature", "messages[2].role", ...).
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class EngineClosed(CppBatchError):
+    """The engine is closed, failed, or going down, and takes no new requests."""
+
+
+class LlamaError(CppBatchError):
+    """A call into llama.cpp was refused or failed."""
+
+
+class OutOfRange(LlamaError, ValueError):
+    """An argument was out of range and was stopped before it could reach an assertion in llama.cpp."""
+
+
+class CacheFull(LlamaError):
+    """`llama_decode` found no KV cells for the batch (return code 1). The memory is unchanged."""
+
+
+class DecodeFailed(LlamaError):
+    """`llama_decode` failed. Cells of the batch's sequences may be half-written: remove those sequences.
+
+    `code` is its return code: 2 aborted, -1 invalid batch (memory unchanged), below -1 a fatal error.
+    """
+
+    def __init__(self, code: int, detail: str) -> None:
+        super().__init__(f"llama_decode returned {code}: {detail}")
+        self.code = code

@@ -1,0 +1,14 @@
+"""Typed wrappers over llama.cpp. The only package that imports `llama_cpp`.
+
+Nothing here lets a bad argument reach an assertion in C, which would abort the process: ranges are checked first and
+raise `cppbatch.errors.OutOfRange`.
+"""
+
+from cppbatch.llama.backend import Backend, Device
+from cppbatch.llama.batch import Batch
+from cppbatch.llama.context import Context, SequenceState
+from cppbatch.llama.model import Model
+from cppbatch.llama.sampler import SamplerChain
+from cppbatch.llama.vocab import Vocab
+
+__all__ = ["Backend", "Batch", "Context", "Device", "Model", "SamplerChain", "SequenceState", "Vocab"]

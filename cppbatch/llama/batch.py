@@ -1,0 +1,88 @@
+"""The batch that goes to `llama_decode`, as numpy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.errors import OutOfRange
+from cppbatch.llama.library import C
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class Batch:
+    """Up to `capacity` tokens for one `llama_decode`: cleared and refilled at every step.
+
+    The arrays belong to numpy and llama.cpp reads them in place: `tokens`, `positions`, `seq_ids` int32[capacity],
+    `wants_logits` int8[capacity]; the first `n_tokens` entries count. Every token has exactly one seq_id.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise OutOfRange(f"a batch of {capacity} tokens is too small")
+        self.capacity = capacity
+        self.tokens: Int32Array = np.zeros(capacity, np.int32)
+        self.positions: Int32Array = np.zeros(capacity, np.int32)
+        self.seq_ids: Int32Array = np.zeros(capacity, np.int32)
+        self.wants_logits: npt.NDArray[np.int8] = np.zeros(capacity, np.int8)
+        self.n_tokens = 0
+        self.n_outputs = 0
+        # llama_batch wants a pointer per token to that token's seq_ids: here into one array, set up once.
+        self._n_seq_id = np.ones(capacity, np.int32)
+        self._seq_id_pointers = np.uintp(self.seq_ids.ctypes.data) + np.arange(capacity, dtype=np.uintp) * 4
+        self._struct = self._make_struct()
+
+    def _make_struct(self) -> Any:
+        def pointer(array: npt.NDArray[Any], kind: Any) -> Any:
+            return array.ctypes.data_as(ctypes.POINTER(kind))
+
+        return C.llama_batch(
+            n_tokens=0,
+            token=pointer(self.tokens, ctypes.c_int32),
+            embd=None,
+            pos=pointer(self.positions, ctypes.c_int32),
+            n_seq_id=pointer(self._n_seq_id, ctypes.c_int32),
+            seq_id=pointer(self._seq_id_pointers, ctypes.POINTER(ctypes.c_int32)),
+            logits=pointer(self.wants_logits, ctypes.c_int8),
+        )
+
+    def clear(self) -> None:
+        """Empties the batch."""
+        self.n_tokens = self.n_outputs = 0
+
+    def add_rows(self, tokens: list[int], positions: list[int], seq_ids: list[int]) -> None:
+        """Appends one token for each of several sequences, each asking for logits: the decode rows of a step."""
+        start, stop = self._extend(len(tokens))
+        self.tokens[start:stop] = tokens
+        self.positions[start:stop] = positions
+        self.seq_ids[start:stop] = seq_ids
+        self.wants_logits[start:stop] = 1
+        self.n_outputs += stop - start
+
+    def add_run(self, tokens: Int32Array, position: int, seq_id: int, *, wants_logits: bool) -> None:
+        """Appends a run of one sequence, int32[n] from `position` on; logits, if asked for, are the last token's."""
+        start, stop = self._extend(len(tokens))
+        self.tokens[start:stop] = tokens
+        self.positions[start:stop] = np.arange(position, position + stop - start, dtype=np.int32)
+        self.seq_ids[start:stop] = seq_id
+        self.wants_logits[start:stop] = 0
+        if wants_logits:
+            self.wants_logits[stop - 1] = 1
+            self.n_outputs += 1
+
+    def _extend(self, n: int) -> tuple[int, int]:
+        start, stop = self.n_tokens, self.n_tokens + n
+        if stop > self.capacity:
+            raise OutOfRange(f"{stop} tokens do not fit into a batch of {self.capacity}")
+        self.n_tokens = stop
+        return start, stop
+
+    @property
+    def struct(self) -> Any:
+        """The `llama_batch`, which points into the arrays."""
+        self._struct.n_tokens = self.n_tokens
+        return self._struct

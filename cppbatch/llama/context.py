@@ -1,0 +1,207 @@
+"""A llama.cpp context: the KV memory of many sequences and the computation over it."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
+from cppbatch.llama.backend import Backend
+from cppbatch.llama.batch import Batch
+from cppbatch.llama.library import C
+from cppbatch.llama.model import Model
+
+_FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+_DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory or no room in the cache"}
+
+
+@dataclass(frozen=True)
+class SequenceState:
+    """The memory of one sequence, copied to host memory by `Context.save_sequence`."""
+
+    data: npt.NDArray[np.uint8]
+    n_tokens: int
+    context_key: tuple[object, ...]
+
+
+class Context:
+    """A context over a model. A context manager; not thread-safe: one thread drives it.
+
+    `n_ctx`: KV cells in all. `kv_unified`: one pool for all sequences, else n_ctx / n_seq_max cells each.
+    llama.cpp may round sizes up, so read the actual ones from the attributes.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        n_threads: int,
+        flash_attn: Literal["auto", "on", "off"] = "auto",
+        kv_unified: bool = True,
+    ) -> None:
+        """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context."""
+        self._handle: Any = None
+        sizes = {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_ubatch, "n_threads": n_threads}
+        for name, value in sizes.items():
+            if not 1 <= value < 2**31:
+                raise OutOfRange(f"{name} is {value}; it must be at least 1")
+        if not 1 <= n_seq_max <= C.llama_max_parallel_sequences():
+            raise OutOfRange(f"n_seq_max is {n_seq_max}; it must be 1 to {C.llama_max_parallel_sequences()}")
+        params = C.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_ubatch, n_seq_max
+        params.n_threads = params.n_threads_batch = n_threads
+        params.flash_attn_type = _FLASH_ATTENTION[flash_attn]
+        params.kv_unified = kv_unified
+        params.no_perf = True
+        with Backend.get().errors() as lines:
+            self._handle = C.llama_init_from_model(model.handle, params) or None
+        if self._handle is None:
+            raise LlamaError(
+                f"a context of {n_ctx} cells for {n_seq_max} sequences cannot be made: "
+                f"{lines[-1] if lines else 'llama.cpp gives no reason'}. Less memory: lower -c, -ub or -np"
+            )
+        model.adopt(self)
+        self.model = model  # also keeps the model alive
+        self.kv_unified = kv_unified
+        self.n_ctx: int = C.llama_n_ctx(self._handle)
+        self.n_ctx_seq: int = C.llama_n_ctx_seq(self._handle)
+        """Cells that one sequence may take."""
+        self.n_batch: int = C.llama_n_batch(self._handle)
+        self.n_ubatch: int = C.llama_n_ubatch(self._handle)
+        self.n_seq_max = n_seq_max
+        self._memory = C.llama_get_memory(self._handle)
+        self._n_vocab: int = model.vocab.n_tokens
+        self._logits_key: tuple[int, int] = (0, 0)
+        self._logits: npt.NDArray[np.float32] = np.empty((0, self._n_vocab), np.float32)
+
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's pointer. Raises `LlamaError` when the context is closed."""
+        if self._handle is None:
+            raise LlamaError("the context is closed")
+        return self._handle
+
+    def decode(self, batch: Batch) -> None:
+        """Computes the batch; other Python threads run meanwhile.
+
+        Raises `OutOfRange` before C sees a bad batch, `CacheFull` when the cells do not suffice (nothing changed),
+        `DecodeFailed` otherwise.
+        """
+        self._check(batch)
+        code = C.llama_decode(self.handle, batch.struct)
+        if code == 0:
+            return
+        if code == 1:
+            raise CacheFull(f"no free KV cells for {batch.n_tokens} tokens among {self.n_ctx}")
+        raise DecodeFailed(code, _DECODE_ERRORS.get(code, "a fatal error in the computation"))
+
+    def _check(self, batch: Batch) -> None:
+        n = batch.n_tokens
+        if not 1 <= n <= self.n_batch:
+            raise OutOfRange(f"a batch has {n} tokens; it must have 1 to {self.n_batch}")
+        limits = ((batch.tokens, self._n_vocab, "token id"), (batch.seq_ids, self.n_seq_max, "seq_id"))
+        for array, limit, name in (*limits, (batch.positions, self.n_ctx_seq, "position")):
+            low, high = int(array[:n].min()), int(array[:n].max())
+            if low < 0 or high >= limit:
+                raise OutOfRange(f"a batch has {name} {low if low < 0 else high}; the limit is {limit - 1}")
+
+    def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
+        """The logits of the last decode, float32[n_outputs, n_vocab], in the batch's order.
+
+        `n_outputs` is the batch's. A view of llama.cpp's own buffer, writable: valid until the next decode.
+        """
+        address = ctypes.cast(C.llama_get_logits(self.handle), ctypes.c_void_p).value
+        if address is None:
+            raise LlamaError("there are no logits: nothing has been decoded yet")
+        if self._logits_key != (address, n_outputs):
+            buffer = (ctypes.c_float * (n_outputs * self._n_vocab)).from_address(address)
+            self._logits = np.ctypeslib.as_array(buffer).reshape(n_outputs, self._n_vocab)
+            self._logits_key = (address, n_outputs)
+        return self._logits
+
+    def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
+        """Removes a sequence's positions [start, stop) (-1: to its end).
+
+        Returns False when a recurrent model cannot remove that part; removing everything always works.
+        """
+        self._check_seq(seq_id)
+        return bool(C.llama_memory_seq_rm(self._memory_of(), seq_id, start, stop))
+
+    def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
+        """Lets `target` share the positions [start, stop) of `source`; no data is copied in the unified layout.
+
+        In the per-sequence layout the data is copied, and only whole sequences can be.
+        """
+        self._check_seq(source)
+        self._check_seq(target)
+        if not self.kv_unified and (start > 0 or stop >= 0):
+            raise OutOfRange(f"positions {start} to {stop} were asked for: between streams only whole sequences copy")
+        C.llama_memory_seq_cp(self._memory_of(), source, target, start, stop)
+
+    def clear(self) -> None:
+        """Empties every sequence."""
+        C.llama_memory_clear(self._memory_of(), False)
+
+    def last_position(self, seq_id: int) -> int:
+        """The highest position that a sequence holds, -1 when it is empty."""
+        self._check_seq(seq_id)
+        return int(C.llama_memory_seq_pos_max(self._memory_of(), seq_id))
+
+    def save_sequence(self, seq_id: int) -> SequenceState:
+        """Copies a sequence's memory to host memory; the sequence stays as it is."""
+        n_tokens = self.last_position(seq_id) + 1
+        data = np.empty(C.llama_state_seq_get_size(self.handle, seq_id), np.uint8)
+        written = C.llama_state_seq_get_data(self.handle, _bytes_pointer(data), data.size, seq_id)
+        if written == 0:
+            raise LlamaError(f"the memory of sequence {seq_id} cannot be saved")
+        return SequenceState(data[:written], n_tokens, self._state_key)
+
+    def restore_sequence(self, seq_id: int, state: SequenceState) -> None:
+        """Puts a saved memory into a sequence (any seq_id), replacing what it held.
+
+        Raises `OutOfRange` for a state of another model or cache type, `LlamaError` when the cells do not suffice.
+        """
+        self._check_seq(seq_id)
+        if state.context_key != self._state_key:
+            raise OutOfRange(f"this state is of {state.context_key}; this context is {self._state_key}")
+        read = C.llama_state_seq_set_data(self.handle, _bytes_pointer(state.data), state.data.size, seq_id)
+        if read == 0:
+            raise LlamaError(f"no room to restore {state.n_tokens} tokens into sequence {seq_id}")
+
+    @property
+    def _state_key(self) -> tuple[object, ...]:
+        return (str(self.model.path), self.model.n_params, self.kv_unified)
+
+    def _check_seq(self, seq_id: int) -> None:
+        if not 0 <= seq_id < self.n_seq_max:
+            raise OutOfRange(f"seq_id is {seq_id}; it must be 0 to {self.n_seq_max - 1}")
+
+    def _memory_of(self) -> Any:
+        self.handle  # noqa: B018  a closed context must raise, not use freed memory
+        return self._memory
+
+    def close(self) -> None:
+        """Frees the context. Closing again does nothing."""
+        if self._handle is not None:
+            C.llama_free(self._handle)
+            self._handle = self._memory = None
+            self._logits = np.empty((0, self._n_vocab), np.float32)
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+def _bytes_pointer(array: npt.NDArray[np.uint8]) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -1,0 +1,95 @@
+"""Imports llama_cpp and checks that it is the version, with the functions, that these wrappers were written for.
+
+llama.cpp adds and renames functions between patch releases of llama-cpp-python, so a mismatch is named at import
+instead of failing later in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from cppbatch.errors import LibraryError
+
+PINNED_VERSION = "0.3.36"
+
+REINSTALL = (
+    'CMAKE_ARGS="-DCMAKE_C_FLAGS=-fno-dse -DCMAKE_CXX_FLAGS=-fno-dse" pip install --no-cache-dir '
+    f"--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python=={PINNED_VERSION}"
+)
+"""The line that rebuilds the library for this CPU (GCC on x86-64 needs -fno-dse: llama.cpp PR #26954)."""
+
+_NEEDED = """
+    llama_backend_init llama_log_set llama_print_system_info llama_version llama_supports_gpu_offload
+    llama_max_parallel_sequences llama_model_default_params llama_model_load_from_file llama_model_free
+    llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_ctx_train
+    llama_model_n_embd llama_model_n_layer llama_model_n_swa llama_model_meta_count
+    llama_model_meta_key_by_index llama_model_meta_val_str_by_index llama_model_chat_template
+    llama_model_has_encoder llama_model_has_decoder llama_model_is_recurrent llama_model_is_hybrid
+    llama_model_is_diffusion llama_vocab_type llama_vocab_n_tokens llama_vocab_is_eog llama_vocab_is_control
+    llama_vocab_bos llama_vocab_eos llama_vocab_eot llama_vocab_get_add_bos llama_tokenize llama_token_to_piece
+    llama_context_default_params llama_init_from_model llama_free llama_n_ctx llama_n_ctx_seq llama_n_batch
+    llama_n_ubatch llama_n_seq_max llama_get_memory llama_decode llama_get_logits llama_memory_clear
+    llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_min llama_memory_seq_pos_max
+    llama_state_seq_get_size llama_state_seq_get_data llama_state_seq_set_data
+    llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_add llama_sampler_apply
+    llama_sampler_accept llama_sampler_free llama_sampler_init_penalties llama_sampler_init_top_k
+    llama_sampler_init_top_p llama_sampler_init_min_p llama_sampler_init_temp llama_sampler_init_dist
+    llama_sampler_init_greedy llama_model_quantize llama_model_quantize_default_params
+""".split()
+
+
+def _load() -> Any:
+    try:
+        import llama_cpp
+        from llama_cpp import llama_cpp as bindings
+    except ImportError as error:
+        raise LibraryError(f"llama-cpp-python cannot be imported ({error}). Install it with:\n  {REINSTALL}") from error
+    except (
+        OSError,
+        RuntimeError,
+        AttributeError,
+    ) as error:  # the shared library is missing, foreign or too old
+        raise LibraryError(f"llama.cpp's library does not load ({error}). Rebuild it with:\n  {REINSTALL}") from error
+    if llama_cpp.__version__ != PINNED_VERSION:
+        raise LibraryError(
+            f"llama-cpp-python {llama_cpp.__version__} is installed, and this cppbatch needs {PINNED_VERSION}: "
+            f"llama.cpp's functions change between patch releases. Install it with:\n  {REINSTALL}"
+        )
+    missing = [name for name in _NEEDED if not hasattr(bindings, name)]
+    if missing:
+        raise LibraryError(
+            f"this llama-cpp-python {PINNED_VERSION} lacks {', '.join(missing)}: its library is of another "
+            f"version. Rebuild it with:\n  {REINSTALL}"
+        )
+    return bindings
+
+
+C: Any = _load()
+"""The ctypes bindings, `llama_cpp.llama_cpp`."""
+
+
+def library_path() -> str:
+    """The path of the shared library that is loaded (libllama)."""
+    return str(C._lib._name)
+
+
+def ggml() -> ctypes.CDLL:
+    """ggml's library, with the device functions that llama-cpp-python does not declare."""
+    from llama_cpp._ggml import libggml
+
+    lib: ctypes.CDLL = libggml
+    size_p = ctypes.POINTER(ctypes.c_size_t)
+    lib.ggml_backend_dev_count.restype = ctypes.c_size_t
+    lib.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    lib.ggml_backend_dev_get.restype = ctypes.c_void_p
+    lib.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size_p, size_p]
+    lib.ggml_backend_dev_memory.restype = None
+    for name, restype in (
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("type", ctypes.c_int),
+    ):
+        function = getattr(lib, f"ggml_backend_dev_{name}")
+        function.argtypes, function.restype = [ctypes.c_void_p], restype
+    return lib

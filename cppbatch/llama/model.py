@@ -1,0 +1,178 @@
+"""A GGUF model in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from cppbatch.errors import LlamaError, ModelError
+from cppbatch.llama.backend import Backend
+from cppbatch.llama.library import C
+from cppbatch.llama.vocab import Vocab
+
+if TYPE_CHECKING:
+    from cppbatch.llama.context import Context
+
+Progress = Callable[[float], bool]
+
+
+class Model:
+    """A loaded GGUF model: weights, vocabulary, metadata. A context manager; `close` frees its contexts first."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        n_gpu_layers: int = -1,
+        use_extra_bufts: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        """Loads `path`.
+
+        `n_gpu_layers`: layers kept on the GPU, -1 for all. `use_extra_bufts`: let llama.cpp repack weights for
+        this CPU. `progress` is called with 0.0 to 1.0 while loading; loading stops when it returns False.
+        Raises `ModelError` with llama.cpp's own reason when the file cannot be loaded.
+        """
+        self.path = Path(path)
+        self._handle: Any = None
+        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+        if not self.path.is_file():
+            raise ModelError(f"there is no model file at {self.path}")
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        params.use_extra_bufts = use_extra_bufts
+        reporter = _Reporter(progress)
+        params.progress_callback = reporter.callback
+        with Backend.get().errors() as lines:
+            self._handle = C.llama_model_load_from_file(str(self.path).encode(), params)
+        if not self._handle:
+            self._handle = None
+            if reporter.stopped:
+                raise ModelError(f"loading {self.path.name} was stopped")
+            raise ModelError(f"{self.path} cannot be loaded: {_reason(lines)}")
+
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's pointer. Raises `LlamaError` when the model is closed."""
+        if self._handle is None:
+            raise LlamaError(f"the model {self.path.name} is closed")
+        return self._handle
+
+    def adopt(self, context: Context) -> None:
+        """Notes a context that must be freed before this model is."""
+        self._contexts.add(context)
+
+    @cached_property
+    def vocab(self) -> Vocab:
+        """The vocabulary. Raises `ModelError` when the file has no tokenizer."""
+        return Vocab(C.llama_model_get_vocab(self.handle), self.path.name)
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """The GGUF's scalar metadata, as text."""
+        read = _read_string
+        return {
+            read(C.llama_model_meta_key_by_index, self.handle, i): read(
+                C.llama_model_meta_val_str_by_index, self.handle, i
+            )
+            for i in range(C.llama_model_meta_count(self.handle))
+        }
+
+    @property
+    def chat_template(self) -> str | None:
+        """The GGUF's chat template (Jinja), None if it has none."""
+        template = C.llama_model_chat_template(self.handle, None)
+        return template.decode("utf-8", "replace") if template else None
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and quantisation in a few words, like "llama 134.52M Q4_1"."""
+        buffer = ctypes.create_string_buffer(256)
+        C.llama_model_desc(self.handle, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return int(C.llama_model_size(self.handle))
+
+    @property
+    def n_params(self) -> int:
+        """Number of weights."""
+        return int(C.llama_model_n_params(self.handle))
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Longest sequence the model was trained for, in tokens."""
+        return int(C.llama_model_n_ctx_train(self.handle))
+
+    @property
+    def n_swa(self) -> int:
+        """Sliding attention window in tokens; 0 if the model has none."""
+        return int(C.llama_model_n_swa(self.handle))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the model keeps a state in place of, or (hybrid) beside, a KV cache."""
+        return bool(C.llama_model_is_recurrent(self.handle) or C.llama_model_is_hybrid(self.handle))
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether it is a plain decoder: not an encoder, an encoder-decoder or a diffusion model."""
+        handle = self.handle
+        decoder = C.llama_model_has_decoder(handle) and not C.llama_model_has_encoder(handle)
+        pooled = any(key.endswith(".pooling_type") for key in self.metadata)
+        causal = self.metadata.get(f"{self.metadata.get('general.architecture')}.attention.causal", "true")
+        return bool(decoder and not pooled and causal == "true" and not C.llama_model_is_diffusion(handle))
+
+    def close(self) -> None:
+        """Frees the model's contexts, then the model. Closing again does nothing."""
+        if self._handle is None:
+            return
+        for context in list(self._contexts):
+            context.close()
+        C.llama_model_free(self._handle)
+        self._handle = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+class _Reporter:
+    """Adapts a Python progress function to llama.cpp's callback, in which an exception must not escape."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self.stopped = False
+        self.callback = C.llama_progress_callback(self._report)
+
+    def _report(self, fraction: float, _user: object) -> bool:
+        self.stopped = self._progress is not None and self._progress(fraction) is False
+        return not self.stopped
+
+
+def _reason(lines: list[str]) -> str:
+    """The telling part of llama.cpp's error lines: the first one, without the name of the C++ function."""
+    if not lines:
+        return "llama.cpp gives no reason"
+    first = lines[0].split(": ", 1)[-1] if lines[0].split(": ", 1)[0].isidentifier() else lines[0]
+    return first.removeprefix("error loading model: ")
+
+
+def _read_string(function: Any, *args: Any) -> str:
+    """Calls a llama.cpp function that fills a buffer and returns the length it would need."""
+    room = 256
+    while True:
+        buffer = ctypes.create_string_buffer(room)
+        n = function(*args, buffer, room)
+        if n < room:
+            return buffer.value.decode("utf-8", "replace")
+        room = n + 1

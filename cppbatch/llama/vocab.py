@@ -1,0 +1,81 @@
+"""A model's vocabulary: text to token ids and back."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.errors import LlamaError, ModelError, OutOfRange
+from cppbatch.llama.library import C
+
+_VOCAB_TYPE_NONE = 0
+_INT32_MAX = 2**31 - 1
+
+
+class Vocab:
+    """The vocabulary of a loaded model. Thread-safe; valid as long as its model is open."""
+
+    def __init__(self, handle: Any, model_name: str) -> None:
+        if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # tokenising would abort the process
+            raise ModelError(f"{model_name} has no tokenizer in it, so it cannot read or write text")
+        self._handle = handle
+        self.n_tokens: int = C.llama_vocab_n_tokens(handle)
+        self.bos: int = C.llama_vocab_bos(handle)
+        """Id of the beginning-of-sequence token, -1 if there is none; likewise `eos` and `eot`."""
+        self.eos: int = C.llama_vocab_eos(handle)
+        self.eot: int = C.llama_vocab_eot(handle)
+        self.adds_bos: bool = C.llama_vocab_get_add_bos(handle)
+        is_eog = C.llama_vocab_is_eog
+        self.eog = frozenset(token for token in range(self.n_tokens) if is_eog(handle, token))
+        """Ids of every token that ends a generation."""
+        self._pieces: list[bytes | None] = [None] * self.n_tokens
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> npt.NDArray[np.int32]:
+        """The ids of `text`, int32[n].
+
+        `add_special` adds BOS (or EOS) where the model wants it; `parse_special` reads "<|im_start|>" and the like
+        as the one token they name. A text that already starts with BOS does not get a second one.
+        """
+        raw = text.encode("utf-8", "replace")
+        if len(raw) > _INT32_MAX:
+            raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {_INT32_MAX}")
+        tokens = self._tokenize(raw, len(raw) + 2, add_special, parse_special)
+        if add_special and self.adds_bos and len(tokens) > 1 and tokens[0] == tokens[1] == self.bos:
+            tokens = tokens[1:]
+        return tokens
+
+    def _tokenize(self, raw: bytes, room: int, add_special: bool, parse_special: bool) -> npt.NDArray[np.int32]:
+        out = np.empty(room, np.int32)
+        pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        n = C.llama_tokenize(self._handle, raw, len(raw), pointer, room, add_special, parse_special)
+        if n == -_INT32_MAX - 1:
+            raise LlamaError("the text has too many tokens to count")
+        if n < 0:  # some vocabularies need more tokens than bytes: -n says how many
+            return self._tokenize(raw, -n, add_special, parse_special)
+        tokens: npt.NDArray[np.int32] = out[:n].copy()
+        return tokens
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token, possibly half a UTF-8 character; empty for control tokens."""
+        if not 0 <= token < self.n_tokens:
+            raise OutOfRange(f"token id {token} is not in this vocabulary of {self.n_tokens}")
+        piece = self._pieces[token]
+        if piece is None:
+            piece = self._pieces[token] = self._piece(token, special=False)
+        return piece
+
+    def text(self, token: int) -> str:
+        """A token as text, control tokens included ("<|im_end|>"); "" for a token the model does not have (-1)."""
+        return self._piece(token, special=True).decode("utf-8", "replace") if 0 <= token < self.n_tokens else ""
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            n = C.llama_token_to_piece(self._handle, token, buffer, room, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            room = -n

@@ -1,0 +1,237 @@
+"""GGUF files with random weights: no download, written in a moment, text without meaning.
+
+For the self-check (does the library compute on this machine without crashing?), for tests, and for measuring
+speed at real sizes. Only the Llama architecture is built here; `Weight` and `write_gguf` serve others too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import quantize
+
+QUANTS = {  # what `quant` may be, and the file type written to the metadata
+    "F32": gguf.LlamaFileType.ALL_F32,
+    "F16": gguf.LlamaFileType.MOSTLY_F16,
+    "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+    "Q4_1": gguf.LlamaFileType.MOSTLY_Q4_1,
+}
+
+UNK, BOS, EOS, IM_START, IM_END = range(5)  # token ids, the same in every `byte_vocab`
+FIRST_BYTE = 5  # the id of <0x00>; the other 255 bytes follow
+
+_SPACE = "\u2581"  # how SentencePiece writes a space
+_WORDS = "the that this they and are was for you not with have from said what when will one all can"
+_PAIRS = "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri"
+_DRAWN = 1 << 22  # random values drawn per tensor; larger ones repeat them, which makes 8B shapes bearable
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """A SentencePiece vocabulary: three lists with one entry per token id."""
+
+    pieces: list[str]
+    scores: list[float]
+    types: list[int]  # gguf.TokenType
+
+    def ids(self, *types: int) -> list[int]:
+        """The token ids of these types."""
+        return [i for i, t in enumerate(self.types) if t in types]
+
+
+def byte_vocab(size: int = 512) -> Vocab:
+    """A vocabulary of `size` tokens in which every text tokenises and comes back unchanged.
+
+    In order: 5 special tokens, 256 bytes, printable ASCII, a few English words with their prefixes, letter
+    pairs, then made-up words that fill up to `size` (a model can say them, the tokeniser does not find them).
+    Other characters become several byte tokens. Raises ValueError for a `size` too small or above 200,000.
+    """
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    kinds = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * 4
+    raw = [f"<0x{b:02X}>" for b in range(256)]
+    words = [_SPACE + w for w in _WORDS.split()]
+    prefixes = [w[:n] for w in words for n in range(2, len(w) + 1)]  # each merge step needs its own piece
+    letters = [_SPACE, *(chr(c) for c in range(0x21, 0x7F)), *(_SPACE + c for c in string.ascii_lowercase)]
+    pieces = list(dict.fromkeys([*letters, *prefixes, *_PAIRS.split()]))
+    missing = size - len(special) - len(raw) - len(pieces)
+    soft, hard = "aeiou", sorted(set(string.ascii_lowercase) - set("aeiou"))
+    made_up = (_SPACE + "".join(s) for s in itertools.product(hard, soft, hard, soft, hard))
+    pieces += itertools.islice(made_up, max(missing, 0))
+    if len(special) + len(raw) + len(pieces) != size:
+        raise ValueError(f"a vocabulary of {size} tokens: must be {size - missing} to 200000")
+    return Vocab(
+        pieces=special + raw + pieces,
+        scores=[0.0] * (len(special) + len(raw)) + [-float(rank) for rank in range(len(pieces))],
+        types=[*kinds, *[gguf.TokenType.BYTE] * len(raw), *[gguf.TokenType.NORMAL] * len(pieces)],
+    )
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """The sizes of a Llama model. Raises ValueError where they do not fit together."""
+
+    n_layer: int = 2
+    n_embd: int = 64
+    n_head: int = 4
+    n_head_kv: int = 2
+    n_ff: int = 128
+    n_ctx_train: int = 4096
+
+    def __post_init__(self) -> None:
+        if min(vars(self).values()) < 1:
+            raise ValueError(f"{self}: every size must be at least 1")
+        if self.n_embd % (2 * self.n_head) or self.n_head % self.n_head_kv:
+            raise ValueError(f"{self}: n_embd must be a multiple of 2 * n_head, n_head of n_head_kv")
+
+
+class Weight(NamedTuple):
+    """One tensor to write: normally distributed values, or all `mean` where `std` is 0."""
+
+    name: str
+    shape: tuple[int, ...]  # (n,), or (outputs, inputs), numpy's order: the reverse of ggml's ne
+    std: float = 0.0
+    mean: float = 0.0
+    zero_rows: Sequence[int] = ()
+
+
+def matrix(name: str, outputs: int, inputs: int, gain: float = 1.0, zero_rows: Sequence[int] = ()) -> Weight:
+    """A random (outputs, inputs) matrix that multiplies the size of its input by about `gain`."""
+    return Weight(f"{name}.weight", (outputs, inputs), std=gain / math.sqrt(inputs), zero_rows=zero_rows)
+
+
+def norm(name: str, size: int) -> Weight:
+    """The (size,) weight of a normalisation: all ones."""
+    return Weight(f"{name}.weight", (size,), mean=1.0)
+
+
+def write_llama(
+    path: str | os.PathLike[str],
+    shape: LlamaShape | None = None,
+    *,
+    quant: str = "F32",
+    seed: int = 0,
+    chat_template: str | None = None,
+    vocab: Vocab | None = None,
+    silent: Sequence[int] = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL),
+) -> Path:
+    """Write a random Llama model to `path` and return it; the same arguments give the same bytes.
+
+    `quant` is the type of the matrices, a key of `QUANTS`; vectors stay F32. To reach llama.cpp's repacked and
+    AMX kernels take n_embd and n_ff as multiples of 256, and leave the vocabulary at 512. `vocab` is
+    `byte_vocab()` unless given. Tokens of the types in `silent` have logit 0, far below the highest ones: so
+    greedy text does not end by chance. Raises ValueError for an unknown `quant` or a size that is not a
+    multiple of its block (32), OSError where the file cannot be written.
+    """
+    shape = shape or LlamaShape()
+    vocab = vocab or byte_vocab()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(shape.n_ctx_train)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_block_count(shape.n_layer)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_head)
+    writer.add_head_count_kv(shape.n_head_kv)
+    writer.add_rope_dimension_count(shape.n_embd // shape.n_head)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(vocab.pieces))
+    add_vocab(writer, vocab)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
+    return write_gguf(path, writer, _llama_weights(shape, vocab, silent), quant=quant, seed=seed)
+
+
+def add_vocab(writer: Any, vocab: Vocab) -> None:
+    """Put a `byte_vocab` into a GGUFWriter's metadata: a BOS in front, no space added, so text comes back."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(vocab.pieces)
+    writer.add_token_scores(vocab.scores)
+    writer.add_token_types(vocab.types)
+    writer.add_unk_token_id(UNK)
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_eot_token_id(IM_END)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+
+
+def write_gguf(
+    path: str | os.PathLike[str], writer: Any, weights: Iterable[Weight], *, quant: str = "F32", seed: int = 0
+) -> Path:
+    """Write `writer`'s metadata and the weights to `path`, with one tensor in memory at a time.
+
+    `writer` is a GGUFWriter that nothing has been written from yet. Raises as `write_llama` does.
+    """
+    if quant not in QUANTS:
+        raise ValueError(f"quant is {quant!r}: must be one of {', '.join(QUANTS)}")
+    weights = list(weights)
+    writer.add_file_type(QUANTS[quant])
+    for weight in weights:
+        kind = _kind(weight, quant)
+        block, size = GGML_QUANT_SIZES[kind]
+        if weight.shape[-1] % block:
+            raise ValueError(f"{weight.name} has rows of {weight.shape[-1]}: must be a multiple of {block}")
+        n_bytes = math.prod(weight.shape) // block * size
+        writer.add_tensor_info(weight.name, weight.shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
+    rng = np.random.default_rng(seed)
+    try:
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for weight in weights:
+            writer.write_tensor_data(_values(weight, _kind(weight, quant), rng))
+    finally:
+        writer.close()
+    return Path(path)
+
+
+def _kind(weight: Weight, quant: str) -> Any:
+    return gguf.GGMLQuantizationType[quant if len(weight.shape) > 1 else "F32"]
+
+
+def _values(weight: Weight, kind: Any, rng: np.random.Generator) -> npt.NDArray[Any]:
+    """The tensor as it lies in the file: rows of floats, or of quantised blocks as bytes."""
+    if weight.std == 0.0:
+        return np.asarray(quantize(np.full(weight.shape, weight.mean, np.float32), kind))
+    rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
+    n_drawn = min(rows, max(1, _DRAWN // columns))
+    drawn = rng.standard_normal((n_drawn, columns), dtype=np.float32)
+    drawn *= np.float32(weight.std)
+    drawn += np.float32(weight.mean)
+    part = quantize(drawn, kind)
+    block = GGML_QUANT_SIZES[kind][1] if part.dtype == np.uint8 else 1
+    out = np.empty((rows, part.shape[1]), part.dtype)
+    for turn, start in enumerate(range(0, rows, n_drawn)):  # turned by a block each time: no two rows alike
+        out[start : start + n_drawn] = np.roll(part, turn * block, axis=1)[: rows - start]
+    out[list(weight.zero_rows)] = 0
+    return out
+
+
+def _llama_weights(shape: LlamaShape, vocab: Vocab, silent: Sequence[int]) -> Iterable[Weight]:
+    """The gains keep text varied: attention that picks a few tokens, and layers that outweigh the embedding."""
+    n_embd, n_vocab = shape.n_embd, len(vocab.pieces)
+    n_kv = n_embd // shape.n_head * shape.n_head_kv
+    yield Weight("token_embd.weight", (n_vocab, n_embd), std=0.5)
+    for i in range(shape.n_layer):
+        yield norm(f"blk.{i}.attn_norm", n_embd)
+        yield matrix(f"blk.{i}.attn_q", n_embd, n_embd, 2.0)
+        yield matrix(f"blk.{i}.attn_k", n_kv, n_embd, 2.0)
+        yield matrix(f"blk.{i}.attn_v", n_kv, n_embd)
+        yield matrix(f"blk.{i}.attn_output", n_embd, n_embd, 2.0)
+        yield norm(f"blk.{i}.ffn_norm", n_embd)
+        yield matrix(f"blk.{i}.ffn_gate", shape.n_ff, n_embd, 2.0)
+        yield matrix(f"blk.{i}.ffn_up", shape.n_ff, n_embd)
+        yield matrix(f"blk.{i}.ffn_down", n_embd, shape.n_ff)
+    yield norm("output_norm", n_embd)
+    yield matrix("output", n_vocab, n_embd, 4.0, zero_rows=vocab.ids(*silent))
