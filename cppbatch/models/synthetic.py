@@ -56,7 +56,8 @@ def byte_vocab(size: int = 512) -> Vocab:
 
     In order: 5 special tokens, 256 bytes, printable ASCII, a few English words with their prefixes, letter
     pairs, then made-up words that fill up to `size` (a model can say them, the tokeniser does not find them).
-    Other characters become several byte tokens. Raises ValueError for a `size` too small or above 200,000.
+    Other characters become several byte tokens. Raises ValueError for a `size` below 462 or
+    above 231,987.
     """
     special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     kinds = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * 4
@@ -70,7 +71,7 @@ def byte_vocab(size: int = 512) -> Vocab:
     made_up = (_SPACE + "".join(s) for s in itertools.product(hard, soft, hard, soft, hard))
     pieces += itertools.islice(made_up, max(missing, 0))
     if len(special) + len(raw) + len(pieces) != size:
-        raise ValueError(f"a vocabulary of {size} tokens: must be {size - missing} to 200000")
+        raise ValueError(f"a vocabulary of {size} tokens: must be 462 to 231987")
     return Vocab(
         pieces=special + raw + pieces,
         scores=[0.0] * (len(special) + len(raw)) + [-float(rank) for rank in range(len(pieces))],

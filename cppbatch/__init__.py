@@ -1,0 +1,59 @@
+"""Continuous batching for GGUF models on one's own machine, over llama.cpp.
+
+from cppbatch import BatchInferenceEngine, SamplingParams
+
+with BatchInferenceEngine("model.gguf") as engine:
+    for result in engine.generate(["Once upon a time", "2 + 2 ="], SamplingParams(max_tokens=32)):
+        print(result.text)
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cppbatch.cluster.local import LocalEngine
+    from cppbatch.config import EngineConfig
+    from cppbatch.engine.engine import BatchInferenceEngine, generate_batch
+    from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
+    from cppbatch.errors import CppBatchError, InvalidRequest
+
+__version__ = version("cppbatch")
+
+# Imported when first used: `cppbatch --help` and a front-end without a model need no llama.cpp.
+_HOMES = {
+    "LocalEngine": "cppbatch.cluster.local",
+    "EngineConfig": "cppbatch.config",
+    "BatchInferenceEngine": "cppbatch.engine.engine",
+    "generate_batch": "cppbatch.engine.engine",
+    "Completion": "cppbatch.engine.request",
+    "FinishReason": "cppbatch.engine.request",
+    "GenerationEvent": "cppbatch.engine.request",
+    "GenerationRequest": "cppbatch.engine.request",
+    "SamplingParams": "cppbatch.engine.request",
+    "CppBatchError": "cppbatch.errors",
+    "InvalidRequest": "cppbatch.errors",
+}
+
+__all__ = [
+    "BatchInferenceEngine",
+    "Completion",
+    "CppBatchError",
+    "EngineConfig",
+    "FinishReason",
+    "GenerationEvent",
+    "GenerationRequest",
+    "InvalidRequest",
+    "LocalEngine",
+    "SamplingParams",
+    "__version__",
+    "generate_batch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cppbatch' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""Engines behind one asyncio interface, wherever they run."""

@@ -1,0 +1,184 @@
+"""An engine on a thread of this process, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+from cppbatch.cluster.client import Health
+from cppbatch.config import EngineConfig
+from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.metrics import EngineStats
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.engine.runtime import ModelInfo, Runtime
+from cppbatch.engine.sequence import Sequence
+from cppbatch.errors import EngineClosed, InvalidRequest
+
+log = logging.getLogger("cppbatch.engine")
+
+Command = Callable[[BatchInferenceEngine], object]
+
+
+class LocalEngine:
+    """An `EngineClient` whose engine is a thread here. Made and used inside a running event loop.
+
+    The thread takes commands between steps and hands the loop one list of events a step, so neither waits for the
+    other. Used as `async with LocalEngine("model.gguf") as engine:`, which waits until the model is loaded.
+    """
+
+    def __init__(self, model: str | Path | EngineConfig, *, runtime: Runtime | None = None, **settings: Any) -> None:
+        """Starts loading a GGUF file; `settings` and `runtime` as in `BatchInferenceEngine`. Raises `ConfigError`."""
+        self._config = model if isinstance(model, EngineConfig) else EngineConfig(model_path=str(model), **settings)
+        self._runtime = runtime
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[None] = self._loop.create_future()
+        self._loaded.add_done_callback(lambda future: future.exception())  # looked at, so asyncio does not complain
+        self._engine: BatchInferenceEngine | None = None
+        self._health = Health(status="loading")
+        self._closing = False
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._streams: dict[str, asyncio.Queue[GenerationEvent]] = {}
+        # A daemon: an impatient second Ctrl-C must not wait for a model that is still loading.
+        self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
+        self._thread.start()
+
+    # --- the asyncio side ---------------------------------------------------------------------------------------
+
+    async def loaded(self) -> None:
+        """Waits until the model is loaded. Raises what loading raised."""
+        await asyncio.shield(self._loaded)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises `EngineClosed` before it is loaded."""
+        return self._ready().info
+
+    def health(self) -> Health:
+        """How the engine is now."""
+        return self._health
+
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Runs a request, yielding its events; see `EngineClient.submit`."""
+        engine = self._ready()
+        if request.id in self._streams:
+            raise InvalidRequest("id", f"{request.id!r} is the id of a request that is still running")
+        stream = self._streams[request.id] = asyncio.Queue()
+        finished = False
+        try:
+            sequence = await asyncio.to_thread(engine.prepare, request)  # tokenising a long text takes a while
+            self._commands.put(lambda engine: self._add(engine, sequence))
+            while not finished:
+                event = await stream.get()
+                finished = event.finish_reason is not None
+                yield event
+        finally:
+            del self._streams[request.id]
+            if not finished:
+                self._commands.put(lambda engine: engine.cancel(request.id))
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request within a step."""
+        self._ready()
+        self._commands.put(lambda engine: engine.cancel(request_id))
+
+    async def stats(self) -> EngineStats:
+        """Counters and state."""
+        self._ready()
+        answer: asyncio.Future[EngineStats] = self._loop.create_future()
+        self._commands.put(lambda engine: self._tell(_resolve, answer, engine.stats()))
+        return await answer
+
+    async def close(self) -> None:
+        """Ends the engine after the step it is in; aborts a model that is still loading."""
+        self._closing = True
+        self._commands.put(lambda engine: None)  # wakes an idle thread
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> LocalEngine:
+        try:
+            await self.loaded()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def _ready(self) -> BatchInferenceEngine:
+        if self._engine is None or self._health.status != "ok" or self._closing:
+            raise EngineClosed(f"the engine takes no requests: it is {self._health.status}")
+        return self._engine
+
+    def _deliver(self, events: list[GenerationEvent]) -> None:
+        for event in events:
+            if stream := self._streams.get(event.request_id):  # none: its iterator was closed, nobody listens
+                stream.put_nowait(event)
+
+    def _deliver_to_all(self, reason: FinishReason, error: str | None) -> None:
+        self._deliver([GenerationEvent(request_id=i, finish_reason=reason, error=error) for i in self._streams])
+
+    # --- the engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            engine = BatchInferenceEngine(self._config, progress=self._progress, runtime=self._runtime)
+        except Exception as error:
+            self._health = Health(status="failed", error=str(error))
+            self._tell(_reject, self._loaded, error)
+            return
+        self._engine = engine
+        self._health = Health(status="ok", progress=1.0)
+        self._tell(_resolve, self._loaded, None)
+        try:
+            self._serve(engine)
+        except Exception as error:  # a bug: say so, end what runs, and answer from then on
+            log.exception("the engine failed")
+            self._health = Health(status="failed", error=f"{type(error).__name__}: {error}")
+            self._tell(self._deliver_to_all, FinishReason.ERROR, self._health.error)
+            while not self._closing:
+                self._commands.get()(engine)
+        if self._health.status == "ok":
+            self._health = Health(status="closed")
+        engine.close()
+        self._tell(self._deliver_to_all, FinishReason.CANCELLED, None)
+
+    def _progress(self, fraction: float) -> bool:
+        self._health = Health(status="loading", progress=fraction)
+        return not self._closing
+
+    def _serve(self, engine: BatchInferenceEngine) -> None:
+        while not self._closing:
+            if not engine.has_work:
+                self._commands.get()(engine)
+            while not self._commands.empty():
+                self._commands.get()(engine)
+            if events := engine.step():
+                self._tell(self._deliver, events)
+
+    def _add(self, engine: BatchInferenceEngine, sequence: Sequence) -> None:
+        if self._health.status == "ok":
+            engine.add(sequence)
+        else:  # it failed after `submit` had looked
+            self._tell(self._deliver_to_all, FinishReason.ERROR, self._health.error)
+
+    def _tell(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls a function on the event loop; nobody is there to be told once the loop is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _resolve(future: asyncio.Future[Any], result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _reject(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,386 @@
+"""The step loop."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AnySequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.config import EngineConfig
+from cppbatch.engine.collect import collect, params_for_each
+from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.metrics import EngineStats, Metrics
+from cppbatch.engine.request import (
+    Completion,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    SamplingParams,
+)
+from cppbatch.engine.runtime import ModelInfo, Runtime, load_runtime
+from cppbatch.engine.sampling import FAILED, Sampler
+from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError
+from cppbatch.llama import Batch
+
+log = logging.getLogger("cppbatch.engine")
+
+Prompt = str | list[int]
+_SEEDS = 2**32 - 1  # llama.cpp takes the seed 2**32 - 1 for "random"
+_LEAST_DEFAULT_TOKENS = 512
+
+
+class BatchInferenceEngine:
+    """Runs many requests at once through one llama.cpp context: they join and leave at any step.
+
+    Not thread-safe, except `prepare`: one thread calls `step` and the rest (`cppbatch.LocalEngine` does that for
+    asyncio). A context manager.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | EngineConfig,
+        *,
+        progress: Callable[[float], bool] | None = None,
+        runtime: Runtime | None = None,
+        **settings: Any,
+    ) -> None:
+        """Loads a GGUF file. `settings` are `EngineConfig`'s: n_ctx, n_parallel, n_gpu_layers ...
+
+        `progress` is called with 0.0 to 1.0 while loading and stops it by returning False. `runtime` puts another
+        computation in the model's place (tests). Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
+        """
+        config = model if isinstance(model, EngineConfig) else EngineConfig(model_path=str(model), **settings)
+        self.config = config
+        self._runtime = runtime or load_runtime(config, progress)
+        context = self._context = self._runtime.context
+        self._vocab = self._runtime.vocab
+        self._batch = Batch(context.n_batch)
+        self.kv = KVPool(
+            context,
+            n_ctx=context.n_ctx,
+            n_ctx_seq=context.n_ctx_seq,
+            n_seq_ids=context.n_seq_max,
+            unified=context.kv_unified,
+        )
+        self._scheduler = Scheduler(self.kv, step_tokens=context.n_batch)
+        self._sampler = Sampler(self._vocab.n_tokens, self._vocab.eog)
+        self._metrics = Metrics()
+        self._sequences: dict[str, Sequence] = {}
+        self._events: list[GenerationEvent] = []
+        self._next_id = 0
+        self._closed = False
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model."""
+        return self._runtime.info
+
+    @property
+    def default_max_tokens(self) -> int:
+        """Most new tokens of a request that names no `max_tokens`: a fair share of the cells, at least 512."""
+        return max(self.kv.n_ctx // self.kv.n_seq_ids, _LEAST_DEFAULT_TOKENS)
+
+    def prepare(self, request: GenerationRequest) -> Sequence:
+        """Tokenises and validates a request. Any thread may call this.
+
+        Raises `InvalidRequest` for what can never run: an empty prompt, unknown token ids, too many tokens.
+        """
+        prompt = self._tokens(request.prompt)
+        limit, n = self.info.max_sequence, len(prompt)
+        if n >= limit:
+            raise InvalidRequest(
+                "prompt", f"has {n} tokens, and this context holds {limit} for prompt and answer; raise -c"
+            )
+        wanted = request.params.max_tokens
+        if wanted is not None and n + wanted > limit:
+            raise InvalidRequest(
+                "max_tokens", f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and this context "
+                f"holds {limit}; lower max_tokens or raise -c",
+            )  # fmt: skip
+        self._check_ids("stop_token_ids", request.params.stop_token_ids)
+        return Sequence(
+            request,
+            prompt,
+            max_new=wanted or min(self.default_max_tokens, limit - n),
+            seed=_seed(request.params.seed),
+            now=perf_counter(),
+        )
+
+    def _tokens(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        if len(prompt) == 0:
+            raise InvalidRequest("prompt", "is empty; give at least one character or token id")
+        if isinstance(prompt, str):
+            return self._vocab.tokenize(prompt)
+        self._check_ids("prompt", prompt)
+        return np.array(prompt, np.int32)
+
+    def _check_ids(self, field: str, tokens: AnySequence[int]) -> None:
+        for i, token in enumerate(tokens):
+            if not isinstance(token, int) or not 0 <= token < self._vocab.n_tokens:
+                raise InvalidRequest(f"{field}[{i}]", f"is {token!r}; token ids are 0 to {self._vocab.n_tokens - 1}")
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `EngineClosed`."""
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        if sequence.id in self._sequences:
+            raise InvalidRequest("id", f"{sequence.id!r} is the id of a request that is still running")
+        self._sequences[sequence.id] = sequence
+        self._scheduler.add(sequence)
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queues a prompt (text or token ids) and returns the request's id. Raises `InvalidRequest`."""
+        if request_id is None:
+            self._next_id += 1
+            request_id = f"request-{self._next_id}"
+        self.add(self.prepare(GenerationRequest(id=request_id, prompt=prompt, params=params or SamplingParams())))
+        return request_id
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request now: its cells are free when this returns. False when it is not running any more."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._finish(sequence, FinishReason.CANCELLED)
+        return True
+
+    # --- the step loop ------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute anything or return events."""
+        return self._scheduler.has_work or bool(self._events)
+
+    def step(self) -> list[GenerationEvent]:
+        """Computes one batch and returns what is new, of every request, in order."""
+        self._metrics.begin_step()
+        plan = self._plan()
+        if not plan.is_empty:
+            self._refill(plan)
+            if self._decode(plan):
+                tokens = self._sample(plan)
+                self._advance(plan, tokens)
+        events, self._events = self._events, []
+        return events
+
+    def _plan(self) -> StepPlan:
+        plan = self._scheduler.plan()
+        if plan.admitted:
+            now = perf_counter()
+            for sequence in plan.admitted:
+                sequence.admitted_at = now
+        self._metrics.lap("schedule")
+        return plan
+
+    def _refill(self, plan: StepPlan) -> None:
+        batch = self._batch
+        batch.clear()
+        if plan.decode:
+            batch.add_rows(
+                [s.tokens[s.n_computed] for s in plan.decode],
+                [s.n_computed for s in plan.decode],
+                [s.seq_id for s in plan.decode],
+            )
+        for s, n in plan.prefill:
+            run = s.tokens[s.n_computed : s.n_computed + n]
+            batch.add_run(run, s.n_computed, s.seq_id, wants_logits=n == s.n_pending)
+        self._metrics.lap("fill")
+
+    def _decode(self, plan: StepPlan) -> bool:
+        """Computes the batch. When llama.cpp cannot, its sequences end with an error and the others go on."""
+        try:
+            self._context.decode(self._batch)
+        except LlamaError as error:
+            log.error("a step of %d tokens failed: %s", self._batch.n_tokens, error)
+            for sequence in plan.sequences():
+                sequence.error = str(error)
+                self._finish(sequence, FinishReason.ERROR)
+            return False
+        finally:
+            self._metrics.lap("decode")
+        self._metrics.count_step(decode_rows=len(plan.decode), prompt_tokens=sum(n for _, n in plan.prefill))
+        return True
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        outputs = plan.outputs()
+        tokens = self._sampler.sample(outputs, self._context.logits(len(outputs))) if outputs else []
+        self._metrics.lap("sample")
+        return tokens
+
+    def _advance(self, plan: StepPlan, tokens: list[int]) -> None:
+        """Books what was computed, appends the new tokens, lets the finished leave."""
+        outputs = plan.outputs()
+        for sequence in plan.decode:
+            sequence.computed(1)
+        for sequence, n in plan.prefill:
+            sequence.computed(n)
+        now = perf_counter()
+        for sequence, token in zip(outputs, tokens, strict=True):
+            sequence.first_token_at = sequence.first_token_at or now
+            self._accept(sequence, token)
+        self._metrics.lap("advance")
+
+    def _accept(self, sequence: Sequence, token: int) -> None:
+        if token == FAILED:
+            self._finish(sequence, FinishReason.ERROR)
+            return
+        if token in self._vocab.eog or token in sequence.params.stop_token_ids:
+            self._finish(sequence, FinishReason.STOP)
+            return
+        sequence.append(token)
+        self._metrics.generated_tokens += 1
+        text = sequence.text.push(self._vocab.piece(token))
+        if sequence.text.stopped:
+            self._finish(sequence, FinishReason.STOP, text, [token])
+        elif sequence.n_generated >= sequence.max_new:
+            self._finish(sequence, FinishReason.LENGTH, text, [token])
+        else:
+            self._events.append(GenerationEvent(request_id=sequence.id, text=text, tokens=[token]))
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, text: str = "", tokens: list[int] | None = None
+    ) -> None:
+        """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
+        self._scheduler.remove(sequence)
+        self.kv.release(sequence)
+        del self._sequences[sequence.id]
+        if sequence.sampler:
+            sequence.sampler.close()
+        if not sequence.text.stopped:
+            text += sequence.text.flush()
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        sequence.finished_at = perf_counter()
+        self._metrics.finished[reason] += 1
+        self._events.append(
+            GenerationEvent(
+                request_id=sequence.id,
+                text=text,
+                tokens=tokens or [],
+                finish_reason=reason,
+                usage=sequence.usage(),
+                error=sequence.error,
+            )
+        )
+
+    # --- the simple ways to use it ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: AnySequence[Prompt],
+        params: SamplingParams | AnySequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Continues every prompt, all in one batch, and returns the results in the prompts' order.
+
+        `params`: one for all, or one for each prompt. `progress` shows a line with the speed. Raises
+        `InvalidRequest` naming the prompt at fault before anything runs. Interrupted, it cancels what is left.
+        """
+        ids = self._add_all(prompts, params_for_each(prompts, params))
+        return collect(ids, self._run(set(ids)), progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[GenerationEvent]:
+        """Continues one prompt, yielding its events as they come; other requests advance meanwhile.
+
+        Closing the iterator cancels the request.
+        """
+        return self._run({self.add_request(prompt, params)})
+
+    def _add_all(self, prompts: AnySequence[Prompt], params: list[SamplingParams]) -> list[str]:
+        prepared = []
+        for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+            self._next_id += 1
+            try:
+                prepared.append(
+                    self.prepare(GenerationRequest(id=f"request-{self._next_id}", prompt=prompt, params=its))
+                )
+            except InvalidRequest as error:
+                raise InvalidRequest(f"prompts[{i}]", str(error)) from error
+        for sequence in prepared:
+            self.add(sequence)
+        return [sequence.id for sequence in prepared]
+
+    def _run(self, ids: set[str]) -> Iterator[GenerationEvent]:
+        """Steps until these requests have ended, yields their events, and keeps others' for those who ask."""
+        try:
+            while ids:
+                events = self.step()
+                self._events = [event for event in events if event.request_id not in ids]
+                for event in events:
+                    if event.request_id in ids:
+                        if event.finish_reason:
+                            ids.discard(event.request_id)
+                        yield event
+        finally:
+            for request_id in ids:
+                self.cancel(request_id)
+            self._events = [event for event in self._events if event.request_id not in ids]
+
+    # --- looking at it, ending it -------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the state now."""
+        m = self._metrics
+        return EngineStats(
+            steps=m.steps,
+            decode_steps=m.decode_steps,
+            decode_rows=m.decode_rows,
+            mean_decode_batch=m.decode_rows / m.decode_steps if m.decode_steps else 0.0,
+            prompt_tokens=m.prompt_tokens,
+            generated_tokens=m.generated_tokens,
+            finished={reason.value: n for reason, n in m.finished.items()},
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            kv_cells=self.kv.n_ctx,
+            kv_cells_used=self.kv.n_used,
+            kv_cells_reserved=self.kv.n_reserved,
+            seq_ids=self.kv.n_seq_ids,
+            seq_ids_free=self.kv.n_free_ids,
+            step_seconds=dict(m.seconds),
+        )
+
+    def close(self) -> None:
+        """Ends what runs and frees the model. Closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in list(self._sequences):
+            self.cancel(request_id)
+        self._runtime.close()
+
+    def __enter__(self) -> BatchInferenceEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def generate_batch(
+    model: str | Path,
+    prompts: AnySequence[Prompt],
+    params: SamplingParams | AnySequence[SamplingParams] | None = None,
+    *,
+    progress: bool = False,
+    **settings: Any,
+) -> list[Completion]:
+    """`BatchInferenceEngine.generate` in one line: loads a model, continues every prompt, frees the model."""
+    with BatchInferenceEngine(model, **settings) as engine:
+        return engine.generate(prompts, params, progress=progress)
+
+
+def _seed(wanted: int | None) -> int:
+    return secrets.randbelow(_SEEDS) if wanted is None or wanted == -1 else wanted % _SEEDS

@@ -1,0 +1,67 @@
+"""What the engine counts about itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from time import perf_counter
+
+import msgspec
+
+from cppbatch.engine.request import FinishReason
+
+PHASES = ("schedule", "fill", "decode", "sample", "advance")
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start, and the state now."""
+
+    steps: int
+    decode_steps: int
+    """Steps in which at least one sequence was decoding."""
+    decode_rows: int
+    """Decoding sequences, summed over those steps."""
+    mean_decode_batch: float
+    """decode_rows / decode_steps."""
+    prompt_tokens: int
+    """Prompt tokens computed."""
+    generated_tokens: int
+    finished: dict[str, int]
+    """Finished requests by finish reason."""
+    running: int
+    waiting: int
+    kv_cells: int
+    kv_cells_used: int
+    kv_cells_reserved: int
+    seq_ids: int
+    seq_ids_free: int
+    step_seconds: dict[str, float]
+    """Time of all steps, split into schedule, fill, decode, sample, advance."""
+
+
+class Metrics:
+    """Counts steps, tokens and time. Cheap: a few additions a step."""
+
+    def __init__(self) -> None:
+        self.steps = self.decode_steps = self.decode_rows = 0
+        self.prompt_tokens = self.generated_tokens = 0
+        self.finished: Counter[FinishReason] = Counter()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._mark = 0.0
+
+    def begin_step(self) -> None:
+        """Starts the clock of a step."""
+        self._mark = perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Books the time since the last call to a phase."""
+        now = perf_counter()
+        self.seconds[phase] += now - self._mark
+        self._mark = now
+
+    def count_step(self, *, decode_rows: int, prompt_tokens: int) -> None:
+        """Notes a computed step."""
+        self.steps += 1
+        self.prompt_tokens += prompt_tokens
+        if decode_rows:
+            self.decode_steps += 1
+            self.decode_rows += decode_rows

@@ -1,0 +1,104 @@
+"""One sequence: the life of a request in the engine, WAITING > PREFILL > DECODE > FINISHED."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.engine.request import FinishReason, GenerationRequest, Usage
+from cppbatch.engine.text import TextStream
+
+
+class Status(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class SamplerState(Protocol):
+    """A sequence's own sampler (random state, recent tokens)."""
+
+    def sample(self, logits: npt.NDArray[np.float32]) -> int: ...
+    def close(self) -> None: ...
+
+
+class Sequence:
+    """Tokens known, tokens computed, text given out.
+
+    `tokens` int32[n_prompt + max_new] holds prompt and completion; the first `n_tokens` are known, the first
+    `n_computed` have their keys and values in the cache. Prefill and decode are the same act: computing what is
+    pending, which leaves logits for one more token.
+    """
+
+    __slots__ = (
+        "admitted_at", "arrived_at", "error", "finish_reason", "finished_at", "first_token_at", "max_new", "n_computed",
+        "n_prompt", "n_tokens", "params", "request", "sampler", "seed", "seq_id", "status", "text", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: GenerationRequest, prompt: npt.NDArray[np.int32], *, max_new: int, seed: int, now: float
+    ) -> None:
+        self.request = request
+        self.params = request.params
+        self.n_prompt = self.n_tokens = len(prompt)
+        self.max_new = max_new
+        self.tokens = np.empty(self.n_prompt + max_new, np.int32)
+        self.tokens[: self.n_prompt] = prompt
+        self.n_computed = 0
+        self.seed = seed
+        self.seq_id = -1
+        self.status = Status.WAITING
+        self.text = TextStream(self.params.stop)
+        self.sampler: SamplerState | None = None
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.arrived_at = now
+        self.admitted_at = self.first_token_at = self.finished_at = 0.0
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.request.id
+
+    @property
+    def n_pending(self) -> int:
+        """Known tokens that are not computed yet."""
+        return self.n_tokens - self.n_computed
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens of the completion so far."""
+        return self.n_tokens - self.n_prompt
+
+    @property
+    def most_cells(self) -> int:
+        """Cells this sequence may come to need."""
+        return len(self.tokens)
+
+    def computed(self, n: int) -> None:
+        """Notes that the next `n` pending tokens are in the cache."""
+        self.n_computed += n
+        if self.n_computed >= self.n_prompt:
+            self.status = Status.DECODE
+
+    def append(self, token: int) -> None:
+        """Adds a generated token."""
+        self.tokens[self.n_tokens] = token
+        self.n_tokens += 1
+
+    def usage(self) -> Usage:
+        """Counts and times, for the last event."""
+        queued_until = self.admitted_at or self.finished_at
+        return Usage(
+            prompt_tokens=self.n_prompt,
+            completion_tokens=self.n_generated,
+            queue_seconds=queued_until - self.arrived_at,
+            first_token_seconds=max(0.0, self.first_token_at - self.arrived_at) if self.first_token_at else 0.0,
+            total_seconds=self.finished_at - self.arrived_at,
+        )

@@ -1,0 +1,123 @@
+"""Finds out, before a model is loaded, whether this build of llama.cpp crashes on this CPU.
+
+A build made by GCC without -fno-dse dies with SIGSEGV in its AMX code, and one made for another CPU with SIGILL, at the
+first decode. That would take the user's process down, so a child process tries it on tiny quantised models. The verdict
+is kept for each library build and CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from cppbatch.errors import LibraryError
+from cppbatch.llama.library import PINNED_VERSION, REINSTALL, library_path
+
+log = logging.getLogger("cppbatch.llama")
+
+_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the child process showed."""
+
+    fast_path_works: bool
+    """The CPU path with repacked weights (`use_extra_bufts=True`)."""
+    plain_path_works: bool
+    detail: str
+    """How the child ended where it failed."""
+
+
+def safe_use_extra_bufts() -> bool:
+    """Whether weights may be repacked for this CPU. Warns when not; raises `LibraryError` when nothing works."""
+    verdict = check()
+    if verdict.fast_path_works:
+        return True
+    if verdict.plain_path_works:
+        log.warning(
+            "this build of llama-cpp-python crashes on this CPU (%s), so its fast CPU path is off and prompts are read "
+            "several times slower. Rebuild it with:\n  %s",
+            verdict.detail,
+            REINSTALL,
+        )
+        return False
+    raise LibraryError(
+        f"this build of llama-cpp-python does not work on this CPU ({verdict.detail}). Rebuild it with:\n  {REINSTALL}"
+    )
+
+
+@functools.cache
+def check() -> Verdict:
+    """The verdict for the installed library on this CPU, from the cache where it is known."""
+    path = user_cache_path("cppbatch") / "selfcheck" / f"{_key()}.json"
+    try:
+        return Verdict(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # not there, or not readable as a verdict: find out
+        verdict = _find_out()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(verdict)))
+    except OSError as error:
+        log.info("the self-check's verdict cannot be kept: %s", error)
+    return verdict
+
+
+def _key() -> str:
+    """Names the library build and the CPU."""
+    library = Path(library_path())
+    files = sorted(library.parent.iterdir()) if library.parent.is_dir() else []
+    stamps = [(f.name, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())]
+    return hashlib.sha256(repr((PINNED_VERSION, str(library), stamps, _cpu())).encode()).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _find_out() -> Verdict:
+    from cppbatch.models.synthetic import LlamaShape, write_llama  # needed once a machine: not worth its import time
+
+    with tempfile.TemporaryDirectory(prefix="cppbatch-selfcheck-") as folder:
+        shape = LlamaShape(n_layer=1, n_embd=256, n_head=4, n_head_kv=4, n_ff=512)
+        models = [write_llama(Path(folder) / f"{quant}.gguf", shape, quant=quant) for quant in ("Q4_0", "Q8_0")]
+        failure = _run_child(models, use_extra_bufts=True)
+        if failure is None:
+            return Verdict(True, True, "")
+        plain = _run_child(models, use_extra_bufts=False)
+        return Verdict(False, plain is None, failure if plain is None else plain)
+
+
+def child_command(models: list[Path], *, use_extra_bufts: bool) -> list[str]:
+    """The command of the child process."""
+    return [sys.executable, "-m", "cppbatch.llama.selfcheck_child", str(int(use_extra_bufts)), *map(str, models)]
+
+
+def _run_child(models: list[Path], *, use_extra_bufts: bool) -> str | None:
+    """None when the child decoded every model, else how it ended."""
+    command = child_command(models, use_extra_bufts=use_extra_bufts)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it hangs for {_TIMEOUT_S} s"
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return f"killed by {signal.Signals(-done.returncode).name}"
+    last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+    return f"exit code {done.returncode}: {last[0]}"

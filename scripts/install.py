@@ -1,0 +1,316 @@
+"""Makes .venv ready: builds llama-cpp-python once for this machine, then installs cppbatch (editable).
+
+Usage: python3 scripts/install.py [--dev]      (on Windows: py scripts\\install.py)
+Environment: CPPBATCH_BACKEND=cuda|metal|vulkan|cpu, CPPBATCH_WHEELS, CMAKE_ARGS, CXX.
+Standard library only, and no syntax newer than Python 3.8, so that an old Python gets a clear message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+OLDEST_PYTHON = (3, 10)
+SYSTEM = platform.system()
+WINDOWS = SYSTEM == "Windows"
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if WINDOWS else "bin")
+PYTHON = BIN / ("python.exe" if WINDOWS else "python")
+STAMP = VENV / "cppbatch-install.txt"
+BACKENDS = ("cuda", "metal", "vulkan", "cpu")
+COMPILER_HELP = {
+    "Linux": "Debian/Ubuntu: sudo apt install build-essential; Fedora: sudo dnf install gcc-c++; "
+    "Arch: sudo pacman -S base-devel",
+    "Darwin": "Run: xcode-select --install (or: brew install llvm)",
+    "Windows": "Install Visual Studio Build Tools with 'Desktop development with C++'",
+}
+
+
+class Build(NamedTuple):
+    """One way to build llama-cpp-python. `key` names it; `covers` is the text whose hash is in the key."""
+
+    version: str
+    backend: str
+    cmake_args: str
+    key: str
+    covers: str
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # stdout belongs to the program that is started afterwards
+
+
+def fail(text: str, code: int = 1) -> NoReturn:
+    say(text)
+    sys.exit(code)
+
+
+def output_of(*command: str) -> str:
+    """What a command prints, untranslated; "" when it is missing or fails."""
+    env = {**os.environ, "LC_ALL": "C"}
+    no = subprocess.DEVNULL
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        out = subprocess.check_output(command, env=env, stdin=no, stderr=no, timeout=30)
+        return out.decode(errors="replace").strip()
+    return ""
+
+
+def find_compiler() -> str:
+    """The C++ compiler's --version text, or "". It is run because macOS has a c++ that only asks for Xcode."""
+    if WINDOWS:
+        return "Visual Studio"  # not on the PATH; CMake finds it
+    named = os.environ.get("CXX")
+    candidates = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+    return next(filter(None, (output_of(*words, "--version") for words in candidates)), "")
+
+
+def find_nvcc() -> str | None:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [os.environ.get("PATH", ""), *(str(Path(home, "bin")) for home in homes if home)]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def nvidia_gpus() -> list[str]:
+    """Names of the GPUs that an NVIDIA driver serves. /proc first: nvidia-smi can take seconds."""
+    driver = Path("/proc/driver/nvidia")
+    if any(Path("/dev").glob("nvidia[0-9]*")):  # a container may see the host's /proc but have no GPU
+        text = "\n".join(info.read_text() for info in sorted(driver.glob("gpus/*/information")))
+        names = re.findall(r"^Model:\s*(.+)$", text, re.MULTILINE)
+        if names or (driver / "version").exists():
+            return names or ["unknown model"]
+    return re.findall(r"^GPU \d+: (.+?)(?: \(UUID.*)?$", output_of("nvidia-smi", "-L"), re.MULTILINE)
+
+
+def pick_backend() -> tuple[str, str]:
+    """The backend, and a remark for the user ("" when there is nothing to say)."""
+    wanted = os.environ.get("CPPBATCH_BACKEND")
+    if wanted and wanted not in BACKENDS:
+        fail(f"CPPBATCH_BACKEND={wanted} is not known; it can be one of: {', '.join(BACKENDS)}.", 2)
+    if wanted:
+        return wanted, ""
+    if SYSTEM == "Darwin" and platform.machine() == "arm64":
+        return "metal", ""
+    if not nvidia_gpus():  # nvcc alone is no GPU
+        return "cpu", ""
+    if find_nvcc():
+        return "cuda", ""
+    return "cpu", "There is an NVIDIA GPU but no CUDA toolkit (nvcc), so this builds for the CPU."
+
+
+def cmake_flags(backend: str, compiler: str) -> str:
+    flags = ["-DLLAVA_BUILD=OFF"]
+    if backend != "cpu":
+        flags.append(f"-DGGML_{backend.upper()}=on")
+    elif SYSTEM == "Darwin":
+        flags.append("-DGGML_METAL=off")  # on a Mac it is on by default
+    # GCC 12 removes a store that AMX needs, as dead, and the library then crashes at the first decode on
+    # a CPU with AMX (llama.cpp PR #26954).
+    if "Free Software Foundation" in compiler and platform.machine() in ("x86_64", "AMD64"):
+        flags += ["-DCMAKE_C_FLAGS=-fno-dse", "-DCMAKE_CXX_FLAGS=-fno-dse"]
+    return " ".join([*flags, os.environ.get("CMAKE_ARGS", "")]).strip()
+
+
+def describe_cpu() -> str:
+    """llama.cpp is compiled for the very CPU it is built on, so another one needs another wheel."""
+    if SYSTEM == "Darwin":
+        return "cpu: " + output_of("sysctl", "-n", "machdep.cpu.brand_string")
+    if SYSTEM != "Linux":
+        return "cpu: " + platform.processor()
+    first = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n", 1)[0]
+    return "\n".join(re.findall(r"^(?:model name|flags|Features|CPU .*)\s*:.*$", first, re.MULTILINE))
+
+
+def plan_build(backend: str) -> Build:
+    pinned = re.search(r'"llama-cpp-python==([^"\s;]+)', (ROOT / "pyproject.toml").read_text("utf-8"))
+    version = pinned[1] if pinned else fail("pyproject.toml does not pin llama-cpp-python==<version>.")
+    compiler = find_compiler()
+    cmake_args = cmake_flags(backend, compiler)
+    lines = [
+        f"llama-cpp-python {version} for {backend} on {SYSTEM} {platform.machine()}",
+        f"CMAKE_ARGS: {cmake_args}",
+        f"compiler: {compiler.partition(chr(10))[0]}",
+        describe_cpu(),
+    ]
+    if backend == "cuda":  # compiled for the GPUs that are present
+        nvcc = output_of(find_nvcc() or "nvcc", "--version").splitlines()[-1:]
+        lines += [f"nvcc: {' '.join(nvcc)}", f"GPUs: {', '.join(nvidia_gpus())}"]
+    covers = "\n".join(lines) + "\n"
+    digest = hashlib.sha256(covers.encode()).hexdigest()[:12]
+    return Build(version, backend, cmake_args, f"{version}-{backend}-{digest}", covers)
+
+
+def wheels_folder() -> Path:
+    """Outside the checkout, so that a machine builds once. pip's own wheel cache will not do: it does not
+    know CMAKE_ARGS and would hand back a wheel that was built with other flags."""
+    default = {"Darwin": "~/Library/Caches", "Windows": os.environ.get("LOCALAPPDATA")}.get(SYSTEM)
+    cache = os.environ.get("CPPBATCH_WHEELS") or os.environ.get("XDG_CACHE_HOME") or default or "~/.cache"
+    return Path(cache).expanduser().resolve() / "cppbatch" / "wheels"
+
+
+def check_build_tools(build: Build) -> None:
+    """CMake and ninja come from pip; what pip cannot bring is named before minutes are spent."""
+    if not find_compiler():
+        tried = f" (CXX is {os.environ['CXX']})" if os.environ.get("CXX") else ""
+        fail(f"No C++ compiler found{tried}. {COMPILER_HELP.get(SYSTEM, 'Please install one.')}")
+    if build.backend == "cuda" and not find_nvcc():
+        fail("CPPBATCH_BACKEND=cuda needs the CUDA toolkit: no nvcc on the PATH or in CUDA_HOME.")
+    if build.backend == "vulkan" and not shutil.which("glslc"):
+        fail("Vulkan needs its headers and glslc. Debian/Ubuntu: sudo apt install libvulkan-dev glslc")
+
+
+def wait_showing_time(process: subprocess.Popen[Any]) -> int:
+    seconds, end = (2, "\r") if sys.stderr.isatty() else (30, "\n")
+    began = time.monotonic()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=seconds)
+        elapsed = time.strftime("%M:%S", time.gmtime(time.monotonic() - began))
+        print(f"  still building, {elapsed}", end=end, file=sys.stderr, flush=True)
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """Ends pip and the compilers below it. An interrupt first: pip then removes its temporary files."""
+    if WINDOWS:
+        process.terminate()
+        return
+    with contextlib.suppress(OSError):  # the group is gone: done
+        os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def compile_wheel(build: Build, folder: Path) -> int:
+    """Runs the build with its output in folder/build.log, in a process group of its own for stop()."""
+    env = {**os.environ, "CMAKE_ARGS": build.cmake_args}
+    if build.backend == "cuda":
+        env.setdefault("CUDACXX", find_nvcc() or "nvcc")  # CMake itself looks on the PATH only
+    flags = ["-v", "--no-cache-dir", "--no-deps", "--no-binary", "llama-cpp-python", "-w", str(folder)]
+    command = [str(PYTHON), "-m", "pip", "wheel", *flags, f"llama-cpp-python=={build.version}"]
+    with open(folder / "build.log", "wb") as log:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            return wait_showing_time(process)
+        except BaseException:
+            stop(process)
+            raise
+
+
+def find_wheel(folder: Path) -> Path | None:
+    return next(folder.glob("llama_cpp_python-*.whl"), None)
+
+
+def built_wheel(build: Build) -> Path:
+    """The wheel of this key, built if need be. A folder gets its final name only when it is complete."""
+    folder = wheels_folder() / build.key
+    if wheel := find_wheel(folder):
+        return wheel
+    check_build_tools(build)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{build.key}.building-", dir=folder.parent))
+    minutes, hint = "4-5 minutes", ""
+    if build.backend != "cpu":
+        minutes, hint = "5-20 minutes", " CPPBATCH_BACKEND=cpu builds without the GPU."
+    elif WINDOWS:
+        hint = f" {COMPILER_HELP[SYSTEM]}."
+    say(f"Building llama-cpp-python {build.version} for {build.backend}: {minutes}, once on this machine.")
+    try:
+        if compile_wheel(build, work) != 0:
+            log = (work / "build.log").replace(folder.with_name(f"{build.key}.failed.log"))
+            say("\n".join(log.read_text(errors="replace").splitlines()[-30:]))
+            say(f"Building llama-cpp-python failed; above is the end of {log}")
+            fail("Look there for the first error, often a missing package or an option in CMAKE_ARGS." + hint)
+        (work / "KEY.txt").write_bytes(build.covers.encode())
+        if not find_wheel(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run was faster: its wheel is as good
+                work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return find_wheel(folder) or fail(f"The build left no wheel in {folder}.")
+
+
+def venv_works() -> bool:
+    """False also for a .venv without pip, or one whose Python was replaced by an older or newer one."""
+    test = f"import sys, pip; print(sys.version_info >= {OLDEST_PYTHON})"
+    return output_of(str(PYTHON), "-c", test) == "True"
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, stdin=subprocess.DEVNULL, check=True)
+
+
+def make_venv() -> None:
+    if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
+        fail("This Python cannot make virtual environments. Debian/Ubuntu: sudo apt install python3-venv")
+    say("Making .venv")
+    run(sys.executable, "-m", "venv", "--clear", str(VENV))
+
+
+def stamp_text(build: Build, dev: bool) -> str:
+    """What an install depends on. A .venv survives neither a move nor another Python, so they count too."""
+    pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    python = os.path.realpath(PYTHON)
+    extras = "dev" if dev else "none"
+    return f"folder {ROOT}\npython {python}\npyproject {pyproject}\nwheel {build.key}\nextras {extras}\n"
+
+
+def install(dev: bool) -> None:
+    backend, remark = pick_backend()
+    build = plan_build(backend)
+    have = STAMP.read_text("utf-8") if STAMP.exists() else ""
+    dev = dev or "\nextras dev\n" in have  # a dev install stays one
+    if have == stamp_text(build, dev) and PYTHON.exists() and any(BIN.glob("cppbatch*")):
+        return
+    if remark:
+        say(remark)
+    if not venv_works() or (have and f"folder {ROOT}\n" not in have):
+        make_venv()
+        have = ""
+    wheel = built_wheel(build)
+    STAMP.unlink(missing_ok=True)  # a run that breaks off must not look finished
+    say("Installing cppbatch and its dependencies")
+    pip_install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if f"\nwheel {build.key}\n" not in have:
+        run(*pip_install, "--force-reinstall", "--no-deps", str(wheel))
+    run(*pip_install, "-e", f"{ROOT}[dev]" if dev else str(ROOT))
+    STAMP.write_text(stamp_text(build, dev), "utf-8")
+    say(f"Ready: {(BIN / 'cppbatch').relative_to(ROOT)} serve")
+
+
+def main() -> None:
+    if sys.version_info < OLDEST_PYTHON:
+        fail(f"cppbatch needs Python 3.10 or newer; {sys.executable} is {platform.python_version()}.")
+    parser = argparse.ArgumentParser(description="Make .venv ready to run cppbatch.")
+    parser.add_argument("--dev", action="store_true", help="with the tools that scripts/test runs")
+    dev = parser.parse_args().dev
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as for Ctrl-C
+    try:
+        install(dev)
+    except KeyboardInterrupt:
+        fail("\nInterrupted; run it again to continue.", 130)
+    except subprocess.CalledProcessError as error:
+        fail(f"Failed with exit code {error.returncode}: {shlex.join(error.cmd)}")
+    except OSError as error:
+        fail(f"Set-up failed: {error}")
+
+
+if __name__ == "__main__":
+    main()

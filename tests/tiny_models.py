@@ -1,0 +1,202 @@
+"""Small GGUF files for tests: one of each kind of model the engine must run or refuse, and broken ones.
+
+Every builder takes the path to write and returns it; each takes well under a second.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf, write_llama
+
+N_EMBD, N_HEAD, N_HEAD_KV, N_FF, N_CTX_TRAIN = 64, 4, 2, 128, 4096
+N_KV = N_EMBD // N_HEAD * N_HEAD_KV
+WINDOW = 32  # cells of the sliding window
+
+PathLike = str | os.PathLike[str]
+
+
+def llama(path: PathLike, **kwargs: Any) -> Path:
+    """A plain transformer with F32 weights; keyword arguments go to `write_llama`."""
+    return write_llama(path, **kwargs)
+
+
+def mamba(path: PathLike) -> Path:
+    """A recurrent model: one state per sequence instead of KV cells, which cannot be partly removed."""
+    n_inner, n_state, n_conv, n_rank = 2 * N_EMBD, 8, 4, 8
+    writer = _writer(path, "mamba")
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(n_conv)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_rank)
+    weights = [_embedding()]
+    for i in range(2):
+        blk = f"blk.{i}"
+        weights += [
+            norm(f"{blk}.attn_norm", N_EMBD),
+            matrix(f"{blk}.ssm_in", 2 * n_inner, N_EMBD, 2.0),
+            Weight(f"{blk}.ssm_conv1d.weight", (n_inner, n_conv), std=0.5),
+            Weight(f"{blk}.ssm_conv1d.bias", (n_inner,)),
+            matrix(f"{blk}.ssm_x", n_rank + 2 * n_state, n_inner, 2.0),
+            matrix(f"{blk}.ssm_dt", n_inner, n_rank),
+            Weight(f"{blk}.ssm_dt.bias", (n_inner,)),
+            Weight(f"{blk}.ssm_a", (n_inner, n_state), std=0.1, mean=-1.0),  # negative: the state decays
+            Weight(f"{blk}.ssm_d", (n_inner,), mean=1.0),
+            matrix(f"{blk}.ssm_out", N_EMBD, n_inner, 2.0),
+        ]
+    return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
+
+
+def sliding_window(path: PathLike) -> Path:
+    """Gemma 3: its first layer sees only the last WINDOW tokens, its second all of them."""
+    writer = _writer(path, "gemma3")
+    _add_attention(writer, N_HEAD_KV)
+    writer.add_key_length(N_EMBD // N_HEAD)
+    writer.add_value_length(N_EMBD // N_HEAD)
+    writer.add_sliding_window(WINDOW)
+    writer.add_sliding_window_pattern([True, False])
+    weights = [matrix("token_embd", len(byte_vocab().pieces), N_EMBD, 0.5)]  # the model scales it by sqrt(n_embd)
+    for i in range(2):
+        weights += _attention(f"blk.{i}") + _feed_forward(f"blk.{i}")
+        weights += [norm(f"blk.{i}.{name}", N_EMBD) for name in ("post_attention_norm", "post_ffw_norm")]
+    return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
+
+
+def hybrid(path: PathLike) -> Path:
+    """LFM2: its first layer is a short convolution with a state, its second attention with KV cells."""
+    writer = _writer(path, "lfm2")
+    _add_attention(writer, [0, N_HEAD_KV])
+    writer.add_shortconv_l_cache(3)
+    short_conv = [
+        norm("blk.0.attn_norm", N_EMBD),
+        Weight("blk.0.shortconv.conv.weight", (N_EMBD, 3), std=0.5),
+        matrix("blk.0.shortconv.in_proj", 3 * N_EMBD, N_EMBD),
+        matrix("blk.0.shortconv.out_proj", N_EMBD, N_EMBD, 2.0),
+    ]
+    layers = [*short_conv, *_feed_forward("blk.0"), *_attention("blk.1"), *_feed_forward("blk.1")]
+    return write_gguf(path, writer, [_embedding(), *layers, norm("token_embd_norm", N_EMBD), _output()])
+
+
+def encoder_only(path: PathLike) -> Path:
+    """BERT with mean pooling: embeds text, cannot continue it."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    ascii_marks = [chr(c) for c in range(0x21, 0x7F)]
+    pieces = [*special, *("\u2581" + c for c in ascii_marks), *ascii_marks]
+    writer = gguf.GGUFWriter(path, "bert")
+    _add_sizes(writer)
+    _add_attention(writer, N_HEAD)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(pieces)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 5 + [gguf.TokenType.NORMAL] * (len(pieces) - 5))
+    writer.add_token_type_count(2)
+    writer.add_pad_token_id(0)
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    writer.add_mask_token_id(4)
+    weights = [
+        Weight("token_embd.weight", (len(pieces), N_EMBD), std=0.5),
+        Weight("token_types.weight", (2, N_EMBD), std=0.5),
+        Weight("position_embd.weight", (N_CTX_TRAIN, N_EMBD), std=0.5),
+        *_norm_with_bias("token_embd_norm"),
+    ]
+    for i in range(2):
+        weights += _projections(f"blk.{i}", N_EMBD) + _norm_with_bias(f"blk.{i}.attn_output_norm")
+        weights += [matrix(f"blk.{i}.ffn_up", N_FF, N_EMBD), matrix(f"blk.{i}.ffn_down", N_EMBD, N_FF)]
+        weights += _norm_with_bias(f"blk.{i}.layer_output_norm")
+    return write_gguf(path, writer, weights)
+
+
+def truncated(path: PathLike) -> Path:
+    """A Llama model whose last third is missing, as after a broken download: metadata whole, weights not."""
+    llama(path)
+    os.truncate(path, os.path.getsize(path) * 2 // 3)
+    return Path(path)
+
+
+def empty(path: PathLike) -> Path:
+    """A file of no bytes."""
+    Path(path).write_bytes(b"")
+    return Path(path)
+
+
+def not_gguf(path: PathLike) -> Path:
+    """A web page under a model's name, as a download behind a login leaves it."""
+    Path(path).write_text("<!DOCTYPE html><html><body>Please log in.</body></html>\n" * 20)
+    return Path(path)
+
+
+def vocab_only(path: PathLike) -> Path:
+    """A Llama file with metadata and vocabulary but no weights."""
+    writer = _writer(path, "llama")
+    _add_attention(writer, N_HEAD_KV)
+    return write_gguf(path, writer, [])
+
+
+def _writer(path: PathLike, arch: str) -> Any:
+    """A GGUFWriter with what all the generating models above share."""
+    writer = gguf.GGUFWriter(path, arch)
+    _add_sizes(writer)
+    writer.add_layer_norm_rms_eps(1e-5)
+    add_vocab(writer, byte_vocab())
+    return writer
+
+
+def _add_sizes(writer: Any) -> None:
+    writer.add_context_length(N_CTX_TRAIN)
+    writer.add_embedding_length(N_EMBD)
+    writer.add_block_count(2)
+
+
+def _add_attention(writer: Any, n_head_kv: int | list[int]) -> None:
+    writer.add_feed_forward_length(N_FF)
+    writer.add_head_count(N_HEAD)
+    writer.add_head_count_kv(n_head_kv)
+
+
+def _embedding() -> Weight:
+    return Weight("token_embd.weight", (len(byte_vocab().pieces), N_EMBD), std=0.5)
+
+
+def _output() -> Weight:
+    """Special tokens get logit 0, so greedy text does not end by chance."""
+    vocab = byte_vocab()
+    silent = vocab.ids(gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL)
+    return matrix("output", len(vocab.pieces), N_EMBD, 4.0, zero_rows=silent)
+
+
+def _projections(blk: str, n_kv: int) -> list[Weight]:
+    return [
+        matrix(f"{blk}.attn_q", N_EMBD, N_EMBD, 2.0),
+        matrix(f"{blk}.attn_k", n_kv, N_EMBD, 2.0),
+        matrix(f"{blk}.attn_v", n_kv, N_EMBD),
+        matrix(f"{blk}.attn_output", N_EMBD, N_EMBD, 2.0),
+    ]
+
+
+def _attention(blk: str) -> list[Weight]:
+    """Attention that normalises each head's queries and keys, as Gemma 3 and LFM2 have it."""
+    head_norms = [Weight(f"{blk}.attn_{x}_norm.weight", (N_EMBD // N_HEAD,), mean=1.5) for x in "qk"]
+    return [norm(f"{blk}.attn_norm", N_EMBD), *_projections(blk, N_KV), *head_norms]
+
+
+def _feed_forward(blk: str) -> list[Weight]:
+    return [
+        norm(f"{blk}.ffn_norm", N_EMBD),
+        matrix(f"{blk}.ffn_gate", N_FF, N_EMBD, 2.0),
+        matrix(f"{blk}.ffn_up", N_FF, N_EMBD),
+        matrix(f"{blk}.ffn_down", N_EMBD, N_FF),
+    ]
+
+
+def _norm_with_bias(name: str) -> list[Weight]:
+    return [norm(name, N_EMBD), Weight(f"{name}.bias", (N_EMBD,))]
