@@ -34,7 +34,7 @@ class LocalEngine:
 
     def __init__(self, model: str | Path | EngineConfig, *, runtime: Runtime | None = None, **settings: Any) -> None:
         """Starts loading a GGUF file; `settings` and `runtime` as in `BatchInferenceEngine`. Raises `ConfigError`."""
-        self._config = model if isinstance(model, EngineConfig) else EngineConfig(model_path=str(model), **settings)
+        self.config = model if isinstance(model, EngineConfig) else EngineConfig(model_path=str(model), **settings)
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[None] = self._loop.create_future()
@@ -128,7 +128,7 @@ class LocalEngine:
 
     def _run(self) -> None:
         try:
-            engine = BatchInferenceEngine(self._config, progress=self._progress, runtime=self._runtime)
+            engine = BatchInferenceEngine(self.config, progress=self._progress, runtime=self._runtime)
         except Exception as error:
             self._health = Health(status="failed", error=str(error))
             self._tell(_reject, self._loaded, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cppbatch.engine.request import Completion, GenerationEvent, SamplingParams
@@ -44,6 +45,7 @@ def _progress_line(*, enabled: bool) -> Progress:
         MofNCompleteColumn(),
         TextColumn("{task.fields[tokens]} tokens, {task.fields[speed]:.1f} tok/s"),
         TimeElapsedColumn(),
+        console=Console(stderr=True),
         disable=not enabled,
     )
 

@@ -1,0 +1,51 @@
+"""`cppbatch generate`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+import click
+import msgspec
+
+from cppbatch.cli.options import engine_options
+from cppbatch.config import EngineConfig
+from cppbatch.engine.request import FinishReason, SamplingParams
+from cppbatch.errors import CppBatchError
+
+
+@click.command()
+@click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be given several times.")
+@click.option("-f", "--file", type=click.File(), help="A file with one prompt a line; - reads the standard input.")
+@click.option("-n", "--n-predict", "max_tokens", type=int, default=None, help="Most tokens for each prompt.")
+@click.option("--temp", "temperature", type=float, default=None, help="Temperature; 0: greedy.")
+@click.option("--top-k", type=int, default=None, help="Sample among this many likeliest tokens.")
+@click.option("--top-p", type=float, default=None, help="Sample among tokens with this probability together.")
+@click.option("--min-p", type=float, default=None, help="Drop tokens less than this times as likely as the likeliest.")
+@click.option("-s", "--seed", type=int, default=None, help="Seed; the same one gives the same text.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End a text where this comes; may be given several times.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, in the prompts' order.")
+@engine_options
+def generate(config: EngineConfig, prompts: tuple[str, ...], file: TextIO | None, as_json: bool, **given: Any) -> None:
+    """Continues prompts, all in one batch."""
+    everything = [*prompts, *_lines(file)]
+    if not everything:
+        raise click.UsageError("no prompt; give -p TEXT (several times, if you like) or -f FILE with one a line")
+    params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    from cppbatch.engine.engine import BatchInferenceEngine
+
+    with BatchInferenceEngine(config) as engine:
+        results = engine.generate(everything, params, progress=sys.stderr.isatty())
+    for i, (prompt, result) in enumerate(zip(everything, results, strict=True)):
+        if as_json:
+            click.echo(msgspec.json.encode({"index": i, "prompt": prompt, **msgspec.to_builtins(result)}))
+        else:
+            click.echo(f"{'' if i == 0 else chr(10)}--- {i + 1}: {prompt}\n{result.text}")
+    failed = [result for result in results if result.finish_reason is FinishReason.ERROR]
+    if failed:
+        raise CppBatchError(f"{len(failed)} of {len(results)} prompts failed: {failed[0].error}")
+
+
+def _lines(file: TextIO | None) -> list[str]:
+    return [line.rstrip("\r\n") for line in file if line.strip()] if file else []

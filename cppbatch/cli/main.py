@@ -1,0 +1,43 @@
+"""`cppbatch`: the commands, and how they fail."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+import cppbatch
+from cppbatch.cli.doctor import doctor
+from cppbatch.cli.generate import generate
+from cppbatch.cli.models import models
+from cppbatch.cli.serve import serve
+from cppbatch.errors import CppBatchError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(cppbatch.__version__)
+def cli() -> None:
+    """Runs GGUF models in batches on this machine."""
+
+
+cli.add_command(serve)
+cli.add_command(generate)
+cli.add_command(models)
+cli.add_command(doctor)
+
+
+def main() -> None:
+    """The entry point: our own errors are one line on stderr and exit code 2, an interrupt is 130."""
+    try:
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        sys.stderr.close()
+        sys.exit(141)
+    except CppBatchError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)

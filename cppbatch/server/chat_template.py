@@ -1,0 +1,56 @@
+"""A model's chat template: conversations to prompts."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from cppbatch.errors import InvalidRequest
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""For models that bring no template of their own, as llama.cpp does."""
+
+
+class ChatTemplate:
+    """A Jinja template, run in a sandbox because it comes with a downloaded file.
+
+    Raises `InvalidRequest` when the template itself is broken.
+    """
+
+    def __init__(self, source: str | None, *, bos: str, eos: str) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+        try:
+            self._template = environment.from_string(source or CHATML)
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidRequest(
+                "messages", f"cannot be used: this model's chat template is broken ({error})"
+            ) from error
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The prompt for the assistant's next turn. Raises `InvalidRequest` with the template's own complaint."""
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise InvalidRequest("messages", f"do not fit this model's chat template: {error}") from error
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

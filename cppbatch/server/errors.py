@@ -1,0 +1,62 @@
+"""Every error as OpenAI's error object."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest
+
+log = logging.getLogger("cppbatch.server")
+
+
+class GenerationFailed(CppBatchError):
+    """The engine could not finish a request."""
+
+
+def error_object(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, object]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: BaseException) -> tuple[int, dict[str, object]]:
+    """The HTTP status and the error object for an exception; logs what nobody expected."""
+    if isinstance(error, InvalidRequest):
+        code = "model_not_found" if error.field == "model" else None
+        return 400, error_object(str(error), "invalid_request_error", param=error.field, code=code)
+    if isinstance(error, EngineClosed):
+        return 503, error_object(str(error), "server_error", code="unavailable")
+    if isinstance(error, GenerationFailed):
+        return 500, error_object(str(error), "server_error", code="generation_failed")
+    if isinstance(error, web.HTTPException):
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return error.status, error_object(error.text or error.reason, kind)
+    log.error("a request failed", exc_info=error)
+    return 500, error_object(
+        f"internal error ({type(error).__name__}); the server's log has the details", "server_error"
+    )
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns whatever a handler raises into an error object."""
+    try:
+        return await handler(request)
+    except ConnectionResetError:  # the client is gone: there is nobody to tell
+        raise
+    except Exception as error:
+        status, body = describe(error)
+        response = json_response(body, status)
+        if status == 503:
+            response.headers["Retry-After"] = "5"
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = error.headers["Allow"]
+        return response

@@ -1,0 +1,74 @@
+"""Sends an answer, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.engine.request import GenerationEvent
+from cppbatch.server.answers import Answer, Json
+from cppbatch.server.errors import describe, json_response
+from cppbatch.server.generation import Event
+
+_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def send_whole(events: AsyncGenerator[Event, None], answer: Answer, n_choices: int) -> web.Response:
+    """Waits for every choice and answers with all of them."""
+    texts: list[list[str]] = [[] for _ in range(n_choices)]
+    async with contextlib.aclosing(events):
+        async for index, event in events:
+            answer.note(index, event)
+            texts[index].append(event.text)
+    return json_response(answer.whole(["".join(parts) for parts in texts]))
+
+
+async def send_stream(
+    request: web.Request, events: AsyncGenerator[Event, None], answer: Answer, *, include_usage: bool
+) -> web.StreamResponse:
+    """Sends each event as it comes. Errors before the first one get a status of their own, later ones an event."""
+    async with contextlib.aclosing(events):
+        first = await anext(events)
+        response = web.StreamResponse(headers=_HEADERS)
+        await response.prepare(request)
+        try:
+            await _send_events(response, first, events, answer)
+            if include_usage:
+                await _send(response, answer.usage_chunk())
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            await _send(response, describe(error)[1])
+        await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def _send_events(
+    response: web.StreamResponse, first: Event, rest: AsyncGenerator[Event, None], answer: Answer
+) -> None:
+    opened: set[int] = set()
+
+    async def send(index: int, event: GenerationEvent) -> None:
+        answer.note(index, event)
+        chunks: list[Json | None] = []
+        if index not in opened:
+            opened.add(index)
+            chunks.append(answer.opening(index))
+        if event.text:
+            chunks.append(answer.delta(index, event.text))
+        if event.finish_reason:
+            chunks.append(answer.closing(index))
+        await _send(response, *chunks)
+
+    await send(*first)
+    async for index, event in rest:
+        await send(index, event)
+
+
+async def _send(response: web.StreamResponse, *chunks: Json | None) -> None:
+    lines = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks if chunk is not None]
+    if lines:
+        await response.write(b"".join(lines))

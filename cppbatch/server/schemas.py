@@ -1,0 +1,170 @@
+"""The bodies of OpenAI's completion and chat requests, as this server reads them.
+
+Unknown fields are ignored, as OpenAI does. Known ones that this server does not serve yet are refused when they are
+set to anything that would change the answer (`refuse_unsupported`), so nothing is silently left out.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from cppbatch.engine.request import SamplingParams
+from cppbatch.errors import InvalidRequest
+
+_MOST_CHOICES = 128
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = False
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What both kinds of request share. None: not given."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    best_of: int | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: Any = None
+
+    @property
+    def n_choices(self) -> int:
+        """How many completions of each prompt. Raises `InvalidRequest`."""
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= _MOST_CHOICES:
+            raise InvalidRequest("n", f"is {n}; it must be from 1 to {_MOST_CHOICES}")
+        return n
+
+    def params(self, **defaults: Any) -> SamplingParams:
+        """The fields as `SamplingParams`; `defaults` where the client gave none. Raises `InvalidRequest`."""
+        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
+        return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
+
+    def refuse_unsupported(self) -> None:
+        """Raises `InvalidRequest` for a field that this server does not serve yet."""
+        for name, harmless in _UNSUPPORTED.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in harmless:
+                raise InvalidRequest(name, "is not supported by this server")
+
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""Fields with the values that ask for nothing."""
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: one text, one list of token ids, or several of either. Raises `InvalidRequest`."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and all(isinstance(item, int) for item in self.prompt):
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        prompts = [item for item in self.prompt if not isinstance(item, int)]
+        if not prompts or len(prompts) < len(self.prompt):
+            raise InvalidRequest("prompt", "must be a string, token ids, or a list of those, and not empty")
+        return prompts
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message; only text is read."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+
+    def as_text(self, field: str) -> dict[str, str]:
+        """The message as chat templates want it. Raises `InvalidRequest` naming `field` for images and the like."""
+        if isinstance(self.content, list):
+            for i, part in enumerate(self.content):
+                if part.type != "text" or part.text is None:
+                    raise InvalidRequest(f"{field}.content[{i}]", f"is of type {part.type!r}; only text can be read")
+            return {"role": self.role, "content": "".join(part.text or "" for part in self.content)}
+        return {"role": self.role, "content": self.content or ""}
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    functions: list[Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as chat templates want them. Raises `InvalidRequest`."""
+        if not self.messages:
+            raise InvalidRequest("messages", "is empty; give at least one message")
+        return [message.as_text(f"messages[{i}]") for i, message in enumerate(self.messages)]
+
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
+
+
+def parse(body: bytes, kind: type[Body]) -> Body:
+    """Reads a request's JSON. Raises `InvalidRequest` naming the field at fault."""
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest("body", f"is not valid JSON: {error}") from error
+    request.refuse_unsupported()
+    return request
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
+    """msgspec's "Expected `float`, got `str` - at `$.temperature`" with the field on its own."""
+    message, _, path = str(error).partition(" - at `$")
+    field = path.rstrip("`").removeprefix(".")
+    if not field and (missing := re.search(r"missing required field `(\w+)`", message)):
+        return InvalidRequest(missing[1], "is required")
+    return InvalidRequest(field or "body", message[:1].lower() + message[1:])
