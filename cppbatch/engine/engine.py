@@ -168,7 +168,7 @@ class BatchInferenceEngine:
         """Computes one batch and returns what is new, of every request, in order."""
         self._metrics.begin_step()
         plan = self._plan()
-        if not plan.is_empty:
+        if plan.chunks:
             self._refill(plan)
             if self._decode(plan):
                 tokens = self._sample(plan)
@@ -188,15 +188,17 @@ class BatchInferenceEngine:
     def _refill(self, plan: StepPlan) -> None:
         batch = self._batch
         batch.clear()
-        if plan.decode:
+        if plan.n_decode == len(plan.chunks):
+            sequences = [sequence for sequence, _ in plan.chunks]
             batch.add_rows(
-                [s.tokens[s.n_computed] for s in plan.decode],
-                [s.n_computed for s in plan.decode],
-                [s.seq_id for s in plan.decode],
+                [s.tokens[s.n_computed] for s in sequences],
+                [s.n_computed for s in sequences],
+                [s.seq_id for s in sequences],
             )
-        for s, n in plan.prefill:
-            run = s.tokens[s.n_computed : s.n_computed + n]
-            batch.add_run(run, s.n_computed, s.seq_id, wants_logits=n == s.n_pending)
+        else:
+            for s, n in plan.chunks:
+                run = s.tokens[s.n_computed : s.n_computed + n]
+                batch.add_run(run, s.n_computed, s.seq_id, wants_logits=n == s.n_pending)
         self._metrics.lap("fill")
 
     def _decode(self, plan: StepPlan) -> bool:
@@ -205,13 +207,13 @@ class BatchInferenceEngine:
             self._context.decode(self._batch)
         except LlamaError as error:
             log.error("a step of %d tokens failed: %s", self._batch.n_tokens, error)
-            for sequence in plan.sequences():
+            for sequence, _ in plan.chunks:
                 sequence.error = str(error)
                 self._finish(sequence, FinishReason.ERROR)
             return False
         finally:
             self._metrics.lap("decode")
-        self._metrics.count_step(decode_rows=len(plan.decode), prompt_tokens=sum(n for _, n in plan.prefill))
+        self._metrics.count_step(decode_rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
         return True
 
     def _sample(self, plan: StepPlan) -> list[int]:
@@ -223,9 +225,7 @@ class BatchInferenceEngine:
     def _advance(self, plan: StepPlan, tokens: list[int]) -> None:
         """Books what was computed, appends the new tokens, lets the finished leave."""
         outputs = plan.outputs()
-        for sequence in plan.decode:
-            sequence.computed(1)
-        for sequence, n in plan.prefill:
+        for sequence, n in plan.chunks:
             sequence.computed(n)
         now = perf_counter()
         for sequence, token in zip(outputs, tokens, strict=True):

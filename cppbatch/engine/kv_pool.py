@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import Protocol
 
 from cppbatch.engine.sequence import Sequence
@@ -27,7 +28,7 @@ class KVPool:
         self.most_per_sequence = n_ctx if unified else n_ctx_seq
         """Cells that one sequence can get."""
         self._unified = unified
-        self._free_ids = list(range(n_seq_ids - 1, -1, -1))
+        self._free_ids = list(range(n_seq_ids))  # a heap: the lowest is given first, so the ids in use stay close
         self._holders: dict[int, Sequence] = {}
         self.n_reserved = 0
 
@@ -46,7 +47,7 @@ class KVPool:
         need = sequence.most_cells
         if not self._free_ids or (self._unified and self.n_reserved + need > self.n_ctx):
             return False
-        sequence.seq_id = self._free_ids.pop()
+        sequence.seq_id = heappop(self._free_ids)
         self._holders[sequence.seq_id] = sequence
         self.n_reserved += need
         return True
@@ -57,7 +58,7 @@ class KVPool:
             return
         self._memory.remove(sequence.seq_id)
         del self._holders[sequence.seq_id]
-        self._free_ids.append(sequence.seq_id)
+        heappush(self._free_ids, sequence.seq_id)
         self.n_reserved -= sequence.most_cells
         sequence.seq_id = -1
         sequence.n_computed = 0

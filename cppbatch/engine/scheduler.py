@@ -11,25 +11,22 @@ from cppbatch.engine.sequence import Sequence, Status
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: a token for each decoding sequence, then runs of prompt tokens, in the batch's order."""
+    """One step: which sequences compute how many of their pending tokens.
+
+    In order of seq_id: with streams of their own (per-sequence layout, recurrent models), llama.cpp computes only
+    consecutive seq_ids together, and a batch in any other order falls apart into many small ones.
+    """
 
     admitted: list[Sequence] = field(default_factory=list)
-    decode: list[Sequence] = field(default_factory=list)
-    prefill: list[tuple[Sequence, int]] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     """Sequences with the number of pending tokens to compute."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not self.decode and not self.prefill
+    n_decode: int = 0
+    """How many of them are decoding; the others prefill."""
+    n_tokens: int = 0
 
     def outputs(self) -> list[Sequence]:
         """The sequences that get logits: those with nothing pending after this step, in the batch's order."""
-        return self.decode + [sequence for sequence, n in self.prefill if n == sequence.n_pending]
-
-    def sequences(self) -> list[Sequence]:
-        """Every sequence in the batch."""
-        return self.decode + [sequence for sequence, _ in self.prefill]
+        return [sequence for sequence, n in self.chunks if n == sequence.n_pending]
 
 
 class Scheduler:
@@ -63,15 +60,17 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """The next step. Admits what fits; the caller computes every entry or removes its sequence."""
-        plan = StepPlan(admitted=self._admit())
-        plan.decode = [sequence for sequence in self.running if sequence.status is Status.DECODE]
-        budget = self._step_tokens - len(plan.decode)
+        admitted = self._admit()
+        chunks = [(sequence, 1) for sequence in self.running if sequence.status is Status.DECODE]
+        n_decode = len(chunks)
+        budget = self._step_tokens - n_decode
         for sequence in self.running:
             if sequence.status is Status.PREFILL and budget > 0:
                 n = min(budget, sequence.n_pending)
-                plan.prefill.append((sequence, n))
+                chunks.append((sequence, n))
                 budget -= n
-        return plan
+        chunks.sort(key=lambda chunk: chunk[0].seq_id)
+        return StepPlan(admitted, chunks, n_decode, self._step_tokens - budget)
 
     def _admit(self) -> list[Sequence]:
         admitted = []

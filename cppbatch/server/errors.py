@@ -53,6 +53,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except ConnectionResetError:  # the client is gone: there is nobody to tell
         raise
     except Exception as error:
+        if request.match_info.http_exception is error:  # no route, or none for this method
+            error.text = f"there is no {request.method} {request.path} here"
         status, body = describe(error)
         response = json_response(body, status)
         if status == 503:

@@ -6,8 +6,11 @@ set to anything that would change the answer (`refuse_unsupported`), so nothing 
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -104,6 +107,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return prompts
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
 class ContentPart(msgspec.Struct):
     """A part of a message; only text is read."""
 
@@ -114,12 +120,14 @@ class ContentPart(msgspec.Struct):
 class ChatMessage(msgspec.Struct):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
 
     def as_text(self, field: str) -> dict[str, str]:
-        """The message as chat templates want it. Raises `InvalidRequest` naming `field` for images and the like."""
+        """The message as chat templates want it. Raises `InvalidRequest` for an unknown role, images and the like."""
+        if self.role not in _ROLES:
+            raise InvalidRequest(f"{field}.role", f"is {self.role!r}; it must be one of {', '.join(_ROLES)}")
         if isinstance(self.content, list):
             for i, part in enumerate(self.content):
                 if part.type != "text" or part.text is None:
@@ -156,7 +164,7 @@ def parse(body: bytes, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest("body", f"is not valid JSON: {error}") from error
+        raise _not_json(body, error) from error
     request.refuse_unsupported()
     return request
 
@@ -168,3 +176,13 @@ def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
     if not field and (missing := re.search(r"missing required field `(\w+)`", message)):
         return InvalidRequest(missing[1], "is required")
     return InvalidRequest(field or "body", message[:1].lower() + message[1:])
+
+
+def _not_json(body: bytes, error: Exception) -> InvalidRequest:
+    """Python's json writes NaN and Infinity, which JSON does not have: name the field that is one."""
+    with contextlib.suppress(ValueError):  # really not JSON
+        fields = json.loads(body)
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                return InvalidRequest(name, f"is {value}; it must be a finite number")
+    return InvalidRequest("body", f"is not valid JSON: {error}")
