@@ -98,7 +98,7 @@ async def _drain(runner: web.AppRunner, engine: LocalEngine, say: Say) -> None:
         await site.stop()
     stats = await engine.stats()
     if stats.running + stats.waiting:
-        say(f"finishing {stats.running + stats.waiting} requests; Ctrl-C again stops at once")
+        say(f"finishing {stats.running + stats.waiting} request(s); Ctrl-C again stops at once")
     while stats.running + stats.waiting:
         await asyncio.sleep(0.05)
         stats = await engine.stats()

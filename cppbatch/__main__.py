@@ -1,0 +1,5 @@
+"""`python -m cppbatch`."""
+
+from cppbatch.cli import main
+
+main()

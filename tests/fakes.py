@@ -1,0 +1,180 @@
+"""A language model made of a hash: deterministic, instant, and strict about what llama.cpp would not forgive."""
+
+from __future__ import annotations
+
+import codecs
+import zlib
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
+from cppbatch.engine.runtime import ModelInfo, Runtime
+from cppbatch.errors import CacheFull, LlamaError
+from cppbatch.llama import Batch
+
+EOG = frozenset({60, 61, 62, 63})
+PIECES: list[bytes] = [
+    *(letter.encode() for letter in "abcdefghijklmnop" + "aabbc  "),
+    *(word.encode() for word in ("ab", "ba", "aab", "é", "日", "🙂", "cé")),
+    *[b"\xc3"] * 9,  # é is these two
+    *[b"\xa9"] * 9,
+    *[b"\xf0\x9f"] * 6,  # 🙂 is these two
+    *[b"\x99\x82"] * 6,
+    *[b""] * len(EOG),
+]
+N_VOCAB = len(PIECES)
+N_MOODS = 1009
+LOGITS = np.random.default_rng(7).permuted(np.tile(np.arange(N_VOCAB, dtype=np.float32), (N_MOODS, 1)), axis=1)
+"""float32[N_MOODS, N_VOCAB]: every row ranks the whole vocabulary, its best token one above the next."""
+LIKELIEST_FIRST: list[list[int]] = np.argsort(-LOGITS, axis=1).tolist()
+
+
+def mood(tokens: bytes) -> int:
+    """The row of LOGITS that follows these tokens: any other token, order or length gives another row."""
+    return zlib.crc32(tokens) % N_MOODS
+
+
+class FakeVocab:
+    """One token per byte that is not whitespace; pieces that are letters, words, and parts of UTF-8 characters."""
+
+    n_tokens = N_VOCAB
+    eog = EOG
+
+    def tokenize(self, text: str) -> npt.NDArray[np.int32]:
+        letters = np.frombuffer("".join(text.split()).encode(), np.uint8)
+        return (letters % min(EOG)).astype(np.int32)
+
+    def piece(self, token: int) -> bytes:
+        return PIECES[token]
+
+
+class FakeContext:
+    """Cells that hold the tokens themselves. Every decode asserts the engine's invariants.
+
+    `cells[seq_id]`: the tokens held, by position. `steps`: for each decode, the number of tokens of every seq_id.
+    `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull` changes nothing, others leave cells
+    half-written, as in llama.cpp.
+    """
+
+    def __init__(self, *, n_ctx: int, n_batch: int, n_seq_max: int, kv_unified: bool) -> None:
+        self.n_ctx = n_ctx
+        self.n_ctx_seq = n_ctx if kv_unified else n_ctx // n_seq_max
+        self.n_batch = n_batch
+        self.n_seq_max = n_seq_max
+        self.kv_unified = kv_unified
+        self.cells = [bytearray() for _ in range(n_seq_max)]
+        self.steps: list[dict[int, int]] = []
+        self.fail_at: dict[int, LlamaError] = {}
+        self.closed = False
+        self._moods: list[int] = []
+
+    @property
+    def n_used(self) -> int:
+        return sum(len(cells) for cells in self.cells)
+
+    def decode(self, batch: Batch) -> None:
+        n = batch.n_tokens
+        assert not self.closed, "decode on a closed context"
+        assert 1 <= n <= self.n_batch, f"a batch of {n} tokens; the limit is {self.n_batch}"
+        seq_ids = batch.seq_ids[:n].tolist()
+        assert seq_ids == sorted(seq_ids), f"seq_ids out of order: {seq_ids}"
+        assert 0 <= seq_ids[0] <= seq_ids[-1] < self.n_seq_max, f"seq_ids out of range: {seq_ids}"
+        self.steps.append(dict(Counter(seq_ids)))
+        error = self.fail_at.get(len(self.steps))
+        if isinstance(error, CacheFull):
+            raise error
+        self._write(batch, seq_ids)
+        if error:
+            for seq_id in set(seq_ids):
+                del self.cells[seq_id][-1]
+            raise error
+
+    def _write(self, batch: Batch, seq_ids: list[int]) -> None:
+        n = batch.n_tokens
+        self._moods = []
+        asked = [seq_id for seq_id, wants in zip(seq_ids, batch.wants_logits[:n].tolist(), strict=True) if wants]
+        assert len(asked) == len(set(asked)) == batch.n_outputs, f"logits asked for by seq_ids {asked}"
+        for i, (token, position, seq_id) in enumerate(
+            zip(batch.tokens[:n].tolist(), batch.positions[:n].tolist(), seq_ids, strict=True)
+        ):
+            cells = self.cells[seq_id]
+            assert 0 <= token < N_VOCAB, f"token {token}"
+            assert position == len(cells), f"seq_id {seq_id} holds {len(cells)} tokens and gets position {position}"
+            cells.append(token)
+            if batch.wants_logits[i]:
+                self._moods.append(mood(cells))
+        assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
+        assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
+
+    def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
+        assert n_outputs == len(self._moods), f"{n_outputs} rows read, {len(self._moods)} asked for"
+        return LOGITS[self._moods]
+
+    def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
+        assert 0 <= seq_id < self.n_seq_max, f"seq_id {seq_id}"
+        del self.cells[seq_id][start : None if stop < 0 else stop]
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_engine(
+    *, n_ctx: int = 64, n_batch: int = 8, n_parallel: int = 4, unified: bool = True, n_ctx_train: int = 4096
+) -> BatchInferenceEngine:
+    """An engine over a fresh `FakeContext`, which `context_of` gives."""
+    context = FakeContext(n_ctx=n_ctx, n_batch=n_batch, n_seq_max=n_parallel, kv_unified=unified)
+    info = ModelInfo(
+        name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
+        n_ctx_train=n_ctx_train, max_sequence=min(context.n_ctx_seq, n_ctx_train), bos="", eos="", chat_template=None,
+    )  # fmt: skip
+    runtime = Runtime(context, FakeVocab(), info, context.close)
+    layout = "unified" if unified else "per-sequence"
+    return BatchInferenceEngine(
+        "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, kv_layout=layout
+    )
+
+
+def context_of(engine: BatchInferenceEngine) -> FakeContext:
+    context = engine._context
+    assert isinstance(context, FakeContext)
+    return context
+
+
+def greedy(max_tokens: int | None = None, **others: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **others)  # type: ignore[arg-type]
+
+
+def cut_before_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+    """Reads letter by letter; at the first stop string that is complete, cuts before it. And whether there was one."""
+    for end in range(1, len(text) + 1):
+        complete = [len(string) for string in stop if text[:end].endswith(string)]
+        if complete:
+            return text[: end - max(complete)], True
+    return text, False
+
+
+def text_of(tokens: list[int], *, final: bool = True) -> str:
+    """The tokens' pieces as text. Unless `final`, an incomplete character at the end is left out."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(b"".join(PIECES[token] for token in tokens), final=final)
+
+
+def reference(prompt: str | list[int], params: SamplingParams) -> tuple[list[int], str, FinishReason]:
+    """What the fake model answers to this prompt alone, greedily: tokens, text, finish reason."""
+    assert params.max_tokens is not None
+    read = FakeVocab().tokenize(prompt).tolist() if isinstance(prompt, str) else list(prompt)
+    tokens: list[int] = []
+    ends = EOG.union(params.stop_token_ids)
+    while len(tokens) < params.max_tokens:
+        never = ends if len(tokens) < params.min_tokens else EOG if params.ignore_eos else frozenset()
+        token = next(t for t in LIKELIEST_FIRST[mood(bytes(read + tokens))] if t not in never)
+        if token in ends:
+            return tokens, text_of(tokens), FinishReason.STOP
+        tokens.append(token)
+        text, stopped = cut_before_stop(text_of(tokens, final=False), params.stop)
+        if stopped:
+            return tokens, text, FinishReason.STOP
+    return tokens, text_of(tokens), FinishReason.LENGTH

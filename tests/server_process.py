@@ -1,0 +1,94 @@
+"""A `cppbatch` server as its users start it: a process of its own, on a free port of this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+COMMAND = [sys.executable, "-m", "cppbatch"]
+
+
+class ServerProcess:
+    """`cppbatch serve` with these arguments. `wait_ready` returns once it says where it listens."""
+
+    def __init__(self, *args: str | Path) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, "serve", "--port", "0", *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        with self.process.stdout as stream:
+            for line in stream:
+                self.lines.append(line)
+                if found := re.search(r"ready at (http://\S+)", line):
+                    self.url = found[1]
+                if line.startswith("try:"):
+                    self._ready.set()
+        self._ready.set()
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr
+        with self.process.stderr as stream:
+            self.errors.extend(stream)
+
+    def wait_ready(self, seconds: float = 60) -> ServerProcess:
+        assert self._ready.wait(seconds), "the server does not get ready"
+        assert self.url, f"the server ended: {self.stop()}"
+        return self
+
+    def get(self, path: str) -> Any:
+        """A JSON answer."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return json.load(answer)
+
+    def wait_idle(self, seconds: float = 30) -> dict[str, Any]:
+        """The counters, once nothing runs or waits any more."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            stats: dict[str, Any] = self.get("/stats")
+            if stats["running"] == stats["waiting"] == 0:
+                return stats
+            time.sleep(0.05)
+        raise AssertionError(f"still busy after {seconds} s: {stats}")
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+    def wait(self, seconds: float = 30) -> int:
+        """The exit code."""
+        return self.process.wait(seconds)
+
+    def stop(self) -> str:
+        """Ends it, whatever it does, and returns what it wrote to stderr."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+        for reader in self._readers:
+            reader.join(10)
+        return "".join(self.errors)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()

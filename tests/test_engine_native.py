@@ -1,0 +1,240 @@
+"""BatchInferenceEngine over real llama.cpp contexts, with one tiny model of each kind."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
+from cppbatch.errors import ModelError
+from tests import tiny_models
+
+KINDS = [
+    ("tiny_llama", "unified"),
+    ("tiny_llama", "per-sequence"),
+    ("tiny_mamba", "unified"),
+    ("tiny_swa", "unified"),
+    ("tiny_swa", "per-sequence"),
+    ("tiny_hybrid", "unified"),
+    ("tiny_hybrid", "per-sequence"),
+]
+PROMPTS = ["a", "Hello", "the cat " * 3, "é" * 20, "what will they say when ", "x" * 70, "one for all and " * 9, "1+1="]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def open_engine():
+    """Opens engines; at the end each must have given every cell and seq_id back."""
+    with contextlib.ExitStack() as stack:
+
+        def open_engine(path, **settings):
+            sizes = {"n_ctx": 1024, "n_parallel": 4, "n_batch": 64, "n_ubatch": 32, "n_threads": 1}
+            engine = stack.enter_context(BatchInferenceEngine(path, **{**sizes, **settings}))
+            stack.callback(assert_everything_is_free, engine)
+            return engine
+
+        yield open_engine
+
+
+def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
+    engine.kv.check()
+    seq_ids = range(engine.kv.n_seq_ids)
+    assert (engine.kv.n_used, engine.kv.n_reserved, engine.kv.n_free_ids) == (0, 0, len(seq_ids))
+    assert [engine._context.last_position(i) for i in seq_ids] == [-1] * len(seq_ids)
+
+
+@pytest.fixture(params=KINDS, ids=[f"{model}-{layout}" for model, layout in KINDS])
+def kind(request):
+    """A model's path and a KV layout."""
+    name, layout = request.param
+    return request.getfixturevalue(name), layout
+
+
+@pytest.fixture
+def engine(open_engine, tiny_llama):
+    return open_engine(tiny_llama)
+
+
+def tokens_of(completions) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+def drain(engine) -> dict[str, list[int]]:
+    """Steps until nothing runs; each request's tokens."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(2000):
+        if not engine.has_work:
+            return tokens
+        for event in engine.step():
+            tokens.setdefault(event.request_id, []).extend(event.tokens)
+    raise AssertionError("the engine does not come to an end")
+
+
+# --- the same text, whatever else runs -----------------------------------------------------------------------------
+
+
+def test_greedy_text_batched_equals_each_prompt_alone_in_a_fresh_engine(open_engine, kind):
+    path, layout = kind
+    batched = open_engine(path, kv_layout=layout).generate(PROMPTS, GREEDY)
+    alone = [open_engine(path, kv_layout=layout, n_parallel=1).generate([prompt], GREEDY)[0] for prompt in PROMPTS]
+    assert [result.text for result in batched] == [result.text for result in alone]
+    assert tokens_of(batched) == tokens_of(alone)
+    assert all(result.finish_reason is FinishReason.LENGTH for result in batched)
+
+
+def test_different_prompts_get_different_texts(open_engine, kind):
+    path, layout = kind
+    results = open_engine(path, kv_layout=layout).generate(PROMPTS, GREEDY)
+    assert len({tuple(result.tokens) for result in results}) == len(PROMPTS)
+
+
+def test_requests_join_and_leave_at_any_step_without_changing_the_others(open_engine, kind):
+    path, layout = kind
+    expected = tokens_of(open_engine(path, kv_layout=layout).generate(PROMPTS, GREEDY))
+    engine = open_engine(path, kv_layout=layout)
+    tokens: dict[str, list[int]] = {}
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, GREEDY, request_id=str(i))
+        engine.add_request(prompt * 2, GREEDY, request_id=f"leaves-{i}")
+        for _ in range(i % 3 + 1):
+            for event in engine.step():
+                tokens.setdefault(event.request_id, []).extend(event.tokens)
+        assert engine.cancel(f"leaves-{i}")
+        engine.kv.check()
+    for request_id, rest in drain(engine).items():
+        tokens.setdefault(request_id, []).extend(rest)
+    assert [tokens[str(i)] for i in range(len(PROMPTS))] == expected
+
+
+def test_seeded_sampling_batched_equals_alone(open_engine, kind):
+    path, layout = kind
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=24, ignore_eos=True) for i in range(len(PROMPTS))]
+    batched = open_engine(path, kv_layout=layout).generate(PROMPTS, params)
+    for prompt, its, result in zip(PROMPTS, params, batched, strict=True):
+        assert open_engine(path, kv_layout=layout).generate([prompt], its)[0].tokens == result.tokens
+
+
+def test_a_text_continued_from_its_own_tokens_goes_on_alike(open_engine, kind):
+    path, layout = kind
+    engine = open_engine(path, kv_layout=layout)
+    prompt = [1, *range(300, 380)]  # well beyond the sliding window
+    whole = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))[0].tokens
+    for n in (1, 10, tiny_models.WINDOW, 59):
+        rest = SamplingParams(temperature=0, max_tokens=60 - n, ignore_eos=True)
+        assert engine.generate([prompt + whole[:n]], rest)[0].tokens == whole[n:]
+
+
+def test_seq_ids_used_again_carry_nothing_over(open_engine, kind):
+    path, layout = kind
+    engine = open_engine(path, kv_layout=layout)
+    first = tokens_of(engine.generate(PROMPTS, GREEDY))
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == first
+
+
+# --- layouts and limits --------------------------------------------------------------------------------------------
+
+
+def test_one_request_may_fill_the_whole_unified_context(open_engine, tiny_llama):
+    engine = open_engine(tiny_llama, n_ctx=256)
+    result = engine.generate(["x" * 100], SamplingParams(max_tokens=256 - 101, ignore_eos=True))[0]
+    assert len(result.tokens) == 155
+
+
+def test_every_stream_may_be_filled_to_its_last_cell(open_engine, tiny_llama):
+    engine = open_engine(tiny_llama, kv_layout="per-sequence")
+    assert engine.info.max_sequence == 256
+    results = engine.generate(["x" * 200] * 6, SamplingParams(max_tokens=55, ignore_eos=True))
+    assert [len(result.tokens) for result in results] == [55] * 6
+
+
+def test_more_requests_than_cells_wait_and_all_end_well(open_engine, tiny_llama):
+    engine = open_engine(tiny_llama, n_ctx=256)
+    results = engine.generate(["x" * 80] * 12, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert [result.finish_reason for result in results] == [FinishReason.LENGTH] * 12
+
+
+def test_an_encoder_is_refused_with_its_name(tiny_encoder):
+    with pytest.raises(ModelError, match=r"tiny-encoder.*cannot generate"):
+        BatchInferenceEngine(tiny_encoder, n_ctx=256, n_parallel=1, n_threads=1)
+
+
+def test_closing_an_engine_ends_what_runs(tiny_llama):
+    engine = BatchInferenceEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, GREEDY)
+    engine.step()
+    engine.close()
+    engine.close()
+    assert (engine.kv.n_used, engine.kv.n_free_ids) == (0, 4)
+
+
+# --- sampling on the real chain --------------------------------------------------------------------------------------
+
+
+def test_a_strong_repetition_penalty_leaves_no_token_twice(engine):
+    params = SamplingParams(temperature=0, repetition_penalty=100, max_tokens=40, ignore_eos=True)
+    for result in engine.generate(PROMPTS, params):
+        assert len(set(result.tokens)) == len(result.tokens)
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_each_penalty_changes_greedy_text(engine, penalty):
+    plain = engine.generate(PROMPTS, GREEDY)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **{penalty: 2.0})
+    assert tokens_of(engine.generate(PROMPTS, params)) != tokens_of(plain)
+
+
+def test_penalties_count_the_prompt(engine):
+    prompt = [1, *range(300, 330)]
+    first = engine.generate([prompt], GREEDY)[0].tokens[0]
+    params = SamplingParams(temperature=0, repetition_penalty=100, max_tokens=1, ignore_eos=True)
+    assert engine.generate([prompt], params)[0].tokens == [first]
+    repeated = [1, first, *prompt[2:]]
+    chosen = engine.generate([repeated], params)[0].tokens[0]
+    assert chosen not in repeated
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(engine):
+    tokens = engine.generate(["Hello"], GREEDY)[0].tokens
+    stop = next(token for token in tokens[3:] if token not in tokens[:3])
+    result = engine.generate(["Hello"], SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,)))[0]
+    assert result.finish_reason is FinishReason.STOP
+    assert result.tokens == tokens[: tokens.index(stop)]
+
+
+def test_min_tokens_keeps_stop_tokens_away_until_then(engine):
+    first = engine.generate(["Hello"], GREEDY)[0].tokens[0]
+    params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(first,), min_tokens=6)
+    result = engine.generate(["Hello"], params)[0]
+    assert len(result.tokens) >= 6
+    assert first not in result.tokens
+
+
+@pytest.fixture
+def talkative(open_engine, tmp_path):
+    """A model that often ends its text."""
+    return open_engine(tiny_models.llama(tmp_path / "ends.gguf", silent=()))
+
+
+@pytest.fixture
+def hot():
+    return [dict(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, seed=i, max_tokens=40) for i in range(32)]
+
+
+def test_a_model_may_end_its_text_itself(talkative, hot):
+    results = talkative.generate(["Hello"] * 32, [SamplingParams(**its) for its in hot])
+    ended = [result for result in results if result.finish_reason is FinishReason.STOP]
+    assert ended
+    assert all(len(result.tokens) < 40 for result in ended)
+
+
+def test_with_ignore_eos_no_text_ends_early(talkative, hot):
+    results = talkative.generate(["Hello"] * 32, [SamplingParams(**its, ignore_eos=True) for its in hot])
+    assert [(result.finish_reason, len(result.tokens)) for result in results] == [(FinishReason.LENGTH, 40)] * 32
+
+
+def test_with_min_tokens_no_text_ends_before(talkative, hot):
+    results = talkative.generate(["Hello"] * 32, [SamplingParams(**its, min_tokens=20) for its in hot])
+    assert all(len(result.tokens) >= 20 for result in results)
+    assert any(result.finish_reason is FinishReason.STOP for result in results)

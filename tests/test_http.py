@@ -1,0 +1,211 @@
+"""The HTTP surface on a tiny model: every bad request gets OpenAI's error object and harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
+from cppbatch.engine import engine as engine_module
+from cppbatch.errors import LlamaError
+from cppbatch.server.app import create_app
+from cppbatch.server.chat_template import ChatTemplate
+
+Http = TestClient[Any, Any]
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+@pytest.fixture
+async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
+    async with LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def http(engine: LocalEngine) -> AsyncIterator[Http]:
+    async with TestClient(TestServer(create_app(engine))) as client:
+        yield client
+
+
+async def post(http: Http, path: str, body: object) -> tuple[int, Any]:
+    data = body if isinstance(body, (bytes, str)) else json.dumps(body)
+    async with http.post(path, data=data) as answer:
+        return answer.status, await answer.json()
+
+
+BAD_COMPLETIONS = {
+    "no prompt": ({}, "prompt"),
+    "empty prompt": ({"prompt": ""}, "prompt"),
+    "no prompts": ({"prompt": []}, "prompt"),
+    "mixed prompts": ({"prompt": ["a", 3]}, "prompt"),
+    "prompt of another type": ({"prompt": 5}, "prompt"),
+    "unknown token id": ({"prompt": [1, 10**6]}, "prompt[1]"),
+    "negative token id": ({"prompt": [-1]}, "prompt[0]"),
+    "prompt too long": ({"prompt": "x" * 5000}, "prompt"),
+    "too many tokens wanted": ({"prompt": "x", "max_tokens": 10**6}, "max_tokens"),
+    "no tokens wanted": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    "unknown model": ({"prompt": "x", "model": "gpt-9"}, "model"),
+    "temperature as text": ({"prompt": "x", "temperature": "hot"}, "temperature"),
+    "negative temperature": ({"prompt": "x", "temperature": -0.5}, "temperature"),
+    "NaN": ('{"prompt": "x", "temperature": NaN}', "temperature"),
+    "infinity": ('{"prompt": "x", "top_p": Infinity}', "top_p"),
+    "a number of 400 digits": ('{"prompt": "x", "temperature": 1e400}', "temperature"),
+    "top_p above 1": ({"prompt": "x", "top_p": 1.5}, "top_p"),
+    "top_k as a fraction": ({"prompt": "x", "top_k": 1.5}, "top_k"),
+    "n is 0": ({"prompt": "x", "n": 0}, "n"),
+    "n is huge": ({"prompt": "x", "n": 10**9}, "n"),
+    "seed as text": ({"prompt": "x", "seed": "1"}, "seed"),
+    "an empty stop string": ({"prompt": "x", "stop": ["a", ""]}, "stop"),
+    "stop of another type": ({"prompt": "x", "stop": 3}, "stop"),
+    "stop token out of range": ({"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids[0]"),
+    "stream options of another type": ({"prompt": "x", "stream_options": 1}, "stream_options"),
+    "not served yet": ({"prompt": "x", "echo": True}, "echo"),
+    "invalid JSON": ("{", "body"),
+    "not an object": ("[]", "body"),
+    "not UTF-8": (b'{"prompt": "\xff"}', "body"),
+    "an empty body": ("", "body"),
+}
+
+
+@pytest.mark.parametrize(("body", "field"), BAD_COMPLETIONS.values(), ids=BAD_COMPLETIONS.keys())
+async def test_a_bad_completion_request_is_a_400_that_names_the_field(http: Http, body: object, field: str) -> None:
+    status, answer = await post(http, "/v1/completions", body)
+    assert status == 400
+    assert answer["error"]["param"] == field
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["message"].startswith(field.split("[", maxsplit=1)[0])
+
+
+BAD_CHATS = {
+    "no messages": ({}, "messages"),
+    "empty messages": ({"messages": []}, "messages"),
+    "unknown role": ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    "no role": ({"messages": [{"content": "x"}]}, "messages[0]"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0]",
+    ),
+    "content of another type": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    "tools, not served yet": ({**HELLO, "tools": [{"type": "function"}]}, "tools"),
+    "a JSON schema, not served yet": ({**HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+}
+
+
+@pytest.mark.parametrize(("body", "field"), BAD_CHATS.values(), ids=BAD_CHATS.keys())
+async def test_a_bad_chat_request_is_a_400_that_names_the_field(http: Http, body: object, field: str) -> None:
+    status, answer = await post(http, "/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, field)
+
+
+async def test_unknown_fields_are_ignored_as_openai_does(http: Http) -> None:
+    status, _ = await post(http, "/v1/chat/completions", {**HELLO, "user": "me", "parallel_tool_calls": True, "x": 1})
+    assert status == 200
+
+
+async def test_an_unknown_path_and_a_wrong_method_are_error_objects_too(http: Http) -> None:
+    async with http.get("/v1/nothing") as missing, http.delete("/v1/models") as wrong:
+        assert (missing.status, wrong.status) == (404, 405)
+        assert "GET /v1/nothing" in (await missing.json())["error"]["message"]
+        assert "DELETE /v1/models" in (await wrong.json())["error"]["message"]
+        assert wrong.headers["Allow"]
+
+
+async def test_one_bad_prompt_among_many_fails_the_request_before_anything_is_sent(http: Http) -> None:
+    status, answer = await post(http, "/v1/completions", {"prompt": ["good", "x" * 5000], "stream": True})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    async with http.get("/stats") as stats:
+        assert (await stats.json())["kv_cells_reserved"] == 0
+
+
+async def test_bad_requests_do_not_disturb_a_running_one(http: Http) -> None:
+    good = {"prompt": "abc", "max_tokens": 40, "temperature": 0}
+    alone = await post(http, "/v1/completions", good)
+    bad = [post(http, "/v1/completions", body) for body, _ in BAD_COMPLETIONS.values()]
+    among, *_ = await asyncio.gather(post(http, "/v1/completions", good), *bad)
+    assert among[1]["choices"] == alone[1]["choices"]
+
+
+async def test_a_stream_is_server_sent_events_that_end_with_done(http: Http) -> None:
+    async with http.post("/v1/chat/completions", json={**HELLO, "stream": True}) as answer:
+        assert answer.content_type == "text/event-stream"
+        *events, done, rest = (await answer.text()).split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk" for event in events)
+
+
+async def test_a_step_that_fails_is_a_500_and_the_server_goes_on(
+    http: Http, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_batch: object) -> None:
+        raise LlamaError("the device is on fire")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine._engine._context, "decode", fail)
+        status, answer = await post(http, "/v1/chat/completions", HELLO)
+    assert (status, answer["error"]["message"]) == (500, "the device is on fire")
+    assert (await post(http, "/v1/chat/completions", HELLO))[0] == 200
+
+
+async def test_with_an_api_key_only_health_is_open(engine: LocalEngine) -> None:
+    async with TestClient(TestServer(create_app(engine, api_key="s3cret"))) as http:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            async with http.get("/v1/models", headers=headers) as answer:
+                assert answer.status == 401
+                assert "s3cret" not in await answer.text()
+        async with http.get("/v1/models", headers={"Authorization": "Bearer s3cret"}) as answer:
+            assert answer.status == 200
+        async with http.get("/health") as answer:
+            assert answer.status == 200
+
+
+async def test_while_the_model_loads_health_says_how_far_it_is(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on, load = threading.Event(), threading.Event(), engine_module.load_runtime
+
+    def slow_load(config: Any, progress: Any) -> Any:
+        progress(0.42)
+        reached.set()
+        assert go_on.wait(30)
+        return load(config, progress)
+
+    monkeypatch.setattr(engine_module, "load_runtime", slow_load)
+    engine = LocalEngine(tiny_llama, n_ctx=256, n_threads=1)
+    async with TestClient(TestServer(create_app(engine))) as http:
+        await asyncio.to_thread(reached.wait, 30)
+        async with http.get("/health") as answer:
+            assert answer.status == 503
+            assert await answer.json() == {"status": "loading", "progress": 0.42, "error": None}
+        status, answer = await post(http, "/v1/chat/completions", HELLO)
+        assert (status, answer["error"]["code"]) == (503, "loading")
+        assert "42%" in answer["error"]["message"]
+        go_on.set()
+        await engine.loaded()
+        async with http.get("/health") as answer:
+            assert answer.status == 200
+        await engine.close()
+
+
+async def test_the_http_answer_is_what_the_engine_says(http: Http, tiny_llama: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
+        (expected,) = engine.generate(["abc"], SamplingParams(temperature=0, max_tokens=20))
+    _, answer = await post(http, "/v1/completions", {"prompt": "abc", "temperature": 0, "max_tokens": 20})
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["usage"]["completion_tokens"] == len(expected.tokens)
+
+
+def test_a_chat_template_runs_in_a_sandbox_and_its_complaint_is_the_clients() -> None:
+    from cppbatch.errors import InvalidRequest
+
+    message = [{"role": "user", "content": "hi"}]
+    assert ChatTemplate(None, bos="", eos="").render(message).endswith("<|im_start|>assistant\n")
+    for source in ("{{ raise_exception('no system role') }}", "{{ messages.__class__.__mro__ }}", "{% if %}"):
+        with pytest.raises(InvalidRequest, match="chat template"):
+            ChatTemplate(source, bos="", eos="").render(message)

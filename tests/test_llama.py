@@ -1,0 +1,205 @@
+"""Model, Backend, library and requantisation: loading says what it loads, and why it does not."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from cppbatch.errors import DecodeFailed, LibraryError, LlamaError, ModelError
+from cppbatch.llama import Backend, Batch, Context, Model, library
+from cppbatch.llama.quantize import requantize
+from tests import tiny_models
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama):
+    with Model(tiny_llama) as model:
+        yield model
+
+
+def test_loading_reports_rising_fractions_up_to_one(tiny_llama):
+    fractions = []
+    Model(tiny_llama, progress=lambda fraction: fractions.append(fraction) or True).close()
+    assert fractions == sorted(fractions)
+    assert fractions[0] == 0.0
+    assert fractions[-1] == 1.0
+
+
+def test_loading_stops_when_progress_returns_false(tiny_llama):
+    with pytest.raises(ModelError, match=r"tiny-llama\.gguf was stopped"):
+        Model(tiny_llama, progress=lambda fraction: fraction < 0.5)
+
+
+def test_an_exception_in_progress_reaches_the_caller(tiny_llama, capfd):
+    def progress(fraction: float) -> bool:
+        raise ZeroDivisionError("a bug in progress")
+
+    with pytest.raises(ZeroDivisionError):
+        Model(tiny_llama, progress=progress)
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "write", [tiny_models.truncated, tiny_models.empty, tiny_models.not_gguf, tiny_models.vocab_only]
+)
+def test_a_broken_file_raises_an_error_with_its_path_and_llama_cpps_reason(write, tmp_path):
+    path = write(tmp_path / "broken.gguf")
+    with pytest.raises(ModelError) as caught:
+        Model(path)
+    assert str(caught.value).startswith(f"{path} cannot be loaded: ")
+    assert "gives no reason" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_raise_an_error_with_their_path(tmp_path):
+    for path in (tmp_path / "missing.gguf", tmp_path):
+        with pytest.raises(ModelError, match=str(path)):
+            Model(path)
+
+
+def test_a_model_tells_what_its_file_says(model):
+    assert model.metadata["general.architecture"] == "llama"
+    assert model.metadata["llama.context_length"] == "4096"
+    assert model.n_ctx_train == 4096
+    assert model.n_params == 139_584
+    assert model.size_bytes == 4 * model.n_params
+    assert "llama" in model.description
+    assert model.n_swa == 0
+
+
+def test_a_chat_template_is_given_only_when_the_file_has_one(model, tmp_path):
+    assert model.chat_template is None
+    template = "{% for m in messages %}{{ m.content }}é{% endfor %}"
+    with Model(tiny_models.llama(tmp_path / "chat.gguf", chat_template=template)) as chatty:
+        assert chatty.chat_template == template
+
+
+def test_long_metadata_comes_whole(tmp_path):
+    template = "x" * 5000
+    with Model(tiny_models.llama(tmp_path / "long.gguf", chat_template=template)) as model:
+        assert model.metadata["tokenizer.chat_template"] == template
+
+
+@pytest.mark.parametrize(
+    ("kind", "recurrent", "generates"),
+    [
+        ("llama", False, True),
+        ("swa", False, True),
+        ("mamba", True, True),
+        ("hybrid", True, True),
+        ("encoder", False, False),
+    ],
+)
+def test_a_model_knows_its_kind(kind, recurrent, generates, request):
+    with Model(request.getfixturevalue(f"tiny_{kind}")) as model:
+        assert (model.is_recurrent, model.can_generate) == (recurrent, generates)
+
+
+def test_a_sliding_window_is_told(tiny_swa):
+    with Model(tiny_swa) as model:
+        assert model.n_swa == tiny_models.WINDOW
+
+
+def test_a_closed_model_refuses_use(tiny_llama):
+    with Model(tiny_llama) as model:
+        pass
+    model.close()
+    for use in (lambda: model.handle, lambda: model.description, lambda: model.n_params, lambda: model.can_generate):
+        with pytest.raises(LlamaError, match="is closed"):
+            use()
+    with pytest.raises(LlamaError, match="is closed"):
+        Context(model, n_ctx=256, n_threads=1)
+
+
+def test_the_vocabulary_of_a_closed_model_refuses_use(tiny_llama):
+    with Model(tiny_llama) as model:
+        assert model.vocab.n_tokens == 512
+    with pytest.raises(LlamaError, match="is closed"):
+        model.vocab  # noqa: B018
+
+
+def test_the_backend_lists_the_cpu_and_its_own_version_and_features():
+    backend = Backend.get()
+    cpu = next(device for device in backend.devices() if device.kind == "CPU")
+    assert cpu.name
+    assert 0 < cpu.memory_free <= cpu.memory_total
+    assert backend.version
+    assert backend.build_flags
+    assert all(flag == flag.strip() != "" for flag in backend.build_flags)
+    assert Path(backend.library_path).is_file()
+    assert isinstance(backend.supports_gpu, bool)
+    assert Backend.get() is backend
+
+
+def test_llama_cpps_log_reaches_logging_line_by_line(tiny_llama, caplog):
+    with caplog.at_level(logging.DEBUG, "cppbatch.llama"):
+        Model(tiny_llama).close()
+    lines = [record.message for record in caplog.records if record.name == "cppbatch.llama"]
+    assert any("general.architecture" in line for line in lines)
+    assert not any("\n" in line for line in lines)
+
+
+def test_llama_cpps_errors_are_collected_on_demand_and_logged_otherwise(model, caplog):
+    batch = Batch(8)
+    batch.add_run(np.array([7], np.int32), 5, 0, wants_logits=True)
+    with Context(model, n_ctx=256, n_threads=1) as context:
+        context.decode(_run_from(0))
+        with caplog.at_level(logging.ERROR, "cppbatch.llama"):
+            with Backend.get().errors() as lines, pytest.raises(DecodeFailed):
+                context.decode(batch)
+            assert lines
+            assert not caplog.records
+            with pytest.raises(DecodeFailed):
+                context.decode(batch)
+            assert [record.message for record in caplog.records] == lines
+
+
+def _run_from(position: int) -> Batch:
+    batch = Batch(8)
+    batch.add_run(np.array([7], np.int32), position, 0, wants_logits=True)
+    return batch
+
+
+def test_a_library_without_a_needed_function_is_refused_with_its_name_and_the_line_that_rebuilds_it(monkeypatch):
+    monkeypatch.delattr(library.C, "llama_memory_seq_cp")
+    with pytest.raises(LibraryError) as caught:
+        library._load()
+    assert "lacks llama_memory_seq_cp" in str(caught.value)
+    assert library.REINSTALL in str(caught.value)
+
+
+def test_another_version_of_the_library_is_refused_with_both_versions_and_the_line_that_installs_the_right_one(
+    monkeypatch,
+):
+    monkeypatch.setattr(llama_cpp, "__version__", "0.3.99")
+    with pytest.raises(LibraryError) as caught:
+        library._load()
+    assert "0.3.99" in str(caught.value)
+    assert library.PINNED_VERSION in str(caught.value)
+    assert library.REINSTALL in str(caught.value)
+
+
+def test_a_missing_library_is_named_with_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(LibraryError, match="cannot be imported") as caught:
+        library._load()
+    assert library.REINSTALL in str(caught.value)
+
+
+def test_a_requantised_model_loads_and_computes(tiny_llama, tmp_path):
+    path = requantize(tiny_llama, tmp_path / "q8.gguf", "Q8_0")
+    assert path.stat().st_size < tiny_llama.stat().st_size
+    with Model(path) as model, Context(model, n_ctx=256, n_threads=1) as context:
+        assert "Q8_0" in model.description
+        context.decode(_run_from(0))
+        assert np.isfinite(context.logits(1)).all()
+
+
+def test_requantising_what_is_no_model_raises_an_error_with_its_path(tmp_path):
+    source = tiny_models.not_gguf(tmp_path / "page.gguf")
+    with pytest.raises(ModelError, match=str(source)):
+        requantize(source, tmp_path / "out.gguf", "Q8_0")

@@ -1,0 +1,142 @@
+"""Thousands of random schedules: whatever arrives, ends or is cancelled when, every request gets its own text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
+from cppbatch.errors import DecodeFailed
+from tests.fakes import EOG, context_of, fake_engine, greedy, reference, text_of
+
+N_CTX, N_PARALLEL, N_BATCH = 48, 3, 6
+LONGEST = N_CTX // N_PARALLEL  # fits in both layouts
+SCHEDULES = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
+)
+
+
+@dataclass(frozen=True)
+class Arrive:
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Cancel:
+    which: int
+
+
+@dataclass(frozen=True)
+class Step:
+    pass
+
+
+Action = Arrive | Cancel | Step
+
+STOPS = ((), (), ("a",), ("ab", "b "), ("aab", "ba"), ("é",), ("🙂", "bé"))
+STOP_TOKENS = ((), (), tuple(range(8)), (33, 42, 60))
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> Arrive:
+    prompt = draw(st.binary(min_size=1, max_size=LONGEST - 1))
+    max_tokens = draw(st.integers(1, LONGEST - len(prompt)))
+    params = greedy(
+        max_tokens,
+        stop=draw(st.sampled_from(STOPS)),
+        stop_token_ids=draw(st.sampled_from(STOP_TOKENS)),
+        ignore_eos=draw(st.booleans()),
+        min_tokens=draw(st.integers(0, max_tokens)),
+    )
+    return Arrive([byte % min(EOG) for byte in prompt], params)
+
+
+ACTIONS = st.lists(
+    st.one_of(arrivals(), arrivals(), st.just(Step()), st.just(Step()), st.integers(0, 9).map(Cancel)),
+    min_size=1,
+    max_size=16,
+)
+
+
+@dataclass
+class Run:
+    """An engine, what was asked of it and what came back."""
+
+    engine: BatchInferenceEngine
+    asked: dict[str, Arrive] = field(default_factory=dict)
+    events: list[GenerationEvent] = field(default_factory=list)
+
+    def do(self, action: Action) -> None:
+        match action:
+            case Arrive(prompt, params):
+                self.asked[self.engine.add_request(prompt, params)] = action
+            case Cancel(which):
+                self.engine.cancel(f"request-{which}")
+            case Step():
+                self.events += self.engine.step()
+        self.check_the_books()
+
+    def drain(self) -> None:
+        while self.engine.has_work:
+            self.do(Step())
+
+    def check_the_books(self) -> None:
+        self.engine.kv.check()
+        assert context_of(self.engine).n_used == self.engine.kv.n_used
+
+    def check_all_is_free(self) -> None:
+        stats = self.engine.stats()
+        assert (stats.kv_cells_used, stats.kv_cells_reserved, stats.running, stats.waiting) == (0, 0, 0, 0)
+        assert stats.seq_ids_free == N_PARALLEL
+
+    def check_every_answer(self) -> None:
+        ended = Counter(event.request_id for event in self.events if event.finish_reason)
+        assert ended == Counter(self.asked.keys()), "not exactly one terminal event for each request"
+        for request_id, arrival in self.asked.items():
+            check_answer(arrival, [event for event in self.events if event.request_id == request_id])
+
+
+def check_answer(arrival: Arrive, events: list[GenerationEvent]) -> None:
+    tokens = [token for event in events for token in event.tokens]
+    text = "".join(event.text for event in events)
+    expected_tokens, expected_text, expected_reason = reference(arrival.prompt, arrival.params)
+    reason, usage = events[-1].finish_reason, events[-1].usage
+    if reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+        assert tokens == expected_tokens[: len(tokens)]
+        assert text == text_of(tokens)
+    else:
+        assert (tokens, text, reason) == (expected_tokens, expected_text, expected_reason)
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(arrival.prompt), len(tokens))
+
+
+@settings(SCHEDULES, max_examples=3000)
+@given(actions=ACTIONS, unified=st.booleans())
+def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(actions: list[Action], unified: bool) -> None:
+    run = Run(fake_engine(n_ctx=N_CTX, n_batch=N_BATCH, n_parallel=N_PARALLEL, unified=unified))
+    for action in actions:
+        run.do(action)
+    run.drain()
+    run.check_every_answer()
+    run.check_all_is_free()
+
+
+@settings(SCHEDULES, max_examples=500)
+@given(actions=ACTIONS, unified=st.booleans(), failing_step=st.integers(1, 12))
+def test_a_failed_step_ends_those_in_its_batch_and_changes_no_other_text(
+    actions: list[Action], unified: bool, failing_step: int
+) -> None:
+    run = Run(fake_engine(n_ctx=N_CTX, n_batch=N_BATCH, n_parallel=N_PARALLEL, unified=unified))
+    context = context_of(run.engine)
+    context.fail_at[failing_step] = DecodeFailed(-3, "made to fail")
+    for action in actions:
+        run.do(action)
+    run.drain()
+    run.check_every_answer()
+    run.check_all_is_free()
+    in_failed_batch = len(context.steps[failing_step - 1]) if len(context.steps) >= failing_step else 0
+    assert run.engine.stats().finished.get("error", 0) == in_failed_batch

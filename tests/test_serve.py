@@ -1,0 +1,200 @@
+"""`cppbatch serve` with the default model, as its users run it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.server_process import ServerProcess
+
+IGNORE_EOS = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path) -> Iterator[ServerProcess]:
+    with ServerProcess("-m", default_model, "-np", "16") as process:
+        yield process.wait_ready()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_the_model_is_listed_under_its_file_name(client: openai.OpenAI, default_model: Path) -> None:
+    assert [model.id for model in client.models.list()] == [default_model.stem]
+    assert client.models.retrieve(default_model.stem).object == "model"
+
+
+def test_a_chat_answer_is_a_whole_openai_object(client: openai.OpenAI, default_model: Path) -> None:
+    answer = client.chat.completions.create(
+        model=default_model.stem,
+        messages=[{"role": "user", "content": "What is 2+2?"}],
+        temperature=0,
+        max_tokens=12,
+    )
+    assert "4" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_streamed_chat_gives_the_same_text_and_its_usage_last(client: openai.OpenAI, default_model: Path) -> None:
+    def ask(stream: bool) -> object:
+        return client.chat.completions.create(
+            model=default_model.stem,
+            messages=[{"role": "user", "content": "Count to five."}],
+            temperature=0,
+            max_completion_tokens=16,
+            stream=stream,
+            stream_options={"include_usage": True} if stream else openai.NOT_GIVEN,
+        )
+
+    whole = ask(stream=False)
+    *chunks, last = ask(stream=True)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert last.choices == []
+    assert last.usage == whole.usage
+
+
+def test_a_streamed_completion_gives_the_same_text_as_a_whole_one(client: openai.OpenAI, default_model: Path) -> None:
+    arguments = {"model": default_model.stem, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
+    whole = client.completions.create(**arguments)
+    chunks = list(client.completions.create(stream=True, **arguments))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+
+
+def test_several_prompts_with_several_choices_answer_in_order(client: openai.OpenAI, default_model: Path) -> None:
+    answer = client.completions.create(
+        model=default_model.stem, prompt=["2, 4, 6,", "a, b, c,"], n=2, temperature=0, max_tokens=4
+    )
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    assert "8" in texts[0]
+    assert "d" in texts[2]
+
+
+def test_a_stop_string_ends_the_text_and_is_not_part_of_it(client: openai.OpenAI, default_model: Path) -> None:
+    answer = client.completions.create(
+        model=default_model.stem, prompt="1, 2, 3, 4, 5,", temperature=0, max_tokens=40, stop=["9, 10"]
+    )
+    assert answer.choices[0].text == " 6, 7, 8, "
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_same_seed_gives_the_same_text(client: openai.OpenAI, default_model: Path) -> None:
+    def ask(seed: int) -> str:
+        answer = client.completions.create(
+            model=default_model.stem, prompt="My favourite", temperature=1, max_tokens=16, seed=seed
+        )
+        return answer.choices[0].text
+
+    assert ask(7) == ask(7) != ask(8)
+
+
+def test_16_concurrent_streams_share_their_steps(server: ServerProcess, default_model: Path) -> None:
+    before = server.wait_idle()
+    finish_reasons = asyncio.run(stream_together(server.url, default_model.stem, n=16))
+    after = server.wait_idle()
+    assert finish_reasons == ["length"] * 16
+    rows, steps = (after[name] - before[name] for name in ("decode_rows", "decode_steps"))
+    print(f"\n{rows} rows in {steps} decode steps: {rows / steps:.2f} sequences a step")
+    assert rows / steps >= 12
+
+
+async def stream_together(url: str, model: str, n: int) -> list[str | None]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+
+        async def one(i: int) -> str | None:
+            stream = await client.completions.create(
+                model=model, prompt=f"Fact number {i}:", max_tokens=64, stream=True, extra_body=IGNORE_EOS
+            )
+            return [chunk.choices[0].finish_reason async for chunk in stream][-1]
+
+        return await asyncio.gather(*(one(i) for i in range(n)))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_cells_within_a_step(server: ServerProcess, stream: bool) -> None:
+    server.wait_idle()
+    body = json.dumps({"prompt": "Tell me", "max_tokens": 1000, "ignore_eos": True, "stream": stream})
+    with raw_post(server, "/v1/completions", body) as connection:
+        wait_for(lambda: server.get("/stats")["kv_cells_used"] > 5)
+        steps = server.get("/stats")["steps"]
+        connection.shutdown(socket.SHUT_RDWR)
+    stats = server.wait_idle()
+    assert stats["kv_cells_used"] == stats["kv_cells_reserved"] == 0
+    assert stats["seq_ids_free"] == stats["seq_ids"]
+    assert stats["steps"] - steps < 20, "it went on generating for a client that had left"
+
+
+def raw_post(server: ServerProcess, path: str, body: str) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    return connection
+
+
+def wait_for(condition: object, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_ctrl_c_finishes_what_runs_and_exits_0(default_model: Path) -> None:
+    with ServerProcess("-m", default_model) as server:
+        server.wait_ready()
+        body = {"prompt": "A long story:", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), method="POST")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.readline()
+            server.interrupt()
+            rest = answer.read().decode()
+        assert '"finish_reason":"length"' in rest
+        assert rest.endswith("data: [DONE]\n\n")
+        assert server.wait() == 0
+        assert any("finishing 1 request" in line for line in server.lines)
+
+
+def test_a_second_ctrl_c_exits_at_once(default_model: Path) -> None:
+    with ServerProcess("-m", default_model) as server:
+        server.wait_ready()
+        with raw_post(server, "/v1/completions", '{"prompt": "Go on", "max_tokens": 1000, "ignore_eos": true}'):
+            wait_for(lambda: server.get("/stats")["running"] == 1)
+            server.interrupt()
+            wait_for(lambda: any("finishing" in line for line in server.lines))
+            server.interrupt()
+            assert server.wait(5) == 130
+
+
+def test_ctrl_c_while_the_model_loads_exits_at_once(default_model: Path) -> None:
+    with ServerProcess("-m", default_model, "-c", "262144", "-np", "64") as server:
+        wait_for(lambda: server.lines)
+        server.interrupt()
+        assert server.wait(5) in (130, -2)
+        assert "Traceback" not in server.stop()
+
+
+def test_a_port_in_use_is_one_line(default_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with ServerProcess("-m", default_model, "--port", str(taken.getsockname()[1])) as server:
+            assert server.wait() == 2
+            (line,) = server.stop().splitlines()
+    assert "cannot listen on 127.0.0.1" in line
+    assert "Choose another --port" in line
