@@ -30,9 +30,9 @@ class Sampler:
             row[self._eog] = -np.inf
         if too_short:
             row[list(sequence.params.stop_token_ids)] = -np.inf
-        if sequence.params.is_greedy and not sequence.params.has_penalties:
-            return int(row.argmax())
         try:
+            if sequence.params.is_greedy and not sequence.params.has_penalties:
+                return _greedy(row)
             if sequence.sampler is None:
                 sequence.sampler = self._chain(sequence)
             return sequence.sampler.sample(row)
@@ -61,3 +61,10 @@ class Sampler:
             for token in sequence.tokens[max(0, sequence.n_tokens - params.penalty_last_n) : sequence.n_tokens]:
                 chain.accept(int(token))
         return chain
+
+
+def _greedy(row: npt.NDArray[np.float32]) -> int:
+    token = int(row.argmax())  # of the NaN, if there is one
+    if not np.isfinite(row[token]):
+        raise LlamaError(f"no token can be sampled: the largest logit of this row is {row[token]}")
+    return token

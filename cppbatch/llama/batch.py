@@ -65,6 +65,8 @@ class Batch:
 
     def add_run(self, tokens: Int32Array, position: int, seq_id: int, *, wants_logits: bool) -> None:
         """Appends a run of one sequence, int32[n] from `position` on; logits, if asked for, are the last token's."""
+        if len(tokens) == 0:
+            raise OutOfRange(f"the run of sequence {seq_id} has no tokens")
         start, stop = self._extend(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = np.arange(position, position + stop - start, dtype=np.int32)

@@ -72,6 +72,7 @@ class Context:
         model.adopt(self)
         self.model = model  # also keeps the model alive
         self.kv_unified = kv_unified
+        self._flash_attn = flash_attn
         self.n_ctx: int = C.llama_n_ctx(self._handle)
         self.n_ctx_seq: int = C.llama_n_ctx_seq(self._handle)
         """Cells that one sequence may take."""
@@ -80,6 +81,7 @@ class Context:
         self.n_seq_max = n_seq_max
         self._memory = C.llama_get_memory(self._handle)
         self._n_vocab: int = model.vocab.n_tokens
+        self._n_outputs = 0
         self._logits_key: tuple[int, int] = (0, 0)
         self._logits: npt.NDArray[np.float32] = np.empty((0, self._n_vocab), np.float32)
 
@@ -97,8 +99,10 @@ class Context:
         `DecodeFailed` otherwise.
         """
         self._check(batch)
+        self._n_outputs = 0
         code = C.llama_decode(self.handle, batch.struct)
         if code == 0:
+            self._n_outputs = batch.n_outputs
             return
         if code == 1:
             raise CacheFull(f"no free KV cells for {batch.n_tokens} tokens among {self.n_ctx}")
@@ -117,11 +121,12 @@ class Context:
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
         """The logits of the last decode, float32[n_outputs, n_vocab], in the batch's order.
 
-        `n_outputs` is the batch's. A view of llama.cpp's own buffer, writable: valid until the next decode.
+        `n_outputs` is the batch's. A view of llama.cpp's own buffer, writable: valid until the next decode. Raises
+        `OutOfRange` for more rows than that decode gave.
         """
-        address = ctypes.cast(C.llama_get_logits(self.handle), ctypes.c_void_p).value
-        if address is None:
-            raise LlamaError("there are no logits: nothing has been decoded yet")
+        if not 0 < n_outputs <= self._n_outputs:
+            raise OutOfRange(f"{n_outputs} rows of logits were asked for; the last decode gave {self._n_outputs}")
+        address = ctypes.cast(C.llama_get_logits(self.handle), ctypes.c_void_p).value or 0
         if self._logits_key != (address, n_outputs):
             buffer = (ctypes.c_float * (n_outputs * self._n_vocab)).from_address(address)
             self._logits = np.ctypeslib.as_array(buffer).reshape(n_outputs, self._n_vocab)
@@ -134,17 +139,20 @@ class Context:
         Returns False when a recurrent model cannot remove that part; removing everything always works.
         """
         self._check_seq(seq_id)
+        if self.model.is_recurrent and not self._is_whole(seq_id, start, stop):
+            return False  # C would say yes to a beginning, and remove nothing
         return bool(C.llama_memory_seq_rm(self._memory_of(), seq_id, start, stop))
 
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
         """Lets `target` share the positions [start, stop) of `source`; no data is copied in the unified layout.
 
-        In the per-sequence layout the data is copied, and only whole sequences can be.
+        In the per-sequence layout the data is copied; there, and for recurrent models, only whole sequences can be.
+        Raises `OutOfRange` for a part of one.
         """
         self._check_seq(source)
         self._check_seq(target)
-        if not self.kv_unified and (start > 0 or stop >= 0):
-            raise OutOfRange(f"positions {start} to {stop} were asked for: between streams only whole sequences copy")
+        if (self.model.is_recurrent or not self.kv_unified) and (start > 0 or stop >= 0):
+            raise OutOfRange(f"positions {start} to {stop} were asked for; here only whole sequences can be copied")
         C.llama_memory_seq_cp(self._memory_of(), source, target, start, stop)
 
     def clear(self) -> None:
@@ -168,18 +176,25 @@ class Context:
     def restore_sequence(self, seq_id: int, state: SequenceState) -> None:
         """Puts a saved memory into a sequence (any seq_id), replacing what it held.
 
-        Raises `OutOfRange` for a state of another model or cache type, `LlamaError` when the cells do not suffice.
+        Raises `OutOfRange` for a state of another model or kind of cache; `LlamaError` when the cells do not suffice,
+        and then the sequence is empty.
         """
         self._check_seq(seq_id)
         if state.context_key != self._state_key:
             raise OutOfRange(f"this state is of {state.context_key}; this context is {self._state_key}")
+        self.remove(seq_id)
+        if state.n_tokens == 0:
+            return
         read = C.llama_state_seq_set_data(self.handle, _bytes_pointer(state.data), state.data.size, seq_id)
         if read == 0:
             raise LlamaError(f"no room to restore {state.n_tokens} tokens into sequence {seq_id}")
 
     @property
     def _state_key(self) -> tuple[object, ...]:
-        return (str(self.model.path), self.model.n_params, self.kv_unified)
+        return (str(self.model.path), self.model.n_params, f"unified={self.kv_unified}", f"fa={self._flash_attn}")
+
+    def _is_whole(self, seq_id: int, start: int, stop: int) -> bool:
+        return start <= 0 and not 0 <= stop <= self.last_position(seq_id)
 
     def _check_seq(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.n_seq_max:

@@ -52,6 +52,8 @@ class Model:
             self._handle = C.llama_model_load_from_file(str(self.path).encode(), params)
         if not self._handle:
             self._handle = None
+            if reporter.error:
+                raise reporter.error
             if reporter.stopped:
                 raise ModelError(f"loading {self.path.name} was stopped")
             raise ModelError(f"{self.path} cannot be loaded: {_reason(lines)}")
@@ -136,6 +138,8 @@ class Model:
             return
         for context in list(self._contexts):
             context.close()
+        if "vocab" in self.__dict__:  # made by the cached property
+            self.vocab.close()
         C.llama_model_free(self._handle)
         self._handle = None
 
@@ -147,16 +151,23 @@ class Model:
 
 
 class _Reporter:
-    """Adapts a Python progress function to llama.cpp's callback, in which an exception must not escape."""
+    """Adapts a Python progress function to llama.cpp's callback.
+
+    An exception in there (Ctrl-C, most likely) cannot pass through C: it stops the load and is raised afterwards.
+    """
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self.stopped = False
+        self.error: BaseException | None = None
         self.callback = C.llama_progress_callback(self._report)
 
     def _report(self, fraction: float, _user: object) -> bool:
-        self.stopped = self._progress is not None and self._progress(fraction) is False
-        return not self.stopped
+        try:
+            self.stopped = self._progress is not None and self._progress(fraction) is False
+        except BaseException as error:
+            self.error = error
+        return not self.stopped and self.error is None
 
 
 def _reason(lines: list[str]) -> str:

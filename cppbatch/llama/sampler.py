@@ -80,8 +80,13 @@ class SamplerChain:
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
         """Chooses a token from float32[n_vocab] and accepts it. The row is not changed.
 
-        Raises `LlamaError` when no token can be chosen (all logits -inf or NaN).
+        Raises `OutOfRange` for a row of another size, `LlamaError` when no token can be chosen (all logits -inf, or
+        one of them NaN or +inf).
         """
+        if logits.shape != (self._n_vocab,):
+            raise OutOfRange(f"a row of logits has the shape {logits.shape}; it must be ({self._n_vocab},)")
+        if not np.isfinite(logits.max()):
+            raise LlamaError(f"no token can be sampled: the largest logit of this row is {logits.max()}")
         candidates = np.empty(self._n_vocab, _CANDIDATE)
         candidates["id"] = np.arange(self._n_vocab, dtype=np.int32)
         candidates["logit"] = logits
@@ -94,7 +99,7 @@ class SamplerChain:
         )
         C.llama_sampler_apply(self._open(), ctypes.byref(array))
         if not 0 <= array.selected < array.size:
-            raise LlamaError("no token can be sampled: every logit of this row is -inf or not a number")
+            raise LlamaError("no token can be sampled: the chain has left none")
         token: int = array.data[array.selected].id
         self.accept(token)
         return token

@@ -21,7 +21,7 @@ class Vocab:
     def __init__(self, handle: Any, model_name: str) -> None:
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # tokenising would abort the process
             raise ModelError(f"{model_name} has no tokenizer in it, so it cannot read or write text")
-        self._handle = handle
+        self._handle: Any = handle
         self.n_tokens: int = C.llama_vocab_n_tokens(handle)
         self.bos: int = C.llama_vocab_bos(handle)
         """Id of the beginning-of-sequence token, -1 if there is none; likewise `eos` and `eot`."""
@@ -50,7 +50,7 @@ class Vocab:
     def _tokenize(self, raw: bytes, room: int, add_special: bool, parse_special: bool) -> npt.NDArray[np.int32]:
         out = np.empty(room, np.int32)
         pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        n = C.llama_tokenize(self._handle, raw, len(raw), pointer, room, add_special, parse_special)
+        n = C.llama_tokenize(self._open(), raw, len(raw), pointer, room, add_special, parse_special)
         if n == -_INT32_MAX - 1:
             raise LlamaError("the text has too many tokens to count")
         if n < 0:  # some vocabularies need more tokens than bytes: -n says how many
@@ -75,7 +75,16 @@ class Vocab:
         room = 64
         while True:
             buffer = ctypes.create_string_buffer(room)
-            n = C.llama_token_to_piece(self._handle, token, buffer, room, 0, special)
+            n = C.llama_token_to_piece(self._open(), token, buffer, room, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
             room = -n
+
+    def _open(self) -> Any:
+        if self._handle is None:
+            raise LlamaError("the vocabulary's model is closed")
+        return self._handle
+
+    def close(self) -> None:
+        """Called by the model when it goes: the vocabulary is part of it."""
+        self._handle = None
