@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 import psutil
@@ -13,6 +13,8 @@ from cppbatch.errors import ConfigError
 KvLayout = Literal["unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
 
+_INT32_MAX = 2**31 - 1
+_MOST_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 
@@ -44,8 +46,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         at_least_one = {"n_ctx": "-c", "n_parallel": "-np", "n_batch": "-b", "n_ubatch": "-ub"}
         for name, flag in at_least_one.items():
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag} ({name}) is {getattr(self, name)}; it must be at least 1")
+            if not 1 <= getattr(self, name) <= _INT32_MAX:
+                raise ConfigError(f"{flag} ({name}) is {getattr(self, name)}; it must be from 1 to {_INT32_MAX}")
         if self.n_parallel > MAX_SEQ_IDS:
             raise ConfigError(f"-np is {self.n_parallel}; llama.cpp has {MAX_SEQ_IDS} sequence ids in all")
         if self.n_batch < self.n_parallel:
@@ -55,10 +57,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.n_ctx < self.n_parallel:
             raise ConfigError(f"-c is {self.n_ctx}, less than -np {self.n_parallel}: raise -c or lower -np")
-        if self.n_threads < 0:
-            raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or more")
-        if self.n_gpu_layers < -1:
+        if not 0 <= self.n_threads <= _MOST_THREADS:
+            raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or up to {_MOST_THREADS}")
+        if not -1 <= self.n_gpu_layers <= _INT32_MAX:
             raise ConfigError(f"-ngl is {self.n_gpu_layers}; it must be -1 (all layers), 0 (none) or more")
+        for name, kind in (("flash_attn", FlashAttention), ("kv_layout", KvLayout)):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
 
 
 def available_threads() -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from cppbatch.llama import Context, Model
 from cppbatch.llama.quantize import requantize
 from cppbatch.models.pull import pull_default
 from tests import tiny_models
@@ -50,3 +53,37 @@ def default_model() -> Path:
 def f16_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model with float weights: wherever identical text is demanded (DESIGN)."""
     return requantize(default_model, tmp_path_factory.mktemp("f16") / "default-F16.gguf", "F16")
+
+
+@pytest.fixture(scope="session")
+def llama_model(tiny_llama: Path) -> Iterator[Model]:
+    with Model(tiny_llama) as model:
+        yield model
+
+
+@pytest.fixture
+def make_context(llama_model: Model) -> Iterator[Callable[..., Context]]:
+    """Makes contexts, of the tiny Llama unless told otherwise, and closes them at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make_context(model: Model = llama_model, **sizes: object) -> Context:
+            settings = {"n_ctx": 256, "n_batch": 256, "n_seq_max": 4, "n_threads": 1, "flash_attn": "off", **sizes}
+            return stack.enter_context(Context(model, **settings))
+
+        yield make_context
+
+
+@pytest.fixture
+def unified_context(make_context: Callable[..., Context]) -> Context:
+    return make_context()
+
+
+@pytest.fixture
+def streams_context(make_context: Callable[..., Context]) -> Context:
+    return make_context(n_ctx=1024, kv_unified=False)
+
+
+@pytest.fixture(params=["unified", "streams"])
+def context(request: pytest.FixtureRequest) -> Context:
+    context: Context = request.getfixturevalue(f"{request.param}_context")
+    return context

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
+from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.engine.runtime import ModelInfo, Runtime
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import Batch
@@ -31,7 +31,7 @@ LOGITS = np.random.default_rng(7).permuted(np.tile(np.arange(N_VOCAB, dtype=np.f
 LIKELIEST_FIRST: list[list[int]] = np.argsort(-LOGITS, axis=1).tolist()
 
 
-def mood(tokens: bytes) -> int:
+def mood(tokens: bytes | bytearray) -> int:
     """The row of LOGITS that follows these tokens: any other token, order or length gives another row."""
     return zlib.crc32(tokens) % N_MOODS
 
@@ -141,6 +141,16 @@ def context_of(engine: BatchInferenceEngine) -> FakeContext:
     context = engine._context
     assert isinstance(context, FakeContext)
     return context
+
+
+def drain(engine: BatchInferenceEngine) -> list[GenerationEvent]:
+    """Steps until there is nothing to do, and returns the events; fails if that never comes."""
+    events: list[GenerationEvent] = []
+    for _ in range(3000):
+        if not engine.has_work:
+            return events
+        events += engine.step()
+    raise AssertionError("the engine never comes to rest")
 
 
 def greedy(max_tokens: int | None = None, **others: object) -> SamplingParams:

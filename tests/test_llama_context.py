@@ -1,61 +1,13 @@
-"""Context: bad arguments never reach C, and sequences keep, share and give back their memory."""
+"""Context: bad arguments never reach C, full cells change nothing, and logits are llama.cpp's own memory."""
 
 from __future__ import annotations
-
-import contextlib
 
 import numpy as np
 import pytest
 
 from cppbatch.errors import CacheFull, LlamaError, OutOfRange
 from cppbatch.llama import Batch, Context, Model
-
-PROMPT = np.arange(10, 40, dtype=np.int32)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama):
-    with Model(tiny_llama) as model:
-        yield model
-
-
-@pytest.fixture
-def make(model):
-    with contextlib.ExitStack() as stack:
-
-        def make(model=model, **sizes):
-            settings = {"n_ctx": 256, "n_batch": 256, "n_seq_max": 4, "n_threads": 1, **sizes}
-            return stack.enter_context(Context(model, **settings))
-
-        yield make
-
-
-@pytest.fixture
-def unified(make):
-    return make()
-
-
-@pytest.fixture
-def streams(make):
-    return make(n_ctx=1024, kv_unified=False)
-
-
-@pytest.fixture(params=["unified", "streams"])
-def context(request):
-    return request.getfixturevalue(request.param)
-
-
-def decode(context: Context, tokens, seq_id: int = 0, position: int = 0) -> np.ndarray:
-    """The logits after the last of `tokens`."""
-    batch = Batch(context.n_batch)
-    batch.add_run(np.asarray(tokens, np.int32), position, seq_id, wants_logits=True)
-    context.decode(batch)
-    return context.logits(1)[0].copy()
-
-
-def close(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.allclose(a, b, rtol=0, atol=1e-4))
-
+from tests.contexts import PROMPT, close, decode
 
 # --- what is refused ---------------------------------------------------------------------------------------------
 
@@ -67,14 +19,14 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
         *(("n_seq_max", value) for value in (0, -1, 257)),
     ],
 )
-def test_sizes_out_of_range_are_refused_with_their_name_and_value(make, name, value):
+def test_sizes_out_of_range_are_refused_with_their_name_and_value(make_context, name, value):
     with pytest.raises(OutOfRange, match=f"{name} is {value}"):
-        make(**{name: value})
+        make_context(**{name: value})
 
 
-def test_the_sizes_told_are_the_actual_ones(make):
-    assert make(n_ctx=100).n_ctx == 256
-    context = make(n_ctx=1024, kv_unified=False, n_ubatch=32)
+def test_the_sizes_told_are_the_actual_ones(make_context):
+    assert make_context(n_ctx=100).n_ctx == 256
+    context = make_context(n_ctx=1024, kv_unified=False, n_ubatch=32)
     assert (context.n_ctx, context.n_ctx_seq, context.n_seq_max, context.n_ubatch) == (1024, 256, 4, 32)
 
 
@@ -123,11 +75,11 @@ def test_a_seq_id_out_of_range_is_refused_everywhere(context, seq_id):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 5), (3, -1), (3, 5)])
-def test_a_partial_copy_between_streams_is_refused(streams, start, stop):
-    decode(streams, PROMPT)
+def test_a_partial_copy_between_streams_is_refused(streams_context, start, stop):
+    decode(streams_context, PROMPT)
     with pytest.raises(OutOfRange, match=f"{start} to {stop}"):
-        streams.copy(0, 1, start, stop)
-    assert streams.last_position(1) == -1
+        streams_context.copy(0, 1, start, stop)
+    assert streams_context.last_position(1) == -1
 
 
 @pytest.mark.parametrize("n_outputs", [2, 1000, -1])
@@ -145,8 +97,8 @@ def test_logits_before_the_first_decode_are_refused(context):
 # --- full cells --------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_without_room_raises_cache_full_and_changes_nothing(make):
-    untouched, context = make(), make()
+def test_a_batch_without_room_raises_cache_full_and_changes_nothing(make_context):
+    untouched, context = make_context(), make_context()
     for each in (untouched, context):
         decode(each, [7] * 200)
     with pytest.raises(CacheFull, match="100 tokens among 256"):
@@ -155,18 +107,18 @@ def test_a_batch_without_room_raises_cache_full_and_changes_nothing(make):
     assert np.array_equal(decode(context, [9], position=200), decode(untouched, [9], position=200))
 
 
-def test_after_cache_full_what_fits_still_computes(unified):
-    decode(unified, [7] * 200)
+def test_after_cache_full_what_fits_still_computes(unified_context):
+    decode(unified_context, [7] * 200)
     with pytest.raises(CacheFull):
-        decode(unified, [8] * 57, seq_id=1)
-    decode(unified, [8] * 56, seq_id=1)
-    assert unified.last_position(1) == 55
+        decode(unified_context, [8] * 57, seq_id=1)
+    decode(unified_context, [8] * 56, seq_id=1)
+    assert unified_context.last_position(1) == 55
 
 
-def test_removed_cells_are_free_at_once(unified):
+def test_removed_cells_are_free_at_once(unified_context):
     for _ in range(5):
-        decode(unified, [7] * 256)
-        assert unified.remove(0)
+        decode(unified_context, [7] * 256)
+        assert unified_context.remove(0)
 
 
 # --- logits ------------------------------------------------------------------------------------------------------
@@ -185,129 +137,15 @@ def test_logits_are_a_writable_view_of_llama_cpps_own_memory(context):
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
 @pytest.mark.parametrize("kv_unified", [True, False])
-def test_logits_keep_the_batchs_order_when_the_batch_is_split(make, order, kv_unified):
-    context = make(n_ctx=1024, n_ubatch=8, kv_unified=kv_unified)
+def test_logits_keep_the_batchs_order_when_the_batch_is_split(make_context, order, kv_unified):
+    context = make_context(n_ctx=1024, n_ubatch=8, kv_unified=kv_unified)
     prompts = [PROMPT[:3], PROMPT[:20], PROMPT[5:6], PROMPT[7:27]]
-    alone = [decode(make(), prompt) for prompt in prompts]
+    alone = [decode(make_context(), prompt) for prompt in prompts]
     batch = Batch(256)
     for i in order:
         batch.add_run(prompts[i], 0, i, wants_logits=True)
     context.decode(batch)
     assert all(close(row, alone[i]) for row, i in zip(context.logits(4), order, strict=True))
-
-
-# --- remove, copy, clear -----------------------------------------------------------------------------------------
-
-
-def test_a_removed_sequence_is_empty_and_the_others_stay(context):
-    decode(context, PROMPT, seq_id=0)
-    decode(context, PROMPT, seq_id=1)
-    assert context.remove(0)
-    assert [context.last_position(i) for i in range(2)] == [-1, 29]
-
-
-def test_a_removed_tail_can_be_computed_again(context):
-    whole = decode(context, PROMPT)
-    assert context.remove(0, 12)
-    assert context.last_position(0) == 11
-    assert close(decode(context, PROMPT[12:], position=12), whole)
-
-
-def test_clear_empties_every_sequence(context):
-    for seq_id in range(4):
-        decode(context, PROMPT, seq_id)
-    context.clear()
-    assert [context.last_position(i) for i in range(4)] == [-1] * 4
-
-
-def test_a_recurrent_model_refuses_to_remove_a_part_and_removes_everything(make, tiny_mamba):
-    with Model(tiny_mamba) as mamba:
-        context = make(mamba)
-        decode(context, PROMPT)
-        assert not context.remove(0, 12)
-        assert context.last_position(0) == 29
-        assert context.remove(0)
-        assert context.last_position(0) == -1
-
-
-def test_a_recurrent_model_does_not_claim_to_have_removed_a_beginning(make, tiny_mamba):
-    with Model(tiny_mamba) as mamba:
-        context = make(mamba)
-        decode(context, PROMPT)
-        assert not context.remove(0, 0, 5)
-
-
-def test_a_recurrent_model_does_not_copy_a_part_as_if_it_were_the_whole(make, tiny_mamba):
-    with Model(tiny_mamba) as mamba:
-        context = make(mamba)
-        decode(context, PROMPT)
-        with pytest.raises(OutOfRange):
-            context.copy(0, 1, 0, 20)
-        assert context.last_position(1) == -1
-
-
-def test_a_copied_prefix_gives_the_logits_of_recomputing_it(unified):
-    whole = decode(unified, PROMPT)
-    unified.copy(0, 1, 0, 20)
-    assert unified.last_position(1) == 19
-    assert close(decode(unified, PROMPT[20:], 1, 20), whole)
-
-
-def test_a_whole_sequence_copied_to_another_stream_goes_on_alike(streams):
-    decode(streams, PROMPT)
-    streams.copy(0, 2)
-    assert np.array_equal(decode(streams, [50], 2, 30), decode(streams, [50], 0, 30))
-
-
-def test_a_shared_prefix_takes_its_cells_once(unified):
-    decode(unified, [7] * 240)
-    for seq_id in (1, 2, 3):
-        unified.copy(0, seq_id)
-        decode(unified, [8] * 5, seq_id, 240)
-
-
-# --- saving and restoring ----------------------------------------------------------------------------------------
-
-
-def test_a_restored_sequence_goes_on_bit_for_bit_under_another_seq_id(context):
-    decode(context, PROMPT)
-    state = context.save_sequence(0)
-    expected = decode(context, [50], 0, 30)
-    context.clear()
-    context.restore_sequence(3, state)
-    assert state.n_tokens == 30
-    assert context.last_position(3) == 29
-    assert np.array_equal(decode(context, [50], 3, 30), expected)
-
-
-@pytest.mark.parametrize("n_before", [0, 5, 40])
-def test_restoring_replaces_what_the_sequence_held(context, n_before):
-    if n_before:
-        decode(context, [7] * n_before)
-    state = context.save_sequence(0)
-    decode(context, PROMPT, seq_id=1)
-    context.restore_sequence(1, state)
-    assert context.last_position(1) == n_before - 1
-
-
-def test_a_state_of_another_model_is_refused(make, context, tiny_mamba):
-    decode(context, PROMPT)
-    with Model(tiny_mamba) as mamba, pytest.raises(OutOfRange, match="tiny-mamba"):
-        make(mamba, kv_unified=context.kv_unified).restore_sequence(0, context.save_sequence(0))
-
-
-def test_a_state_of_another_cache_layout_is_refused_as_such(make):
-    saved, other = make(flash_attn="on"), make(flash_attn="off")
-    decode(saved, PROMPT)
-    with pytest.raises(OutOfRange, match="this state is of"):
-        other.restore_sequence(0, saved.save_sequence(0))
-
-
-def test_a_state_without_room_is_refused_and_others_stay(unified):
-    decode(unified, [7] * 200)
-    with pytest.raises(LlamaError, match="no room to restore 200 tokens"):
-        unified.restore_sequence(1, unified.save_sequence(0))
-    assert [unified.last_position(i) for i in range(2)] == [199, -1]
 
 
 # --- closing -----------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def _model() -> Finding:
         return "model", f"none in {folder}/", "fetch the default one: cppbatch models pull"
     chosen = found[0] if len(found) == 1 else folder / DEFAULT.file_name
     if chosen not in found:
-        return "model", f"{len(found)} in {folder}/, none of them the default", "choose one with -m FILE"
+        return "model", f"{len(found)} in {folder}/; choose one with -m, or the default one is fetched", None
     try:
         return "model", str(check_file(chosen)), None
     except CppBatchError as error:

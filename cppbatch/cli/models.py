@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -27,8 +28,8 @@ def list_models() -> None:
         return
     table = Table("model", "size", box=None)
     for path in found:
-        table.add_row(str(path), _size(path.stat().st_size))
-    Console().print(table)
+        table.add_row(escape(str(path)), _size(path.stat().st_size))
+    _print(table)
 
 
 @models.command()
@@ -63,8 +64,16 @@ def inspect(file: Path, as_json: bool) -> None:
         return
     table = Table(box=None, show_header=False)
     for name, value in msgspec.structs.asdict(facts).items():
-        table.add_row(name.replace("_", " "), _show(name, value))
-    Console().print(table)
+        table.add_row(name.replace("_", " "), escape(_show(name, value)))
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    """Prints a table: folded to a terminal's width, and one whole line a row where a program reads it."""
+    for column in table.columns:
+        column.overflow = "fold"
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 1 << 16)
 
 
 def _show(name: str, value: object) -> str:

@@ -7,7 +7,9 @@ import contextlib
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,9 @@ class LocalEngine:
         self._closing = False
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[GenerationEvent]] = {}
+        self._abandoned: Counter[str] = Counter()
+        """Requests whose iterator was closed and whose last event is still to come."""
+        self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-tokenizer")
         # A daemon: an impatient second Ctrl-C must not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
         self._thread.start()
@@ -69,17 +74,20 @@ class LocalEngine:
         if request.id in self._streams:
             raise InvalidRequest("id", f"{request.id!r} is the id of a request that is still running")
         stream = self._streams[request.id] = asyncio.Queue()
-        finished = False
+        running = False
         try:
-            sequence = await asyncio.to_thread(engine.prepare, request)  # tokenising a long text takes a while
+            # On another thread: tokenising a long text takes a while.
+            sequence = await self._loop.run_in_executor(self._tokenizers, engine.prepare, request)
             self._commands.put(lambda engine: self._add(engine, sequence))
-            while not finished:
+            running = True
+            while running:
                 event = await stream.get()
-                finished = event.finish_reason is not None
+                running = event.finish_reason is None
                 yield event
         finally:
             del self._streams[request.id]
-            if not finished:
+            if running:
+                self._abandoned[request.id] += 1
                 self._commands.put(lambda engine: engine.cancel(request.id))
 
     async def cancel(self, request_id: str) -> None:
@@ -97,6 +105,7 @@ class LocalEngine:
     async def close(self) -> None:
         """Ends the engine after the step it is in; aborts a model that is still loading."""
         self._closing = True
+        await asyncio.to_thread(self._tokenizers.shutdown)  # they read the model that goes next
         self._commands.put(lambda engine: None)  # wakes an idle thread
         await asyncio.to_thread(self._thread.join)
 
@@ -118,8 +127,11 @@ class LocalEngine:
 
     def _deliver(self, events: list[GenerationEvent]) -> None:
         for event in events:
-            if stream := self._streams.get(event.request_id):  # none: its iterator was closed, nobody listens
+            if self._abandoned[event.request_id]:  # what is left of a closed iterator; its id may be in use again
+                self._abandoned[event.request_id] -= event.finish_reason is not None
+            elif stream := self._streams.get(event.request_id):
                 stream.put_nowait(event)
+        self._abandoned = +self._abandoned  # without the zeros
 
     def _deliver_to_all(self, reason: FinishReason, error: str | None) -> None:
         self._deliver([GenerationEvent(request_id=i, finish_reason=reason, error=error) for i in self._streams])
@@ -161,6 +173,8 @@ class LocalEngine:
                 self._commands.get()(engine)
             if events := engine.step():
                 self._tell(self._deliver, events)
+        while not self._commands.empty():  # somebody waits for an answer
+            self._commands.get()(engine)
 
     def _add(self, engine: BatchInferenceEngine, sequence: Sequence) -> None:
         if self._health.status == "ok":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterator
@@ -118,16 +119,20 @@ class BatchInferenceEngine:
         )
 
     def _tokens(self, prompt: Prompt) -> npt.NDArray[np.int32]:
-        if len(prompt) == 0:
-            raise InvalidRequest("prompt", "is empty; give at least one character or token id")
         if isinstance(prompt, str):
-            return self._vocab.tokenize(prompt)
-        self._check_ids("prompt", prompt)
-        return np.array(prompt, np.int32)
+            tokens = self._vocab.tokenize(prompt) if prompt else np.empty(0, np.int32)
+        elif isinstance(prompt, list):
+            self._check_ids("prompt", prompt)
+            tokens = np.array(prompt, np.int32)
+        else:
+            raise InvalidRequest("prompt", f"is {prompt!r}; it must be a string or a list of token ids")
+        if len(tokens) == 0:  # some vocabularies make nothing of some texts
+            raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
+        return tokens
 
     def _check_ids(self, field: str, tokens: AnySequence[int]) -> None:
         for i, token in enumerate(tokens):
-            if not isinstance(token, int) or not 0 <= token < self._vocab.n_tokens:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab.n_tokens:
                 raise InvalidRequest(f"{field}[{i}]", f"is {token!r}; token ids are 0 to {self._vocab.n_tokens - 1}")
 
     def add(self, sequence: Sequence) -> None:
@@ -143,11 +148,15 @@ class BatchInferenceEngine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> str:
         """Queues a prompt (text or token ids) and returns the request's id. Raises `InvalidRequest`."""
+        sequence = self._prepare(prompt, params, request_id)
+        self.add(sequence)
+        return sequence.id
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None) -> Sequence:
         if request_id is None:
-            self._next_id += 1
+            self._next_id = next(n for n in itertools.count(self._next_id + 1) if f"request-{n}" not in self._sequences)
             request_id = f"request-{self._next_id}"
-        self.add(self.prepare(GenerationRequest(id=request_id, prompt=prompt, params=params or SamplingParams())))
-        return request_id
+        return self.prepare(GenerationRequest(id=request_id, prompt=prompt, params=params or SamplingParams()))
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request now: its cells are free when this returns. False when it is not running any more."""
@@ -259,8 +268,7 @@ class BatchInferenceEngine:
         del self._sequences[sequence.id]
         if sequence.sampler:
             sequence.sampler.close()
-        if not sequence.text.stopped:
-            text += sequence.text.flush()
+        text += sequence.text.flush()
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = perf_counter()
@@ -298,16 +306,17 @@ class BatchInferenceEngine:
 
         Closing the iterator cancels the request.
         """
-        return self._run({self.add_request(prompt, params)})
+        return self._stream(self._prepare(prompt, params))
+
+    def _stream(self, sequence: Sequence) -> Iterator[GenerationEvent]:
+        self.add(sequence)  # not before the iteration starts: an iterator that never ran leaves nothing behind
+        yield from self._run({sequence.id})
 
     def _add_all(self, prompts: AnySequence[Prompt], params: list[SamplingParams]) -> list[str]:
         prepared = []
         for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-            self._next_id += 1
             try:
-                prepared.append(
-                    self.prepare(GenerationRequest(id=f"request-{self._next_id}", prompt=prompt, params=its))
-                )
+                prepared.append(self._prepare(prompt, its))
             except InvalidRequest as error:
                 raise InvalidRequest(f"prompts[{i}]", str(error)) from error
         for sequence in prepared:

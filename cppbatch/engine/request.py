@@ -38,7 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.05
     """Drop tokens less than this times as likely as the likeliest; 0: none."""
     seed: int | None = None
-    """Same seed, same text, whatever else is in the batch; None, or -1 as in llama.cpp: fresh entropy."""
+    """Same seed, same text, whatever else is in the batch (but for ties in the last bits of a float); None, or -1 as
+    in llama.cpp: fresh entropy."""
     repetition_penalty: float = 1.0
     """Divides (multiplies, if negative) the logits of recent tokens; 1: off."""
     presence_penalty: float = 0.0
@@ -92,7 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 def _set_tuple(params: SamplingParams, name: str, kind: type, wanted: str) -> None:
     value = getattr(params, name)
     items = (value,) if isinstance(value, kind) else tuple(value) if isinstance(value, Iterable) else (None,)
-    if not all(isinstance(item, kind) for item in items):
+    if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
         raise InvalidRequest(name, f"is {value!r}; it must be {wanted}")
     msgspec.structs.force_setattr(params, name, items)
 

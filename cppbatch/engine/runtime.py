@@ -83,8 +83,8 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
     try:
         if not model.can_generate:
             raise ModelError(
-                f"{model.path.name} ({model.description}) is not a text-generating decoder; "
-                "encoder and embedding models cannot generate"
+                f"{model.path} ({model.description}) cannot generate text: it is an encoder, an embedding model or "
+                "another kind that is no plain decoder. Use a text-generating model"
             )
         context = Context(
             model,

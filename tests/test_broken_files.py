@@ -1,0 +1,189 @@
+"""A file that cannot be run, or a flag that makes no sense: exit code 2 and one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cppbatch.cli import main
+from tests import tiny_models
+
+BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing": (lambda path: path, "models list"),
+    "folder": (lambda path: path.mkdir() or path, "is a folder, not a GGUF file"),
+    "empty": (tiny_models.empty, "Download it again"),
+    "truncated": (tiny_models.truncated, "Download it again"),
+    "not-gguf": (tiny_models.not_gguf, "Download a .gguf version"),
+    "vocab-only": (tiny_models.vocab_only, "Use the model's own GGUF file"),
+    "encoder-only": (tiny_models.encoder_only, "Use a "),
+}
+
+
+@pytest.fixture(params=BROKEN)
+def broken(request, tmp_path) -> tuple[Path, str]:
+    """A file and what a message about it must advise."""
+    write, advice = BROKEN[request.param]
+    return write(tmp_path / f"{request.param}.gguf"), advice
+
+
+@pytest.fixture
+def run(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cppbatch", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def assert_one_line(code: int, stderr: str) -> str:
+    assert code == 2
+    assert "Traceback" not in stderr
+    assert re.fullmatch(r"error: .+\n", stderr)
+    return stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_a_file_that_cannot_run_ends_the_command_with_one_helpful_line(broken, command):
+    path, advice = broken
+    rest = ["-p", "x"] if command == "generate" else ["--port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "cppbatch", command, "-m", str(path), "-c", "256", "-np", "1", "-t", "1", *rest],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    line = assert_one_line(done.returncode, done.stderr)
+    assert str(path) in line
+    assert advice in line
+    if command == "generate":
+        assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        (["-np", "0"], "-np (n_parallel) is 0; it must be at least 1"),
+        (["-np", "257"], "-np is 257"),
+        (["-b", "4", "-np", "16"], "raise -b or lower -np"),
+        (["-c", "2"], "raise -c or lower -np"),
+        (["-c", "-1"], "-c (n_ctx) is -1"),
+        (["-c", "99999999999"], "-c"),
+        (["-ub", "0"], "-ub (n_ubatch) is 0"),
+        (["-t", "-1"], "-t is -1"),
+        (["-ngl", "-2"], "-ngl is -2"),
+        (["-n", "0"], "max_tokens"),
+        (["--temp", "-1"], "temperature"),
+        (["--top-p", "2"], "top_p"),
+        (["--temp", "nan"], "temperature"),
+    ],
+)
+def test_flags_that_make_no_sense_end_with_one_line_that_names_them(run, tiny_llama, flags, advice):
+    code, out, err = run("generate", "-m", tiny_llama, "-p", "x", *flags)
+    line = assert_one_line(code, err)
+    assert advice in line
+    assert out == ""
+
+
+def test_generate_without_a_prompt_says_how_to_give_one(run, tiny_llama):
+    code, _, err = run("generate", "-m", tiny_llama, "-np", "1")
+    assert code == 2
+    assert "give -p TEXT" in err
+
+
+# --- models inspect, models list -------------------------------------------------------------------------------------
+
+
+def test_inspect_refuses_what_is_no_model_with_one_helpful_line(broken, run):
+    path, advice = broken
+    if path.name == "encoder-only.gguf":
+        return  # a good GGUF file, only not one that generates
+    code, out, err = run("models", "inspect", path)
+    line = assert_one_line(code, err)
+    assert str(path) in line
+    assert advice in line
+    assert out == ""
+
+
+@pytest.mark.parametrize("n_bytes", [1, 4, 23, 24, 100, 5000, 20_000, 100_000])
+def test_inspect_refuses_a_file_cut_anywhere(tiny_llama, tmp_path, run, n_bytes):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(tiny_llama.read_bytes()[:n_bytes])
+    code, _, err = run("models", "inspect", path)
+    assert str(path) in assert_one_line(code, err)
+
+
+def test_inspect_shows_what_a_model_says_about_itself(tiny_llama, run):
+    code, out, err = run("models", "inspect", tiny_llama)
+    rows = dict(
+        line.strip().split(maxsplit=1) for line in out.replace("n ", "n_").splitlines() if len(line.split()) > 1
+    )
+    assert (code, err) == (0, "")
+    assert rows["architecture"] == "llama"
+    assert rows["n_params"] == "139,584"
+    assert "139584" not in out
+    assert tiny_llama.name in out
+
+
+def test_inspect_gives_json(tiny_llama, run):
+    code, out, err = run("models", "inspect", "--json", tiny_llama)
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert facts["path"] == str(tiny_llama)
+    assert (facts["architecture"], facts["n_params"], facts["n_ctx_train"]) == ("llama", 139_584, 4096)
+    assert facts["tensor_types"] == {"F32": 21}
+    assert facts["size_bytes"] == tiny_llama.stat().st_size
+    assert facts["has_chat_template"] is False
+
+
+@pytest.mark.parametrize("kind", ["mamba", "swa", "hybrid", "encoder"])
+def test_inspect_reads_every_kind_of_model(kind, request, run):
+    code, out, _ = run("models", "inspect", "--json", request.getfixturevalue(f"tiny_{kind}"))
+    assert code == 0
+    assert json.loads(out)["n_layer"] == 2
+
+
+@pytest.mark.parametrize("name", ["[bold]x[/bold]", "closes [/nothing]"])
+def test_inspect_shows_brackets_as_they_are(name, run, tmp_path, monkeypatch):
+    import gguf
+
+    init = gguf.GGUFWriter.__init__
+
+    def named(self, *arguments):
+        init(self, *arguments)
+        self.add_name(name)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "__init__", named)
+    code, out, _ = run("models", "inspect", tiny_models.llama(tmp_path / "m.gguf"))
+    assert code == 0
+    assert name in out
+
+
+def test_list_shows_each_model_with_its_whole_path_and_size(run, tmp_path, monkeypatch):
+    folder = tmp_path / ("a-folder-with-a-long-name-" * 4)
+    folder.mkdir()
+    monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
+    path = tiny_models.llama(folder / "tiny.gguf")
+    (folder / "notes.txt").touch()
+    code, out, err = run("models", "list")
+    assert (code, err) == (0, "")
+    assert str(path) in out
+    assert "0.6 MB" in out
+    assert "notes.txt" not in out
+
+
+def test_list_of_an_empty_folder_says_how_to_get_a_model(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path / "not-there-yet"))
+    code, out, _ = run("models", "list")
+    assert code == 0
+    assert "cppbatch models pull" in out

@@ -1,0 +1,318 @@
+"""LocalEngine: every request ends in one terminal event, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, LocalEngine, SamplingParams
+from cppbatch.cluster import local
+from cppbatch.errors import EngineClosed, InvalidRequest, ModelError
+from tests import tiny_models
+
+SETTINGS = {"n_ctx": 1024, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off"}
+
+
+@pytest.fixture
+async def engine(tiny_llama):
+    async with LocalEngine(tiny_llama, **SETTINGS) as engine:
+        yield engine
+
+
+def request(request_id: str = "a", *, max_tokens: int = 16, prompt: str = "Hello") -> GenerationRequest:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return GenerationRequest(id=request_id, prompt=prompt, params=params)
+
+
+async def soon(awaitable, seconds: float = 20):
+    return await asyncio.wait_for(awaitable, seconds)
+
+
+async def events_of(engine, its) -> list:
+    return [event async for event in engine.submit(its)]
+
+
+async def started(engine, its) -> asyncio.Task:
+    """A task that collects a request's events, once the first one is there."""
+    first = asyncio.Event()
+
+    async def collect() -> list:
+        events = []
+        async for event in engine.submit(its):
+            events.append(event)
+            first.set()
+        return events
+
+    task = asyncio.create_task(collect())
+    await soon(first.wait())
+    return task
+
+
+async def assert_everything_is_free(engine) -> None:
+    stats = await soon(engine.stats())
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert (stats.kv_cells_used, stats.kv_cells_reserved) == (0, 0)
+    assert stats.seq_ids_free == stats.seq_ids == 8
+
+
+def assert_ends_once(events, reason: FinishReason) -> None:
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [reason]
+
+
+# --- running -------------------------------------------------------------------------------------------------------
+
+
+async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine):
+    requests = [request(str(i), prompt=f"{i} times " * i or "none") for i in range(16)]
+    alone = [await soon(events_of(engine, its)) for its in requests]
+    together = await soon(asyncio.gather(*(events_of(engine, its) for its in requests)))
+    for mine, theirs in zip(together, alone, strict=True):
+        assert_ends_once(mine, FinishReason.LENGTH)
+        assert "".join(event.text for event in mine) == "".join(event.text for event in theirs)
+        assert mine[-1].usage.completion_tokens == 16
+    await assert_everything_is_free(engine)
+
+
+async def test_a_bad_request_is_refused_and_the_engine_goes_on(engine):
+    with pytest.raises(InvalidRequest, match="prompt"):
+        await soon(events_of(engine, request(prompt="x" * 2000)))
+    assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
+
+
+async def test_the_loaded_engine_tells_its_model_and_health(engine):
+    assert engine.info.name == "tiny-llama"
+    assert (engine.health().status, engine.health().progress) == ("ok", 1.0)
+
+
+# --- loading -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Loading stops half-way until this event is set."""
+    gate = threading.Event()
+
+    def load(config, *, progress, runtime):
+        assert progress(0.5)
+        assert gate.wait(20)
+        return BatchInferenceEngine(config, progress=progress, runtime=runtime)
+
+    monkeypatch.setattr(local, "BatchInferenceEngine", load)
+    yield gate
+    gate.set()
+
+
+async def until(condition) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it does not come to pass")
+
+
+async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_then(tiny_llama, gate):
+    engine = LocalEngine(tiny_llama, **SETTINGS)
+    await until(lambda: engine.health().progress == 0.5)
+    assert engine.health().status == "loading"
+    with pytest.raises(EngineClosed, match="loading"):
+        await soon(events_of(engine, request()))
+    with pytest.raises(EngineClosed, match="loading"):
+        engine.info  # noqa: B018
+    gate.set()
+    await soon(engine.loaded())
+    assert engine.health().status == "ok"
+    await soon(engine.close())
+
+
+async def test_closing_while_loading_stops_loading(tiny_llama, gate):
+    engine = LocalEngine(tiny_llama, **SETTINGS)
+    await until(lambda: engine.health().progress == 0.5)
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    gate.set()
+    await soon(closing)
+    with pytest.raises(ModelError, match="stopped"):
+        await soon(engine.loaded())
+
+
+async def test_a_model_that_does_not_load_raises_its_error_and_health_keeps_it(tmp_path):
+    engine = LocalEngine(tiny_models.not_gguf(tmp_path / "page.gguf"), **SETTINGS)
+    with pytest.raises(ModelError, match=r"page\.gguf"):
+        await soon(engine.loaded())
+    assert engine.health().status == "failed"
+    assert "page.gguf" in engine.health().error
+    with pytest.raises(EngineClosed, match="failed"):
+        await soon(events_of(engine, request()))
+    await soon(engine.close())
+
+
+async def test_async_with_raises_what_loading_raised(tmp_path):
+    with pytest.raises(ModelError):
+        async with LocalEngine(tiny_models.empty(tmp_path / "empty.gguf"), **SETTINGS):
+            pass
+
+
+# --- cancelling ----------------------------------------------------------------------------------------------------
+
+
+async def test_cancel_ends_a_request_with_one_last_event(engine):
+    task = await started(engine, request(max_tokens=900))
+    await engine.cancel("a")
+    events = await soon(task)
+    assert_ends_once(events, FinishReason.CANCELLED)
+    assert events[-1].usage.completion_tokens == sum(len(event.tokens) for event in events)
+    await assert_everything_is_free(engine)
+
+
+async def test_cancelling_an_unknown_id_does_nothing(engine):
+    await engine.cancel("nobody")
+    assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
+
+
+async def test_closing_an_iterator_cancels_within_a_step(engine):
+    async with contextlib.aclosing(engine.submit(request(max_tokens=900))) as events:
+        await soon(anext(events))
+    await assert_everything_is_free(engine)
+    assert (await soon(engine.stats())).finished == {"cancelled": 1}
+
+
+async def test_cancelling_the_task_that_iterates_cancels_the_request(engine):
+    task = await started(engine, request(max_tokens=900))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await soon(task)
+    await assert_everything_is_free(engine)
+
+
+async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(engine):
+    rng = random.Random(2024)
+
+    async def one(i: int) -> None:
+        its = request(str(i), max_tokens=rng.randint(1, 60), prompt="x" * rng.randint(1, 100))
+        stop_after, by_id = rng.randint(0, 30), rng.random() < 0.5
+        await asyncio.sleep(rng.random())
+        async with contextlib.aclosing(engine.submit(its)) as events:
+            n = 0
+            async for event in events:
+                n += 1
+                if event.finish_reason is None and n > stop_after:
+                    if not by_id:
+                        return
+                    await engine.cancel(its.id)
+
+    await soon(asyncio.gather(*(one(i) for i in range(200))), 60)
+    await assert_everything_is_free(engine)
+    finished = (await soon(engine.stats())).finished
+    assert sum(finished.values()) == 200
+    assert set(finished) == {"cancelled", "length"}
+
+
+# --- ids -----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_id_in_use_is_refused_without_hurting_its_holder(engine):
+    task = await started(engine, request(max_tokens=400))
+    with pytest.raises(InvalidRequest, match="still running"):
+        await soon(events_of(engine, request()))
+    assert_ends_once(await soon(task), FinishReason.LENGTH)
+
+
+async def test_an_id_may_be_used_again_after_its_request_has_ended(engine):
+    for _ in range(3):
+        assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
+
+
+async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_its_own_events(engine):
+    async with contextlib.aclosing(engine.submit(request(max_tokens=900))) as events:
+        await soon(anext(events))
+    events = await soon(events_of(engine, request()))
+    assert_ends_once(events, FinishReason.LENGTH)
+    assert sum(len(event.tokens) for event in events) == 16
+
+
+# --- the end -------------------------------------------------------------------------------------------------------
+
+
+async def test_close_ends_running_and_waiting_requests_with_one_last_event(tiny_llama):
+    engine = LocalEngine(tiny_llama, **SETTINGS)
+    await soon(engine.loaded())
+    tasks = [await started(engine, request("first", max_tokens=900))]
+    tasks += [asyncio.create_task(events_of(engine, request(str(i), max_tokens=900))) for i in range(20)]
+    await asyncio.sleep(0.05)
+    await soon(engine.close())
+    for events in await soon(asyncio.gather(*tasks)):
+        assert_ends_once(events, FinishReason.CANCELLED)
+    assert engine.health().status == "closed"
+
+
+async def test_a_closed_engine_takes_nothing_and_may_be_closed_again(tiny_llama):
+    async with LocalEngine(tiny_llama, **SETTINGS) as engine:
+        pass
+    with pytest.raises(EngineClosed, match="closed"):
+        await soon(events_of(engine, request()))
+    for use in (engine.stats, lambda: engine.cancel("a")):
+        with pytest.raises(EngineClosed):
+            await soon(use())
+    await soon(engine.close())
+
+
+async def test_stats_asked_for_while_closing_are_answered_or_refused(tiny_llama):
+    engine = LocalEngine(tiny_llama, **SETTINGS)
+    await soon(engine.loaded())
+    task = await started(engine, request(max_tokens=900))
+    asking = [asyncio.create_task(engine.stats()) for _ in range(3)]
+    await asyncio.gather(engine.close(), return_exceptions=True)
+    with contextlib.suppress(EngineClosed):
+        await soon(asyncio.gather(*asking), 3)
+    await soon(task)
+
+
+async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_says_why(tiny_llama, monkeypatch):
+    steps = iter(range(5))
+    step = BatchInferenceEngine.step
+
+    def failing(self):
+        if next(steps, None) is None:
+            raise RuntimeError("boom")
+        return step(self)
+
+    engine = LocalEngine(tiny_llama, **SETTINGS)
+    await soon(engine.loaded())
+    monkeypatch.setattr(BatchInferenceEngine, "step", failing)
+    streams = await soon(asyncio.gather(*(events_of(engine, request(str(i))) for i in range(12))))
+    for events in streams:
+        assert_ends_once(events, FinishReason.ERROR)
+        assert "boom" in events[-1].error
+    assert engine.health().status == "failed"
+    assert "boom" in engine.health().error
+    with pytest.raises(EngineClosed, match="failed"):
+        await soon(events_of(engine, request()))
+    await soon(engine.close())
+    assert engine.health().status == "failed"
+
+
+CLOSE_WHILE_TOKENISING = """
+import asyncio, sys
+from cppbatch import GenerationRequest, LocalEngine
+
+async def main():
+    async with LocalEngine(sys.argv[1], n_ctx=256, n_parallel=1, n_threads=1) as engine:
+        stream = engine.submit(GenerationRequest(id="a", prompt="hello world " * 300_000))
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.1)
+    await asyncio.gather(task, return_exceptions=True)
+
+asyncio.run(main())
+"""
+
+
+def test_closing_while_a_long_prompt_is_tokenised_does_not_crash(tiny_llama):
+    command = [sys.executable, "-c", CLOSE_WHILE_TOKENISING, str(tiny_llama)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

