@@ -73,7 +73,7 @@ def test_a_file_that_cannot_run_ends_the_command_with_one_helpful_line(broken, c
 @pytest.mark.parametrize(
     ("flags", "advice"),
     [
-        (["-np", "0"], "-np (n_parallel) is 0; it must be at least 1"),
+        (["-np", "0"], "-np (n_parallel) is 0; it must be from 1"),
         (["-np", "257"], "-np is 257"),
         (["-b", "4", "-np", "16"], "raise -b or lower -np"),
         (["-c", "2"], "raise -c or lower -np"),

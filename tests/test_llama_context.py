@@ -90,7 +90,7 @@ def test_more_rows_of_logits_than_were_computed_are_refused(context, n_outputs):
 
 
 def test_logits_before_the_first_decode_are_refused(context):
-    with pytest.raises(LlamaError, match="nothing has been decoded"):
+    with pytest.raises(OutOfRange, match="the last decode gave 0"):
         context.logits(1)
 
 

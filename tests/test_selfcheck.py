@@ -64,17 +64,19 @@ def test_a_working_build_needs_one_child_and_no_warning(children, caplog):
 
 
 @pytest.mark.parametrize(
-    ("fast", "detail"),
+    ("fast", "detail", "certain"),
     [
-        (SIGSEGV, "killed by SIGSEGV"),
-        (SIGILL, "killed by SIGILL"),
-        (MESSAGE, "exit code 1: the logits are not finite numbers"),
-        (SILENT, "exit code 3: no output"),
+        (SIGSEGV, "killed by SIGSEGV", True),
+        (SIGILL, "killed by SIGILL", True),
+        (MESSAGE, "exit code 1: the logits are not finite numbers", False),
+        (SILENT, "exit code 3: no output", False),
     ],
 )
-def test_a_crashing_fast_path_is_turned_off_with_a_warning_that_says_how_to_rebuild(children, caplog, fast, detail):
+def test_a_failing_fast_path_is_turned_off_with_a_warning_that_says_how_to_rebuild(
+    children, caplog, fast, detail, certain
+):
     children(fast, FINE)
-    assert selfcheck.check() == Verdict(False, True, detail)
+    assert selfcheck.check() == Verdict(False, True, detail, is_certain=certain)
     with caplog.at_level(logging.WARNING):
         assert not selfcheck.safe_use_extra_bufts()
     [record] = caplog.records
@@ -93,7 +95,7 @@ def test_a_build_that_always_crashes_raises_with_the_line_that_rebuilds_it(child
 def test_a_hanging_child_is_ended_and_counts_as_a_failure(children, monkeypatch):
     monkeypatch.setattr(selfcheck, "_TIMEOUT_S", 0.5)
     children(HANGS, FINE)
-    assert selfcheck.check() == Verdict(False, True, "it hangs for 0.5 s")
+    assert selfcheck.check() == Verdict(False, True, "it hangs for 0.5 s", is_certain=False)
 
 
 def test_a_child_that_only_hung_is_asked_again_next_time(children, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -72,8 +73,7 @@ def _print(table: Table) -> None:
     """Prints a table: folded to a terminal's width, and one whole line a row where a program reads it."""
     for column in table.columns:
         column.overflow = "fold"
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 1 << 16)
+    Console(width=None if sys.stdout.isatty() else 1 << 16).print(table)
 
 
 def _show(name: str, value: object) -> str:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AnySequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from cppbatch.config import EngineConfig
 from cppbatch.engine.collect import collect, params_for_each
+from cppbatch.engine.intake import Intake, Prompt
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.request import (
@@ -33,10 +30,6 @@ from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError
 from cppbatch.llama import Batch
 
 log = logging.getLogger("cppbatch.engine")
-
-Prompt = str | list[int]
-_SEEDS = 2**32 - 1  # llama.cpp takes the seed 2**32 - 1 for "random"
-_LEAST_DEFAULT_TOKENS = 512
 
 
 class BatchInferenceEngine:
@@ -72,11 +65,13 @@ class BatchInferenceEngine:
             n_seq_ids=context.n_seq_max,
             unified=context.kv_unified,
         )
+        self._intake = Intake(self._vocab, self.kv, self.info)
         self._scheduler = Scheduler(self.kv, step_tokens=context.n_batch)
         self._sampler = Sampler(self._vocab.n_tokens, self._vocab.eog)
         self._metrics = Metrics()
         self._sequences: dict[str, Sequence] = {}
         self._events: list[GenerationEvent] = []
+        self._kept: dict[str, list[GenerationEvent]] = {}  # came up while somebody waited for other requests
         self._next_id = 0
         self._closed = False
 
@@ -90,50 +85,14 @@ class BatchInferenceEngine:
     @property
     def default_max_tokens(self) -> int:
         """Most new tokens of a request that names no `max_tokens`: a fair share of the cells, at least 512."""
-        return max(self.kv.n_ctx // self.kv.n_seq_ids, _LEAST_DEFAULT_TOKENS)
+        return self._intake.default_max_tokens
 
     def prepare(self, request: GenerationRequest) -> Sequence:
-        """Tokenises and validates a request. Any thread may call this.
+        """Tokenises and validates a request. Any thread may call this, until the engine is closed.
 
         Raises `InvalidRequest` for what can never run: an empty prompt, unknown token ids, too many tokens.
         """
-        prompt = self._tokens(request.prompt)
-        limit, n = self.info.max_sequence, len(prompt)
-        if n >= limit:
-            raise InvalidRequest(
-                "prompt", f"has {n} tokens, and this context holds {limit} for prompt and answer; raise -c"
-            )
-        wanted = request.params.max_tokens
-        if wanted is not None and n + wanted > limit:
-            raise InvalidRequest(
-                "max_tokens", f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and this context "
-                f"holds {limit}; lower max_tokens or raise -c",
-            )  # fmt: skip
-        self._check_ids("stop_token_ids", request.params.stop_token_ids)
-        return Sequence(
-            request,
-            prompt,
-            max_new=wanted or min(self.default_max_tokens, limit - n),
-            seed=_seed(request.params.seed),
-            now=perf_counter(),
-        )
-
-    def _tokens(self, prompt: Prompt) -> npt.NDArray[np.int32]:
-        if isinstance(prompt, str):
-            tokens = self._vocab.tokenize(prompt) if prompt else np.empty(0, np.int32)
-        elif isinstance(prompt, list):
-            self._check_ids("prompt", prompt)
-            tokens = np.array(prompt, np.int32)
-        else:
-            raise InvalidRequest("prompt", f"is {prompt!r}; it must be a string or a list of token ids")
-        if len(tokens) == 0:  # some vocabularies make nothing of some texts
-            raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
-        return tokens
-
-    def _check_ids(self, field: str, tokens: AnySequence[int]) -> None:
-        for i, token in enumerate(tokens):
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab.n_tokens:
-                raise InvalidRequest(f"{field}[{i}]", f"is {token!r}; token ids are 0 to {self._vocab.n_tokens - 1}")
+        return self._intake.prepare(request)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `EngineClosed`."""
@@ -171,10 +130,15 @@ class BatchInferenceEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute anything or return events."""
-        return self._scheduler.has_work or bool(self._events)
+        return self._scheduler.has_work or bool(self._events or self._kept)
 
     def step(self) -> list[GenerationEvent]:
         """Computes one batch and returns what is new, of every request, in order."""
+        kept = [event for events in self._kept.values() for event in events]
+        self._kept.clear()
+        return kept + self._compute()
+
+    def _compute(self) -> list[GenerationEvent]:
         self._metrics.begin_step()
         plan = self._plan()
         if plan.chunks:
@@ -301,14 +265,14 @@ class BatchInferenceEngine:
         ids = self._add_all(prompts, params_for_each(prompts, params))
         return collect(ids, self._run(set(ids)), progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[GenerationEvent]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[GenerationEvent, None, None]:
         """Continues one prompt, yielding its events as they come; other requests advance meanwhile.
 
         Closing the iterator cancels the request.
         """
         return self._stream(self._prepare(prompt, params))
 
-    def _stream(self, sequence: Sequence) -> Iterator[GenerationEvent]:
+    def _stream(self, sequence: Sequence) -> Generator[GenerationEvent, None, None]:
         self.add(sequence)  # not before the iteration starts: an iterator that never ran leaves nothing behind
         yield from self._run({sequence.id})
 
@@ -327,16 +291,19 @@ class BatchInferenceEngine:
         """Steps until these requests have ended, yields their events, and keeps others' for those who ask."""
         try:
             while ids:
-                events = self.step()
-                self._events = [event for event in events if event.request_id not in ids]
-                for event in events:
-                    if event.request_id in ids:
+                for event in self._compute():
+                    self._kept.setdefault(event.request_id, []).append(event)
+                # Gone without a word here: somebody else's `step` has taken the last event.
+                ids &= self._sequences.keys() | self._kept.keys()
+                for request_id in [i for i in ids if i in self._kept]:
+                    for event in self._kept.pop(request_id):
                         if event.finish_reason:
-                            ids.discard(event.request_id)
+                            ids.discard(request_id)
                         yield event
         finally:
             for request_id in ids:
                 self.cancel(request_id)
+                self._kept.pop(request_id, None)
             self._events = [event for event in self._events if event.request_id not in ids]
 
     # --- looking at it, ending it -------------------------------------------------------------------------------
@@ -389,7 +356,3 @@ def generate_batch(
     """`BatchInferenceEngine.generate` in one line: loads a model, continues every prompt, frees the model."""
     with BatchInferenceEngine(model, **settings) as engine:
         return engine.generate(prompts, params, progress=progress)
-
-
-def _seed(wanted: int | None) -> int:
-    return secrets.randbelow(_SEEDS) if wanted is None or wanted == -1 else wanted % _SEEDS

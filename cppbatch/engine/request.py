@@ -136,7 +136,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     """New text; only whole characters, and never part of a stop string."""
     tokens: list[int] = []
-    """New token ids; not the token that ended the text."""
+    """New token ids: those of a stop string too, but not an end or stop token."""
     finish_reason: FinishReason | None = None
     """Set in the last event, and only there."""
     usage: Usage | None = None

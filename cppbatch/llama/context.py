@@ -124,9 +124,10 @@ class Context:
         `n_outputs` is the batch's. A view of llama.cpp's own buffer, writable: valid until the next decode. Raises
         `OutOfRange` for more rows than that decode gave.
         """
+        handle = self.handle
         if not 0 < n_outputs <= self._n_outputs:
             raise OutOfRange(f"{n_outputs} rows of logits were asked for; the last decode gave {self._n_outputs}")
-        address = ctypes.cast(C.llama_get_logits(self.handle), ctypes.c_void_p).value or 0
+        address = ctypes.cast(C.llama_get_logits(handle), ctypes.c_void_p).value or 0
         if self._logits_key != (address, n_outputs):
             buffer = (ctypes.c_float * (n_outputs * self._n_vocab)).from_address(address)
             self._logits = np.ctypeslib.as_array(buffer).reshape(n_outputs, self._n_vocab)
