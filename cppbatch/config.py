@@ -40,6 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     flash_attn: FlashAttention = "auto"
     kv_layout: KvLayout = "unified"
     """unified: any sequence may take any of the n_ctx cells; per-sequence: n_ctx / n_parallel cells each."""
+    swap_space: int = 1024
+    """Host memory, in MiB, for sequences that had to give up their cells; 0: compute them again (--swap-space)."""
     use_extra_bufts: bool = True
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""
 
@@ -61,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or up to {_MOST_THREADS}")
         if not -1 <= self.n_gpu_layers <= _INT32_MAX:
             raise ConfigError(f"-ngl is {self.n_gpu_layers}; it must be -1 (all layers), 0 (none) or more")
+        if self.swap_space < 0:
+            raise ConfigError(f"--swap-space is {self.swap_space}; it must be 0 (none) or more MiB")
         for name, kind in (("flash_attn", FlashAttention), ("kv_layout", KvLayout)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")

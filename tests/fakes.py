@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import zlib
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,14 @@ class FakeVocab:
         return PIECES[token]
 
 
+@dataclass(frozen=True)
+class FakeState:
+    """A sequence in host memory; a byte a token, but 1 MiB in the books, the unit of --swap-space."""
+
+    tokens: bytes
+    n_bytes: int = 1 << 20
+
+
 class FakeContext:
     """Cells that hold the tokens themselves. Every decode asserts the engine's invariants.
 
@@ -67,6 +76,7 @@ class FakeContext:
         self.cells = [bytearray() for _ in range(n_seq_max)]
         self.steps: list[dict[int, int]] = []
         self.fail_at: dict[int, LlamaError] = {}
+        self.fail_restore = False
         self.closed = False
         self._moods: list[int] = []
 
@@ -117,12 +127,28 @@ class FakeContext:
         del self.cells[seq_id][start : None if stop < 0 else stop]
         return True
 
+    def save_sequence(self, seq_id: int) -> FakeState:
+        return FakeState(bytes(self.cells[seq_id]))
+
+    def restore_sequence(self, seq_id: int, state: FakeState) -> None:
+        assert not self.cells[seq_id], f"seq_id {seq_id} holds tokens already"
+        if self.fail_restore:
+            raise LlamaError("no room")
+        self.cells[seq_id] += state.tokens
+        assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
+
     def close(self) -> None:
         self.closed = True
 
 
 def fake_engine(
-    *, n_ctx: int = 64, n_batch: int = 8, n_parallel: int = 4, unified: bool = True, n_ctx_train: int = 4096
+    *,
+    n_ctx: int = 64,
+    n_batch: int = 8,
+    n_parallel: int = 4,
+    unified: bool = True,
+    n_ctx_train: int = 4096,
+    swap_space: int = 1024,
 ) -> BatchInferenceEngine:
     """An engine over a fresh `FakeContext`, which `context_of` gives."""
     context = FakeContext(n_ctx=n_ctx, n_batch=n_batch, n_seq_max=n_parallel, kv_unified=unified)
@@ -133,7 +159,13 @@ def fake_engine(
     runtime = Runtime(context, FakeVocab(), info, context.close)
     layout = "unified" if unified else "per-sequence"
     return BatchInferenceEngine(
-        "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, kv_layout=layout
+        "fake.gguf",
+        runtime=runtime,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_parallel=n_parallel,
+        kv_layout=layout,
+        swap_space=swap_space,
     )
 
 

@@ -43,7 +43,7 @@ def open_engine():
 def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
     engine.kv.check()
     seq_ids = range(engine.kv.n_seq_ids)
-    assert (engine.kv.n_used, engine.kv.n_reserved, engine.kv.n_free_ids) == (0, 0, len(seq_ids))
+    assert (engine.kv.n_used, engine.kv.swapped_bytes, engine.kv.n_free_ids) == (0, 0, len(seq_ids))
     assert [engine._context.last_position(i) for i in seq_ids] == [-1] * len(seq_ids)
 
 

@@ -121,7 +121,7 @@ async def test_one_bad_prompt_among_many_fails_the_request_before_anything_is_se
     status, answer = await post(http, "/v1/completions", {"prompt": ["good", "x" * 5000], "stream": True})
     assert (status, answer["error"]["param"]) == (400, "prompt")
     async with http.get("/stats") as stats:
-        assert (await stats.json())["kv_cells_reserved"] == 0
+        assert (await stats.json())["waiting"] == 0
 
 
 async def test_bad_requests_do_not_disturb_a_running_one(http: Http) -> None:

@@ -57,7 +57,7 @@ async def started(engine, its) -> asyncio.Task:
 async def assert_everything_is_free(engine) -> None:
     stats = await soon(engine.stats())
     assert (stats.running, stats.waiting) == (0, 0)
-    assert (stats.kv_cells_used, stats.kv_cells_reserved) == (0, 0)
+    assert (stats.kv_cells_used, stats.swapped_bytes) == (0, 0)
     assert stats.seq_ids_free == stats.seq_ids == 8
 
 

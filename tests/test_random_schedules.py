@@ -37,6 +37,9 @@ class Step:
 
 Action = Arrive | Cancel | Step
 
+SWAP_SPACES = st.sampled_from((0, 1, 2, 1024))
+"""No swapping, room for one or two sequences, room for all; in a cache of few cells, so that it happens."""
+
 STOPS = ((), (), ("a",), ("ab", "b "), ("aab", "ba"), ("é",), ("🙂", "bé"))
 STOP_TOKENS = ((), (), tuple(range(8)), (33, 42, 60))
 
@@ -93,7 +96,7 @@ class Run:
 
     def check_all_is_free(self) -> None:
         stats = self.engine.stats()
-        assert (stats.kv_cells_used, stats.kv_cells_reserved, stats.running, stats.waiting) == (0, 0, 0, 0)
+        assert (stats.kv_cells_used, stats.swapped_bytes, stats.running, stats.waiting) == (0, 0, 0, 0)
         assert stats.seq_ids_free == N_PARALLEL
 
     def check_every_answer(self) -> None:
@@ -118,9 +121,13 @@ def check_answer(arrival: Arrive, events: list[GenerationEvent]) -> None:
 
 
 @settings(SCHEDULES, max_examples=3000)
-@given(actions=ACTIONS, unified=st.booleans())
-def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(actions: list[Action], unified: bool) -> None:
-    run = Run(fake_engine(n_ctx=N_CTX, n_batch=N_BATCH, n_parallel=N_PARALLEL, unified=unified))
+@given(actions=ACTIONS, unified=st.booleans(), n_ctx=st.sampled_from((LONGEST, 20, 30, N_CTX)), swap_space=SWAP_SPACES)
+def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(
+    actions: list[Action], unified: bool, n_ctx: int, swap_space: int
+) -> None:
+    n_ctx = n_ctx if unified else N_CTX
+    engine = fake_engine(n_ctx=n_ctx, n_batch=N_BATCH, n_parallel=N_PARALLEL, unified=unified, swap_space=swap_space)
+    run = Run(engine)
     for action in actions:
         run.do(action)
     run.drain()

@@ -136,7 +136,7 @@ def test_a_client_that_goes_away_frees_its_cells_within_a_step(server: ServerPro
         steps = server.get("/stats")["steps"]
         connection.shutdown(socket.SHUT_RDWR)
     stats = server.wait_idle()
-    assert stats["kv_cells_used"] == stats["kv_cells_reserved"] == 0
+    assert stats["kv_cells_used"] == 0
     assert stats["seq_ids_free"] == stats["seq_ids"]
     assert stats["steps"] - steps < 20, "it went on generating for a client that had left"
 

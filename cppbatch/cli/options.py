@@ -55,6 +55,10 @@ _ENGINE = [
         "--kv-layout", env="KV_LAYOUT", type=click.Choice(["unified", "per-sequence"]), default=_DEFAULTS.kv_layout,
         help="unified: all sequences share the cells; per-sequence: each has ctx-size / parallel of its own.",
     ),
+    _option(
+        "--swap-space", env="SWAP_SPACE", type=int, default=_DEFAULTS.swap_space,
+        help="MiB of host memory for sequences that must give up their KV cells; 0: compute them again.",
+    ),
 ]  # fmt: skip
 
 

@@ -64,6 +64,7 @@ class BatchInferenceEngine:
             n_ctx_seq=context.n_ctx_seq,
             n_seq_ids=context.n_seq_max,
             unified=context.kv_unified,
+            swap_bytes=config.swap_space << 20,
         )
         self._intake = Intake(self._vocab, self.kv, self.info)
         self._scheduler = Scheduler(self.kv, step_tokens=context.n_batch)
@@ -81,11 +82,6 @@ class BatchInferenceEngine:
     def info(self) -> ModelInfo:
         """The loaded model."""
         return self._runtime.info
-
-    @property
-    def default_max_tokens(self) -> int:
-        """Most new tokens of a request that names no `max_tokens`: a fair share of the cells, at least 512."""
-        return self._intake.default_max_tokens
 
     def prepare(self, request: GenerationRequest) -> Sequence:
         """Tokenises and validates a request. Any thread may call this, until the engine is closed.
@@ -141,6 +137,7 @@ class BatchInferenceEngine:
     def _compute(self) -> list[GenerationEvent]:
         self._metrics.begin_step()
         plan = self._plan()
+        self.kv.apply()
         if plan.chunks:
             self._refill(plan)
             if self._decode(plan):
@@ -154,7 +151,7 @@ class BatchInferenceEngine:
         if plan.admitted:
             now = perf_counter()
             for sequence in plan.admitted:
-                sequence.admitted_at = now
+                sequence.admitted_at = sequence.admitted_at or now
         self._metrics.lap("schedule")
         return plan
 
@@ -323,7 +320,9 @@ class BatchInferenceEngine:
             waiting=len(self._scheduler.waiting),
             kv_cells=self.kv.n_ctx,
             kv_cells_used=self.kv.n_used,
-            kv_cells_reserved=self.kv.n_reserved,
+            swaps=self.kv.n_swaps,
+            recomputes=self.kv.n_recomputes,
+            swapped_bytes=self.kv.swapped_bytes,
             seq_ids=self.kv.n_seq_ids,
             seq_ids_free=self.kv.n_free_ids,
             step_seconds=dict(m.seconds),

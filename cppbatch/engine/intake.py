@@ -18,7 +18,6 @@ from cppbatch.errors import InvalidRequest
 Prompt = str | list[int]
 
 _SEEDS = 2**32 - 1  # llama.cpp takes the seed 2**32 - 1 for "random"
-_LEAST_DEFAULT_TOKENS = 512
 
 
 class Intake:
@@ -28,8 +27,6 @@ class Intake:
         self._vocab = vocab
         self._info = info
         self._n_ctx = kv.n_ctx
-        self.default_max_tokens = max(kv.n_ctx // kv.n_seq_ids, _LEAST_DEFAULT_TOKENS)
-        """Most new tokens of a request that names no `max_tokens`."""
 
     def prepare(self, request: GenerationRequest) -> Sequence:
         """Tokenises and validates. Raises `InvalidRequest` naming the field."""
@@ -45,7 +42,7 @@ class Intake:
         return Sequence(
             request,
             prompt,
-            max_new=wanted or min(self.default_max_tokens, limit - n),
+            max_new=wanted or limit - n,
             seed=_seed(request.params.seed),
             now=perf_counter(),
         )

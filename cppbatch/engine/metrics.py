@@ -31,7 +31,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     kv_cells: int
     kv_cells_used: int
-    kv_cells_reserved: int
+    swaps: int
+    """Sequences that gave up their cells to host memory."""
+    recomputes: int
+    """Sequences that gave up their cells to be computed again."""
+    swapped_bytes: int
+    """Host memory that swapped-out sequences take now."""
     seq_ids: int
     seq_ids_free: int
     step_seconds: dict[str, float]

@@ -28,7 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one completion is generated. Defaults are llama.cpp's. Raises `InvalidRequest` naming the bad field."""
 
     max_tokens: int | None = None
-    """Most tokens to generate; None: a fair share of the context (`BatchInferenceEngine.default_max_tokens`)."""
+    """Most tokens to generate; None: until the model ends the text or the context is full."""
     temperature: float = 0.8
     """0 (anything below 0.001) takes the likeliest token every time: greedy."""
     top_k: int = 40

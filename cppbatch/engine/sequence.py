@@ -1,4 +1,4 @@
-"""One sequence: the life of a request in the engine, WAITING > PREFILL > DECODE > FINISHED."""
+"""One sequence: the life of a request in the engine, WAITING > PREFILL > DECODE > (SWAPPED) > FINISHED."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class Status(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+    SWAPPED = "swapped"
+    """Its cells were needed elsewhere; its memory lies in host memory until it resumes."""
     FINISHED = "finished"
 
 
@@ -26,6 +28,13 @@ class SamplerState(Protocol):
 
     def sample(self, logits: npt.NDArray[np.float32]) -> int: ...
     def close(self) -> None: ...
+
+
+class SavedState(Protocol):
+    """A sequence's keys and values in host memory (`cppbatch.llama.SequenceState`)."""
+
+    @property
+    def n_bytes(self) -> int: ...
 
 
 class Sequence:
@@ -38,7 +47,7 @@ class Sequence:
 
     __slots__ = (
         "admitted_at", "arrived_at", "error", "finish_reason", "finished_at", "first_token_at", "max_new", "n_computed",
-        "n_prompt", "n_tokens", "params", "request", "sampler", "seed", "seq_id", "status", "text", "tokens",
+        "n_prompt", "n_tokens", "params", "request", "sampler", "saved", "seed", "seq_id", "status", "text", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +63,7 @@ class Sequence:
         self.seed = seed
         self.seq_id = -1
         self.status = Status.WAITING
+        self.saved: SavedState | None = None
         self.text = TextStream(self.params.stop)
         self.sampler: SamplerState | None = None
         self.finish_reason: FinishReason | None = None
@@ -77,14 +87,14 @@ class Sequence:
         return self.n_tokens - self.n_prompt
 
     @property
-    def most_cells(self) -> int:
-        """Cells this sequence may come to need."""
-        return len(self.tokens)
+    def n_left(self) -> int:
+        """Most tokens it may still generate."""
+        return self.max_new - self.n_generated
 
     def computed(self, n: int) -> None:
         """Notes that the next `n` pending tokens are in the cache."""
         self.n_computed += n
-        if self.n_computed >= self.n_prompt:
+        if self.n_computed == self.n_tokens:
             self.status = Status.DECODE
 
     def append(self, token: int) -> None:

@@ -28,6 +28,11 @@ class SequenceState:
     n_tokens: int
     context_key: tuple[object, ...]
 
+    @property
+    def n_bytes(self) -> int:
+        """Host memory it takes."""
+        return self.data.nbytes
+
 
 class Context:
     """A context over a model. A context manager; not thread-safe: one thread drives it.
