@@ -15,6 +15,7 @@ FlashAttention = Literal["auto", "on", "off"]
 
 _INT32_MAX = 2**31 - 1
 _MOST_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
+_LONGEST_STEP_MS = 60_000
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 
@@ -42,6 +43,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """unified: any sequence may take any of the n_ctx cells; per-sequence: n_ctx / n_parallel cells each."""
     swap_space: int = 1024
     """Host memory, in MiB, for sequences that had to give up their cells; 0: compute them again (--swap-space)."""
+    target_step_ms: float = 0
+    """How long a step may take while anybody decodes, in ms: prompts are read in pieces to keep to it; 0: twice a step
+    without prompts (--target-step-ms)."""
     use_extra_bufts: bool = True
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""
 
@@ -65,6 +69,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"-ngl is {self.n_gpu_layers}; it must be -1 (all layers), 0 (none) or more")
         if self.swap_space < 0:
             raise ConfigError(f"--swap-space is {self.swap_space}; it must be 0 (none) or more MiB")
+        if not 0 <= self.target_step_ms <= _LONGEST_STEP_MS:
+            raise ConfigError(
+                f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_LONGEST_STEP_MS}"
+            )
         for name, kind in (("flash_attn", FlashAttention), ("kv_layout", KvLayout)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")

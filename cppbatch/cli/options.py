@@ -59,6 +59,10 @@ _ENGINE = [
         "--swap-space", env="SWAP_SPACE", type=int, default=_DEFAULTS.swap_space,
         help="MiB of host memory for sequences that must give up their KV cells; 0: compute them again.",
     ),
+    _option(
+        "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
+        help="How long a step may take while anybody decodes; 0: twice a step without prompts.",
+    ),
 ]  # fmt: skip
 
 

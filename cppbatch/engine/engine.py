@@ -67,7 +67,8 @@ class BatchInferenceEngine:
             swap_bytes=config.swap_space << 20,
         )
         self._intake = Intake(self._vocab, self.kv, self.info)
-        self._scheduler = Scheduler(self.kv, step_tokens=context.n_batch)
+        target = config.target_step_ms / 1000 if config.target_step_ms else None
+        self._scheduler = Scheduler(self.kv, step_tokens=context.n_batch, target_step_s=target)
         self._sampler = Sampler(self._vocab.n_tokens, self._vocab.eog)
         self._metrics = Metrics()
         self._sequences: dict[str, Sequence] = {}
@@ -140,8 +141,10 @@ class BatchInferenceEngine:
         self.kv.apply()
         if plan.chunks:
             self._refill(plan)
+            began = perf_counter()
             if self._decode(plan):
                 tokens = self._sample(plan)
+                self._scheduler.computed(plan, perf_counter() - began)
                 self._advance(plan, tokens)
         events, self._events = self._events, []
         return events

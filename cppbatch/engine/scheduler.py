@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.engine.step_budget import StepBudget
 
 _MOST_HEADROOM = 32  # tokens a running sequence may grow before the next admission is judged too early
 
@@ -40,9 +41,9 @@ class Scheduler:
     it, so a large request is not starved by small ones.
     """
 
-    def __init__(self, kv: KVPool, *, step_tokens: int) -> None:
+    def __init__(self, kv: KVPool, *, step_tokens: int, target_step_s: float | None = None) -> None:
         self._kv = kv
-        self._step_tokens = step_tokens
+        self._budget = StepBudget(step_tokens, target_step_s)
         self._headroom = max(1, min(_MOST_HEADROOM, kv.n_ctx // (4 * kv.n_seq_ids)))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -73,7 +74,7 @@ class Scheduler:
         ]  # saved: it returns in this step
         plan.chunks = [(sequence, 1) for sequence in decode]
         plan.n_decode = len(decode)
-        budget = self._step_tokens - plan.n_decode
+        budget = self._budget.prefill_tokens(plan.n_decode)
         free = self._kv.n_free - plan.n_decode
         for sequence in self.running:
             n = min(budget, free, sequence.n_pending)
@@ -82,8 +83,12 @@ class Scheduler:
                 budget -= n
                 free -= n
         plan.chunks.sort(key=lambda chunk: chunk[0].seq_id)
-        plan.n_tokens = self._step_tokens - budget
+        plan.n_tokens = sum(n for _, n in plan.chunks)
         return plan
+
+    def computed(self, plan: StepPlan, seconds: float) -> None:
+        """Takes note of how long a step took."""
+        self._budget.observe(plan.n_decode, plan.n_tokens - plan.n_decode, seconds)
 
     def _make_room(self) -> bool:
         """Preempts until every decoding sequence can grow, or, if none decodes, until the first one can go on."""

@@ -1,0 +1,48 @@
+"""How many prompt tokens a step may take while others are waiting for their next token."""
+
+from __future__ import annotations
+
+_SMALLEST_CHUNK = 16  # tokens: a prompt always goes on, and smaller pieces cost nearly as much as this one
+_LEAST_TARGET_S = 0.025  # shorter steps gain nobody anything and cost throughput
+_SLOWDOWN = 2.0  # a step with prefill may take this many times a step without
+_NEW = 0.2  # weight of a new measurement in the running means
+
+
+class StepBudget:
+    """Keeps steps short while anybody decodes, and full-size when nobody does.
+
+    A step's time is taken as that of its decode rows plus so much for each prompt token: measured, mixing costs the sum
+    of both and never more (docs/architecture.md). `target_s`: seconds a step may take; None: twice a step without
+    prefill, at least 25 ms.
+    """
+
+    def __init__(self, most: int, target_s: float | None = None) -> None:
+        self._most = most
+        self._target_s = target_s
+        self._decode_s: float | None = None
+        """Running mean of a step in which all decode."""
+        self._token_s: float | None = None
+        """Running mean of what a prompt token adds."""
+
+    def prefill_tokens(self, n_decode: int) -> int:
+        """Prompt tokens for the next step, beside `n_decode` decoding sequences."""
+        most = self._most - n_decode
+        if n_decode == 0 or self._token_s is None:
+            return most
+        decode_s = self._decode_s or 0.0
+        target_s = self._target_s or max(_LEAST_TARGET_S, _SLOWDOWN * decode_s)
+        wanted = int((target_s - decode_s) / self._token_s)
+        return min(most, max(_SMALLEST_CHUNK, wanted))
+
+    def observe(self, n_decode: int, n_prefill: int, seconds: float) -> None:
+        """Learns from a step."""
+        if n_prefill == 0:
+            self._decode_s = _mean(self._decode_s, seconds)
+        elif n_prefill >= _SMALLEST_CHUNK or self._token_s is None:  # shorter ones say little about a token
+            rows_s = (self._decode_s or 0.0) if n_decode else 0.0
+            # Never 0, however noisy the clock: at most as cheap as the rest of the step is fast.
+            self._token_s = _mean(self._token_s, max(seconds - rows_s, 0.05 * seconds) / n_prefill)
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + _NEW * (new - old)

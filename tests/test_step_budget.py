@@ -1,0 +1,59 @@
+"""Prefill beside running streams: short steps while anybody decodes, full-size ones when nobody does."""
+
+from __future__ import annotations
+
+import pytest
+
+from cppbatch.engine.step_budget import StepBudget
+
+
+def run(budget: StepBudget, *, decode_s: float, token_s: float, steps: int = 30) -> list[float]:
+    """Step times on a machine with these costs, a long prompt arriving beside 8 decoding sequences."""
+    budget.observe(0, 512, 512 * token_s)
+    for _ in range(5):
+        budget.observe(8, 0, decode_s)
+    times = []
+    for _ in range(steps):
+        n = budget.prefill_tokens(8)
+        times.append(decode_s + n * token_s)
+        budget.observe(8, n, times[-1])
+    return times
+
+
+@pytest.mark.parametrize(("decode_s", "token_s"), [(0.05, 1e-3), (0.2, 5e-3), (0.03, 1e-4)])
+def test_a_step_with_prefill_takes_at_most_twice_one_without(decode_s: float, token_s: float) -> None:
+    assert max(run(StepBudget(2048), decode_s=decode_s, token_s=token_s)) <= 2.05 * decode_s
+
+
+def test_a_given_target_is_kept() -> None:
+    assert max(run(StepBudget(2048, 0.08), decode_s=0.05, token_s=1e-3)) <= 0.0805
+
+
+def test_a_fast_machine_is_not_slowed_by_tiny_steps() -> None:
+    times = run(StepBudget(2048), decode_s=0.002, token_s=1e-5)
+    assert 0.018 < times[-1] <= 0.026
+
+
+def test_a_prompt_goes_on_however_slow_the_machine_is() -> None:
+    budget = StepBudget(2048, 0.001)
+    run(budget, decode_s=0.5, token_s=0.1)
+    assert budget.prefill_tokens(8) == 16
+
+
+def test_nobody_decoding_means_full_steps() -> None:
+    budget = StepBudget(2048)
+    run(budget, decode_s=0.05, token_s=1e-3)
+    assert budget.prefill_tokens(0) == 2048
+
+
+def test_the_budget_never_exceeds_the_step() -> None:
+    budget = StepBudget(64)
+    run(budget, decode_s=0.05, token_s=1e-7)
+    assert budget.prefill_tokens(10) == 54
+
+
+def test_it_follows_a_machine_that_gets_slower() -> None:
+    budget = StepBudget(2048)
+    fast = run(budget, decode_s=0.05, token_s=1e-3)
+    slow = run(budget, decode_s=0.05, token_s=3e-3)
+    assert slow[-1] == pytest.approx(fast[-1], rel=0.1)
