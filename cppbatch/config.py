@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import msgspec
 import psutil
@@ -76,6 +77,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, kind in (("flash_attn", FlashAttention), ("kv_layout", KvLayout)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
+
+
+def engine_config(model: str | Path | EngineConfig, settings: dict[str, Any]) -> EngineConfig:
+    """The settings as one struct, given as a model file with `settings` or as a ready `EngineConfig`."""
+    if not isinstance(model, EngineConfig):
+        return EngineConfig(model_path=str(model), **settings)
+    return msgspec.structs.replace(model, **settings)
 
 
 def available_threads() -> int:

@@ -16,50 +16,51 @@ Command = Callable[..., Any]
 _DEFAULTS = EngineConfig(model_path="")
 
 
-def _option(*names: str, env: str, **settings: Any) -> Callable[[Command], Command]:
+def option(*names: str, env: str, **settings: Any) -> Callable[[Command], Command]:
+    """An option with its environment variable, CPPBATCH_<env>."""
     return click.option(*names, envvar=f"CPPBATCH_{env}", show_envvar=True, show_default=True, **settings)
 
 
-_MODEL = _option(
+_MODEL = option(
     "-m", "--model", env="MODEL", metavar="FILE",
     help="GGUF file. Without it: the only one in the models folder, else the default model, fetched.",
 )  # fmt: skip
 
 _ENGINE = [
-    _option("-c", "--ctx-size", "n_ctx", env="CTX_SIZE", type=int, default=_DEFAULTS.n_ctx, help="KV cells in all."),
-    _option(
+    option("-c", "--ctx-size", "n_ctx", env="CTX_SIZE", type=int, default=_DEFAULTS.n_ctx, help="KV cells in all."),
+    option(
         "-np", "--parallel", "n_parallel", env="PARALLEL", type=int, default=_DEFAULTS.n_parallel,
         help="Sequences that run at once.",
     ),
-    _option(
+    option(
         "-b", "--batch-size", "n_batch", env="BATCH_SIZE", type=int, default=_DEFAULTS.n_batch,
         help="Most tokens of one step.",
     ),
-    _option(
+    option(
         "-ub", "--ubatch-size", "n_ubatch", env="UBATCH_SIZE", type=int, default=_DEFAULTS.n_ubatch,
         help="Tokens computed at once within a step.",
     ),
-    _option(
+    option(
         "-ngl", "--gpu-layers", "n_gpu_layers", env="GPU_LAYERS", type=int, default=_DEFAULTS.n_gpu_layers,
         help="Layers on the GPU; -1: all, 0: none.",
     ),
-    _option(
+    option(
         "-t", "--threads", "n_threads", env="THREADS", type=int, default=_DEFAULTS.n_threads,
         help="Compute threads; 0: one for each core.",
     ),
-    _option(
+    option(
         "-fa", "--flash-attn", "flash_attn", env="FLASH_ATTN", type=click.Choice(["auto", "on", "off"]),
         default=_DEFAULTS.flash_attn, help="Flash attention.",
     ),
-    _option(
+    option(
         "--kv-layout", env="KV_LAYOUT", type=click.Choice(["unified", "per-sequence"]), default=_DEFAULTS.kv_layout,
         help="unified: all sequences share the cells; per-sequence: each has ctx-size / parallel of its own.",
     ),
-    _option(
+    option(
         "--swap-space", env="SWAP_SPACE", type=int, default=_DEFAULTS.swap_space,
         help="MiB of host memory for sequences that must give up their KV cells; 0: compute them again.",
     ),
-    _option(
+    option(
         "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
         help="How long a step may take while anybody decodes; 0: twice a step without prompts.",
     ),
@@ -81,11 +82,6 @@ def engine_options(command: Command) -> Command:
         return command(config=EngineConfig(model_path=str(choose_model(model)), **settings), **arguments)
 
     wrapped: Command = click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")(with_config)
-    for option in reversed([_MODEL, *_ENGINE]):
-        wrapped = option(wrapped)
+    for add in reversed([_MODEL, *_ENGINE]):
+        wrapped = add(wrapped)
     return wrapped
-
-
-def server_option(*names: str, env: str, **settings: Any) -> Callable[[Command], Command]:
-    """An option with its environment variable, CPPBATCH_<env>."""
-    return _option(*names, env=env, **settings)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import itertools
 import logging
 import queue
 import threading
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cppbatch.cluster.client import Health
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
@@ -36,22 +39,25 @@ class LocalEngine:
 
     def __init__(self, model: str | Path | EngineConfig, *, runtime: Runtime | None = None, **settings: Any) -> None:
         """Starts loading a GGUF file; `settings` and `runtime` as in `BatchInferenceEngine`. Raises `ConfigError`."""
-        self.config = model if isinstance(model, EngineConfig) else EngineConfig(model_path=str(model), **settings)
+        self.config = engine_config(model, settings)
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[None] = self._loop.create_future()
         self._loaded.add_done_callback(lambda future: future.exception())  # looked at, so asyncio does not complain
         self._engine: BatchInferenceEngine | None = None
         self._health = Health(status="loading")
-        self._closing = False
+        self._closing = False  # takes no more requests, and stops loading
+        self._stopping = False  # the thread ends after the step it is in
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._streams: dict[str, asyncio.Queue[GenerationEvent]] = {}
-        self._abandoned: Counter[str] = Counter()
-        """Requests whose iterator was closed and whose last event is still to come."""
+        # The engine knows requests by a number of ours: an id may be used again while its last events are on the way.
+        self._numbers = map(str, itertools.count())
+        self._streams: dict[str, _Stream] = {}
+        self._events: dict[str, asyncio.Queue[GenerationEvent]] = {}
         self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-tokenizer")
         # A daemon: an impatient second Ctrl-C must not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._end_thread)  # a thread still in llama.cpp when its statics go would crash the exit
 
     # --- the asyncio side ---------------------------------------------------------------------------------------
 
@@ -73,27 +79,33 @@ class LocalEngine:
         engine = self._ready()
         if request.id in self._streams:
             raise InvalidRequest("id", f"{request.id!r} is the id of a request that is still running")
-        stream = self._streams[request.id] = asyncio.Queue()
+        stream = self._streams[request.id] = _Stream(next(self._numbers))
+        self._events[stream.number] = stream.events
         running = False
         try:
+            numbered = msgspec.structs.replace(request, id=stream.number)
             # On another thread: tokenising a long text takes a while.
-            sequence = await self._loop.run_in_executor(self._tokenizers, engine.prepare, request)
+            sequence = await self._loop.run_in_executor(self._tokenizers, engine.prepare, numbered)
+            if stream.cancelled:
+                yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
+                return
             self._commands.put(lambda engine: self._add(engine, sequence))
             running = True
             while running:
-                event = await stream.get()
+                event = await stream.events.get()
                 running = event.finish_reason is None
-                yield event
+                yield msgspec.structs.replace(event, request_id=request.id)
         finally:
-            del self._streams[request.id]
+            del self._streams[request.id], self._events[stream.number]
             if running:
-                self._abandoned[request.id] += 1
-                self._commands.put(lambda engine: engine.cancel(request.id))
+                self._commands.put(lambda engine: engine.cancel(stream.number))
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
         self._ready()
-        self._commands.put(lambda engine: engine.cancel(request_id))
+        if stream := self._streams.get(request_id):
+            stream.cancelled = True
+            self._commands.put(lambda engine: engine.cancel(stream.number))
 
     async def stats(self) -> EngineStats:
         """Counters and state."""
@@ -106,8 +118,13 @@ class LocalEngine:
         """Ends the engine after the step it is in; aborts a model that is still loading."""
         self._closing = True
         await asyncio.to_thread(self._tokenizers.shutdown)  # they read the model that goes next
+        await asyncio.to_thread(self._end_thread)
+        atexit.unregister(self._end_thread)
+
+    def _end_thread(self) -> None:
+        self._closing = self._stopping = True
         self._commands.put(lambda engine: None)  # wakes an idle thread
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join()
 
     async def __aenter__(self) -> LocalEngine:
         try:
@@ -127,14 +144,13 @@ class LocalEngine:
 
     def _deliver(self, events: list[GenerationEvent]) -> None:
         for event in events:
-            if self._abandoned[event.request_id]:  # what is left of a closed iterator; its id may be in use again
-                self._abandoned[event.request_id] -= event.finish_reason is not None
-            elif stream := self._streams.get(event.request_id):
-                stream.put_nowait(event)
-        self._abandoned = +self._abandoned  # without the zeros
+            if queue := self._events.get(event.request_id):  # none: its iterator was closed
+                queue.put_nowait(event)
 
     def _deliver_to_all(self, reason: FinishReason, error: str | None) -> None:
-        self._deliver([GenerationEvent(request_id=i, finish_reason=reason, error=error) for i in self._streams])
+        self._deliver(
+            [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._events]
+        )
 
     # --- the engine's thread ------------------------------------------------------------------------------------
 
@@ -150,23 +166,29 @@ class LocalEngine:
         self._tell(_resolve, self._loaded, None)
         try:
             self._serve(engine)
+            self._health = Health(status="closed")
         except Exception as error:  # a bug: say so, end what runs, and answer from then on
             log.exception("the engine failed")
             self._health = Health(status="failed", error=f"{type(error).__name__}: {error}")
             self._tell(self._deliver_to_all, FinishReason.ERROR, self._health.error)
-            while not self._closing:
+            self._answer_after_failure(engine)
+        finally:
+            self._tell(self._deliver_to_all, FinishReason.CANCELLED, None)
+            engine.close()
+
+    def _answer_after_failure(self, engine: BatchInferenceEngine) -> None:
+        while not self._stopping:
+            try:
                 self._commands.get()(engine)
-        if self._health.status == "ok":
-            self._health = Health(status="closed")
-        engine.close()
-        self._tell(self._deliver_to_all, FinishReason.CANCELLED, None)
+            except Exception:  # its books may be half-written
+                log.exception("the failed engine cannot do this any more")
 
     def _progress(self, fraction: float) -> bool:
         self._health = Health(status="loading", progress=fraction)
         return not self._closing
 
     def _serve(self, engine: BatchInferenceEngine) -> None:
-        while not self._closing:
+        while not self._stopping:
             if not engine.has_work:
                 self._commands.get()(engine)
             while not self._commands.empty():
@@ -180,12 +202,22 @@ class LocalEngine:
         if self._health.status == "ok":
             engine.add(sequence)
         else:  # it failed after `submit` had looked
-            self._tell(self._deliver_to_all, FinishReason.ERROR, self._health.error)
+            failed = GenerationEvent(request_id=sequence.id, finish_reason=FinishReason.ERROR, error=self._health.error)
+            self._tell(self._deliver, [failed])
 
     def _tell(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function on the event loop; nobody is there to be told once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
+
+
+class _Stream:
+    """One submitted request: its number in the engine, and the events that its iterator has not read yet."""
+
+    def __init__(self, number: str) -> None:
+        self.number = number
+        self.events: asyncio.Queue[GenerationEvent] = asyncio.Queue()
+        self.cancelled = False
 
 
 def _resolve(future: asyncio.Future[Any], result: object) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.collect import collect, params_for_each
 from cppbatch.engine.intake import Intake, Prompt
 from cppbatch.engine.kv_pool import KVPool
@@ -52,8 +52,7 @@ class BatchInferenceEngine:
         `progress` is called with 0.0 to 1.0 while loading and stops it by returning False. `runtime` puts another
         computation in the model's place (tests). Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
         """
-        config = model if isinstance(model, EngineConfig) else EngineConfig(model_path=str(model), **settings)
-        self.config = config
+        config = self.config = engine_config(model, settings)
         self._runtime = runtime or load_runtime(config, progress)
         context = self._context = self._runtime.context
         self._vocab = self._runtime.vocab
@@ -138,14 +137,18 @@ class BatchInferenceEngine:
     def _compute(self) -> list[GenerationEvent]:
         self._metrics.begin_step()
         plan = self._plan()
-        self.kv.apply()
-        if plan.chunks:
-            self._refill(plan)
-            began = perf_counter()
-            if self._decode(plan):
-                tokens = self._sample(plan)
-                self._scheduler.computed(plan, perf_counter() - began)
-                self._advance(plan, tokens)
+        try:
+            self.kv.apply()
+            if plan.chunks:
+                self._refill(plan)
+                began = perf_counter()
+                if self._decode(plan):
+                    tokens = self._sample(plan)
+                    self._scheduler.computed(plan, perf_counter() - began)
+                    self._advance(plan, tokens)
+        except BaseException:  # Ctrl-C, most likely
+            self._undo(plan)
+            raise
         events, self._events = self._events, []
         return events
 
@@ -188,6 +191,16 @@ class BatchInferenceEngine:
             self._metrics.lap("decode")
         self._metrics.count_step(decode_rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
         return True
+
+    def _undo(self, plan: StepPlan) -> None:
+        """After an interrupted step: lets each sequence's cells hold what its books say, or ends it."""
+        for sequence, _ in plan.chunks:
+            if sequence.seq_id < 0:
+                continue
+            sequence.n_computed = min(sequence.n_computed, sequence.n_tokens - 1)  # the last one's logits are lost
+            if not self._context.remove(sequence.seq_id, sequence.n_computed):
+                sequence.error = "the step was interrupted, and this model cannot take back a part of a sequence"
+                self._finish(sequence, FinishReason.ERROR)
 
     def _sample(self, plan: StepPlan) -> list[int]:
         outputs = plan.outputs()

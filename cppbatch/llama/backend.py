@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class _LogRouter:
 
     def __init__(self) -> None:
         self.callback = C.llama_log_callback(self._receive)  # kept here: C holds no reference
-        self.captured: list[str] | None = None
+        self.captured: dict[int, list[str]] = {}  # by thread: several models may load at once
         self._level, self._line = logging.DEBUG, ""
 
     def _receive(self, level: int, text: bytes, _user: object) -> None:
@@ -46,10 +47,19 @@ class _LogRouter:
         if not self._line.endswith("\n"):
             return
         line, self._line = self._line.rstrip(), ""
-        if self.captured is not None and self._level >= logging.ERROR:
-            self.captured.append(line)
+        captured = self.captured.get(threading.get_ident())
+        if captured is not None and self._level >= logging.ERROR:
+            captured.append(line)
         elif line.strip(". "):
             log.log(self._level, "%s", line)
+
+
+_ONCE = threading.Lock()
+
+
+@functools.cache
+def _the_backend() -> Backend:
+    return Backend()
 
 
 class Backend:
@@ -63,20 +73,20 @@ class Backend:
         C.llama_backend_init()
 
     @staticmethod
-    @functools.cache
     def get() -> Backend:
-        """The process's backend, initialised by the first call."""
-        return Backend()
+        """The process's backend, initialised by the first call. Any thread may call this."""
+        with _ONCE:
+            return _the_backend()
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[list[str]]:
-        """Collects the error lines that llama.cpp logs meanwhile, for the message of an exception."""
+        """Collects the error lines that llama.cpp logs on this thread, for the message of an exception."""
         lines: list[str] = []
-        self._router.captured = lines
+        self._router.captured[threading.get_ident()] = lines
         try:
             yield lines
         finally:
-            self._router.captured = None
+            del self._router.captured[threading.get_ident()]
 
     def devices(self) -> list[Device]:
         """Every device the library can compute on, with its free memory now."""

@@ -132,7 +132,9 @@ class Context:
         handle = self.handle
         if not 0 < n_outputs <= self._n_outputs:
             raise OutOfRange(f"{n_outputs} rows of logits were asked for; the last decode gave {self._n_outputs}")
-        address = ctypes.cast(C.llama_get_logits(handle), ctypes.c_void_p).value or 0
+        address = ctypes.cast(C.llama_get_logits(handle), ctypes.c_void_p).value
+        if not address:
+            raise LlamaError("llama.cpp gives no logits for this model")
         if self._logits_key != (address, n_outputs):
             buffer = (ctypes.c_float * (n_outputs * self._n_vocab)).from_address(address)
             self._logits = np.ctypeslib.as_array(buffer).reshape(n_outputs, self._n_vocab)

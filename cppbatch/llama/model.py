@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Callable
 from functools import cached_property
@@ -49,7 +50,7 @@ class Model:
         reporter = _Reporter(progress)
         params.progress_callback = reporter.callback
         with Backend.get().errors() as lines:
-            self._handle = C.llama_model_load_from_file(str(self.path).encode(), params)
+            self._handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._handle:
             self._handle = None
             if reporter.error:

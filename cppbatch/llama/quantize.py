@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ def requantize(source: Path, target: Path, kind: Literal["F32", "F16", "Q4_0", "
     params.ftype = _FILE_TYPES[kind]
     params.allow_requantize = True
     with Backend.get().errors() as lines:
-        code = C.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
+        code = C.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     if code != 0:
         raise ModelError(f"{source} cannot be rewritten as {kind}: {lines[0] if lines else f'code {code}'}")
     return target

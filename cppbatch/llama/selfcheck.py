@@ -27,6 +27,7 @@ from cppbatch.llama.library import PINNED_VERSION, REINSTALL, library_path
 log = logging.getLogger("cppbatch.llama")
 
 _TIMEOUT_S = 120
+_WINDOWS_EXCEPTION = 0xC0000000
 _CRASH_NAMES = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGFPE", "SIGABRT")
 _CRASHES = {getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name)}  # Windows has fewer
 
@@ -49,10 +50,10 @@ def safe_use_extra_bufts() -> bool:
     verdict = check()
     if verdict.fast_path_works:
         return True
-    if verdict.plain_path_works:
+    if verdict.plain_path_works or not verdict.is_certain:
         log.warning(
-            "this build of llama-cpp-python crashes on this CPU (%s), so its fast CPU path is off and prompts are read "
-            "several times slower. Rebuild it with:\n  %s",
+            "this build of llama-cpp-python fails its self-check on this CPU (%s), so its fast CPU path is off and prompts "
+            "are read several times slower. Rebuild it with:\n  %s",
             verdict.detail,
             REINSTALL,
         )
@@ -126,11 +127,15 @@ def _run_child(models: list[Path], *, use_extra_bufts: bool) -> _Failure | None:
     command = child_command(models, use_extra_bufts=use_extra_bufts)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except OSError as error:
+        return _Failure(f"it cannot be started: {error}", crashed=False)
     except subprocess.TimeoutExpired:
         return _Failure(f"it hangs for {_TIMEOUT_S} s", crashed=False)
     if done.returncode == 0:
         return None
     if -done.returncode in _CRASHES:
         return _Failure(f"killed by {signal.Signals(-done.returncode).name}", crashed=True)
+    if done.returncode >= _WINDOWS_EXCEPTION:
+        return _Failure(f"ended by exception {done.returncode:#x}", crashed=True)
     last = done.stderr.strip().splitlines()[-1:] or ["no output"]
     return _Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,20 @@ import numpy.typing as npt
 from cppbatch.errors import LlamaError, ModelError, OutOfRange
 from cppbatch.llama.library import C
 
-_VOCAB_TYPE_NONE = 0
+_VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM = 0, 1
 _INT32_MAX = 2**31 - 1
+
+
+_LONG_RUN = re.compile(r"\S{4000}|\s{4000}")
+"""Some vocabularies split text with std::wregex, which recurses for each character and overflows the stack."""
+
+
+def _pieces_of(text: str) -> Iterator[str]:
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        yield text[start : run.end()]
+        start = run.end()
+    yield text[start:]
 
 
 class Vocab:
@@ -21,6 +35,8 @@ class Vocab:
     def __init__(self, handle: Any, model_name: str) -> None:
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # tokenising would abort the process
             raise ModelError(f"{model_name} has no tokenizer in it, so it cannot read or write text")
+        if C.llama_vocab_type(handle) == _VOCAB_TYPE_SPM and not _has_all_bytes(handle):
+            raise ModelError(f"{model_name} has no tokens for single bytes, so an unknown character would crash it")
         self._handle: Any = handle
         self.n_tokens: int = C.llama_vocab_n_tokens(handle)
         self.bos: int = C.llama_vocab_bos(handle)
@@ -37,12 +53,16 @@ class Vocab:
         """The ids of `text`, int32[n].
 
         `add_special` adds BOS (or EOS) where the model wants it; `parse_special` reads "<|im_start|>" and the like
-        as the one token they name. A text that already starts with BOS does not get a second one.
+        as the one token they name. A text that already starts with BOS does not get a second one. A text with
+        thousands of characters and no space between them is tokenised in parts.
         """
-        raw = text.encode("utf-8", "replace")
-        if len(raw) > _INT32_MAX:
-            raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {_INT32_MAX}")
-        tokens = self._tokenize(raw, len(raw) + 2, add_special, parse_special)
+        parts: list[npt.NDArray[np.int32]] = []
+        for part in _pieces_of(text):
+            raw = part.encode("utf-8", "replace")
+            if len(raw) > _INT32_MAX:
+                raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {_INT32_MAX}")
+            parts.append(self._tokenize(raw, len(raw) + 2, add_special and not parts, parse_special))
+        tokens = np.concatenate(parts)
         if add_special and self.adds_bos and len(tokens) > 1 and tokens[0] == tokens[1] == self.bos:
             tokens = tokens[1:]
         return tokens
@@ -88,3 +108,13 @@ class Vocab:
     def close(self) -> None:
         """Called by the model when it goes: the vocabulary is part of it."""
         self._handle = None
+
+
+def _has_all_bytes(handle: Any) -> bool:
+    """Whether a SentencePiece vocabulary can spell every byte; llama.cpp aborts the process on one it cannot."""
+    missing = {f"<0x{byte:02X}>".encode() for byte in range(256)}
+    for token in range(C.llama_vocab_n_tokens(handle)):
+        missing.discard(C.llama_vocab_get_text(handle, token))
+        if not missing:
+            return True
+    return False

@@ -124,8 +124,8 @@ def pull_from_hub(repository: str, file_name: str) -> Path:
     except ImportError as error:
         raise ModelError("models from the hub need huggingface-hub: pip install 'cppbatch[hub]'") from error
     folder = models_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         path = Path(hub.hf_hub_download(repository, file_name, local_dir=folder))
     except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError, OSError, ValueError) as error:
         raise ModelError(f"{repository}:{file_name} could not be downloaded: {error}") from error

@@ -10,6 +10,7 @@ import uuid
 from typing import Any, Literal
 
 from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.errors import EngineClosed
 from cppbatch.server.errors import GenerationFailed
 
 Json = dict[str, Any]
@@ -27,9 +28,11 @@ class Answer:
         self._last: dict[int, GenerationEvent] = {}
 
     def note(self, index: int, event: GenerationEvent) -> None:
-        """Remembers how a choice ended. Raises `GenerationFailed` when the engine failed it."""
+        """Remembers how a choice ended. Raises `GenerationFailed` or `EngineClosed` when it was not finished."""
         if event.finish_reason is FinishReason.ERROR:
             raise GenerationFailed(event.error or "the generation failed")
+        if event.finish_reason is FinishReason.CANCELLED:  # not by its client, who would not be listening
+            raise EngineClosed("the server is going down")
         if event.finish_reason:
             self._last[index] = event
 

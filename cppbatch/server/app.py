@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import time
+from collections.abc import Iterator
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -12,8 +15,36 @@ from cppbatch.cluster.client import EngineClient
 from cppbatch.server.errors import error_middleware, error_object, json_response
 from cppbatch.server.routes import CLIENT, STARTED, routes
 
-DRAINING = web.AppKey("draining", list[bool])
-"""Not empty once the server is going down (a list, because a running app's own keys cannot be set)."""
+
+class InFlight:
+    """The requests that are being answered."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.draining = False
+        """No new requests: the server is going down."""
+        self._none_left = asyncio.Event()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Counts a request for as long as it is being answered."""
+        self.n += 1
+        try:
+            yield
+        finally:
+            self.n -= 1
+            if self.n == 0:
+                self._none_left.set()
+
+    async def drain(self) -> None:
+        """Waits until the last of them is answered."""
+        self.draining = True
+        while self.n:
+            self._none_left.clear()
+            await self._none_left.wait()
+
+
+IN_FLIGHT = web.AppKey("in_flight", InFlight)
 
 _LARGEST_BODY = 16 << 20  # bytes; 16 MiB hold a prompt of millions of tokens
 _OPEN_PATHS = frozenset({"/health"})
@@ -25,7 +56,7 @@ def create_app(client: EngineClient, *, api_key: str | None = None) -> web.Appli
     middlewares: list[Middleware] = [error_middleware, *keys, availability_middleware]
     app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
     app[CLIENT] = client
-    app[DRAINING] = []
+    app[IN_FLIGHT] = InFlight()
     app[STARTED] = int(time.time())
     app.add_routes(routes)
     return app
@@ -39,9 +70,10 @@ async def availability_middleware(request: web.Request, handler: Handler) -> web
         return await handler(request)
     if state.status == "loading":
         return _unavailable(f"the model is still loading ({state.progress:.0%}); try again soon", "loading")
-    if request.app[DRAINING]:
+    if request.app[IN_FLIGHT].draining:
         return _unavailable("the server is going down", "shutting_down")
-    return await handler(request)
+    with request.app[IN_FLIGHT].one():
+        return await handler(request)
 
 
 def _unavailable(message: str, code: str) -> web.Response:

@@ -44,12 +44,13 @@ class ChatTemplate:
         """The prompt for the assistant's next turn. Raises `InvalidRequest` with the template's own complaint."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except Exception as error:  # a template is a program: it may fail in any way
             raise InvalidRequest("messages", f"do not fit this model's chat template: {error}") from error
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """As the templates of the Hugging Face hub expect it: Jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise(message: str) -> NoReturn:

@@ -10,6 +10,10 @@ import msgspec
 
 from cppbatch.cluster.client import EngineClient
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch.errors import InvalidRequest
+
+_MOST_SEQUENCES = 1024
+_SEEDS = 2**32 - 1  # llama.cpp's seeds wrap here
 
 Event = tuple[int, GenerationEvent]
 
@@ -17,11 +21,17 @@ Event = tuple[int, GenerationEvent]
 def expand(name: str, prompts: list[str | list[int]], params: SamplingParams, n: int) -> list[GenerationRequest]:
     """A request for each prompt and each of its `n` choices, in the order of the answer's choices.
 
-    Choices with a given seed count up from it, so that they differ and can be had again.
+    Choices with a given seed count up from it, so that they differ and can be had again. Raises `InvalidRequest` when
+    there are too many.
     """
+    if len(prompts) * n > _MOST_SEQUENCES:
+        message = f"asks for {len(prompts)} prompts x n={n} completions; one request may have {_MOST_SEQUENCES}"
+        raise InvalidRequest("prompt", message)
 
     def seeded(choice: int) -> SamplingParams:
-        return params if params.seed in (None, -1) else msgspec.structs.replace(params, seed=params.seed + choice)
+        if params.seed is None or params.seed == -1:
+            return params
+        return msgspec.structs.replace(params, seed=params.seed % _SEEDS + choice)
 
     return [
         GenerationRequest(id=f"{name}-{p * n + choice}", prompt=prompt, params=seeded(choice))

@@ -32,6 +32,7 @@ async def send_stream(
     """Sends each event as it comes. Errors before the first one get a status of their own, later ones an event."""
     async with contextlib.aclosing(events):
         first = await anext(events)
+        answer.note(*first)  # raises if that is already the end of it
         response = web.StreamResponse(headers=_HEADERS)
         await response.prepare(request)
         try:

@@ -67,8 +67,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     info = request.app[CLIENT].info
     body = parse(await request.read(), ChatRequest)
     prompt = _template(info.chat_template, info.bos, info.eos).render(body.conversation())
-    limit = {} if body.max_completion_tokens is None else {"max_tokens": body.max_completion_tokens}
-    return await _answer(request, body, [prompt], body.params(**limit), Answer("chat", info.name, n=body.n_choices))
+    return await _answer(request, body, [prompt], body.params(), Answer("chat", info.name, n=body.n_choices))
 
 
 async def _answer(

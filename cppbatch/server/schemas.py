@@ -68,7 +68,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         """Raises `InvalidRequest` for a field that this server does not serve yet."""
         for name, harmless in _UNSUPPORTED.items():
             value = getattr(self, name, None)
-            if value is not None and value not in harmless:
+            if value is not None and not any(type(value) is type(none) and value == none for none in harmless):
                 raise InvalidRequest(name, "is not supported by this server")
 
 
@@ -146,6 +146,12 @@ class ChatRequest(SamplingFields, kw_only=True):
     functions: list[Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+
+    def params(self, **defaults: Any) -> SamplingParams:
+        """As in `SamplingFields`; `max_completion_tokens` is the newer name of `max_tokens`, and wins."""
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return super().params(**defaults)
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as chat templates want them. Raises `InvalidRequest`."""

@@ -13,7 +13,7 @@ from aiohttp import web
 from cppbatch.cluster.local import LocalEngine
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
-from cppbatch.server.app import DRAINING, create_app
+from cppbatch.server.app import IN_FLIGHT, create_app
 
 Say = Callable[[str], None]
 
@@ -33,7 +33,7 @@ async def serve(config: EngineConfig, *, host: str, port: int, api_key: str | No
             await _loaded(engine, stop)
             _announce(engine, runner, api_key, say)
             await stop.wait()
-            await _drain(runner, engine, say)
+            await _drain(runner, say)
         finally:
             await runner.cleanup()
     finally:
@@ -91,14 +91,12 @@ def _announce(engine: LocalEngine, runner: web.AppRunner, api_key: str | None, s
     say(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 
 
-async def _drain(runner: web.AppRunner, engine: LocalEngine, say: Say) -> None:
-    """Takes no new requests and waits until the engine has finished what runs."""
-    runner.app[DRAINING].append(True)
+async def _drain(runner: web.AppRunner, say: Say) -> None:
+    """Takes no new requests and waits until those that are being answered are done."""
+    in_flight = runner.app[IN_FLIGHT]
+    in_flight.draining = True
     for site in list(runner.sites):
         await site.stop()
-    stats = await engine.stats()
-    if stats.running + stats.waiting:
-        say(f"finishing {stats.running + stats.waiting} request(s); Ctrl-C again stops at once")
-    while stats.running + stats.waiting:
-        await asyncio.sleep(0.05)
-        stats = await engine.stats()
+    if in_flight.n:
+        say(f"finishing {in_flight.n} request(s); Ctrl-C again stops at once")
+    await in_flight.drain()
