@@ -66,6 +66,8 @@ BAD_COMPLETIONS = {
     "stop of another type": ({"prompt": "x", "stop": 3}, "stop"),
     "stop token out of range": ({"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids[0]"),
     "stream options of another type": ({"prompt": "x", "stream_options": 1}, "stream_options"),
+    "a million completions": ({"prompt": ["a"] * 2000, "n": 128}, "prompt"),
+    "logprobs, even of none": ({"prompt": "x", "logprobs": 0}, "logprobs"),
     "not served yet": ({"prompt": "x", "echo": True}, "echo"),
     "invalid JSON": ("{", "body"),
     "not an object": ("[]", "body"),
@@ -102,6 +104,19 @@ BAD_CHATS = {
 async def test_a_bad_chat_request_is_a_400_that_names_the_field(http: Http, body: object, field: str) -> None:
     status, answer = await post(http, "/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, field)
+
+
+async def test_max_completion_tokens_wins_over_its_older_name(http: Http) -> None:
+    body = {**HELLO, "max_tokens": 9, "max_completion_tokens": 2, "ignore_eos": True}
+    _, answer = await post(http, "/v1/chat/completions", body)
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+async def test_choices_of_a_seeded_prompt_differ_and_can_be_had_again(http: Http) -> None:
+    body = {"prompt": "abc", "n": 3, "seed": -2, "temperature": 1, "max_tokens": 12}
+    first, again = [(await post(http, "/v1/completions", body))[1]["choices"] for _ in range(2)]
+    assert first == again
+    assert len({choice["text"] for choice in first}) == 3
 
 
 async def test_unknown_fields_are_ignored_as_openai_does(http: Http) -> None:

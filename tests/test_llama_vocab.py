@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cppbatch.errors import ModelError, OutOfRange
 from cppbatch.llama.library import C
-from cppbatch.llama.vocab import Vocab
+from cppbatch.llama.vocab import Vocab, _pieces_of
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +67,11 @@ def test_a_model_without_a_tokenizer_is_refused(monkeypatch):
     monkeypatch.setattr(C, "llama_vocab_type", lambda handle: 0)
     with pytest.raises(ModelError, match="model-x has no tokenizer"):
         Vocab(object(), "model-x")
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a" * 4000, "a" * 50_001, " " * 9000, "x" * 5000 + " " * 5000 + "y"])
+def test_long_runs_are_cut_and_nothing_is_lost(text):
+    pieces = list(_pieces_of(text))
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 8000 for piece in pieces)
+    assert len(pieces) == 1 or len(text) >= 4000

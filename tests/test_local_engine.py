@@ -236,6 +236,23 @@ async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_it
     assert sum(len(event.tokens) for event in events) == 16
 
 
+async def test_an_id_used_again_while_its_last_events_lie_unread_gets_its_own(engine):
+    async with contextlib.aclosing(engine.submit(request(max_tokens=4))) as events:
+        await soon(anext(events))
+        while (await soon(engine.stats())).running:  # each answer takes a step
+            pass
+    assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
+
+
+async def test_cancelling_a_request_that_is_still_being_tokenised_ends_it(engine):
+    task = asyncio.create_task(events_of(engine, request(prompt="hello world " * 20_000)))
+    await asyncio.sleep(0)
+    await engine.cancel("a")
+    with contextlib.suppress(InvalidRequest):  # far too long for the context, had it not been cancelled
+        assert_ends_once(await soon(task), FinishReason.CANCELLED)
+    await assert_everything_is_free(engine)
+
+
 # --- the end -------------------------------------------------------------------------------------------------------
 
 
@@ -299,14 +316,20 @@ async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_say
 
 CLOSE_WHILE_TOKENISING = """
 import asyncio, sys
-from cppbatch import GenerationRequest, LocalEngine
+from cppbatch import GenerationRequest, LocalEngine, SamplingParams
+
+async def run(stream):
+    async for _ in stream:
+        pass
 
 async def main():
-    async with LocalEngine(sys.argv[1], n_ctx=256, n_parallel=1, n_threads=1) as engine:
+    async with LocalEngine(sys.argv[1], n_ctx=2048, n_parallel=1, n_threads=1) as engine:
+        busy = SamplingParams(max_tokens=1900, ignore_eos=True)
+        running = asyncio.ensure_future(run(engine.submit(GenerationRequest(id="b", prompt="x", params=busy))))
         stream = engine.submit(GenerationRequest(id="a", prompt="hello world " * 300_000))
         task = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.1)
-    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.gather(task, running, return_exceptions=True)
 
 asyncio.run(main())
 """

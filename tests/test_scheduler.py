@@ -362,3 +362,23 @@ def test_every_accepted_request_ends_in_exactly_one_terminal_event(unified: bool
     terminal = [event for event in drain(engine) if event.finish_reason]
     assert sorted(event.request_id for event in terminal) == sorted(accepted)
     assert {event.finish_reason for event in terminal} >= {FinishReason.CANCELLED, FinishReason.ERROR}
+
+
+@pytest.mark.parametrize("moment", ["after decode", "while advancing"])
+def test_ctrl_c_in_a_step_leaves_the_others_and_their_texts_whole(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine()
+    names = [engine.add_request([i, i + 1], endless(12)) for i in range(3)]
+    events = [event for _ in range(4) for event in engine.step()]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "_sample" if moment == "after decode" else "_accept", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert context_of(engine).n_used == engine.kv.n_used
+    events += drain(engine)
+    for i, name in enumerate(names):
+        tokens = [token for event in events if event.request_id == name for token in event.tokens]
+        assert tokens == reference([i, i + 1], endless(12))[0]

@@ -52,8 +52,8 @@ def safe_use_extra_bufts() -> bool:
         return True
     if verdict.plain_path_works or not verdict.is_certain:
         log.warning(
-            "this build of llama-cpp-python fails its self-check on this CPU (%s), so its fast CPU path is off and prompts "
-            "are read several times slower. Rebuild it with:\n  %s",
+            "this build of llama-cpp-python fails its self-check on this CPU (%s), so its fast CPU path is off and "
+            "prompts are read several times slower. Rebuild it with:\n  %s",
             verdict.detail,
             REINSTALL,
         )

@@ -13,12 +13,12 @@ import numpy.typing as npt
 from cppbatch.errors import LlamaError, ModelError, OutOfRange
 from cppbatch.llama.library import C
 
-_VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM = 0, 1
+_VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE = 0, 1, 2
 _INT32_MAX = 2**31 - 1
 
 
 _LONG_RUN = re.compile(r"\S{4000}|\s{4000}")
-"""Some vocabularies split text with std::wregex, which recurses for each character and overflows the stack."""
+"""Some BPE vocabularies split text with std::wregex, which recurses for each character and overflows the stack."""
 
 
 def _pieces_of(text: str) -> Iterator[str]:
@@ -38,6 +38,7 @@ class Vocab:
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_SPM and not _has_all_bytes(handle):
             raise ModelError(f"{model_name} has no tokens for single bytes, so an unknown character would crash it")
         self._handle: Any = handle
+        self._splits_by_regex = C.llama_vocab_type(handle) == _VOCAB_TYPE_BPE
         self.n_tokens: int = C.llama_vocab_n_tokens(handle)
         self.bos: int = C.llama_vocab_bos(handle)
         """Id of the beginning-of-sequence token, -1 if there is none; likewise `eos` and `eot`."""
@@ -53,11 +54,11 @@ class Vocab:
         """The ids of `text`, int32[n].
 
         `add_special` adds BOS (or EOS) where the model wants it; `parse_special` reads "<|im_start|>" and the like
-        as the one token they name. A text that already starts with BOS does not get a second one. A text with
-        thousands of characters and no space between them is tokenised in parts.
+        as the one token they name. A text that already starts with BOS does not get a second one. With BPE,
+        a run of thousands of characters without a space is tokenised in parts.
         """
         parts: list[npt.NDArray[np.int32]] = []
-        for part in _pieces_of(text):
+        for part in _pieces_of(text) if self._splits_by_regex else [text]:
             raw = part.encode("utf-8", "replace")
             if len(raw) > _INT32_MAX:
                 raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {_INT32_MAX}")
