@@ -169,6 +169,17 @@ def test_more_requests_than_cells_wait_and_all_end_well(open_engine, tiny_llama)
     assert [result.finish_reason for result in results] == [FinishReason.LENGTH] * 12
 
 
+@pytest.mark.parametrize("swap_space", [64, 0], ids=["swapped", "recomputed"])
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mamba", "tiny_swa", "tiny_hybrid"])
+def test_requests_that_outgrow_a_tiny_cache_get_the_texts_of_an_ample_one(open_engine, request, model, swap_space):
+    path, params = request.getfixturevalue(model), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    tiny, ample = open_engine(path, n_ctx=256, n_parallel=6, swap_space=swap_space), open_engine(path, n_ctx=4096)
+    assert tokens_of(tiny.generate(PROMPTS, params)) == tokens_of(ample.generate(PROMPTS, params))
+    stats = tiny.stats()
+    assert stats.swaps + stats.recomputes > 0
+    assert (stats.swaps > 0) == (swap_space > 0)
+
+
 def test_an_encoder_is_refused_with_its_name(tiny_encoder):
     with pytest.raises(ModelError, match=r"tiny-encoder.*cannot generate"):
         BatchInferenceEngine(tiny_encoder, n_ctx=256, n_parallel=1, n_threads=1)
