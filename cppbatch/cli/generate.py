@@ -16,7 +16,12 @@ from cppbatch.errors import CppBatchError
 
 @click.command()
 @click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be given several times.")
-@click.option("-f", "--file", type=click.File(), help="A file with one prompt a line; - reads the standard input.")
+@click.option(
+    "-f",
+    "--file",
+    type=click.File(encoding="utf-8-sig"),
+    help="A file with one prompt a line; - reads the standard input.",
+)
 @click.option("-n", "--n-predict", "max_tokens", type=int, default=None, help="Most tokens for each prompt.")
 @click.option("--temp", "temperature", type=float, default=None, help="Temperature; 0: greedy.")
 @click.option("--top-k", type=int, default=None, help="Sample among this many likeliest tokens.")
