@@ -30,6 +30,10 @@ class EngineClient(Protocol):
         """The loaded model. Raises `EngineClosed` before it is loaded."""
         ...
 
+    async def check(self, request: GenerationRequest) -> None:
+        """Raises `InvalidRequest` or `EngineClosed` for a request that `submit` would refuse."""
+        ...
+
     def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request: `async for event in client.submit(request)`; the last event has a finish reason.
 

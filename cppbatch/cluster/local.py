@@ -74,18 +74,20 @@ class LocalEngine:
         """How the engine is now."""
         return self._health
 
+    async def check(self, request: GenerationRequest) -> None:
+        """Raises `InvalidRequest` for a request that `submit` would refuse."""
+        await self._prepare(request)
+
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
-        engine = self._ready()
+        self._ready()
         if request.id in self._streams:
             raise InvalidRequest("id", f"{request.id!r} is the id of a request that is still running")
         stream = self._streams[request.id] = _Stream(next(self._numbers))
         self._events[stream.number] = stream.events
         running = False
         try:
-            numbered = msgspec.structs.replace(request, id=stream.number)
-            # On another thread: tokenising a long text takes a while.
-            sequence = await self._loop.run_in_executor(self._tokenizers, engine.prepare, numbered)
+            sequence = await self._prepare(msgspec.structs.replace(request, id=stream.number))
             if stream.cancelled:
                 yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
                 return
@@ -99,6 +101,10 @@ class LocalEngine:
             del self._streams[request.id], self._events[stream.number]
             if running:
                 self._commands.put(lambda engine: engine.cancel(stream.number))
+
+    async def _prepare(self, request: GenerationRequest) -> Sequence:
+        """On another thread: tokenising a long text takes a while."""
+        return await self._loop.run_in_executor(self._tokenizers, self._ready().prepare, request)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""

@@ -43,8 +43,12 @@ def expand(name: str, prompts: list[str | list[int]], params: SamplingParams, n:
 async def run(client: EngineClient, requests: list[GenerationRequest]) -> AsyncGenerator[Event, None]:
     """Runs the requests at once and yields (index, event) as events come; closing it cancels all of them.
 
-    When one of them raises, the others are cancelled and the exception is raised here.
+    Nothing starts before every prompt is known to be good, so that an answer is refused whole or not at all. When one
+    of them raises all the same, the others are cancelled and the exception is raised here.
     """
+    if len(requests) > 1:
+        for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
+            await client.check(request)
     events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     async def pump(index: int, request: GenerationRequest) -> None:
