@@ -11,8 +11,14 @@ import psutil
 
 from cppbatch.errors import ConfigError
 
-KvLayout = Literal["unified", "per-sequence"]
+KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
+Sharing = Literal["cells", "copy", "whole", "none"]
+"""How a model's memory lets one sequence take another's prefix.
+
+cells: any prefix, by holding the same cells. copy: any prefix, by copying. whole: by copying, and only all that the
+other has, because no part of it can be removed. none: not at all.
+"""
 
 _INT32_MAX = 2**31 - 1
 _MOST_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
@@ -40,18 +46,32 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     n_threads: int = 0
     """Compute threads; 0: one for each physical core that this process may use (-t)."""
     flash_attn: FlashAttention = "auto"
-    kv_layout: KvLayout = "unified"
-    """unified: any sequence may take any of the n_ctx cells; per-sequence: n_ctx / n_parallel cells each."""
+    """auto: as is faster for the layout and the device (docs/architecture.md)."""
+    kv_layout: KvLayout = "auto"
+    """unified: any sequence may take any of the n_ctx cells; per-sequence: n_ctx / n_parallel cells each; auto: as is
+    faster on the device, if each sequence gets enough cells (docs/architecture.md)."""
+    prefix_cache: bool = True
+    """Keep what finished requests have computed for others that begin alike (--prefix-cache/--no-prefix-cache)."""
+    prefix_cache_ram: int = 1024
+    """Host memory, in MiB, for cached prefixes that had to leave their cells (--prefix-cache-ram)."""
+    max_queue: int = 4096
+    """Requests that may wait to run; more are refused (--max-queue)."""
     swap_space: int = 1024
     """Host memory, in MiB, for sequences that had to give up their cells; 0: compute them again (--swap-space)."""
     target_step_ms: float = 0
-    """How long a step may take while anybody decodes, in ms: prompts are read in pieces to keep to it; 0: twice a step
-    without prompts (--target-step-ms)."""
+    """How long a step may take while anybody decodes, in ms: prompts are read in pieces to keep to it; 0: 2.3 times a
+    step without prompts (--target-step-ms)."""
     use_extra_bufts: bool = True
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""
 
     def __post_init__(self) -> None:
-        at_least_one = {"n_ctx": "-c", "n_parallel": "-np", "n_batch": "-b", "n_ubatch": "-ub"}
+        at_least_one = {
+            "n_ctx": "-c",
+            "n_parallel": "-np",
+            "n_batch": "-b",
+            "n_ubatch": "-ub",
+            "max_queue": "--max-queue",
+        }
         for name, flag in at_least_one.items():
             if not 1 <= getattr(self, name) <= _INT32_MAX:
                 raise ConfigError(f"{flag} ({name}) is {getattr(self, name)}; it must be from 1 to {_INT32_MAX}")
@@ -68,8 +88,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or up to {_MOST_THREADS}")
         if not -1 <= self.n_gpu_layers <= _INT32_MAX:
             raise ConfigError(f"-ngl is {self.n_gpu_layers}; it must be -1 (all layers), 0 (none) or more")
-        if self.swap_space < 0:
-            raise ConfigError(f"--swap-space is {self.swap_space}; it must be 0 (none) or more MiB")
+        for name, flag in (("swap_space", "--swap-space"), ("prefix_cache_ram", "--prefix-cache-ram")):
+            if not 0 <= getattr(self, name) <= _INT32_MAX:
+                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be 0 (none) or more MiB")
         if not 0 <= self.target_step_ms <= _LONGEST_STEP_MS:
             raise ConfigError(
                 f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_LONGEST_STEP_MS}"

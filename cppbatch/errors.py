@@ -30,6 +30,16 @@ class InvalidRequest(CppBatchError, ValueError):
         self.field = field
 
 
+class QueueFull(CppBatchError):
+    """As many requests wait as may (--max-queue). `retry_after`: seconds until one of them has likely gone."""
+
+    def __init__(self, limit: int, retry_after: float) -> None:
+        super().__init__(
+            f"{limit} requests wait already, the most there may be (--max-queue); try again in {retry_after:.0f} s"
+        )
+        self.retry_after = retry_after
+
+
 class EngineClosed(CppBatchError):
     """The engine is closed, failed, or going down, and takes no new requests."""
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
+from cppbatch.config import Sharing
 from cppbatch.engine.runtime import ModelInfo, Runtime
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import Batch
@@ -62,18 +65,25 @@ class FakeState:
 class FakeContext:
     """Cells that hold the tokens themselves. Every decode asserts the engine's invariants.
 
-    `cells[seq_id]`: the tokens held, by position. `steps`: for each decode, the number of tokens of every seq_id.
-    `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull` changes nothing, others leave cells
+    `cells[seq_id]`: the tokens held, by position; `owned[seq_id]`: the numbers of those cells, which sequences may
+    share. `sharing`: what of it works, as in a real context; the rest fails the test. `steps`: for each decode, the
+    number of tokens of every seq_id. `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull` changes nothing, others leave cells
     half-written, as in llama.cpp.
     """
 
-    def __init__(self, *, n_ctx: int, n_batch: int, n_seq_max: int, kv_unified: bool) -> None:
+    def __init__(
+        self, *, n_ctx: int, n_batch: int, n_seq_max: int, kv_unified: bool, sharing: Sharing, n_more_ids: int = 0
+    ) -> None:
         self.n_ctx = n_ctx
         self.n_ctx_seq = n_ctx if kv_unified else n_ctx // n_seq_max
         self.n_batch = n_batch
         self.n_seq_max = n_seq_max
+        self.n_seq_ids = n_seq_ids = n_seq_max + n_more_ids
         self.kv_unified = kv_unified
-        self.cells = [bytearray() for _ in range(n_seq_max)]
+        self.sharing = sharing
+        self.cells = [bytearray() for _ in range(n_seq_ids)]
+        self.owned: list[list[int]] = [[] for _ in range(n_seq_ids)]
+        self._numbers = itertools.count()
         self.steps: list[dict[int, int]] = []
         self.fail_at: dict[int, LlamaError] = {}
         self.fail_restore = False
@@ -82,15 +92,15 @@ class FakeContext:
 
     @property
     def n_used(self) -> int:
-        return sum(len(cells) for cells in self.cells)
+        return len(set().union(*self.owned))
 
     def decode(self, batch: Batch) -> None:
         n = batch.n_tokens
         assert not self.closed, "decode on a closed context"
         assert 1 <= n <= self.n_batch, f"a batch of {n} tokens; the limit is {self.n_batch}"
         seq_ids = batch.seq_ids[:n].tolist()
-        assert seq_ids == sorted(seq_ids), f"seq_ids out of order: {seq_ids}"
-        assert 0 <= seq_ids[0] <= seq_ids[-1] < self.n_seq_max, f"seq_ids out of range: {seq_ids}"
+        assert 0 <= min(seq_ids) <= max(seq_ids) < self.n_seq_max, f"seq_ids out of range: {seq_ids}"
+        assert len(list(itertools.groupby(seq_ids))) == len(set(seq_ids)), f"a sequence in parts: {seq_ids}"
         self.steps.append(dict(Counter(seq_ids)))
         error = self.fail_at.get(len(self.steps))
         if isinstance(error, CacheFull):
@@ -98,7 +108,7 @@ class FakeContext:
         self._write(batch, seq_ids)
         if error:
             for seq_id in set(seq_ids):
-                del self.cells[seq_id][-1]
+                del self.cells[seq_id][-1], self.owned[seq_id][-1]
             raise error
 
     def _write(self, batch: Batch, seq_ids: list[int]) -> None:
@@ -113,6 +123,7 @@ class FakeContext:
             assert 0 <= token < N_VOCAB, f"token {token}"
             assert position == len(cells), f"seq_id {seq_id} holds {len(cells)} tokens and gets position {position}"
             cells.append(token)
+            self.owned[seq_id].append(next(self._numbers))
             if batch.wants_logits[i]:
                 self._moods.append(mood(cells))
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
@@ -123,11 +134,30 @@ class FakeContext:
         return LOGITS[self._moods]
 
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
-        assert 0 <= seq_id < self.n_seq_max, f"seq_id {seq_id}"
+        assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
+        if self.sharing == "whole" and start > 0:
+            return False
         del self.cells[seq_id][start : None if stop < 0 else stop]
+        del self.owned[seq_id][start : None if stop < 0 else stop]
         return True
 
+    def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
+        assert self.sharing == "cells", "cells cannot be shared here"
+        assert not self.cells[target], f"seq_id {target} holds tokens already"
+        assert start == 0 <= stop <= len(self.cells[source]), f"{stop} of {len(self.cells[source])} tokens"
+        self.cells[target] += self.cells[source][:stop]
+        self.owned[target] += self.owned[source][:stop]
+
+    def clear(self) -> None:
+        for seq_id in range(self.n_seq_ids):
+            self.cells[seq_id].clear()
+            self.owned[seq_id].clear()
+
+    def last_position(self, seq_id: int) -> int:
+        return len(self.cells[seq_id]) - 1
+
     def save_sequence(self, seq_id: int) -> FakeState:
+        assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
         return FakeState(bytes(self.cells[seq_id]))
 
     def restore_sequence(self, seq_id: int, state: FakeState) -> None:
@@ -135,6 +165,7 @@ class FakeContext:
         if self.fail_restore:
             raise LlamaError("no room")
         self.cells[seq_id] += state.tokens
+        self.owned[seq_id] += [next(self._numbers) for _ in state.tokens]
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
 
     def close(self) -> None:
@@ -148,24 +179,30 @@ def fake_engine(
     n_parallel: int = 4,
     unified: bool = True,
     n_ctx_train: int = 4096,
-    swap_space: int = 1024,
+    sharing: Sharing = "none",
+    n_more_ids: int = 4,
+    **settings: Any,
 ) -> BatchInferenceEngine:
-    """An engine over a fresh `FakeContext`, which `context_of` gives."""
-    context = FakeContext(n_ctx=n_ctx, n_batch=n_batch, n_seq_max=n_parallel, kv_unified=unified)
-    info = ModelInfo(
-        name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
-        n_ctx_train=n_ctx_train, max_sequence=min(context.n_ctx_seq, n_ctx_train), bos="", eos="", chat_template=None,
-    )  # fmt: skip
-    runtime = Runtime(context, FakeVocab(), info, context.close)
-    layout = "unified" if unified else "per-sequence"
-    return BatchInferenceEngine(
-        "fake.gguf",
-        runtime=runtime,
+    """An engine over a fresh `FakeContext`, which `context_of` gives.
+
+    `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared.
+    """
+    context = FakeContext(
         n_ctx=n_ctx,
         n_batch=n_batch,
-        n_parallel=n_parallel,
-        kv_layout=layout,
-        swap_space=swap_space,
+        n_seq_max=n_parallel,
+        kv_unified=unified,
+        sharing=sharing,
+        n_more_ids=n_more_ids if sharing == "cells" else 0,
+    )
+    info = ModelInfo(
+        name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
+        kv_layout="unified" if unified else "per-sequence", n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
+        max_sequence=min(context.n_ctx_seq, n_ctx_train),
+    )  # fmt: skip
+    runtime = Runtime(context, FakeVocab(), info, sharing, context.close)
+    return BatchInferenceEngine(
+        "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings
     )
 
 

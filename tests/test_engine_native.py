@@ -42,6 +42,9 @@ def open_engine():
 
 def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
     engine.kv.check()
+    assert engine.kv.n_used == 0
+    engine.clear_prefix_cache()
+    engine.kv.check()
     seq_ids = range(engine.kv.n_seq_ids)
     assert (engine.kv.n_used, engine.kv.swapped_bytes, engine.kv.n_free_ids) == (0, 0, len(seq_ids))
     assert [engine._context.last_position(i) for i in seq_ids] == [-1] * len(seq_ids)
@@ -192,7 +195,7 @@ def test_closing_an_engine_ends_what_runs(tiny_llama):
     engine.step()
     engine.close()
     engine.close()
-    assert (engine.kv.n_used, engine.kv.n_free_ids) == (0, 4)
+    assert (engine.kv.n_used, engine.kv.n_cached, engine.kv.n_free_ids) == (0, 0, engine.kv.n_seq_ids)
 
 
 # --- sampling on the real chain --------------------------------------------------------------------------------------

@@ -58,8 +58,26 @@ def test_an_empty_batch_and_one_with_too_many_tokens_are_refused(context):
         context.decode(batch)
 
 
-@pytest.mark.parametrize("seq_id", [-1, 4])
-def test_a_seq_id_out_of_range_is_refused_everywhere(context, seq_id):
+def test_streams_have_as_many_seq_ids_as_run_and_shared_cells_as_many_as_llama_cpp_has(make_context):
+    assert make_context(n_ctx=1024, kv_unified=False).n_seq_ids == 4
+    assert make_context().n_seq_ids == 255
+    assert make_context(n_seq_max=256).n_seq_ids == 256
+
+
+def test_a_seq_id_that_no_batch_may_have_can_hold_cells_for_others(unified_context):
+    expected = decode(unified_context, PROMPT)
+    unified_context.copy(0, 254, 0, 20)
+    unified_context.remove(0)
+    unified_context.copy(254, 1, 0, 20)
+    assert close(decode(unified_context, PROMPT[20:], seq_id=1, position=20), expected)
+    unified_context.restore_sequence(2, unified_context.save_sequence(254))
+    assert close(decode(unified_context, PROMPT[20:], seq_id=2, position=20), expected)
+    assert [unified_context.last_position(i) for i in (0, 254)] == [-1, 19]
+
+
+@pytest.mark.parametrize("far_out", [False, True])
+def test_a_seq_id_out_of_range_is_refused_everywhere(context, far_out):
+    seq_id = context.n_seq_ids if far_out else -1
     decode(context, PROMPT)
     state = context.save_sequence(0)
     for use in (

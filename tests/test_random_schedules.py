@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
+from cppbatch.config import Sharing
+from cppbatch.engine import engine as engine_module
+from cppbatch.engine import intake, kv_pool, prefix_cache
 from cppbatch.errors import DecodeFailed
 from tests.fakes import EOG, context_of, fake_engine, greedy, reference, text_of
 
@@ -19,10 +24,36 @@ SCHEDULES = settings(
 )
 
 
+class Clock:
+    """Time that only tests let pass, but for a millisecond with each look at it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_scale() -> Iterator[None]:
+    """A clock of our own, and thresholds that fit caches of 48 cells."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "perf_counter", CLOCK)
+        patch.setattr(intake, "perf_counter", CLOCK)
+        patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
+        patch.setattr(prefix_cache, "_WORTH_RESTORING", 2)
+        patch.setattr(kv_pool, "_LEAST_CACHED", 2)
+        yield
+
+
 @dataclass(frozen=True)
 class Arrive:
     prompt: list[int]
     params: SamplingParams
+    options: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -35,10 +66,28 @@ class Step:
     pass
 
 
-Action = Arrive | Cancel | Step
+@dataclass(frozen=True)
+class Wait:
+    seconds: int
 
-SWAP_SPACES = st.sampled_from((0, 1, 2, 1024))
+
+@dataclass(frozen=True)
+class ClearCache:
+    pass
+
+
+Action = Arrive | Cancel | Step | Wait | ClearCache
+
+HOST_MEMORY = st.sampled_from((0, 1, 2, 1024))
 """No swapping, room for one or two sequences, room for all; in a cache of few cells, so that it happens."""
+
+MEMORIES: st.SearchStrategy[tuple[bool, Sharing]] = st.sampled_from(
+    ((True, "cells"), (True, "cells"), (True, "cells"), (True, "whole"), (True, "none"), (False, "copy"),
+     (False, "copy"), (False, "whole"), (False, "none"))
+)  # fmt: skip
+"""Unified or not, and how prefixes are shared there."""
+
+BEGINNINGS = (b"", b"", b"\1" * 5, b"\1" * 5 + b"\2" * 4, b"\1" * 5 + b"\3", b"\4\5\6\7\x08\x09")
 
 STOPS = ((), (), ("a",), ("ab", "b "), ("aab", "ba"), ("é",), ("🙂", "bé"))
 STOP_TOKENS = ((), (), tuple(range(8)), (33, 42, 60))
@@ -46,7 +95,8 @@ STOP_TOKENS = ((), (), tuple(range(8)), (33, 42, 60))
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> Arrive:
-    prompt = draw(st.binary(min_size=1, max_size=LONGEST - 1))
+    beginning = draw(st.sampled_from(BEGINNINGS))
+    prompt = beginning + draw(st.binary(min_size=1, max_size=LONGEST - 1 - len(beginning)))
     max_tokens = draw(st.integers(1, LONGEST - len(prompt)))
     params = greedy(
         max_tokens,
@@ -55,11 +105,19 @@ def arrivals(draw: st.DrawFn) -> Arrive:
         ignore_eos=draw(st.booleans()),
         min_tokens=draw(st.just(0) | st.integers(0, max_tokens)),
     )
-    return Arrive([byte % min(EOG) for byte in prompt], params)
+    options = {
+        "priority": draw(st.sampled_from((0, 0, 0, 1, -1))),
+        "timeout": draw(st.sampled_from((None, None, None, None, 30))),
+        "queue_timeout": draw(st.sampled_from((None, None, None, 0, 15))),
+        "cache_prompt": draw(st.sampled_from((True, True, True, False))),
+        "cache_salt": draw(st.sampled_from(("", "", "", "a"))),
+    }
+    return Arrive([byte % min(EOG) for byte in prompt], params, options)
 
 
+OTHERS = st.integers(1, 6).map(Cancel) | st.integers(1, 20).map(Wait) | st.just(ClearCache())
 ACTIONS = st.lists(
-    st.one_of(arrivals(), arrivals(), st.just(Step()), st.just(Step()), st.integers(1, 6).map(Cancel)),
+    st.one_of(arrivals(), arrivals(), st.just(Step()), st.just(Step()), OTHERS),
     min_size=4,
     max_size=20,
 )
@@ -75,12 +133,16 @@ class Run:
 
     def do(self, action: Action) -> None:
         match action:
-            case Arrive(prompt, params):
-                self.asked[self.engine.add_request(prompt, params)] = action
+            case Arrive(prompt, params, options):
+                self.asked[self.engine.add_request(prompt, params, **options)] = action
             case Cancel(which):
                 self.engine.cancel(f"request-{which}")
             case Step():
                 self.events += self.engine.step()
+            case Wait(seconds):
+                CLOCK.now += seconds
+            case ClearCache():
+                self.engine.clear_prefix_cache()
         self.check_the_books()
 
     def drain(self) -> None:
@@ -92,12 +154,16 @@ class Run:
 
     def check_the_books(self) -> None:
         self.engine.kv.check()
-        assert context_of(self.engine).n_used == self.engine.kv.n_used
+        assert context_of(self.engine).n_used == self.engine.kv.n_used + self.engine.kv.n_cached
 
     def check_all_is_free(self) -> None:
         stats = self.engine.stats()
         assert (stats.kv_cells_used, stats.swapped_bytes, stats.running, stats.waiting) == (0, 0, 0, 0)
-        assert stats.seq_ids_free == N_PARALLEL
+        self.engine.clear_prefix_cache()
+        stats = self.engine.stats()
+        assert (stats.kv_cells_cached, stats.prefix_cache_bytes) == (0, 0)
+        assert stats.seq_ids_free == stats.seq_ids
+        assert context_of(self.engine).n_used == 0
 
     def check_every_answer(self) -> None:
         ended = Counter(event.request_id for event in self.events if event.finish_reason)
@@ -111,7 +177,7 @@ def check_answer(arrival: Arrive, events: list[GenerationEvent]) -> None:
     text = "".join(event.text for event in events)
     expected_tokens, expected_text, expected_reason = reference(arrival.prompt, arrival.params)
     reason, usage = events[-1].finish_reason, events[-1].usage
-    if reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+    if reason in (FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.TIMEOUT):
         assert tokens == expected_tokens[: len(tokens)]
         assert text == text_of(tokens)
     else:
@@ -120,13 +186,27 @@ def check_answer(arrival: Arrive, events: list[GenerationEvent]) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(arrival.prompt), len(tokens))
 
 
-@settings(SCHEDULES, max_examples=3000)
-@given(actions=ACTIONS, unified=st.booleans(), n_ctx=st.sampled_from((LONGEST, 20, 30, N_CTX)), swap_space=SWAP_SPACES)
+@settings(SCHEDULES, max_examples=10_000)
+@given(
+    actions=ACTIONS,
+    memory=MEMORIES,
+    n_ctx=st.sampled_from((LONGEST, 20, 30, N_CTX)),
+    sizes=st.fixed_dictionaries(
+        {"n_more_ids": st.sampled_from((0, 1, 4)), "swap_space": HOST_MEMORY, "prefix_cache_ram": HOST_MEMORY}
+    ),
+)
 def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(
-    actions: list[Action], unified: bool, n_ctx: int, swap_space: int
+    actions: list[Action], memory: tuple[bool, Sharing], n_ctx: int, sizes: dict[str, int]
 ) -> None:
-    n_ctx = n_ctx if unified else N_CTX
-    engine = fake_engine(n_ctx=n_ctx, n_batch=N_BATCH, n_parallel=N_PARALLEL, unified=unified, swap_space=swap_space)
+    unified, sharing = memory
+    engine = fake_engine(
+        n_ctx=n_ctx if unified else N_CTX,
+        n_batch=N_BATCH,
+        n_parallel=N_PARALLEL,
+        unified=unified,
+        sharing=sharing,
+        **sizes,
+    )
     run = Run(engine)
     for action in actions:
         run.do(action)
@@ -136,11 +216,12 @@ def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(
 
 
 @settings(SCHEDULES, max_examples=500)
-@given(actions=ACTIONS, unified=st.booleans(), failing_step=st.integers(1, 12))
+@given(actions=ACTIONS, memory=MEMORIES, failing_step=st.integers(1, 12))
 def test_a_failed_step_ends_those_in_its_batch_and_changes_no_other_text(
-    actions: list[Action], unified: bool, failing_step: int
+    actions: list[Action], memory: tuple[bool, Sharing], failing_step: int
 ) -> None:
-    run = Run(fake_engine(n_ctx=N_CTX, n_batch=N_BATCH, n_parallel=N_PARALLEL, unified=unified))
+    unified, sharing = memory
+    run = Run(fake_engine(n_ctx=N_CTX, n_batch=N_BATCH, n_parallel=N_PARALLEL, unified=unified, sharing=sharing))
     context = context_of(run.engine)
     context.fail_at[failing_step] = DecodeFailed(-3, "made to fail")
     for action in actions:

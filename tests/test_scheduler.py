@@ -24,10 +24,10 @@ class Policy:
     """A scheduler over a pool, with no engine: `step` plans, and computes by only counting."""
 
     def __init__(self, *, n_ctx: int = 64, n_seq_ids: int = 4, unified: bool = True, step_tokens: int = 8) -> None:
-        memory = FakeContext(n_ctx=n_ctx, n_batch=step_tokens, n_seq_max=n_seq_ids, kv_unified=unified)
-        self.kv = KVPool(
-            memory, n_ctx=n_ctx, n_ctx_seq=memory.n_ctx_seq, n_seq_ids=n_seq_ids, unified=unified, swap_bytes=1 << 30
+        self.memory = FakeContext(
+            n_ctx=n_ctx, n_batch=step_tokens, n_seq_max=n_seq_ids, kv_unified=unified, sharing="none"
         )
+        self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
         self.scheduler = Scheduler(self.kv, step_tokens=step_tokens)
 
     def add(self, name: str, n_prompt: int, max_new: int) -> Sequence:
@@ -42,7 +42,8 @@ class Policy:
         self.kv.check()
         outputs = plan.outputs()
         for sequence, n in plan.chunks:
-            sequence.computed(n)
+            self.memory.cells[sequence.seq_id] += bytes(n)
+            self.kv.computed(sequence, n)
         for sequence in outputs:
             sequence.append(0)
             if sequence.n_generated == sequence.max_new:
@@ -51,7 +52,7 @@ class Policy:
 
     def end(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
-        self.kv.release(sequence)
+        self.kv.release(sequence, keep=False)
         sequence.status = Status.FINISHED
 
     def admitted_until_idle(self) -> list[str]:
@@ -257,14 +258,33 @@ def test_prompts_are_computed_in_order_of_arrival() -> None:
     assert [chunks(policy.step()) for _ in range(3)] == [{"a": 6, "b": 2}, {"b": 4, "c": 4}, {"c": 2}]
 
 
-def test_the_batch_is_in_order_of_seq_id_whoever_came_first() -> None:
-    policy = Policy()
-    a = policy.add("a", 2, 9)
-    policy.add("b", 2, 9)
+def test_decode_rows_are_in_order_of_seq_id_whoever_came_first() -> None:
+    policy = Policy(n_seq_ids=6)
+    first = [policy.add(name, 1, 9) for name in "abcd"]
     policy.step()
-    policy.end(a)
-    policy.add("later", 2, 9)
-    assert [sequence.seq_id for sequence, _ in policy.step().chunks] == [0, 1]
+    policy.end(first[0])
+    policy.end(first[2])
+    policy.add("e", 1, 9)
+    policy.add("f", 1, 9)
+    policy.step()
+    assert [sequence.seq_id for sequence, _ in policy.step().chunks] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("prefilling", [[0], [1], [5], [0, 5], [1, 0], [5, 4], [0, 1, 5], [2], [0, 2, 5]])
+def test_no_prompt_joins_the_rows_it_lies_next_to(prefilling: list[int]) -> None:
+    policy = Policy(n_seq_ids=6, step_tokens=64)
+    sequences = [policy.add(str(i), 1, 9) for i in range(6)]
+    policy.step()
+    for i in prefilling:
+        policy.end(sequences[i])
+    for i in prefilling:
+        policy.add(f"again-{i}", 3, 9)
+    seq_ids = [sequence.seq_id for sequence, _ in policy.step().chunks]
+    rows = [i for i in range(6) if i not in prefilling]
+    at = seq_ids.index(rows[0])
+    assert seq_ids[at : at + len(rows)] == rows
+    assert at == 0 or seq_ids[at - 1] + 1 != rows[0]
+    assert seq_ids[at + len(rows) :][:1] != [rows[-1] + 1]
 
 
 def test_a_step_says_how_many_tokens_it_has_and_how_many_of_them_decode() -> None:

@@ -21,8 +21,16 @@ def run(budget: StepBudget, *, decode_s: float, token_s: float, steps: int = 30)
 
 
 @pytest.mark.parametrize(("decode_s", "token_s"), [(0.05, 1e-3), (0.2, 5e-3), (0.03, 1e-4)])
-def test_a_step_with_prefill_takes_at_most_twice_one_without(decode_s: float, token_s: float) -> None:
-    assert max(run(StepBudget(2048), decode_s=decode_s, token_s=token_s)) <= 2.05 * decode_s
+def test_a_step_with_prefill_takes_well_under_three_times_one_without(decode_s: float, token_s: float) -> None:
+    assert max(run(StepBudget(2048), decode_s=decode_s, token_s=token_s)) <= 2.35 * decode_s
+
+
+def test_now_and_then_a_step_without_prefill_tells_what_decoding_takes_now() -> None:
+    budget = StepBudget(2048)
+    run(budget, decode_s=0.05, token_s=1e-3)
+    times = run(budget, decode_s=0.1, token_s=1e-3, steps=200)  # the running streams have grown
+    assert 0 < times.count(0.1) <= 200 / 15
+    assert max(times[-40:]) == pytest.approx(2.3 * 0.1, rel=0.05)
 
 
 def test_a_given_target_is_kept() -> None:
@@ -37,7 +45,7 @@ def test_a_fast_machine_is_not_slowed_by_tiny_steps() -> None:
 def test_a_prompt_goes_on_however_slow_the_machine_is() -> None:
     budget = StepBudget(2048, 0.001)
     run(budget, decode_s=0.5, token_s=0.1)
-    assert budget.prefill_tokens(8) == 16
+    assert budget.prefill_tokens(8) == 4
 
 
 def test_nobody_decoding_means_full_steps() -> None:

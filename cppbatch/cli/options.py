@@ -53,8 +53,21 @@ _ENGINE = [
         default=_DEFAULTS.flash_attn, help="Flash attention.",
     ),
     option(
-        "--kv-layout", env="KV_LAYOUT", type=click.Choice(["unified", "per-sequence"]), default=_DEFAULTS.kv_layout,
+        "--kv-layout", env="KV_LAYOUT", type=click.Choice(["auto", "unified", "per-sequence"]),
+        default=_DEFAULTS.kv_layout,
         help="unified: all sequences share the cells; per-sequence: each has ctx-size / parallel of its own.",
+    ),
+    option(
+        "--prefix-cache/--no-prefix-cache", env="PREFIX_CACHE", default=_DEFAULTS.prefix_cache,
+        help="Compute the common beginning of requests once.",
+    ),
+    option(
+        "--prefix-cache-ram", env="PREFIX_CACHE_RAM", type=int, default=_DEFAULTS.prefix_cache_ram,
+        help="MiB of host memory for cached prefixes that had to leave their KV cells.",
+    ),
+    option(
+        "--max-queue", env="MAX_QUEUE", type=int, default=_DEFAULTS.max_queue,
+        help="Requests that may wait; more are refused with 429.",
     ),
     option(
         "--swap-space", env="SWAP_SPACE", type=int, default=_DEFAULTS.swap_space,
@@ -62,7 +75,7 @@ _ENGINE = [
     ),
     option(
         "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
-        help="How long a step may take while anybody decodes; 0: twice a step without prompts.",
+        help="How long a step may take while anybody decodes; 0: 2.3 times a step without prompts.",
     ),
 ]  # fmt: skip
 

@@ -37,7 +37,7 @@ class EngineClient(Protocol):
     def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request: `async for event in client.submit(request)`; the last event has a finish reason.
 
-        The first step of the iteration raises `InvalidRequest` or `EngineClosed`. Closing the iterator
+        The first step of the iteration raises `InvalidRequest`, `QueueFull` or `EngineClosed`. Closing the iterator
         (`contextlib.aclosing`) before its end cancels the request.
         """
         ...

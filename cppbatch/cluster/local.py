@@ -23,7 +23,7 @@ from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.engine.runtime import ModelInfo, Runtime
 from cppbatch.engine.sequence import Sequence
-from cppbatch.errors import EngineClosed, InvalidRequest
+from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -52,7 +52,7 @@ class LocalEngine:
         # The engine knows requests by a number of ours: an id may be used again while its last events are on the way.
         self._numbers = map(str, itertools.count())
         self._streams: dict[str, _Stream] = {}
-        self._events: dict[str, asyncio.Queue[GenerationEvent]] = {}
+        self._events: dict[str, asyncio.Queue[GenerationEvent | QueueFull]] = {}
         self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-tokenizer")
         # A daemon: an impatient second Ctrl-C must not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
@@ -95,6 +95,9 @@ class LocalEngine:
             running = True
             while running:
                 event = await stream.events.get()
+                if isinstance(event, QueueFull):
+                    running = False
+                    raise event
                 running = event.finish_reason is None
                 yield msgspec.structs.replace(event, request_id=request.id)
         finally:
@@ -153,6 +156,10 @@ class LocalEngine:
             if queue := self._events.get(event.request_id):  # none: its iterator was closed
                 queue.put_nowait(event)
 
+    def _refuse(self, number: str, error: QueueFull) -> None:
+        if queue := self._events.get(number):
+            queue.put_nowait(error)
+
     def _deliver_to_all(self, reason: FinishReason, error: str | None) -> None:
         self._deliver(
             [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._events]
@@ -206,7 +213,10 @@ class LocalEngine:
 
     def _add(self, engine: BatchInferenceEngine, sequence: Sequence) -> None:
         if self._health.status == "ok":
-            engine.add(sequence)
+            try:
+                engine.add(sequence)
+            except QueueFull as error:
+                self._tell(self._refuse, sequence.id, error)
         else:  # it failed after `submit` had looked
             failed = GenerationEvent(request_id=sequence.id, finish_reason=FinishReason.ERROR, error=self._health.error)
             self._tell(self._deliver, [failed])
@@ -222,7 +232,7 @@ class _Stream:
 
     def __init__(self, number: str) -> None:
         self.number = number
-        self.events: asyncio.Queue[GenerationEvent] = asyncio.Queue()
+        self.events: asyncio.Queue[GenerationEvent | QueueFull] = asyncio.Queue()
         self.cancelled = False
 
 

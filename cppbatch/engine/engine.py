@@ -26,7 +26,7 @@ from cppbatch.engine.runtime import ModelInfo, Runtime, load_runtime
 from cppbatch.engine.sampling import FAILED, Sampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Sequence, Status
-from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError
+from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
 from cppbatch.llama import Batch
 
 log = logging.getLogger("cppbatch.engine")
@@ -59,15 +59,15 @@ class BatchInferenceEngine:
         self._batch = Batch(context.n_batch)
         self.kv = KVPool(
             context,
-            n_ctx=context.n_ctx,
-            n_ctx_seq=context.n_ctx_seq,
-            n_seq_ids=context.n_seq_max,
-            unified=context.kv_unified,
+            self._runtime.sharing,
             swap_bytes=config.swap_space << 20,
+            cache_bytes=config.prefix_cache_ram << 20,
         )
         self._intake = Intake(self._vocab, self.kv, self.info)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
-        self._scheduler = Scheduler(self.kv, step_tokens=context.n_batch, target_step_s=target)
+        self._scheduler = Scheduler(
+            self.kv, step_tokens=context.n_batch, n_parallel=config.n_parallel, target_step_s=target
+        )
         self._sampler = Sampler(self._vocab.n_tokens, self._vocab.eog)
         self._metrics = Metrics()
         self._sequences: dict[str, Sequence] = {}
@@ -91,7 +91,13 @@ class BatchInferenceEngine:
         return self._intake.prepare(request)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `EngineClosed`."""
+        """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `QueueFull`, `EngineClosed`."""
+        limit = self.config.max_queue
+        if len(self._scheduler.waiting) >= limit:
+            raise QueueFull(limit, self._metrics.seconds_per_request())
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed")
         if sequence.id in self._sequences:
@@ -100,18 +106,26 @@ class BatchInferenceEngine:
         self._scheduler.add(sequence)
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> str:
-        """Queues a prompt (text or token ids) and returns the request's id. Raises `InvalidRequest`."""
-        sequence = self._prepare(prompt, params, request_id)
+        """Queues a prompt (text or token ids) and returns the request's id.
+
+        `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...). Raises `InvalidRequest`,
+        `QueueFull`, `EngineClosed`.
+        """
+        sequence = self._prepare(prompt, params, request_id, **options)
         self.add(sequence)
         return sequence.id
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None) -> Sequence:
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, **options: Any
+    ) -> Sequence:
         if request_id is None:
             self._next_id = next(n for n in itertools.count(self._next_id + 1) if f"request-{n}" not in self._sequences)
             request_id = f"request-{self._next_id}"
-        return self.prepare(GenerationRequest(id=request_id, prompt=prompt, params=params or SamplingParams()))
+        return self.prepare(
+            GenerationRequest(id=request_id, prompt=prompt, params=params or SamplingParams(), **options)
+        )
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request now: its cells are free when this returns. False when it is not running any more."""
@@ -149,10 +163,14 @@ class BatchInferenceEngine:
         except BaseException:  # Ctrl-C, most likely
             self._undo(plan)
             raise
+        if not self._scheduler.has_work:
+            self._check_books()
         events, self._events = self._events, []
         return events
 
     def _plan(self) -> StepPlan:
+        for sequence in self._scheduler.expired(perf_counter()):
+            self._finish(sequence, FinishReason.TIMEOUT)
         plan = self._scheduler.plan()
         if plan.admitted:
             now = perf_counter()
@@ -193,14 +211,20 @@ class BatchInferenceEngine:
         return True
 
     def _undo(self, plan: StepPlan) -> None:
-        """After an interrupted step: lets each sequence's cells hold what its books say, or ends it."""
+        """After an interrupted step: lets each sequence's cells hold what its books say."""
+        if not self.kv.is_settled:
+            self.kv.rebuild()
         for sequence, _ in plan.chunks:
-            if sequence.seq_id < 0:
-                continue
-            sequence.n_computed = min(sequence.n_computed, sequence.n_tokens - 1)  # the last one's logits are lost
-            if not self._context.remove(sequence.seq_id, sequence.n_computed):
-                sequence.error = "the step was interrupted, and this model cannot take back a part of a sequence"
-                self._finish(sequence, FinishReason.ERROR)
+            if sequence.seq_id >= 0:
+                self.kv.take_back(sequence, min(sequence.n_computed, sequence.n_tokens - 1))  # its logits are lost
+
+    def _check_books(self) -> None:
+        """Nothing runs: a good time to see whether all cells are where they should be, and if not, to begin anew."""
+        try:
+            self.kv.check()
+        except AssertionError as error:
+            log.error("the KV books were wrong (%s) and are started anew. They were:\n%s", error, self.kv.dump())
+            self.kv.rebuild()
 
     def _sample(self, plan: StepPlan) -> list[int]:
         outputs = plan.outputs()
@@ -212,7 +236,7 @@ class BatchInferenceEngine:
         """Books what was computed, appends the new tokens, lets the finished leave."""
         outputs = plan.outputs()
         for sequence, n in plan.chunks:
-            sequence.computed(n)
+            self.kv.computed(sequence, n)
         now = perf_counter()
         for sequence, token in zip(outputs, tokens, strict=True):
             sequence.first_token_at = sequence.first_token_at or now
@@ -241,7 +265,7 @@ class BatchInferenceEngine:
     ) -> None:
         """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
         self._scheduler.remove(sequence)
-        self.kv.release(sequence)
+        self.kv.release(sequence, keep=reason is not FinishReason.ERROR)
         del self._sequences[sequence.id]
         if sequence.sampler:
             sequence.sampler.close()
@@ -269,35 +293,41 @@ class BatchInferenceEngine:
         params: SamplingParams | AnySequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        **options: Any,
     ) -> list[Completion]:
         """Continues every prompt, all in one batch, and returns the results in the prompts' order.
 
-        `params`: one for all, or one for each prompt. `progress` shows a line with the speed. Raises
-        `InvalidRequest` naming the prompt at fault before anything runs. Interrupted, it cancels what is left.
+        `params`: one for all, or one for each prompt. `progress` shows a line with the speed. `options`: fields of
+        `GenerationRequest` (priority, timeout, cache_salt ...) for all. Raises `InvalidRequest` naming the prompt at
+        fault before anything runs. Interrupted, it cancels what is left.
         """
-        ids = self._add_all(prompts, params_for_each(prompts, params))
+        ids = self._add_all(prompts, params_for_each(prompts, params), options)
         return collect(ids, self._run(set(ids)), progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[GenerationEvent, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Generator[GenerationEvent, None, None]:
         """Continues one prompt, yielding its events as they come; other requests advance meanwhile.
 
-        Closing the iterator cancels the request.
+        `options`: fields of `GenerationRequest`. Closing the iterator cancels the request.
         """
-        return self._stream(self._prepare(prompt, params))
+        return self._stream(self._prepare(prompt, params, **options))
 
     def _stream(self, sequence: Sequence) -> Generator[GenerationEvent, None, None]:
         self.add(sequence)  # not before the iteration starts: an iterator that never ran leaves nothing behind
         yield from self._run({sequence.id})
 
-    def _add_all(self, prompts: AnySequence[Prompt], params: list[SamplingParams]) -> list[str]:
+    def _add_all(
+        self, prompts: AnySequence[Prompt], params: list[SamplingParams], options: dict[str, Any]
+    ) -> list[str]:
         prepared = []
         for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
             try:
-                prepared.append(self._prepare(prompt, its))
+                prepared.append(self._prepare(prompt, its, **options))
             except InvalidRequest as error:
                 raise InvalidRequest(f"prompts[{i}]", str(error)) from error
         for sequence in prepared:
-            self.add(sequence)
+            self._queue(sequence)  # however many: who waits for them all is this caller alone
         return [sequence.id for sequence in prepared]
 
     def _run(self, ids: set[str]) -> Iterator[GenerationEvent]:
@@ -336,6 +366,13 @@ class BatchInferenceEngine:
             waiting=len(self._scheduler.waiting),
             kv_cells=self.kv.n_ctx,
             kv_cells_used=self.kv.n_used,
+            kv_cells_cached=self.kv.n_cached,
+            prefixes_in_cells=len(self.kv.cache.in_cells),
+            prefixes_in_host=len(self.kv.cache.in_host),
+            prefix_queries=self.kv.cache.queries,
+            prefix_hits=self.kv.cache.hits,
+            prefix_hit_tokens=self.kv.cache.hit_tokens,
+            prefix_cache_bytes=self.kv.cache.used_host_bytes,
             swaps=self.kv.n_swaps,
             recomputes=self.kv.n_recomputes,
             swapped_bytes=self.kv.swapped_bytes,
@@ -344,6 +381,10 @@ class BatchInferenceEngine:
             step_seconds=dict(m.seconds),
         )
 
+    def clear_prefix_cache(self) -> None:
+        """Forgets what finished requests left: its cells and host memory are free when this returns."""
+        self.kv.clear_cache()
+
     def close(self) -> None:
         """Ends what runs and frees the model. Closing again does nothing."""
         if self._closed:
@@ -351,6 +392,7 @@ class BatchInferenceEngine:
         self._closed = True
         for request_id in list(self._sequences):
             self.cancel(request_id)
+        self.clear_prefix_cache()
         self._runtime.close()
 
     def __enter__(self) -> BatchInferenceEngine:

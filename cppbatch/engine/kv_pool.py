@@ -1,21 +1,41 @@
-"""Who holds which cells and seq_ids of the KV cache, and what is swapped out to host memory."""
+"""Who holds which cells and seq_ids of the KV cache, and what lies in host memory."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from collections.abc import Sequence as AnySequence
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
+from cppbatch.config import Sharing
+from cppbatch.engine.cells import Cells, n_held, n_shared
+from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache
 from cppbatch.engine.sequence import SavedState, Sequence, Status
 from cppbatch.errors import LlamaError
 
 log = logging.getLogger("cppbatch.engine")
 
+_MOST_CACHED = 0.25  # of the cells: attention reads past cells that nobody runs in, so more would slow everyone down
+_LEAST_CACHED = 8  # tokens: a shorter prefix is as soon computed as found
+
+NO_ROOM = (LlamaError, MemoryError)
+
 
 class Memory(Protocol):
     """The part of a llama.cpp context that holds keys and values."""
 
+    n_ctx: int
+    n_ctx_seq: int
+    n_seq_max: int
+    n_seq_ids: int
+    kv_unified: bool
+
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool: ...
+    def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None: ...
+    def clear(self) -> None: ...
+    def last_position(self, seq_id: int) -> int: ...
     def save_sequence(self, seq_id: int) -> SavedState: ...
     def restore_sequence(self, seq_id: int, state: Any) -> None: ...  # one that `save_sequence` gave
 
@@ -23,116 +43,383 @@ class Memory(Protocol):
 class KVPool:
     """Cells and seq_ids of one context.
 
-    `unified`: one pool of `n_ctx` cells; otherwise each seq_id has `n_ctx_seq` cells of its own. Planning a step
-    (`admit`, `preempt`) changes the books only; `apply` then moves the memory. `swap_bytes` bounds the host memory
-    for sequences that had to give up their cells; beyond it they are computed again when they resume.
+    In the unified layout all sequences share the cells, and may hold the same ones; otherwise each seq_id has
+    `n_ctx_seq` of its own. Planning a step (`admit`, `preempt`, `evict`) changes the books and notes the moves; `apply`
+    then makes them, in that order. `swap_bytes` bounds the host memory for sequences that had to give up their cells;
+    beyond it they are computed again when they resume. `cache_bytes` bounds that for cached prefixes.
     """
 
-    def __init__(
-        self, memory: Memory, *, n_ctx: int, n_ctx_seq: int, n_seq_ids: int, unified: bool, swap_bytes: int
-    ) -> None:
+    def __init__(self, memory: Memory, sharing: Sharing, *, swap_bytes: int, cache_bytes: int) -> None:
         self._memory = memory
-        self.n_ctx = n_ctx
-        self.n_seq_ids = n_seq_ids
-        self._n_cells = n_ctx if unified else n_ctx_seq * n_seq_ids
-        self.unified = unified
+        self.n_ctx = memory.n_ctx
+        self.n_seq_ids = memory.n_seq_ids
+        self.unified = memory.kv_unified
+        self._n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
         self._swap_bytes = swap_bytes
         self.swapped_bytes = 0
         """Host memory that holds swapped-out sequences now."""
         self.n_swaps = self.n_recomputes = 0
         """Sequences that gave up their cells so far: to host memory, or to be computed again."""
-        self._free_ids = list(range(n_seq_ids))  # a heap: the lowest is given first, so the ids in use stay close
-        self._holders: dict[int, Sequence] = {}
-        self._leaving: list[tuple[int, Sequence]] = []
-        self._returning: list[Sequence] = []
+        self.cache = PrefixCache(sharing, host_bytes=cache_bytes)
+        self._cells = Cells()
+        # Heaps: the lowest is given first, so those in use stay close. Only the first n_seq_max may be in a batch.
+        self._free_ids = list(range(memory.n_seq_max))
+        self._shelf_ids = list(range(memory.n_seq_max, memory.n_seq_ids))
+        self._running: dict[int, Sequence] = {}
+        self._moves: list[Callable[[], object]] = []
+        self._moving: list[Sequence] = []
+        self._copied: dict[Sequence | CachedPrefix, SavedState] = {}  # within one `apply`
+
+    # --- what there is ------------------------------------------------------------------------------------------
 
     @property
     def n_used(self) -> int:
-        """Cells that hold a computed token."""
-        return sum(sequence.n_computed for sequence in self._holders.values())
+        """Cells of running sequences; shared ones count once."""
+        return n_held(sequence.cells for sequence in self._running.values())
+
+    @property
+    def n_cached(self) -> int:
+        """Cells that only cached prefixes hold."""
+        return self._cells.n_used - self.n_used
 
     @property
     def n_free(self) -> int:
-        """Cells that hold nothing."""
-        return self._n_cells - self.n_used
+        """Cells that nobody holds."""
+        return self._n_cells - self._cells.n_used
 
     @property
     def n_free_ids(self) -> int:
-        """seq_ids that no sequence has."""
-        return len(self._free_ids)
+        """seq_ids that neither a running sequence nor a cached prefix has."""
+        return len(self._free_ids) + len(self._shelf_ids)
 
-    def admit(self, sequence: Sequence) -> None:
-        """Gives a sequence a seq_id; a swapped-out one gets its memory back in `apply`. There must be a free id."""
-        sequence.seq_id = heappop(self._free_ids)
-        self._holders[sequence.seq_id] = sequence
-        if sequence.status is Status.SWAPPED:
-            self._returning.append(sequence)
+    def has_room(
+        self, sequence: Sequence, match: Match | None, n_more: int, *, without: AnySequence[Sequence] = ()
+    ) -> bool:
+        """Whether a waiting sequence and `n_more` other cells fit, with cached prefixes evicted if need be.
+
+        `without`: running sequences that would be preempted for it.
+        """
+        if not self.unified:
+            return True
+        shared = self._cells.share(match.source.cells, match.n) if match and self._shares_cells(match) else None
+        staying = [s.cells for s in self._running.values() if s not in without]
+        held = n_held([*staying, shared])
+        n_new = sequence.n_tokens - (shared.stop if shared else 0)
+        self._cells.free(shared)
+        at_first = match.source.n_computed if match and shared is None else 0  # restored whole, before it is cut
+        return self._n_cells - held >= max(n_new + n_more, at_first)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the memory is what the books say: no move is left to make."""
+        return not self._moves
+
+    # --- planning: books now, memory in `apply` -----------------------------------------------------------------
+
+    def admit(self, sequence: Sequence, match: Match | None = None) -> None:
+        """Gives a sequence a seq_id, and what it had when it was swapped out, or else the prefix of `match`."""
+        if not sequence.saved:
+            sequence.n_computed = 0
+        if sequence.saved:
+            self._return(sequence)
+        elif match is None:
+            self._take_id(sequence, None)
+        elif self._takes_over(match):
+            self._take_over(sequence, match)
+        else:
+            self._take_prefix(sequence, match)
+        if sequence.n_generated == 0:  # not one that resumes
+            self.cache.count(sequence, match)
+        self.cache.track(sequence)
         only_one_pending = sequence.n_computed > 0 and sequence.n_pending == 1
         sequence.status = Status.DECODE if only_one_pending else Status.PREFILL
 
+    def _return(self, sequence: Sequence) -> None:
+        self._take_id(sequence, None)
+        self.make_room(sequence.n_computed)
+        sequence.cells = self._cells.grow(None, sequence.n_computed)
+        self._move(sequence, partial(self._swap_in, sequence))
+
+    def _take_over(self, sequence: Sequence, match: Match) -> None:
+        """The sequence continues a cached prefix in its place."""
+        cached, n = match.source, match.n
+        assert isinstance(cached, CachedPrefix)
+        self.cache.drop(cached)
+        sequence.seq_id, sequence.n_computed = cached.seq_id, n
+        sequence.cells = self._cells.cut(cached.cells, n)
+        self._running[sequence.seq_id] = sequence
+        self._moves.append(partial(self._memory.remove, sequence.seq_id, n))
+
+    def _take_prefix(self, sequence: Sequence, match: Match) -> None:
+        source, n = match.source, match.n
+        self._take_id(sequence, source)
+        sequence.n_computed = n
+        if self._shares_cells(match):
+            sequence.cells = self._cells.share(source.cells, n)
+            self._moves.append(partial(self._memory.copy, source.seq_id, sequence.seq_id, 0, n))
+        else:
+            self.make_room(source.n_computed, keep=source)
+            sequence.cells = self._cells.grow(None, n)
+            self._move(sequence, partial(self._copy, source, source.seq_id, source.saved, sequence))
+
     def preempt(self, sequence: Sequence) -> None:
         """Takes cells and seq_id from a running sequence, which keeps its tokens and resumes later."""
-        self._leaving.append((sequence.seq_id, sequence))
-        self._give_up_id(sequence)
+        # What others hold too is found again when it resumes; a copy in host memory would take cells of its own.
+        worth_saving = n_shared(sequence.cells) * 2 < sequence.n_computed
+        self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, worth_saving=worth_saving))
+        self._give_up(sequence)
         sequence.status = Status.SWAPPED
 
+    def make_room(self, n_free: int, *, keep: object = None) -> bool:
+        """Evicts cached prefixes, the least recently used first, until so many cells are free. Whether they are."""
+        while self.unified and self.n_free < n_free:
+            if not self._evict(keep):
+                return False
+        return True
+
+    def _evict(self, keep: object) -> bool:
+        """A cached prefix, not `keep`, leaves its cells for host memory. False when there is none."""
+        cached = next((cached for cached in self.cache.in_cells if cached is not keep), None)
+        if cached:
+            self._move_out(cached)
+        return cached is not None
+
+    def _move_out(self, cached: CachedPrefix) -> None:
+        self._moves.append(partial(self._save, cached, cached.seq_id))
+        self.cache.drop(cached)
+        self._cells.free(cached.cells)
+        cached.cells = None
+        self._free_id(cached.seq_id)
+        cached.seq_id = -1
+
+    def _shares_cells(self, match: Match) -> bool:
+        return self.cache.sharing == "cells" and match.source.seq_id >= 0
+
+    def _takes_over(self, match: Match) -> bool:
+        source = match.source
+        if not isinstance(source, CachedPrefix) or source.seq_id < 0:
+            return False
+        if not self._free_ids and len(self.cache.in_cells) == 1:
+            return True  # no other seq_id can be had
+        return self.cache.sharing != "cells" and 2 * match.n >= source.n_computed
+
+    def _take_id(self, sequence: Sequence, keep: object) -> None:
+        if not self._free_ids:
+            self._evict(keep)
+        if self.cache.sharing != "cells" and self._running:
+            # llama.cpp computes neighbouring streams together: one that is only cached must not lie between them.
+            between = range(min(self._running), self._free_ids[0])
+            in_the_way = [c for c in self.cache.in_cells if c.seq_id in between and c is not keep]
+            if in_the_way:
+                self._move_out(min(in_the_way, key=lambda cached: cached.seq_id))
+        sequence.seq_id = heappop(self._free_ids)
+        self._running[sequence.seq_id] = sequence
+
+    def _move(self, sequence: Sequence, move: Callable[[], object]) -> None:
+        """Notes a move that may fail: the sequence computes nothing before it is made."""
+        sequence.moving = True
+        self._moving.append(sequence)
+        self._moves.append(move)
+
+    # --- moving the memory --------------------------------------------------------------------------------------
+
     def apply(self) -> None:
-        """Carries out what was planned: first those who leave, then those who return."""
-        for seq_id, sequence in self._leaving:
-            self._swap_out(seq_id, sequence)
-        for sequence in self._returning:
-            self._swap_in(sequence)
-        self._leaving.clear()
-        self._returning.clear()
+        """Makes the moves that were planned."""
+        for move in self._moves:
+            move()
+        self._moves.clear()
+        for sequence in self._moving:
+            sequence.moving = False
+        self._moving.clear()
+        self._copied.clear()
 
-    def release(self, sequence: Sequence) -> None:
-        """Takes everything a finished sequence holds, at once."""
-        if sequence.seq_id >= 0:
-            self._memory.remove(sequence.seq_id)
-            self._give_up_id(sequence)
-        self._drop_saved(sequence)
-        sequence.n_computed = 0
-
-    def _give_up_id(self, sequence: Sequence) -> None:
-        del self._holders[sequence.seq_id]
-        heappush(self._free_ids, sequence.seq_id)
-        sequence.seq_id = -1
-
-    def _swap_out(self, seq_id: int, sequence: Sequence) -> None:
+    def _swap_out(self, seq_id: int, sequence: Sequence, *, worth_saving: bool) -> None:
         room = self._swap_bytes - self.swapped_bytes
-        saved = self._memory.save_sequence(seq_id) if room > 0 and sequence.n_computed else None
+        saved = self._saved(seq_id) if worth_saving and room > 0 else None
         self._memory.remove(seq_id)
         if saved and saved.n_bytes <= room:
             sequence.saved = saved
             self.swapped_bytes += saved.n_bytes
             self.n_swaps += 1
         else:
-            self._start_over(sequence, Status.WAITING)
+            sequence.n_computed = 0
+            sequence.status = Status.WAITING
+            self.n_recomputes += 1
 
     def _swap_in(self, sequence: Sequence) -> None:
-        assert sequence.saved is not None
         try:
             self._memory.restore_sequence(sequence.seq_id, sequence.saved)
-        except LlamaError as error:
-            log.warning("%s is computed again: %s", sequence.id, error)
-            self._start_over(sequence, Status.PREFILL)
+        except NO_ROOM as error:
+            self.n_recomputes += 1
+            self._start_over(sequence, error)
         self._drop_saved(sequence)
 
-    def _start_over(self, sequence: Sequence, status: Status) -> None:
+    def _copy(self, source: Sequence | CachedPrefix, seq_id: int, saved: SavedState | None, sequence: Sequence) -> None:
+        """Copies a prefix by way of host memory: all of it, then cut, as llama.cpp knows no part of a state.
+
+        `seq_id`, `saved`: where the source's memory was when this was planned.
+        """
+        try:
+            state = saved or self._copied.get(source)
+            if state is None:
+                state = self._copied[source] = self._memory.save_sequence(seq_id)
+            self._memory.restore_sequence(sequence.seq_id, state)
+            self._memory.remove(sequence.seq_id, sequence.n_computed)
+        except NO_ROOM as error:
+            self._start_over(sequence, error)
+
+    def _start_over(self, sequence: Sequence, error: Exception) -> None:
+        log.warning("%s is computed from its first token: %s", sequence.id, error)
+        self._memory.remove(sequence.seq_id)
+        self._cells.free(sequence.cells)
+        sequence.cells = None
+        sequence.n_computed = sequence.n_cached = 0
+        sequence.status = Status.PREFILL
+
+    def _save(self, cached: CachedPrefix, seq_id: int) -> None:
+        saved = self._saved(seq_id) if self.cache.host_bytes else None
+        self._memory.remove(seq_id)
+        if saved:
+            self.cache.keep_in_host(cached, saved)
+
+    def _saved(self, seq_id: int) -> SavedState | None:
+        try:
+            return self._memory.save_sequence(seq_id)
+        except NO_ROOM as error:
+            log.warning("the memory of seq_id %d is not kept: %s", seq_id, error)
+            return None
+
+    # --- what a step does ---------------------------------------------------------------------------------------
+
+    def computed(self, sequence: Sequence, n: int) -> None:
+        """Notes that a sequence's next `n` pending tokens are in the cache."""
+        sequence.cells = self._cells.grow(sequence.cells, n)
+        sequence.computed(n)
+
+    def take_back(self, sequence: Sequence, n: int) -> None:
+        """Leaves a running sequence its first `n` computed tokens; none, if this memory cannot remove a part."""
+        if not self._memory.remove(sequence.seq_id, n):
+            self._memory.remove(sequence.seq_id)
+            n = 0
+        sequence.cells = self._cells.cut(sequence.cells, n)
+        sequence.n_computed = n
+        sequence.status = Status.PREFILL
+
+    def release(self, sequence: Sequence, *, keep: bool) -> None:
+        """A sequence has ended: it holds nothing any more. `keep`: what it computed may be of use to others."""
+        if sequence.seq_id >= 0:
+            if keep and sequence.n_computed >= _LEAST_CACHED and self.cache.wants(sequence):
+                self._cache(sequence)
+            else:
+                self._memory.remove(sequence.seq_id)
+                self._give_up(sequence)
+        self._drop_saved(sequence)
         sequence.n_computed = 0
-        sequence.status = status
-        self.n_recomputes += 1
+
+    def _cache(self, sequence: Sequence) -> None:
+        self.cache.forget(sequence)
+        tokens = sequence.tokens[: sequence.n_computed].copy()
+        cached = CachedPrefix(tokens, sequence.request.cache_salt, self._shelve(sequence), sequence.cells)
+        del self._running[sequence.seq_id]
+        sequence.seq_id, sequence.cells = -1, None
+        for useless in self.cache.add(cached):
+            self._forget(useless)
+        while self.unified and self.n_cached > _MOST_CACHED * self._n_cells:
+            self._evict(None)
+        self.apply()
+
+    def _shelve(self, sequence: Sequence) -> int:
+        """The seq_id under which its cells stay: one that cannot run, where there are such."""
+        if self.n_seq_ids == self._memory.n_seq_max:
+            return sequence.seq_id
+        if not self._shelf_ids:
+            self._evict(None)
+            self.apply()
+        shelf_id = heappop(self._shelf_ids)
+        self._memory.copy(sequence.seq_id, shelf_id, 0, sequence.n_computed)
+        self._memory.remove(sequence.seq_id)
+        self._free_id(sequence.seq_id)
+        return shelf_id
+
+    def _forget(self, cached: CachedPrefix) -> None:
+        """A cached prefix goes for good."""
+        self.cache.drop(cached)
+        if cached.seq_id >= 0:
+            self._memory.remove(cached.seq_id)
+            self._cells.free(cached.cells)
+            self._free_id(cached.seq_id)
+
+    def clear_cache(self) -> None:
+        """Frees all cached prefixes, in cells and in host memory."""
+        for cached in [*self.cache.in_cells, *self.cache.in_host]:
+            self._forget(cached)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        self.cache.forget(sequence)
+        self._cells.free(sequence.cells)
+        sequence.cells = None
+        del self._running[sequence.seq_id]
+        self._free_id(sequence.seq_id)
+        sequence.seq_id = -1
+
+    def _free_id(self, seq_id: int) -> None:
+        heappush(self._free_ids if seq_id < self._memory.n_seq_max else self._shelf_ids, seq_id)
 
     def _drop_saved(self, sequence: Sequence) -> None:
         if sequence.saved:
             self.swapped_bytes -= sequence.saved.n_bytes
             sequence.saved = None
 
+    # --- integrity ----------------------------------------------------------------------------------------------
+
     def check(self) -> None:
-        """Raises AssertionError when the books do not add up (DESIGN.md's invariants)."""
-        held = list(self._holders)
-        assert sorted(held + self._free_ids) == list(range(self.n_seq_ids)), "a seq_id is lost or held twice"
-        assert all(s.seq_id == i for i, s in self._holders.items()), "a sequence has another's seq_id"
-        assert 0 <= self.n_free <= self._n_cells, f"{self.n_used} cells are used of {self._n_cells}"
-        assert not self._leaving, "a preempted sequence still holds its memory"
-        assert 0 <= self.swapped_bytes <= self._swap_bytes, f"{self.swapped_bytes} bytes are swapped out"
+        """Raises `AssertionError` when the books do not add up, or are not what llama.cpp has (DESIGN.md)."""
+        cached = {prefix.seq_id: prefix for prefix in self.cache.in_cells}
+        held: dict[int, Sequence | CachedPrefix] = {**self._running, **cached}
+        ids = sorted([*held, *self._free_ids, *self._shelf_ids])
+        _require(ids == list(range(self.n_seq_ids)), "a seq_id is lost or held twice")
+        _require(all(seq_id < self._memory.n_seq_max for seq_id in self._running), "a sequence runs on the shelf")
+        for seq_id, holder in held.items():
+            n = holder.cells.stop if holder.cells else 0
+            _require(holder.seq_id == seq_id, f"seq_id {seq_id} is another one's")
+            _require(n == holder.n_computed, f"seq_id {seq_id} has {n} cells for {holder.n_computed} tokens")
+        n_used = n_held([holder.cells for holder in held.values()])
+        _require(n_used == self._cells.n_used, f"{self._cells.n_used} cells are used, {n_used} held")
+        _require(self.n_free >= 0, f"{n_used} cells are used of {self._n_cells}")
+        _require(self.is_settled, "the memory is not where the books have it")
+        _require(0 <= self.swapped_bytes <= self._swap_bytes, f"{self.swapped_bytes} bytes are swapped out")
+        in_host = sum(prefix.saved.n_bytes for prefix in self.cache.in_host if prefix.saved)
+        _require(in_host == self.cache.used_host_bytes <= self.cache.host_bytes, f"{in_host} bytes are cached")
+        for seq_id in range(self.n_seq_ids):
+            n = held[seq_id].n_computed if seq_id in held else 0
+            has = self._memory.last_position(seq_id) + 1
+            _require(n == has, f"seq_id {seq_id} has {has} tokens in llama.cpp, {n} in the books")
+
+    def dump(self) -> str:
+        """Who holds what, for the log."""
+        lines = [
+            f"{self._cells.n_used} of {self._n_cells} cells used, free seq_ids: {self._free_ids + self._shelf_ids}"
+        ]
+        lines += [f"seq_id {i}: {s.id}, {s.n_computed} tokens, {s.status.value}" for i, s in self._running.items()]
+        lines += [f"seq_id {c.seq_id}: cached, {c.n_computed} tokens" for c in self.cache.in_cells]
+        native = {i: self._memory.last_position(i) + 1 for i in range(self.n_seq_ids)}
+        return "\n".join([*lines, f"tokens in llama.cpp: { {i: n for i, n in native.items() if n} }"])
+
+    def rebuild(self) -> None:
+        """Empties the memory and starts the books anew: running sequences are computed again, nothing is cached."""
+        self._moves.clear()
+        self.apply()
+        self._memory.clear()
+        self.cache.clear()
+        self._cells = Cells()
+        self._free_ids = [i for i in range(self._memory.n_seq_max) if i not in self._running]  # sorted: a heap
+        self._shelf_ids = list(range(self._memory.n_seq_max, self.n_seq_ids))
+        for sequence in self._running.values():
+            sequence.cells = None
+            sequence.n_computed = 0
+            sequence.status = Status.PREFILL
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

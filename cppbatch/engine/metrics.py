@@ -31,6 +31,20 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     kv_cells: int
     kv_cells_used: int
+    """Cells of running sequences; shared ones count once."""
+    kv_cells_cached: int
+    """Cells of prefixes that are only kept for others; free as soon as they are needed."""
+    prefixes_in_cells: int
+    """Cached prefixes in cells; each has a seq_id."""
+    prefixes_in_host: int
+    """Cached prefixes that had to leave their cells for host memory."""
+    prefix_queries: int
+    """Requests that looked for their beginning in the prefix cache."""
+    prefix_hits: int
+    prefix_hit_tokens: int
+    """Prompt tokens that were not computed because others had."""
+    prefix_cache_bytes: int
+    """Host memory that they take."""
     swaps: int
     """Sequences that gave up their cells to host memory."""
     recomputes: int
@@ -39,6 +53,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory that swapped-out sequences take now."""
     seq_ids: int
     seq_ids_free: int
+    """Those that neither a running sequence nor a cached prefix has."""
     step_seconds: dict[str, float]
     """Time of all steps, split into schedule, fill, decode, sample, advance."""
 
@@ -62,6 +77,10 @@ class Metrics:
         now = perf_counter()
         self.seconds[phase] += now - self._mark
         self._mark = now
+
+    def seconds_per_request(self) -> float:
+        """Time of all steps for each finished request, from 1 to 60 s: how soon the next one ends, roughly."""
+        return min(60.0, max(1.0, sum(self.seconds.values()) / max(1, self.finished.total())))
 
     def count_step(self, *, decode_rows: int, prompt_tokens: int) -> None:
         """Notes a computed step."""

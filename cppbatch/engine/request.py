@@ -10,6 +10,7 @@ import msgspec
 from cppbatch.errors import InvalidRequest
 
 _INT32_MAX = 2**31 - 1
+_LONGEST_TIMEOUT = 30 * 24 * 3600  # seconds
 _GREEDY_BELOW = 1e-3  # dividing logits by less would overflow float32
 
 
@@ -20,6 +21,8 @@ class FinishReason(str, Enum):
     """The model ended its text, or a stop string or stop token came."""
     LENGTH = "length"
     """`max_tokens` were generated, or the context is full."""
+    TIMEOUT = "timeout"
+    """The request's `timeout` or `queue_timeout` has passed; the text so far is there."""
     CANCELLED = "cancelled"
     ERROR = "error"
 
@@ -98,7 +101,13 @@ def _set_tuple(params: SamplingParams, name: str, kind: type, wanted: str) -> No
     msgspec.structs.force_setattr(params, name, items)
 
 
-def _number(params: SamplingParams, name: str, low: float, high: float, *, integer: bool = False) -> None:
+def _instance(request: msgspec.Struct, name: str, kind: type, wanted: str) -> None:
+    value = getattr(request, name)
+    if not isinstance(value, kind):
+        raise InvalidRequest(name, f"is {value!r}; it must be {wanted}")
+
+
+def _number(params: msgspec.Struct, name: str, low: float, high: float, *, integer: bool = False) -> None:
     value = getattr(params, name)
     if not isinstance(value, int if integer else (int, float)) or isinstance(value, bool):
         raise InvalidRequest(name, f"is {value!r}; it must be {'a whole number' if integer else 'a number'}")
@@ -107,19 +116,39 @@ def _number(params: SamplingParams, name: str, low: float, high: float, *, integ
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to be continued."""
+    """One prompt to be continued. Raises `InvalidRequest` naming the bad field."""
 
     id: str
     """Names the request in events; unique among those that run."""
     prompt: str | list[int]
     """Text, or token ids that are used as they are."""
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    priority: int = 0
+    """Lower runs first, -100 to 100. Every 10 seconds of waiting make up for one, so nobody starves."""
+    timeout: float | None = None
+    """Seconds from arrival to the end at most; None: no limit."""
+    queue_timeout: float | None = None
+    """Seconds to wait at most before it first runs."""
+    cache_prompt: bool = True
+    """Take the beginning of the prompt from the prefix cache, and leave this one there for others."""
+    cache_salt: str = ""
+    """Requests of different salts never share a prefix (whether one is cached can be seen in the time it takes)."""
+
+    def __post_init__(self) -> None:
+        _number(self, "priority", -100, 100, integer=True)
+        for name in ("timeout", "queue_timeout"):
+            if getattr(self, name) is not None:
+                _number(self, name, 0, _LONGEST_TIMEOUT)
+        _instance(self, "cache_prompt", bool, "true or false")
+        _instance(self, "cache_salt", str, "a string")
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """What a finished request used. Times in seconds."""
 
     prompt_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed, but taken from the prefix cache."""
     completion_tokens: int
     queue_seconds: float
     """From arrival to admission."""

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import EngineConfig, available_threads
+from cppbatch.config import EngineConfig, Sharing, available_threads
 from cppbatch.engine.kv_pool import Memory
+from cppbatch.engine.layout import choose_flash_attn, choose_layout
 from cppbatch.errors import ModelError
-from cppbatch.llama import Batch, Context, Model
+from cppbatch.llama import Backend, Batch, Context, Model, find_sharing
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
 
 
@@ -29,6 +30,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     n_vocab: int
     n_ctx: int
     """KV cells in all."""
+    kv_layout: str
+    """unified or per-sequence."""
     n_ctx_train: int
     max_sequence: int
     """Most tokens, prompt and completion together, of one request."""
@@ -50,11 +53,7 @@ class Tokens(Protocol):
 class Computation(Memory, Protocol):
     """The part of a context that the engine uses (`cppbatch.llama.Context`)."""
 
-    n_ctx: int
-    n_ctx_seq: int
     n_batch: int
-    n_seq_max: int
-    kv_unified: bool
 
     def decode(self, batch: Batch) -> None: ...
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
@@ -67,6 +66,7 @@ class Runtime:
     context: Computation
     vocab: Tokens
     info: ModelInfo
+    sharing: Sharing
     close: Callable[[], None]
 
 
@@ -86,6 +86,10 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
                 f"{model.path} ({model.description}) cannot generate text: it is an encoder, an embedding model or "
                 "another kind that is no plain decoder. Use a text-generating model"
             )
+        on_gpu = config.n_gpu_layers != 0 and Backend.get().supports_gpu
+        layout = choose_layout(
+            config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent
+        )
         context = Context(
             model,
             n_ctx=config.n_ctx,
@@ -93,10 +97,11 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
             n_ubatch=config.n_ubatch,
             n_seq_max=config.n_parallel,
             n_threads=config.n_threads or available_threads(),
-            flash_attn=config.flash_attn,
-            kv_unified=config.kv_layout == "unified",
+            flash_attn=choose_flash_attn(config, layout, on_gpu=on_gpu, has_amx=Backend.get().has_amx),
+            kv_unified=layout == "unified",
         )
-        return Runtime(context, model.vocab, _info(model, context), model.close)
+        sharing = find_sharing(context) if config.prefix_cache else "none"
+        return Runtime(context, model.vocab, _info(model, context), sharing, model.close)
     except BaseException:
         model.close()
         raise
@@ -111,6 +116,7 @@ def _info(model: Model, context: Context) -> ModelInfo:
         n_params=model.n_params,
         n_vocab=model.vocab.n_tokens,
         n_ctx=context.n_ctx,
+        kv_layout="unified" if context.kv_unified else "per-sequence",
         n_ctx_train=model.n_ctx_train,
         max_sequence=min(context.n_ctx_seq, model.n_ctx_train),
         bos=model.vocab.text(model.vocab.bos),

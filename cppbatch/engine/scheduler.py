@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.prefix_cache import Match
 from cppbatch.engine.sequence import Sequence, Status
 from cppbatch.engine.step_budget import StepBudget
 
 _MOST_HEADROOM = 32  # tokens a running sequence may grow before the next admission is judged too early
+_AGING_S = 10.0  # seconds of waiting that make up for one priority
+
+Chunk = tuple[Sequence, int]
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: which sequences compute how many of their pending tokens.
+    """One step: which sequences compute how many of their pending tokens."""
 
-    In order of seq_id: with streams of their own (per-sequence layout, recurrent models), llama.cpp computes only
-    consecutive seq_ids together, and a batch in any other order falls apart into many small ones.
-    """
-
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Sequences with the number of pending tokens to compute."""
+    chunks: list[Chunk] = field(default_factory=list)
+    """Sequences with the number of pending tokens to compute, in the order of the batch."""
     admitted: list[Sequence] = field(default_factory=list)
     n_decode: int = 0
     """How many of the chunks are decoding; the others prefill."""
@@ -33,20 +34,28 @@ class StepPlan:
 
 
 class Scheduler:
-    """First come, first served: admission in order of arrival, decode rows before prefill, prefill in order.
+    """Decode rows before prefill; admission, prefill and the right to stay by rank: priority, then order of arrival.
 
-    A sequence is admitted when the cells for its tokens are free, with headroom for those that run to grow. When they
-    have grown into each other all the same, the latest arrived gives up its cells, and is the first to resume. So the
-    oldest always goes on, and nobody starves. The head of the queue waits for its cells, and those behind it wait with
-    it, so a large request is not starved by small ones.
+    A sequence is admitted when the cells for its uncached tokens are free, with headroom for those that run to grow.
+    When they have grown into each other all the same, the last in rank gives up its cells and resumes before anybody
+    who ranks behind it. So the first always goes on, and as waiting improves a rank, nobody starves. The head of the
+    queue waits for its cells, and those behind it wait with it, so a large request is not starved by small ones; only
+    one that waits for its prefix, which another is computing just then, lets others pass.
     """
 
-    def __init__(self, kv: KVPool, *, step_tokens: int, target_step_s: float | None = None) -> None:
+    def __init__(
+        self, kv: KVPool, *, step_tokens: int, n_parallel: int | None = None, target_step_s: float | None = None
+    ) -> None:
         self._kv = kv
+        self._n_parallel = n_parallel or kv.n_seq_ids
         self._budget = StepBudget(step_tokens, target_step_s)
-        self._headroom = max(1, min(_MOST_HEADROOM, kv.n_ctx // (4 * kv.n_seq_ids)))
-        self.waiting: deque[Sequence] = deque()
+        self._headroom = max(1, min(_MOST_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
+        # Both in order of rank.
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._n_added = 0
+        self._timed: dict[int, Sequence] = {}  # those with a timeout, by their number of arrival
+        self._deadlines: list[tuple[float, int]] = []  # a heap of times and numbers
 
     @property
     def has_work(self) -> bool:
@@ -55,34 +64,46 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
-        self.waiting.append(sequence)
+        request = sequence.request
+        # The longer ago it arrived, the better: a constant rank orders all as an ageing priority would.
+        self._n_added += 1
+        sequence.rank = (request.priority + sequence.arrived_at / _AGING_S, self._n_added)
+        insort(self.waiting, sequence, key=_rank)
+        for limit in (request.timeout, request.queue_timeout):
+            if limit is not None:
+                self._timed[self._n_added] = sequence
+                heappush(self._deadlines, (sequence.arrived_at + limit, self._n_added))
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended, wherever it is."""
-        if sequence.status in (Status.WAITING, Status.SWAPPED):
-            self.waiting.remove(sequence)
-        else:
-            self.running.remove(sequence)
+        waits = sequence.status in (Status.WAITING, Status.SWAPPED)
+        _take(self.waiting if waits else self.running, sequence)
+        self._timed.pop(sequence.rank[1], None)
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Sequences whose `timeout` has passed, or whose `queue_timeout` while they never ran."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            number = heappop(self._deadlines)[1]
+            sequence = self._timed.get(number)
+            if sequence is None:
+                continue
+            limit = sequence.request.timeout
+            if not sequence.admitted_at or (limit is not None and now >= sequence.arrived_at + limit):
+                expired.append(sequence)
+                del self._timed[number]
+        return expired
 
     def plan(self) -> StepPlan:
         """The next step. The caller applies it to the memory, then computes every chunk or removes its sequence."""
         plan = StepPlan()
+        for sequence in self.running:
+            sequence.pause_at = 0
         if not self._make_room():
             plan.admitted = self._admit()
-        decode = [
-            s for s in self.running if s.status is Status.DECODE and not s.saved
-        ]  # saved: it returns in this step
-        plan.chunks = [(sequence, 1) for sequence in decode]
-        plan.n_decode = len(decode)
-        budget = self._budget.prefill_tokens(plan.n_decode)
-        free = self._kv.n_free - plan.n_decode
-        for sequence in self.running:
-            n = min(budget, free, sequence.n_pending)
-            if sequence.status is Status.PREFILL and n > 0 and not sequence.saved:
-                plan.chunks.append((sequence, n))
-                budget -= n
-                free -= n
-        plan.chunks.sort(key=lambda chunk: chunk[0].seq_id)
+        rows = [(s, 1) for s in self.running if s.status is Status.DECODE and not s.moving]
+        plan.n_decode = len(rows)
+        plan.chunks = _in_batch_order(rows, self._prefill(len(rows)))
         plan.n_tokens = sum(n for _, n in plan.chunks)
         return plan
 
@@ -90,33 +111,122 @@ class Scheduler:
         """Takes note of how long a step took."""
         self._budget.observe(plan.n_decode, plan.n_tokens - plan.n_decode, seconds)
 
+    def _prefill(self, n_decode: int) -> list[Chunk]:
+        """Pieces of prompts for what the decode rows leave of the step and of the cells."""
+        prefilling = [s for s in self.running if s.status is Status.PREFILL and not s.moving]
+        if not prefilling:
+            return []
+        budget = min(self._budget.prefill_tokens(n_decode), sum(s.n_pending for s in prefilling))
+        if self._kv.unified and not self._kv.make_room(n_decode + budget):
+            budget = min(budget, self._kv.n_free - n_decode)
+        chunks = []
+        for sequence in prefilling:
+            until = sequence.pause_at if sequence.pause_at > sequence.n_computed else sequence.n_tokens
+            n = min(budget, until - sequence.n_computed)
+            if n > 0:
+                chunks.append((sequence, n))
+                budget -= n
+        return chunks
+
     def _make_room(self) -> bool:
         """Preempts until every decoding sequence can grow, or, if none decodes, until the first one can go on."""
         preempted = False
         while self.running:
             decoding = sum(s.status is Status.DECODE for s in self.running)
-            if self._kv.n_free >= max(1, decoding):
+            if self._kv.make_room(max(1, decoding)):
                 break
-            latest = self.running.pop()
-            self._kv.preempt(latest)
-            self.waiting.appendleft(latest)
+            self._preempt(self.running[-1])
             preempted = True
         return preempted
 
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._kv.preempt(sequence)
+        insort(self.waiting, sequence, key=_rank)
+
     def _admit(self) -> list[Sequence]:
-        """Takes in what fits. `running` stays in order of arrival: those who wait came later, or were the latest."""
-        admitted = []
-        spare = self._kv.n_free - sum(s.n_pending + self._growth(s) for s in self.running)
-        while self.waiting and self._kv.n_free_ids:
-            head = self.waiting[0]
-            spare -= head.n_tokens + self._growth(head)
-            if self._kv.unified and spare < 0 and self.running:
+        """Takes in what fits, in order of rank."""
+        admitted: list[Sequence] = []
+        at, n_seen = 0, 0
+        while at < len(self.waiting) and n_seen < 2 * self._n_parallel:
+            sequence = self.waiting[at]
+            n_seen += 1
+            lower = self._lower(sequence)
+            if len(self.running) >= self._n_parallel and not lower:
                 break
-            self.running.append(self.waiting.popleft())
-            self._kv.admit(head)
-            admitted.append(head)
+            match, wait = (None, False) if sequence.saved else self._kv.cache.find(sequence)
+            if wait:
+                at += 1
+                continue
+            preempts = not self._fits(sequence, match)
+            if preempts and not self._displace(lower, sequence, match):
+                break
+            del self.waiting[at]
+            insort(self.running, sequence, key=_rank)
+            self._kv.admit(sequence, match)
+            admitted.append(sequence)
+            if preempts:
+                break  # whom it has displaced waits now, and must not come back in the same step
         return admitted
+
+    def _fits(self, sequence: Sequence, match: Match | None) -> bool:
+        """Whether there is a place for it, and cells for its tokens and for everybody's growth."""
+        if len(self.running) >= self._n_parallel:
+            return False
+        if not self.running:
+            return True
+        growth = sum(s.n_pending + self._growth(s) for s in self.running) + self._growth(sequence)
+        return self._kv.has_room(sequence, match, growth)
+
+    def _lower(self, sequence: Sequence) -> list[Sequence]:
+        """Running sequences that give way to this one: of lower priority, and behind it in rank."""
+        priority = sequence.request.priority
+        return [s for s in self.running if s.request.priority > priority and s.rank > sequence.rank]
+
+    def _displace(self, lower: list[Sequence], sequence: Sequence, match: Match | None) -> bool:
+        """Lets those of lower priority make room for it. False, and nothing has changed, when that is not enough."""
+        others = [s for s in self.running if s not in lower]
+        if not lower or (match and match.source in lower):
+            return False
+        growth = sum(s.n_pending + self._growth(s) for s in others) + self._growth(sequence)
+        if others and not self._kv.has_room(sequence, match, growth, without=lower):
+            return False
+        while not self._fits(sequence, match):
+            self._preempt(lower.pop())
+        return True
 
     def _growth(self, sequence: Sequence) -> int:
         """Cells to keep free for it, so that it is not preempted as soon as it runs."""
         return min(self._headroom, sequence.n_left)
+
+
+def _in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
+    """Decode rows by rising seq_id, with prefill before or behind them, such that they do not touch.
+
+    With streams of their own (per-sequence layout, recurrent models) llama.cpp computes consecutive rising seq_ids
+    together, each as many tokens as the shortest has and over as many cells as the longest has. So the rows must be in
+    order, and a prompt that joined them would cost every row its own length.
+    """
+    rows.sort(key=_seq_id)
+    prefill.sort(key=_seq_id, reverse=True)
+    if not rows or not prefill:
+        return rows + prefill
+    first = rows[0][0].seq_id
+    for i, (sequence, _) in enumerate(prefill):
+        if sequence.seq_id + 1 != first:
+            return [*prefill[:i], *prefill[i + 1 :], prefill[i], *rows]
+    return rows + prefill
+
+
+def _take(ordered: list[Sequence], sequence: Sequence) -> None:
+    at = bisect_left(ordered, sequence.rank, key=_rank)
+    assert ordered[at] is sequence
+    del ordered[at]
+
+
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank
+
+
+def _seq_id(chunk: Chunk) -> int:
+    return chunk[0].seq_id

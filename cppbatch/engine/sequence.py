@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.cells import Span
 from cppbatch.engine.request import FinishReason, GenerationRequest, Usage
 from cppbatch.engine.text import TextStream
 
@@ -46,8 +47,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_at", "arrived_at", "error", "finish_reason", "finished_at", "first_token_at", "max_new", "n_computed",
-        "n_prompt", "n_tokens", "params", "request", "sampler", "saved", "seed", "seq_id", "status", "text", "tokens",
+        "admitted_at", "arrived_at", "cells", "error", "finish_reason", "finished_at", "first_token_at", "max_new",
+        "moving", "n_cached", "n_computed", "n_prompt", "n_tokens", "params", "pause_at", "rank", "request", "sampler",
+        "saved", "seed", "seq_id", "status", "text", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -60,9 +62,14 @@ class Sequence:
         self.tokens = np.empty(self.n_prompt + max_new, np.int32)
         self.tokens[: self.n_prompt] = prompt
         self.n_computed = 0
+        self.n_cached = 0  # prompt tokens that were taken from others
         self.seed = seed
+        self.rank = (0.0, 0)  # the scheduler's order
         self.seq_id = -1
+        self.cells: Span | None = None
         self.status = Status.WAITING
+        self.moving = False  # its memory is being brought, and it computes nothing meanwhile
+        self.pause_at = 0  # its prefill stops here for a step, so that others can copy what it has then
         self.saved: SavedState | None = None
         self.text = TextStream(self.params.stop)
         self.sampler: SamplerState | None = None
@@ -107,6 +114,7 @@ class Sequence:
         queued_until = self.admitted_at or self.finished_at
         return Usage(
             prompt_tokens=self.n_prompt,
+            cached_tokens=self.n_cached,
             completion_tokens=self.n_generated,
             queue_seconds=queued_until - self.arrived_at,
             first_token_seconds=max(0.0, self.first_token_at - self.arrived_at) if self.first_token_at else 0.0,

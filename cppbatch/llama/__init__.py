@@ -9,6 +9,7 @@ from cppbatch.llama.batch import Batch
 from cppbatch.llama.context import Context, SequenceState
 from cppbatch.llama.model import Model
 from cppbatch.llama.sampler import SamplerChain
+from cppbatch.llama.sharing import find_sharing
 from cppbatch.llama.vocab import Vocab
 
-__all__ = ["Backend", "Batch", "Context", "Device", "Model", "SamplerChain", "SequenceState", "Vocab"]
+__all__ = ["Backend", "Batch", "Context", "Device", "Model", "SamplerChain", "SequenceState", "Vocab", "find_sharing"]

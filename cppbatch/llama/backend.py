@@ -116,6 +116,11 @@ class Backend:
         return [part.strip() for part in C.llama_print_system_info().decode().split("|") if part.strip()]
 
     @property
+    def has_amx(self) -> bool:
+        """Whether matrices are multiplied by AMX."""
+        return any(flag.startswith("AMX") and flag.endswith("= 1") for flag in self.build_flags)
+
+    @property
     def supports_gpu(self) -> bool:
         """Whether this build can keep layers on a GPU."""
         return bool(C.llama_supports_gpu_offload())

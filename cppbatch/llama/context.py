@@ -62,7 +62,10 @@ class Context:
         if not 1 <= n_seq_max <= C.llama_max_parallel_sequences():
             raise OutOfRange(f"n_seq_max is {n_seq_max}; it must be 1 to {C.llama_max_parallel_sequences()}")
         params = C.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_ubatch, n_seq_max
+        most_ids = C.llama_max_parallel_sequences()
+        has_shelf = kv_unified and not model.is_recurrent and not model.n_swa and n_seq_max < most_ids
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
+        params.n_seq_max = n_seq_max + has_shelf
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn_type = _FLASH_ATTENTION[flash_attn]
         params.kv_unified = kv_unified
@@ -84,6 +87,9 @@ class Context:
         self.n_batch: int = C.llama_n_batch(self._handle)
         self.n_ubatch: int = C.llama_n_ubatch(self._handle)
         self.n_seq_max = n_seq_max
+        """seq_ids that a batch may have."""
+        self.n_seq_ids: int = most_ids - 1 if has_shelf else n_seq_max
+        """seq_ids that can hold cells: where these are all there is to a sequence, more than a batch may have."""
         self._memory = C.llama_get_memory(self._handle)
         self._n_vocab: int = model.vocab.n_tokens
         self._n_outputs = 0
@@ -146,10 +152,10 @@ class Context:
 
         Returns False when a recurrent model cannot remove that part; removing everything always works.
         """
-        self._check_seq(seq_id)
+        native = self._native(seq_id)
         if self.model.is_recurrent and not self._is_whole(seq_id, start, stop):
             return False  # C would say yes to a beginning, and remove nothing
-        return bool(C.llama_memory_seq_rm(self._memory_of(), seq_id, start, stop))
+        return bool(C.llama_memory_seq_rm(self._memory_of(), native, start, stop))
 
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
         """Lets `target` share the positions [start, stop) of `source`; no data is copied in the unified layout.
@@ -157,11 +163,10 @@ class Context:
         In the per-sequence layout the data is copied; there, and for recurrent models, only whole sequences can be.
         Raises `OutOfRange` for a part of one.
         """
-        self._check_seq(source)
-        self._check_seq(target)
+        native = self._native(source), self._native(target)
         if (self.model.is_recurrent or not self.kv_unified) and (start > 0 or stop >= 0):
             raise OutOfRange(f"positions {start} to {stop} were asked for; here only whole sequences can be copied")
-        C.llama_memory_seq_cp(self._memory_of(), source, target, start, stop)
+        C.llama_memory_seq_cp(self._memory_of(), *native, start, stop)
 
     def clear(self) -> None:
         """Empties every sequence."""
@@ -169,14 +174,19 @@ class Context:
 
     def last_position(self, seq_id: int) -> int:
         """The highest position that a sequence holds, -1 when it is empty."""
-        self._check_seq(seq_id)
-        return int(C.llama_memory_seq_pos_max(self._memory_of(), seq_id))
+        return int(C.llama_memory_seq_pos_max(self._memory_of(), self._native(seq_id)))
 
     def save_sequence(self, seq_id: int) -> SequenceState:
         """Copies a sequence's memory to host memory; the sequence stays as it is."""
         n_tokens = self.last_position(seq_id) + 1
-        data = np.empty(C.llama_state_seq_get_size(self.handle, seq_id), np.uint8)
-        written = C.llama_state_seq_get_data(self.handle, _bytes_pointer(data), data.size, seq_id)
+        native = self._native(seq_id)
+        if seq_id >= self.n_seq_max:
+            C.llama_memory_seq_cp(self._memory_of(), native, self.n_seq_max, 0, -1)
+            native = self.n_seq_max
+        data = np.empty(C.llama_state_seq_get_size(self.handle, native), np.uint8)
+        written = C.llama_state_seq_get_data(self.handle, _bytes_pointer(data), data.size, native)
+        if native != self._native(seq_id):
+            C.llama_memory_seq_rm(self._memory_of(), native, 0, -1)
         if written == 0:
             raise LlamaError(f"the memory of sequence {seq_id} cannot be saved")
         return SequenceState(data[:written], n_tokens, self._state_key)
@@ -187,13 +197,13 @@ class Context:
         Raises `OutOfRange` for a state of another model or kind of cache; `LlamaError` when the cells do not suffice,
         and then the sequence is empty.
         """
-        self._check_seq(seq_id)
+        native = self._native(seq_id)
         if state.context_key != self._state_key:
             raise OutOfRange(f"this state is of {state.context_key}; this context is {self._state_key}")
         self.remove(seq_id)
         if state.n_tokens == 0:
             return
-        read = C.llama_state_seq_set_data(self.handle, _bytes_pointer(state.data), state.data.size, seq_id)
+        read = C.llama_state_seq_set_data(self.handle, _bytes_pointer(state.data), state.data.size, native)
         if read == 0:
             raise LlamaError(f"no room to restore {state.n_tokens} tokens into sequence {seq_id}")
 
@@ -204,9 +214,11 @@ class Context:
     def _is_whole(self, seq_id: int, start: int, stop: int) -> bool:
         return start <= 0 and not 0 <= stop <= self.last_position(seq_id)
 
-    def _check_seq(self, seq_id: int) -> None:
-        if not 0 <= seq_id < self.n_seq_max:
-            raise OutOfRange(f"seq_id is {seq_id}; it must be 0 to {self.n_seq_max - 1}")
+    def _native(self, seq_id: int) -> int:
+        """llama.cpp's seq_id: it saves only those that a batch could have, so one of these is set aside for others."""
+        if not 0 <= seq_id < self.n_seq_ids:
+            raise OutOfRange(f"seq_id is {seq_id}; it must be 0 to {self.n_seq_ids - 1}")
+        return seq_id if seq_id < self.n_seq_max else seq_id + 1
 
     def _memory_of(self) -> Any:
         self.handle  # noqa: B018  a closed context must raise, not use freed memory

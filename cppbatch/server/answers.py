@@ -66,7 +66,17 @@ class Answer:
         ends = [event.usage for event in self._last.values() if event.usage]
         completion = sum(usage.completion_tokens for usage in ends)
         prompt = sum(usage.prompt_tokens for usage in ends) // self._n
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        of_prompts: dict[int, int] = {}  # what no choice of a prompt had to compute
+        for index, event in self._last.items():
+            if event.usage:
+                known = of_prompts.get(index // self._n, event.usage.cached_tokens)
+                of_prompts[index // self._n] = min(known, event.usage.cached_tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(of_prompts.values())},
+        }
 
     def _finish(self, index: int) -> str | None:
         reason = self._last[index].finish_reason

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest
+from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
 
 log = logging.getLogger("cppbatch.server")
 
@@ -27,6 +27,8 @@ def describe(error: BaseException) -> tuple[int, dict[str, object]]:
     if isinstance(error, InvalidRequest):
         code = "model_not_found" if error.field == "model" else None
         return 400, error_object(str(error), "invalid_request_error", param=error.field, code=code)
+    if isinstance(error, QueueFull):
+        return 429, error_object(str(error), "rate_limit_error", code="queue_full")
     if isinstance(error, EngineClosed):
         return 503, error_object(str(error), "server_error", code="unavailable")
     if isinstance(error, GenerationFailed):
@@ -59,6 +61,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         response = json_response(body, status)
         if status == 503:
             response.headers["Retry-After"] = "5"
+        if isinstance(error, QueueFull):
+            response.headers["Retry-After"] = f"{error.retry_after:.0f}"
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
         return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import msgspec
 
@@ -18,11 +19,13 @@ _SEEDS = 2**32 - 1  # llama.cpp's seeds wrap here
 Event = tuple[int, GenerationEvent]
 
 
-def expand(name: str, prompts: list[str | list[int]], params: SamplingParams, n: int) -> list[GenerationRequest]:
+def expand(
+    name: str, prompts: list[str | list[int]], params: SamplingParams, n: int, options: dict[str, Any]
+) -> list[GenerationRequest]:
     """A request for each prompt and each of its `n` choices, in the order of the answer's choices.
 
-    Choices with a given seed count up from it, so that they differ and can be had again. Raises `InvalidRequest` when
-    there are too many.
+    `options`: other fields of `GenerationRequest`, for all. Choices with a given seed count up from it, so that they
+    differ and can be had again. Raises `InvalidRequest` when there are too many.
     """
     if len(prompts) * n > _MOST_SEQUENCES:
         message = f"asks for {len(prompts)} prompts x n={n} completions; one request may have {_MOST_SEQUENCES}"
@@ -34,7 +37,7 @@ def expand(name: str, prompts: list[str | list[int]], params: SamplingParams, n:
         return msgspec.structs.replace(params, seed=params.seed % _SEEDS + choice)
 
     return [
-        GenerationRequest(id=f"{name}-{p * n + choice}", prompt=prompt, params=seeded(choice))
+        GenerationRequest(id=f"{name}-{p * n + choice}", prompt=prompt, params=seeded(choice), **options)
         for p, prompt in enumerate(prompts)
         for choice in range(n)
     ]

@@ -81,7 +81,7 @@ async def _answer(
     client = request.app[CLIENT]
     if body.model is not None and body.model != client.info.name:
         raise InvalidRequest("model", f"there is no {body.model!r} here; this server has {client.info.name!r}")
-    requests = expand(answer.id, prompts, params, body.n_choices)
+    requests = expand(answer.id, prompts, params, body.n_choices, body.options())
     events = run(client, requests)
     if not body.stream:
         return await send_whole(events, answer, len(requests))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cppbatch.engine.request import SamplingParams
+from cppbatch.engine.request import GenerationRequest, SamplingParams
 from cppbatch.errors import InvalidRequest
 
 _MOST_CHOICES = 128
@@ -47,6 +47,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    priority: int | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    cache_prompt: bool | None = None
+    cache_salt: str | None = None
+
     best_of: int | None = None
     logit_bias: dict[str, float] | None = None
     response_format: Any = None
@@ -64,6 +70,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
 
+    def options(self) -> dict[str, Any]:
+        """What the client gave of `GenerationRequest`'s other fields: priority, timeouts, caching."""
+        given = {name: getattr(self, name, None) for name in GenerationRequest.__struct_fields__}
+        return {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
+
     def refuse_unsupported(self) -> None:
         """Raises `InvalidRequest` for a field that this server does not serve yet."""
         for name, harmless in _UNSUPPORTED.items():
@@ -71,6 +82,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             if value is not None and not any(type(value) is type(none) and value == none for none in harmless):
                 raise InvalidRequest(name, "is not supported by this server")
 
+
+_OWN_FIELDS = ("id", "prompt", "params")
+"""Fields of `GenerationRequest` that are no options."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),

@@ -1,0 +1,120 @@
+"""A radix tree over token ids: who holds which prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+Holder = TypeVar("Holder")
+
+
+class _Node(Generic[Holder]):
+    """One edge of the tree with the node at its end. `holders`: whose tokens go through this whole edge."""
+
+    __slots__ = ("children", "edge", "holders")
+
+    def __init__(self, edge: Tokens) -> None:
+        self.edge = edge
+        self.children: dict[int, _Node[Holder]] = {}
+        self.holders: dict[Holder, None] = {}
+
+
+class PrefixTree(Generic[Holder]):
+    """Maps token ids, int32[n], to holders. Those of different salts never meet."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, _Node[Holder]] = {}
+        self._entries: dict[Holder, tuple[str, Tokens]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, holder: Holder) -> bool:
+        return holder in self._entries
+
+    def insert(self, holder: Holder, tokens: Tokens, salt: str) -> None:
+        """Notes that `holder` has these tokens, in place of what it had before. They must not change afterwards."""
+        self.discard(holder)
+        self._entries[holder] = (salt, tokens)
+        node = self._roots.setdefault(salt, _Node(tokens[:0]))
+        node.holders[holder] = None
+        at = 0
+        while at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                child = node.children[int(tokens[at])] = _Node(tokens[at:])
+            same = _n_common(child.edge, tokens[at:])
+            if same < len(child.edge):
+                child = self._split(node, child, same)
+            node, at = child, at + same
+            node.holders[holder] = None
+
+    @staticmethod
+    def _split(parent: _Node[Holder], node: _Node[Holder], at: int) -> _Node[Holder]:
+        upper: _Node[Holder] = _Node(node.edge[:at])
+        upper.holders = node.holders.copy()
+        node.edge = node.edge[at:]
+        upper.children[int(node.edge[0])] = node
+        parent.children[int(upper.edge[0])] = upper
+        return upper
+
+    def discard(self, holder: Holder) -> None:
+        """Forgets a holder, if it is known."""
+        entry = self._entries.pop(holder, None)
+        if entry is None:
+            return
+        salt, tokens = entry
+        node, at = self._roots[salt], 0
+        del node.holders[holder]
+        if not node.holders:
+            del self._roots[salt]
+        while at < len(tokens):
+            child = node.children[int(tokens[at])]
+            del child.holders[holder]
+            if not child.holders:
+                del node.children[int(tokens[at])]
+                return
+            node, at = child, at + len(child.edge)
+
+    def matches(self, tokens: Tokens, salt: str) -> Iterator[tuple[Holder, int]]:
+        """Every holder that begins with some of these tokens, and with how many; the longest first."""
+        path = list(self._path(tokens, salt))
+        deeper: dict[Holder, None] = {}
+        for node, n in reversed(path):
+            for holder in node.holders:
+                if holder not in deeper:
+                    yield holder, n
+            deeper = node.holders
+
+    def _path(self, tokens: Tokens, salt: str) -> Iterator[tuple[_Node[Holder], int]]:
+        """The nodes along these tokens, each with how many tokens match there; none where nothing does."""
+        node, at = self._roots.get(salt), 0
+        while node and at < len(tokens) and (child := node.children.get(int(tokens[at]))):
+            same = _n_common(child.edge, tokens[at:])
+            at += same
+            yield child, at
+            node = child if same == len(child.edge) else None
+
+    def covered_by(self, holder: Holder) -> list[Holder]:
+        """The other holders all of whose tokens `holder` begins with."""
+        salt, tokens = self._entries[holder]
+        found = self.matches(tokens, salt)
+        return [other for other, n in found if other is not holder and n == len(self._entries[other][1])]
+
+    def covers(self, holder: Holder) -> list[Holder]:
+        """The other holders that begin with all tokens of `holder`."""
+        salt, tokens = self._entries[holder]
+        found = self.matches(tokens, salt)
+        return [other for other, n in found if other is not holder and n == len(tokens)]
+
+
+def _n_common(a: Tokens, b: Tokens) -> int:
+    """How many tokens at their beginning are the same."""
+    n = min(len(a), len(b))
+    different = a[:n] != b[:n]
+    first = int(different.argmax()) if n else 0
+    return first if n and different[first] else n

@@ -1,0 +1,155 @@
+"""Which prefix a new sequence can take from others, and what finished ones leave behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cppbatch.config import Sharing
+from cppbatch.engine.cells import Span
+from cppbatch.engine.prefix import PrefixTree, Tokens
+from cppbatch.engine.sequence import SavedState, Sequence, Status
+
+_WORTH_WAITING = 32  # tokens: a longer prefix that is being computed is waited for, a shorter one computed again
+_WORTH_RESTORING = 16  # tokens that host memory must have more than cells do
+
+
+class CachedPrefix:
+    """Tokens that a finished sequence has computed: in cells (`seq_id` >= 0) or saved in host memory."""
+
+    __slots__ = ("cells", "salt", "saved", "seq_id", "tokens")
+
+    def __init__(self, tokens: Tokens, salt: str, seq_id: int, cells: Span | None) -> None:
+        self.tokens = tokens
+        self.salt = salt
+        self.seq_id = seq_id
+        self.cells = cells
+        self.saved: SavedState | None = None
+
+    @property
+    def n_computed(self) -> int:
+        """How many tokens it has."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A prefix to take: the first `n` tokens of `source`."""
+
+    source: Sequence | CachedPrefix
+    n: int
+
+
+class PrefixCache:
+    """Running sequences and finished ones by their tokens. Decides; `KVPool` moves the memory.
+
+    `host_bytes`: host memory for what had to leave its cells.
+    """
+
+    def __init__(self, sharing: Sharing, *, host_bytes: int) -> None:
+        self.sharing = sharing
+        self.host_bytes = host_bytes
+        self.used_host_bytes = 0
+        self.queries = self.hits = self.hit_tokens = 0
+        self._tree: PrefixTree[Sequence | CachedPrefix] = PrefixTree()
+        # Both with the least recently used first.
+        self.in_cells: dict[CachedPrefix, None] = {}
+        self.in_host: dict[CachedPrefix, None] = {}
+
+    # --- running sequences --------------------------------------------------------------------------------------
+
+    def wants(self, sequence: Sequence) -> bool:
+        """Whether this sequence takes from the cache and leaves to it."""
+        return self.sharing != "none" and sequence.request.cache_prompt
+
+    def track(self, sequence: Sequence) -> None:
+        """Offers a running sequence's known tokens to others."""
+        if self.wants(sequence):
+            self._tree.insert(sequence, sequence.tokens[: sequence.n_tokens], sequence.request.cache_salt)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its memory is about to go."""
+        self._tree.discard(sequence)
+
+    def find(self, sequence: Sequence) -> tuple[Match | None, bool]:
+        """The longest prefix that others have computed, and whether it is worth waiting for a longer one.
+
+        At least the last token is left to compute: its logits are wanted.
+        """
+        best, best_n = None, 0
+        ahead, coming = None, 0
+        if not self.wants(sequence):
+            return None, False
+        tokens = sequence.tokens[: sequence.n_tokens - 1]
+        for source, n in self._tree.matches(tokens, sequence.request.cache_salt):
+            if n <= best_n:
+                break
+            usable = self._usable(source, n)
+            if usable > best_n + (_WORTH_RESTORING if source.seq_id < 0 else 0):
+                best, best_n = Match(source, usable), usable
+            if isinstance(source, Sequence) and source.status is Status.PREFILL and coming < n > source.n_computed:
+                ahead, coming = source, n
+        if ahead is None or coming < best_n + _WORTH_WAITING:
+            return best, False
+        if self.sharing == "whole":
+            ahead.pause_at = min(ahead.pause_at or coming, coming)  # what it has then is what can be copied
+        return best, True
+
+    def _usable(self, source: Sequence | CachedPrefix, n: int) -> int:
+        if isinstance(source, Sequence) and source.moving:
+            return 0
+        if self.sharing == "whole":
+            return source.n_computed if source.n_computed <= n else 0
+        return min(source.n_computed, n)
+
+    def count(self, sequence: Sequence, match: Match | None) -> None:
+        """Notes that a sequence was admitted, and with which prefix."""
+        self.queries += self.wants(sequence)
+        if match:
+            self.hits += 1
+            self.hit_tokens += match.n
+            sequence.n_cached = match.n
+            self._touch(match.source)
+
+    def _touch(self, source: Sequence | CachedPrefix) -> None:
+        for place in (self.in_cells, self.in_host):
+            if isinstance(source, CachedPrefix) and source in place:
+                del place[source]
+                place[source] = None  # the most recently used now
+
+    # --- finished ones ------------------------------------------------------------------------------------------
+
+    def add(self, cached: CachedPrefix) -> list[CachedPrefix]:
+        """Keeps what a finished sequence left. Returns those that are of no use now, perhaps itself."""
+        self._tree.insert(cached, cached.tokens, cached.salt)
+        self.in_cells[cached] = None
+        same_length = self.sharing == "whole"  # a shorter one is a checkpoint of its own there
+        if any(other.n_computed >= len(cached.tokens) for other in self._tree.covers(cached) if not same_length):
+            return [cached]
+        covered = [other for other in self._tree.covered_by(cached) if isinstance(other, CachedPrefix)]
+        return [other for other in covered if not same_length or len(other.tokens) == len(cached.tokens)]
+
+    def drop(self, cached: CachedPrefix) -> None:
+        """Forgets it; its cells are the pool's affair."""
+        self._tree.discard(cached)
+        self.in_cells.pop(cached, None)
+        if cached in self.in_host:
+            del self.in_host[cached]
+            assert cached.saved
+            self.used_host_bytes -= cached.saved.n_bytes
+            cached.saved = None
+
+    def keep_in_host(self, cached: CachedPrefix, saved: SavedState) -> None:
+        """Takes what has left its cells, dropping the least recently used for it; too big a one is forgotten."""
+        if saved.n_bytes > self.host_bytes:
+            return
+        while self.used_host_bytes + saved.n_bytes > self.host_bytes:
+            self.drop(next(iter(self.in_host)))
+        cached.saved = saved
+        self.used_host_bytes += saved.n_bytes
+        self.in_host[cached] = None
+        self._tree.insert(cached, cached.tokens, cached.salt)
+
+    def clear(self) -> None:
+        """Forgets all that finished ones left."""
+        for cached in [*self.in_cells, *self.in_host]:
+            self.drop(cached)
