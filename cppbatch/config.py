@@ -59,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     swap_space: int = 1024
     """Host memory, in MiB, for sequences that had to give up their cells; 0: compute them again (--swap-space)."""
     target_step_ms: float = 0
-    """How long a step may take while anybody decodes, in ms: prompts are read in pieces to keep to it; 0: 2.3 times a
+    """How long a step may take while anybody decodes, in ms: prompts are read in pieces to keep to it; 0: 2.5 times a
     step without prompts (--target-step-ms)."""
     use_extra_bufts: bool = True
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""

@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """What a long prompt does to running streams: inter-token times of 8 streams, quiet and while 4,000 tokens are read.
 
+Streams that end are followed by new ones from the same prompts, so that their length stays the same all the time and only
+the long prompt makes a difference.
+
 .venv/bin/python scripts/bench_interference.py [-m model.gguf] [--kv-layout unified] [--target-step-ms 0]
 """
 
@@ -14,7 +17,7 @@ import numpy as np
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.models.pull import choose_model
 
-STREAMS, PROMPT, QUIET_STEPS = 8, 4000, 60
+STREAMS, PROMPT, STREAM_PROMPT, STREAM_NEW = 8, 4000, 64, 160
 
 
 def main() -> None:
@@ -29,33 +32,46 @@ def main() -> None:
     settings = {"kv_layout": args.kv_layout, "flash_attn": args.flash_attn, "target_step_ms": args.target_step_ms}
     with BatchInferenceEngine(model, n_ctx=n_ctx, n_parallel=STREAMS + 1, **settings) as engine:
         engine.generate([[20] * 512], SamplingParams(max_tokens=1))  # warm-up
-        for i in range(STREAMS):
-            engine.add_request([100 + i] * 64, SamplingParams(max_tokens=3000, temperature=0, ignore_eos=True))
-        while engine.stats().decode_steps < 10:
-            engine.step()
-        quiet = [timed_step(engine) for _ in range(QUIET_STEPS)]
+        start_streams(engine)
+        measure(engine, until=None, steps=STREAM_NEW)  # the next ones find their prompts cached
+        quiet = measure(engine, until=None, steps=STREAM_NEW)
         long = engine.add_request([200] * PROMPT, SamplingParams(max_tokens=1, temperature=0))
-        busy, began, ended = [], perf_counter(), False
-        while not ended:
-            start = perf_counter()
-            ended = any(event.request_id == long and event.finish_reason for event in engine.step())
-            busy.append(perf_counter() - start)
-        report(quiet, busy, perf_counter() - began)
+        busy = measure(engine, until=long, steps=100_000)
+        report(quiet, busy)
 
 
-def timed_step(engine: BatchInferenceEngine) -> float:
-    """Seconds of a step, which is the inter-token time of every stream."""
-    start = perf_counter()
-    engine.step()
-    return perf_counter() - start
+def start_streams(engine: BatchInferenceEngine) -> None:
+    """Streams of different length, so that they do not end together."""
+    for i in range(STREAMS):
+        engine.add_request([100 + i] * STREAM_PROMPT, stream_params(STREAM_NEW * (i + 1) // STREAMS), request_id=f"0-{i}")
 
 
-def report(quiet: list[float], busy: list[float], seconds: float) -> None:
+def stream_params(n_new: int) -> SamplingParams:
+    return SamplingParams(max_tokens=n_new, temperature=0, ignore_eos=True)
+
+
+def measure(engine: BatchInferenceEngine, *, until: str | None, steps: int) -> list[float]:
+    """Seconds of each step, which is the inter-token time of every stream, until a request ends or for `steps`."""
+    times: list[float] = []
+    while len(times) < steps:
+        start = perf_counter()
+        ended = [event.request_id for event in engine.step() if event.finish_reason]
+        times.append(perf_counter() - start)
+        if until in ended:
+            break
+        for request_id in ended:
+            n, i = map(int, request_id.split("-"))
+            prompt = [100 + i] * STREAM_PROMPT
+            engine.add_request(prompt, stream_params(STREAM_NEW), request_id=f"{n + 1}-{i}")
+    return times
+
+
+def report(quiet: list[float], busy: list[float]) -> None:
     for name, times in (("quiet", quiet), ("busy", busy)):
         p50, p95, worst = (1000 * float(np.percentile(times, q)) for q in (50, 95, 100))
         print(f"{name}: {len(times):>4} steps, inter-token p50 {p50:.1f} ms, p95 {p95:.1f} ms, worst {worst:.1f} ms")
     ratio = np.percentile(busy, 95) / np.percentile(quiet, 95)
-    print(f"p95 busy / quiet: {ratio:.2f}; the prompt of {PROMPT} tokens took {seconds:.1f} s")
+    print(f"p95 busy / quiet: {ratio:.2f}; the prompt of {PROMPT} tokens took {sum(busy):.1f} s")
 
 
 if __name__ == "__main__":

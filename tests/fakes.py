@@ -67,8 +67,8 @@ class FakeContext:
 
     `cells[seq_id]`: the tokens held, by position; `owned[seq_id]`: the numbers of those cells, which sequences may
     share. `sharing`: what of it works, as in a real context; the rest fails the test. `steps`: for each decode, the
-    number of tokens of every seq_id. `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull` changes nothing, others leave cells
-    half-written, as in llama.cpp.
+    number of tokens of every seq_id. `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull` changes
+    nothing, others leave cells half-written, as in llama.cpp.
     """
 
     def __init__(

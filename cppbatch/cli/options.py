@@ -75,7 +75,7 @@ _ENGINE = [
     ),
     option(
         "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
-        help="How long a step may take while anybody decodes; 0: 2.3 times a step without prompts.",
+        help="How long a step may take while anybody decodes; 0: 2.5 times a step without prompts.",
     ),
 ]  # fmt: skip
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 _SMALLEST_CHUNK = 4  # tokens: a prompt always goes on
 _LEAST_TARGET_S = 0.025  # shorter steps gain nobody anything and cost throughput
-_SLOWDOWN = 2.3  # a step with prefill may take this many times a step without; the promise is 3 for 95 of 100
+_SLOWDOWN = 2.5  # a step with prefill may take this many times a step without; the promise is 3 for 95 of 100
 _REFRESH_EVERY = 16  # steps with prefill, before one without tells what decoding alone takes now
 _NEW = 0.3  # weight of a new measurement in the running means
+_NEW_QUIET = 0.02  # the same for what a step took before the prompts came, while they are being read
 
 
 class StepBudget:
     """Keeps steps short while anybody decodes, and full-size when nobody does.
 
     A step's time is taken as that of its decode rows plus so much for each prompt token: measured, mixing costs the sum
-    of both and never more (docs/architecture.md). `target_s`: seconds a step may take; None: 2.3 times a step without
+    of both and never more (docs/architecture.md). `target_s`: seconds a step may take; None: 2.5 times a step without
     prefill, at least 25 ms.
     """
 
@@ -22,6 +23,9 @@ class StepBudget:
         self._target_s = target_s
         self._decode_s: float | None = None
         """Running mean of a step in which all decode."""
+        self._quiet_s: float | None = None
+        """The same, but hardly moving while prompts are read: their cells slow decoding down, and slower streams must
+        not be a reason to slow them further."""
         self._token_s: float | None = None
         """Running mean of what a prompt token adds."""
         self._since_refresh = 0
@@ -34,14 +38,16 @@ class StepBudget:
         if self._since_refresh >= _REFRESH_EVERY:
             return 0
         decode_s = self._decode_s or 0.0
-        target_s = self._target_s or max(_LEAST_TARGET_S, _SLOWDOWN * decode_s)
+        target_s = self._target_s or max(_LEAST_TARGET_S, _SLOWDOWN * (self._quiet_s or 0.0))
         wanted = int((target_s - decode_s) / self._token_s)
         return min(most, max(_SMALLEST_CHUNK, wanted))
 
     def observe(self, n_decode: int, n_prefill: int, seconds: float) -> None:
         """Learns from a step."""
         if n_prefill == 0:
+            reading = self._since_refresh > 0
             self._decode_s = _mean(self._decode_s, seconds)
+            self._quiet_s = _mean(self._quiet_s, seconds, _NEW_QUIET if reading else _NEW)
             self._since_refresh = 0
             return
         self._since_refresh = self._since_refresh + 1 if n_decode else 0
@@ -51,5 +57,5 @@ class StepBudget:
             self._token_s = _mean(self._token_s, max(seconds - rows_s, 0.05 * seconds) / n_prefill)
 
 
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + _NEW * (new - old)
+def _mean(old: float | None, new: float, weight: float = _NEW) -> float:
+    return new if old is None else old + weight * (new - old)
