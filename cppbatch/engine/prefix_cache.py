@@ -9,8 +9,9 @@ from cppbatch.engine.cells import Span
 from cppbatch.engine.prefix import PrefixTree, Tokens
 from cppbatch.engine.sequence import SavedState, Sequence, Status
 
-_WORTH_WAITING = 32  # tokens: a longer prefix that is being computed is waited for, a shorter one computed again
-_WORTH_RESTORING = 16  # tokens that host memory must have more than cells do
+_WORTH_WAITING = 24  # tokens: a longer prefix that is being computed is waited for, a shorter one computed again
+_COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # tokens: a shorter prefix is as soon computed
+_COPIED_AT_ONCE = 100  # tokens copied in the time that one takes to compute, cautiously (DESIGN.md: 200)
 
 
 class CachedPrefix:
@@ -75,24 +76,31 @@ class PrefixCache:
 
         At least the last token is left to compute: its logits are wanted.
         """
-        best, best_n = None, 0
+        best, best_gain = None, 0
         ahead, coming = None, 0
         if not self.wants(sequence):
             return None, False
         tokens = sequence.tokens[: sequence.n_tokens - 1]
         for source, n in self._tree.matches(tokens, sequence.request.cache_salt):
-            if n <= best_n:
+            if n <= best_gain:
                 break
             usable = self._usable(source, n)
-            if usable > best_n + (_WORTH_RESTORING if source.seq_id < 0 else 0):
-                best, best_n = Match(source, usable), usable
+            if usable - self._cost(source) > best_gain:
+                best, best_gain = Match(source, usable), usable - self._cost(source)
             if isinstance(source, Sequence) and source.status is Status.PREFILL and coming < n > source.n_computed:
                 ahead, coming = source, n
-        if ahead is None or coming < best_n + _WORTH_WAITING:
+        # Once part of it is there, the rest is: it comes no later than it could be computed again.
+        on_its_way = best is not None and best.source is ahead
+        if ahead is None or not (on_its_way or coming >= best_gain + _WORTH_WAITING):
             return best, False
         if self.sharing == "whole":
             ahead.pause_at = min(ahead.pause_at or coming, coming)  # what it has then is what can be copied
         return best, True
+
+    def _cost(self, source: Sequence | CachedPrefix) -> int:
+        """What it costs to take it, in tokens that could be computed instead: all of it is copied, or nothing."""
+        shares_cells = self.sharing == "cells" and source.seq_id >= 0
+        return _COST_OF_TAKING if shares_cells else _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE
 
     def _usable(self, source: Sequence | CachedPrefix, n: int) -> int:
         if isinstance(source, Sequence) and source.moving:

@@ -103,6 +103,7 @@ class Scheduler:
             plan.admitted = self._admit()
         rows = [(s, 1) for s in self.running if s.status is Status.DECODE and not s.moving]
         plan.n_decode = len(rows)
+        self._kv.make_room(len(rows))  # those admitted just now count too: they fit, once what is cached has gone
         plan.chunks = _in_batch_order(rows, self._prefill(len(rows)))
         plan.n_tokens = sum(n for _, n in plan.chunks)
         return plan

@@ -1,0 +1,85 @@
+"""Books that are wrong are found when the engine comes to rest, told, and set right; running texts stay right."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from cppbatch.config import Sharing
+from tests.fakes import context_of, drain, fake_engine, greedy, reference
+
+KINDS = pytest.mark.parametrize(("unified", "sharing"), [(True, "cells"), (False, "copy"), (True, "whole")])
+
+
+@KINDS
+def test_cells_that_nobody_knows_of_are_logged_with_a_dump_and_freed(
+    unified: bool, sharing: Sharing, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = fake_engine(unified=unified, sharing=sharing)
+    engine.generate([[1] * 10], greedy(3))
+    leak = context_of(engine)
+    leak.cells[3] += b"\1\2"
+    leak.owned[3] += [-1, -2]
+    with caplog.at_level(logging.ERROR):
+        engine.generate([[2] * 10], greedy(3))
+    assert "seq_id 3 has 2 tokens in llama.cpp, 0 in the books" in caplog.text
+    assert "cells used, free seq_ids" in caplog.text
+    assert (leak.n_used, engine.kv.n_used, engine.kv.n_cached) == (0, 0, 0)
+    engine.kv.check()
+    assert engine.generate([[3] * 10], greedy(3))[0].tokens == reference([3] * 10, greedy(3))[0]
+
+
+def test_a_seq_id_that_is_lost_is_found() -> None:
+    engine = fake_engine(sharing="cells")
+    engine.kv._free_ids.pop()
+    with pytest.raises(AssertionError, match="a seq_id is lost"):
+        engine.kv.check()
+    engine.kv.rebuild()
+    engine.kv.check()
+
+
+def test_a_miscount_of_cells_is_found() -> None:
+    engine = fake_engine(sharing="cells")
+    engine.generate([[1] * 10], greedy(3))
+    engine.kv._cells.n_used += 1
+    with pytest.raises(AssertionError, match="cells are used"):
+        engine.kv.check()
+
+
+@KINDS
+def test_rebuilding_under_running_requests_computes_them_again(unified: bool, sharing: Sharing) -> None:
+    engine = fake_engine(unified=unified, sharing=sharing)
+    params = greedy(10, ignore_eos=True)
+    names = [engine.add_request([i] * 3, params) for i in range(6)]
+    events = [event for _ in range(4) for event in engine.step()]
+    engine.kv.rebuild()
+    engine.kv.check()
+    events += drain(engine)
+    for i, name in enumerate(names):
+        tokens = [token for event in events if event.request_id == name for token in event.tokens]
+        assert tokens == reference([i] * 3, params)[0]
+
+
+@KINDS
+def test_ctrl_c_while_memory_is_moved_leaves_every_text_right(
+    unified: bool, sharing: Sharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = fake_engine(n_ctx=64, n_parallel=4, unified=unified, sharing=sharing)
+    params = greedy(12, ignore_eos=True)
+    prompts = {engine.add_request([i] * 3, params, priority=1): [i] * 3 for i in range(4)}
+    events = [event for _ in range(3) for event in engine.step()]
+    prompts[engine.add_request([9] * 3, params)] = [9] * 3  # displaces one, whose memory is saved
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(context_of(engine), "save_sequence", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    events += drain(engine)
+    engine.kv.check()
+    for name, prompt in prompts.items():
+        tokens = [token for event in events if event.request_id == name for token in event.tokens]
+        assert tokens == reference(prompt, params)[0]

@@ -1,0 +1,205 @@
+"""Who goes first, who gives way, who has waited too long, and who is not let in."""
+
+from __future__ import annotations
+
+import pytest
+
+from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
+from cppbatch.engine import engine as engine_module
+from cppbatch.engine import intake
+from cppbatch.errors import QueueFull
+from tests.fakes import context_of, drain, fake_engine, greedy, reference
+
+
+def endless(n_tokens: int) -> SamplingParams:
+    return greedy(n_tokens, ignore_eos=True)
+
+
+class Clock:
+    """Time that only the test lets pass."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(engine_module, "perf_counter", clock)
+    monkeypatch.setattr(intake, "perf_counter", clock)
+    return clock
+
+
+def in_order_of_end(engine: BatchInferenceEngine) -> list[str]:
+    return [event.request_id for event in drain(engine) if event.finish_reason]
+
+
+def ends(events: list[GenerationEvent]) -> dict[str, FinishReason]:
+    return {event.request_id: event.finish_reason for event in events if event.finish_reason}
+
+
+# --- priorities -----------------------------------------------------------------------------------------------------
+
+
+def test_a_lower_number_runs_first_and_equals_in_order_of_arrival() -> None:
+    engine = fake_engine(n_parallel=1)
+    for name, priority in (("b1", 0), ("c1", 5), ("a1", -5), ("b2", 0), ("a2", -5), ("c2", 5)):
+        engine.add_request([1, 2], endless(2), request_id=name, priority=priority)
+    assert in_order_of_end(engine) == ["a1", "a2", "b1", "b2", "c1", "c2"]
+
+
+def test_a_running_request_gives_way_to_one_of_higher_priority_and_keeps_its_text() -> None:
+    engine = fake_engine(n_parallel=1)
+    engine.add_request([1, 2, 3], endless(20), request_id="background", priority=1)
+    events = [event for _ in range(5) for event in engine.step()]
+    engine.add_request([4, 5, 6], endless(3), request_id="urgent", priority=0)
+    events += drain(engine)
+    assert list(ends(events)) == ["urgent", "background"]
+    tokens = [token for event in events if event.request_id == "background" for token in event.tokens]
+    assert tokens == reference([1, 2, 3], endless(20))[0]
+    assert engine.stats().swaps == 1
+
+
+def test_cells_too_are_given_up_for_a_higher_priority_and_no_more_than_needed() -> None:
+    engine = fake_engine(n_ctx=64, n_parallel=4)
+    for name in ("x", "y"):
+        engine.add_request([1] * 20, endless(10), request_id=name, priority=1)
+    engine.step()
+    engine.add_request([2] * 30, endless(4), request_id="urgent")
+    drain_some = [event for _ in range(3) for event in engine.step()]
+    assert engine.stats().running == 2
+    assert list(ends(drain_some + drain(engine))) == ["urgent", "x", "y"]
+
+
+def test_nobody_gives_way_to_an_equal() -> None:
+    engine = fake_engine(n_parallel=1)
+    engine.add_request([1, 2, 3], endless(20), request_id="first")
+    engine.step()
+    engine.add_request([4, 5, 6], endless(3), request_id="second")
+    assert in_order_of_end(engine) == ["first", "second"]
+    assert (engine.stats().swaps, engine.stats().recomputes) == (0, 0)
+
+
+def test_a_higher_priority_that_would_not_fit_even_then_displaces_nobody() -> None:
+    engine = fake_engine(n_ctx=64, n_parallel=4)
+    engine.add_request([1] * 40, endless(20), request_id="first", priority=0)
+    engine.add_request([2] * 4, endless(9), request_id="low", priority=1)
+    engine.step()
+    engine.add_request([3] * 40, endless(4), request_id="second", priority=0)
+    engine.step()
+    assert engine.stats().running == 2
+    assert engine.stats().swaps + engine.stats().recomputes == 0
+    drain(engine)
+
+
+def test_waiting_makes_up_for_priority_so_that_nobody_starves(clock: Clock) -> None:
+    engine = fake_engine(n_parallel=1)
+    engine.add_request([9], endless(2), request_id="running")
+    engine.step()
+    engine.add_request([1], endless(1), request_id="patient", priority=3)
+    clock.now += 31
+    engine.add_request([2], endless(1), request_id="late", priority=0)
+    assert in_order_of_end(engine) == ["running", "patient", "late"]
+
+
+def test_one_that_has_waited_its_way_up_does_not_give_way_to_the_next_arrival(clock: Clock) -> None:
+    engine = fake_engine(n_parallel=1)
+    engine.add_request([1], endless(9), request_id="patient", priority=3)
+    clock.now += 31
+    engine.step()
+    engine.add_request([2], endless(1), request_id="late", priority=0)
+    assert in_order_of_end(engine) == ["patient", "late"]
+
+
+def test_when_cells_run_out_the_lowest_priority_gives_up_its_own() -> None:
+    engine = fake_engine(n_ctx=64, n_parallel=4)
+    for name, priority in (("low", 1), ("a", 0), ("b", 0)):
+        engine.add_request([len(name)], endless(28), request_id=name, priority=priority)
+    assert in_order_of_end(engine)[-1] == "low"
+    assert engine.stats().swaps == 1
+
+
+@pytest.mark.parametrize("priority", [-101, 101, 0.5, "high", True])
+def test_a_priority_out_of_range_is_refused(priority: object) -> None:
+    with pytest.raises(InvalidRequest, match="priority"):
+        fake_engine().add_request([1], priority=priority)
+
+
+# --- timeouts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_running_request_ends_with_what_it_has_when_its_time_is_over(clock: Clock) -> None:
+    engine = fake_engine()
+    engine.add_request([1, 2, 3], endless(30), timeout=10)
+    events = [event for _ in range(4) for event in engine.step()]
+    clock.now += 10
+    events += drain(engine)
+    assert events[-1].finish_reason is FinishReason.TIMEOUT
+    tokens = [token for event in events for token in event.tokens]
+    assert tokens == reference([1, 2, 3], endless(4))[0]
+    assert context_of(engine).n_used == 0
+
+
+@pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
+def test_a_request_that_never_got_its_turn_ends_too(clock: Clock, limit: str) -> None:
+    engine = fake_engine(n_parallel=1)
+    engine.add_request([1], endless(30), request_id="running")
+    engine.step()
+    engine.add_request([2], endless(1), request_id="waiting", **{limit: 5})
+    clock.now += 4
+    assert "waiting" not in ends(engine.step())
+    clock.now += 1
+    assert ends(engine.step()) == {"waiting": FinishReason.TIMEOUT}
+    assert engine.stats().finished == {"timeout": 1}
+    drain(engine)
+
+
+def test_the_queue_timeout_is_over_once_a_request_has_run(clock: Clock) -> None:
+    engine = fake_engine(n_parallel=1)
+    engine.add_request([1], endless(9), request_id="background", priority=1, queue_timeout=5)
+    engine.step()
+    engine.add_request([2], endless(3), request_id="urgent")
+    engine.step()
+    clock.now += 100
+    assert set(ends(drain(engine)).values()) == {FinishReason.LENGTH}
+
+
+def test_what_has_ended_in_time_leaves_nothing_behind(clock: Clock) -> None:
+    engine = fake_engine()
+    for i in range(5):
+        engine.add_request([i], endless(2), timeout=1000, queue_timeout=1000)
+    drain(engine)
+    assert not engine._scheduler._timed
+    clock.now += 2000
+    engine.add_request([1], endless(1))
+    assert set(ends(drain(engine)).values()) == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "5", True])
+def test_a_timeout_that_is_no_time_is_refused(limit: str, seconds: object) -> None:
+    with pytest.raises(InvalidRequest, match=limit):
+        fake_engine().add_request([1], **{limit: seconds})
+
+
+# --- the queue ------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
+    engine = fake_engine(n_parallel=1, max_queue=2)
+    for _ in range(2):
+        engine.add_request([1], endless(2))
+    with pytest.raises(QueueFull, match=r"2 requests wait.*--max-queue.*try again in \d+ s") as refused:
+        engine.add_request([1], endless(2))
+    assert 1 <= refused.value.retry_after <= 60
+    engine.step()
+    engine.add_request([1], endless(2))
+    assert len(in_order_of_end(engine)) == 3
+
+
+def test_generate_takes_any_number_of_prompts() -> None:
+    engine = fake_engine(n_parallel=2, max_queue=1)
+    assert len(engine.generate([[i] for i in range(20)], endless(2))) == 20

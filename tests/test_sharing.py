@@ -1,0 +1,152 @@
+"""Sharing prefixes on real llama.cpp contexts: what each kind of model allows, and that texts stay the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch.config import Sharing
+from cppbatch.llama import Batch, Context, Model, find_sharing
+
+KINDS: list[tuple[str, str, Sharing]] = [
+    ("tiny_llama", "unified", "cells"),
+    ("tiny_llama", "per-sequence", "copy"),
+    ("tiny_mamba", "unified", "whole"),
+    ("tiny_swa", "unified", "whole"),
+    ("tiny_swa", "per-sequence", "whole"),
+    ("tiny_hybrid", "unified", "whole"),
+    ("tiny_hybrid", "per-sequence", "whole"),
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+STORY = [1, *(300 + i * 7 % 60 for i in range(90))]
+
+OpenEngine = Callable[..., BatchInferenceEngine]
+
+
+@pytest.fixture(params=KINDS, ids=[f"{model}-{layout}" for model, layout, _ in KINDS])
+def kind(request: pytest.FixtureRequest) -> tuple[Path, str, Sharing]:
+    model, layout, sharing = request.param
+    return request.getfixturevalue(model), layout, sharing
+
+
+@pytest.fixture
+def open_engine(kind: tuple[Path, str, Sharing]) -> Iterator[OpenEngine]:
+    """Opens engines over the kind's model; at the end each must be empty but for its cache, and then altogether."""
+    path, layout, _ = kind
+    with contextlib.ExitStack() as stack:
+
+        def open_engine(**settings: object) -> BatchInferenceEngine:
+            sizes = {"n_ctx": 2048, "n_parallel": 4, "n_batch": 64, "n_ubatch": 32, "n_threads": 1, "flash_attn": "off"}
+            engine = stack.enter_context(BatchInferenceEngine(path, kv_layout=layout, **{**sizes, **settings}))
+            stack.callback(assert_everything_is_free, engine)
+            return engine
+
+        yield open_engine
+
+
+def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
+    engine.kv.check()
+    engine.clear_prefix_cache()
+    engine.kv.check()
+    assert (engine.kv.n_used, engine.kv.n_cached, engine.kv.n_free_ids) == (0, 0, engine.kv.n_seq_ids)
+
+
+def tokens_of(engine: BatchInferenceEngine, prompts: list[list[int]]) -> list[list[int]]:
+    return [completion.tokens for completion in engine.generate(prompts, GREEDY)]
+
+
+def test_each_kind_of_model_shares_as_far_as_its_memory_allows(kind: tuple[Path, str, Sharing]) -> None:
+    path, layout, sharing = kind
+    with Model(path) as model:
+        context = Context(model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=layout == "unified")
+        assert find_sharing(context) == sharing
+        assert [context.last_position(i) for i in range(context.n_seq_ids)] == [-1] * context.n_seq_ids
+
+
+@pytest.mark.parametrize("broken", ["copy", "restore_sequence"])
+def test_a_memory_that_does_not_do_what_it_should_shares_nothing(
+    tiny_llama: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kind of memory that nobody has met: sharing seems to work there, and gives another text."""
+    with Model(tiny_llama) as model:
+        context = Context(model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=broken == "copy")
+
+        def scramble(*_: object) -> None:
+            batch_of_nonsense(context)
+
+        monkeypatch.setattr(context, broken, scramble)
+        assert find_sharing(context) == ("whole" if broken == "copy" else "none")
+
+
+def batch_of_nonsense(context: Context) -> None:
+    batch = Batch(8)
+    batch.add_run(np.full(5, 400, np.int32), 0, 3, wants_logits=False)
+    context.remove(3)
+    context.decode(batch)
+
+
+def test_with_one_sequence_at_a_time_and_very_few_cells_all_is_well(kind: tuple[Path, str, Sharing]) -> None:
+    path, layout, _ = kind
+    with BatchInferenceEngine(path, n_ctx=256, n_parallel=1, n_threads=1, kv_layout=layout, flash_attn="off") as engine:
+        first = tokens_of(engine, [STORY])
+        assert tokens_of(engine, [STORY]) == first
+        engine.kv.check()
+
+
+def test_prompts_that_begin_alike_get_the_texts_they_get_without_a_cache(open_engine: OpenEngine) -> None:
+    prompts = [STORY[:n] + [200 + i] * 3 for i, n in enumerate((91, 91, 60, 40, 91, 13, 60, 91))] + [STORY, STORY]
+    expected = tokens_of(open_engine(prefix_cache=False), prompts)
+    engine = open_engine()
+    for _ in range(2):
+        assert tokens_of(engine, prompts) == expected
+        engine.kv.check()
+    assert engine.stats().prefix_hits > 0
+
+
+def test_one_prompt_with_many_settings_is_read_once(open_engine: OpenEngine) -> None:
+    params = [SamplingParams(temperature=1, top_k=8, seed=i, max_tokens=16, ignore_eos=True) for i in range(4)]
+    expected = open_engine(prefix_cache=False).generate([STORY] * 4, params)
+    engine = open_engine()
+    results = engine.generate([STORY] * 4, params)
+    assert [r.tokens for r in results] == [r.tokens for r in expected]
+    assert len({tuple(r.tokens) for r in results}) == 4
+    assert engine.stats().prefix_hit_tokens == 3 * (len(STORY) - 1)
+
+
+def test_a_conversation_reads_only_what_is_new(open_engine: OpenEngine) -> None:
+    plain, engine = open_engine(prefix_cache=False), open_engine()
+    conversation = STORY[:50]
+    for turn in range(4):
+        (expected,), (answer,) = plain.generate([conversation], GREEDY), engine.generate([conversation], GREEDY)
+        assert answer.tokens == expected.tokens
+        if turn:
+            assert answer.usage.cached_tokens >= len(conversation) - 5
+        conversation = [*conversation, *answer.tokens[:-1], 350 + turn, 360, 370]
+
+
+@pytest.mark.parametrize("ram", [64, 0], ids=["host memory", "no host memory"])
+def test_what_had_to_leave_its_cells_comes_back_from_host_memory(open_engine: OpenEngine, ram: int) -> None:
+    conversations = [[1, *[300 + i] * 60] for i in range(6)]
+    plain, engine = open_engine(prefix_cache=False), open_engine(n_ctx=512, n_parallel=2, prefix_cache_ram=ram)
+    for _ in range(3):
+        expected = tokens_of(plain, conversations)
+        assert tokens_of(engine, conversations) == expected
+        conversations = [c + t[:-1] + [310] for c, t in zip(conversations, expected, strict=True)]
+        engine.kv.check()
+    stats = engine.stats()
+    assert (stats.prefix_cache_bytes > 0) == (ram > 0)
+    if ram:
+        assert stats.prefix_hits == 12
+
+
+def test_a_tiny_cache_with_shared_prefixes_gives_the_texts_of_an_ample_one(open_engine: OpenEngine) -> None:
+    prompts = [STORY[:n] + [200 + i] for i, n in enumerate((30, 91, 60, 91, 10, 91, 60, 30))]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    ample, tiny = open_engine(prefix_cache=False, n_ctx=4096), open_engine(n_ctx=1024)
+    expected = [result.tokens for result in ample.generate(prompts, params)]
+    assert [result.tokens for result in tiny.generate(prompts, params)] == expected
