@@ -79,6 +79,14 @@ def test_a_cell_is_free_when_its_last_holder_goes_whoever_that_is(order: tuple[i
     assert cells.n_used == 0
 
 
+def test_sharing_up_to_where_two_have_parted_cuts_nothing_anew() -> None:
+    cells = Cells()
+    tip = cells.grow(None, 8)
+    second = cells.grow(cells.share(tip, 6), 3)
+    assert cells.share(second, 6) is second.parent
+    assert n_shared(second) == 6
+
+
 def test_what_is_left_alone_is_shared_no_more_and_grows_on() -> None:
     cells = Cells()
     tip = cells.grow(None, 8)

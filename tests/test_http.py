@@ -67,6 +67,11 @@ BAD_COMPLETIONS = {
     "stop token out of range": ({"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids[0]"),
     "stream options of another type": ({"prompt": "x", "stream_options": 1}, "stream_options"),
     "a million completions": ({"prompt": ["a"] * 2000, "n": 128}, "prompt"),
+    "priority out of range": ({"prompt": "x", "priority": 1000}, "priority"),
+    "a negative timeout": ({"prompt": "x", "timeout": -1}, "timeout"),
+    "a timeout as text": ({"prompt": "x", "queue_timeout": "soon"}, "queue_timeout"),
+    "cache_prompt as text": ({"prompt": "x", "cache_prompt": "yes"}, "cache_prompt"),
+    "a salt of another type": ({"prompt": "x", "cache_salt": 5}, "cache_salt"),
     "logprobs, even of none": ({"prompt": "x", "logprobs": 0}, "logprobs"),
     "not served yet": ({"prompt": "x", "echo": True}, "echo"),
     "invalid JSON": ("{", "body"),
@@ -224,3 +229,66 @@ def test_a_chat_template_runs_in_a_sandbox_and_its_complaint_is_the_clients() ->
     for source in ("{{ raise_exception('no system role') }}", "{{ messages.__class__.__mro__ }}", "{% if %}"):
         with pytest.raises(InvalidRequest, match="chat template"):
             ChatTemplate(source, bos="", eos="").render(message)
+
+
+# --- queues, timeouts, the prefix cache -------------------------------------------------------------------------------
+
+
+async def test_a_full_queue_is_a_429_with_a_retry_hint_and_the_others_get_their_answers(tiny_llama: Path) -> None:
+    async with (
+        LocalEngine(tiny_llama, n_ctx=1024, n_parallel=1, n_threads=1, max_queue=2) as engine,
+        TestClient(TestServer(create_app(engine))) as http,
+    ):
+        body = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
+
+        async def ask() -> tuple[int, str | None, Any]:
+            async with http.post("/v1/completions", json=body) as answer:
+                return answer.status, answer.headers.get("Retry-After"), await answer.json()
+
+        answers = await asyncio.gather(*(ask() for _ in range(8)))
+        refused = [(retry_after, answer) for status, retry_after, answer in answers if status == 429]
+        assert sorted({status for status, _, _ in answers}) == [200, 429]
+        assert len(refused) >= 4  # one runs, two wait, and perhaps one more came in when the first had begun
+        for retry_after, answer in refused:
+            assert int(retry_after or 0) >= 1
+            assert answer["error"]["code"] == "queue_full"
+            assert "--max-queue" in answer["error"]["message"]
+        assert (await engine.stats()).running == 0
+
+
+async def test_choices_that_find_the_queue_full_are_refused_together(tiny_llama: Path) -> None:
+    async with (
+        LocalEngine(tiny_llama, n_ctx=1024, n_parallel=1, n_threads=1, max_queue=2) as engine,
+        TestClient(TestServer(create_app(engine))) as http,
+    ):
+        status, answer = await post(http, "/v1/completions", {"prompt": "Hello", "max_tokens": 100, "n": 8})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        for _ in range(200):
+            if not ((stats := await engine.stats()).running or stats.waiting):
+                break
+            await asyncio.sleep(0.01)
+        assert (stats.running, stats.waiting, stats.kv_cells_used) == (0, 0, 0)
+
+
+async def test_a_timeout_gives_the_text_so_far(http: Http) -> None:
+    body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, "timeout": 0.1}
+    status, answer = await post(http, "/v1/completions", body)
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "timeout")
+    assert 0 < answer["usage"]["completion_tokens"] < 900
+    assert answer["choices"][0]["text"]
+
+
+async def test_usage_tells_how_much_of_the_prompt_was_cached(http: Http) -> None:
+    async def cached(**fields: object) -> int:
+        body = {"prompt": "the cat sat on the mat and " * 12, "max_tokens": 2, **fields}
+        _, answer = await post(http, "/v1/completions", body)
+        assert answer["usage"]["prompt_tokens"] > 100
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert await cached() == 0
+    assert await cached() > 100
+    assert await cached(cache_prompt=False) == 0
+    assert await cached(cache_salt="mine") == 0
+    assert await cached(cache_salt="mine") > 100
+    assert await cached(n=3) > 100
+    assert await cached(n=3, cache_salt="new") == 0  # two of the three had it from the first, which computed it

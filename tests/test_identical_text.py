@@ -35,8 +35,12 @@ def alone(path: Path) -> list[str]:
 
 def batched(path: Path, layout: KvLayout) -> list[Completion]:
     """All prompts at once in the engine."""
-    with BatchInferenceEngine(path, n_ctx=16384, n_parallel=16, kv_layout=layout, flash_attn="off") as engine:
+    with open_engine(path, layout) as engine:
         return engine.generate(PROMPTS, GREEDY)
+
+
+def open_engine(path: Path, layout: KvLayout) -> BatchInferenceEngine:
+    return BatchInferenceEngine(path, n_ctx=16384, n_parallel=16, kv_layout=layout, flash_attn="off")
 
 
 def texts(completions: list[Completion]) -> list[str]:
@@ -57,7 +61,11 @@ def alone_q4(default_model: Path) -> list[str]:
 def test_with_float_weights_16_of_16_texts_batched_equal_alone(
     f16_model: Path, alone_f16: list[str], layout: KvLayout
 ) -> None:
-    assert texts(batched(f16_model, layout)) == alone_f16
+    with open_engine(f16_model, layout) as engine:
+        assert texts(engine.generate(PROMPTS, GREEDY)) == alone_f16
+        again = engine.generate(PROMPTS, GREEDY)  # from the prefix cache
+        assert texts(again) == alone_f16
+        assert all(result.usage.cached_tokens == result.usage.prompt_tokens - 1 for result in again[8:])
 
 
 def test_with_the_shipped_weights_16_of_16_are_equal_in_the_per_sequence_layout(

@@ -13,7 +13,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, LocalEngine, SamplingParams
 from cppbatch.cluster import local
-from cppbatch.errors import EngineClosed, InvalidRequest, ModelError
+from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
 from tests import tiny_models
 
 SETTINGS = {"n_ctx": 1024, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off"}
@@ -339,3 +339,16 @@ def test_closing_while_a_long_prompt_is_tokenised_does_not_crash(tiny_llama):
     command = [sys.executable, "-c", CLOSE_WHILE_TOKENISING, str(tiny_llama)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+async def test_a_full_queue_refuses_and_those_before_it_end_well(tiny_llama):
+    async with LocalEngine(tiny_llama, **{**SETTINGS, "n_parallel": 1, "max_queue": 1}) as engine:
+        running = await started(engine, request("running", max_tokens=900))
+        waiting = asyncio.create_task(events_of(engine, request("waiting")))
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFull, match="1 requests wait"):
+            await soon(events_of(engine, request("refused")))
+        assert (await soon(running))[-1].finish_reason is FinishReason.LENGTH
+        assert (await soon(waiting))[-1].finish_reason is FinishReason.LENGTH
+        again = await soon(events_of(engine, request("refused")))  # its id is free again
+        assert again[-1].finish_reason is FinishReason.LENGTH

@@ -18,7 +18,7 @@ from cppbatch.errors import LlamaError
 log = logging.getLogger("cppbatch.engine")
 
 _MOST_CACHED = 0.25  # of the cells: attention reads past cells that nobody runs in, so more would slow everyone down
-_LEAST_CACHED = 8  # tokens: a shorter prefix is as soon computed as found
+_LEAST_CACHED = 20  # tokens: a shorter prefix is as soon computed as taken
 
 NO_ROOM = (LlamaError, MemoryError)
 
@@ -128,7 +128,7 @@ class KVPool:
             self._take_over(sequence, match)
         else:
             self._take_prefix(sequence, match)
-        if sequence.n_generated == 0:  # not one that resumes
+        if not sequence.admitted_at:  # not one that resumes
             self.cache.count(sequence, match)
         self.cache.track(sequence)
         only_one_pending = sequence.n_computed > 0 and sequence.n_pending == 1
@@ -186,7 +186,7 @@ class KVPool:
 
     def _move_out(self, cached: CachedPrefix) -> None:
         self._moves.append(partial(self._save, cached, cached.seq_id))
-        self.cache.drop(cached)
+        self.cache.leave_cells(cached)
         self._cells.free(cached.cells)
         cached.cells = None
         self._free_id(cached.seq_id)
@@ -260,8 +260,10 @@ class KVPool:
         `seq_id`, `saved`: where the source's memory was when this was planned.
         """
         try:
-            state = saved or self._copied.get(source)
+            state = saved or source.saved or self._copied.get(source)
             if state is None:
+                if seq_id < 0:
+                    raise LlamaError("there was no room for its prefix in host memory")
                 state = self._copied[source] = self._memory.save_sequence(seq_id)
             self._memory.restore_sequence(sequence.seq_id, state)
             self._memory.remove(sequence.seq_id, sequence.n_computed)
@@ -273,14 +275,14 @@ class KVPool:
         self._memory.remove(sequence.seq_id)
         self._cells.free(sequence.cells)
         sequence.cells = None
-        sequence.n_computed = sequence.n_cached = 0
+        sequence.n_computed = 0
+        self.cache.uncount(sequence)
         sequence.status = Status.PREFILL
 
     def _save(self, cached: CachedPrefix, seq_id: int) -> None:
-        saved = self._saved(seq_id) if self.cache.host_bytes else None
+        saved = self._saved(seq_id) if cached in self.cache.in_host else None
         self._memory.remove(seq_id)
-        if saved:
-            self.cache.keep_in_host(cached, saved)
+        self.cache.keep_in_host(cached, saved)
 
     def _saved(self, seq_id: int) -> SavedState | None:
         try:
@@ -317,29 +319,38 @@ class KVPool:
         sequence.n_computed = 0
 
     def _cache(self, sequence: Sequence) -> None:
-        self.cache.forget(sequence)
         tokens = sequence.tokens[: sequence.n_computed].copy()
-        cached = CachedPrefix(tokens, sequence.request.cache_salt, self._shelve(sequence), sequence.cells)
+        cached = CachedPrefix(tokens, sequence.request.cache_salt, sequence.seq_id, sequence.cells)
+        self.cache.forget(sequence)
         del self._running[sequence.seq_id]
         sequence.seq_id, sequence.cells = -1, None
         for useless in self.cache.add(cached):
             self._forget(useless)
-        while self.unified and self.n_cached > _MOST_CACHED * self._n_cells:
-            self._evict(None)
+        if cached in self.cache.in_cells:
+            self._shelve(cached)
+            self._limit_cache(cached)
         self.apply()
 
-    def _shelve(self, sequence: Sequence) -> int:
-        """The seq_id under which its cells stay: one that cannot run, where there are such."""
+    def _shelve(self, cached: CachedPrefix) -> None:
+        """Moves its cells to a seq_id that cannot run, where there are such."""
         if self.n_seq_ids == self._memory.n_seq_max:
-            return sequence.seq_id
+            return
         if not self._shelf_ids:
-            self._evict(None)
+            self._evict(cached)
             self.apply()
         shelf_id = heappop(self._shelf_ids)
-        self._memory.copy(sequence.seq_id, shelf_id, 0, sequence.n_computed)
-        self._memory.remove(sequence.seq_id)
-        self._free_id(sequence.seq_id)
-        return shelf_id
+        self._memory.copy(cached.seq_id, shelf_id, 0, cached.n_computed)
+        self._memory.remove(cached.seq_id)
+        self._free_id(cached.seq_id)
+        cached.seq_id = shelf_id
+
+    def _limit_cache(self, latest: CachedPrefix) -> None:
+        """Keeps the cells that are only cached few; one that is too long by itself does not drive the others out."""
+        most = _MOST_CACHED * self._n_cells
+        if self.unified and latest.n_computed > most:
+            self._move_out(latest)
+        while self.unified and self.n_cached > most:
+            self._evict(None)
 
     def _forget(self, cached: CachedPrefix) -> None:
         """A cached prefix goes for good."""

@@ -44,7 +44,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int
     """Prompt tokens that were not computed because others had."""
     prefix_cache_bytes: int
-    """Host memory that they take."""
+    """Host memory of the prefixes there."""
     swaps: int
     """Sequences that gave up their cells to host memory."""
     recomputes: int

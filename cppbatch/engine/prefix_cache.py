@@ -118,6 +118,12 @@ class PrefixCache:
             sequence.n_cached = match.n
             self._touch(match.source)
 
+    def uncount(self, sequence: Sequence) -> None:
+        """What it was to take could not be had."""
+        self.hits -= sequence.n_cached > 0
+        self.hit_tokens -= sequence.n_cached
+        sequence.n_cached = 0
+
     def _touch(self, source: Sequence | CachedPrefix) -> None:
         for place in (self.in_cells, self.in_host):
             if isinstance(source, CachedPrefix) and source in place:
@@ -131,7 +137,8 @@ class PrefixCache:
         self._tree.insert(cached, cached.tokens, cached.salt)
         self.in_cells[cached] = None
         same_length = self.sharing == "whole"  # a shorter one is a checkpoint of its own there
-        if any(other.n_computed >= len(cached.tokens) for other in self._tree.covers(cached) if not same_length):
+        in_cells = [other for other in self._tree.covers(cached) if other.seq_id >= 0 and not same_length]
+        if any(other.n_computed >= len(cached.tokens) for other in in_cells):
             return [cached]
         covered = [other for other in self._tree.covered_by(cached) if isinstance(other, CachedPrefix)]
         return [other for other in covered if not same_length or len(other.tokens) == len(cached.tokens)]
@@ -140,22 +147,28 @@ class PrefixCache:
         """Forgets it; its cells are the pool's affair."""
         self._tree.discard(cached)
         self.in_cells.pop(cached, None)
-        if cached in self.in_host:
-            del self.in_host[cached]
-            assert cached.saved
+        self.in_host.pop(cached, None)
+        if cached.saved:
             self.used_host_bytes -= cached.saved.n_bytes
             cached.saved = None
 
-    def keep_in_host(self, cached: CachedPrefix, saved: SavedState) -> None:
-        """Takes what has left its cells, dropping the least recently used for it; too big a one is forgotten."""
-        if saved.n_bytes > self.host_bytes:
+    def leave_cells(self, cached: CachedPrefix) -> None:
+        """It is on its way to host memory, where it can be found from now on; `keep_in_host` follows."""
+        del self.in_cells[cached]
+        if self.host_bytes:
+            self.in_host[cached] = None
+        else:
+            self.drop(cached)
+
+    def keep_in_host(self, cached: CachedPrefix, saved: SavedState | None) -> None:
+        """Takes the memory of what has left its cells, dropping the least recently used for it, or itself."""
+        if saved is None or saved.n_bytes > self.host_bytes:
+            self.drop(cached)
             return
         while self.used_host_bytes + saved.n_bytes > self.host_bytes:
-            self.drop(next(iter(self.in_host)))
+            self.drop(next(other for other in self.in_host if other.saved))
         cached.saved = saved
         self.used_host_bytes += saved.n_bytes
-        self.in_host[cached] = None
-        self._tree.insert(cached, cached.tokens, cached.salt)
 
     def clear(self) -> None:
         """Forgets all that finished ones left."""

@@ -37,7 +37,7 @@ def find_sharing(context: Context) -> Sharing:
 
 
 def _works(context: Context, kind: Sharing) -> bool:
-    target = context.n_seq_max - 1  # with only one seq_id, it gets its own state back
+    shelf, target = context.n_seq_ids - 1, context.n_seq_max - 1  # with only one seq_id, it gets its own state back
     tokens = np.linspace(1, context.model.vocab.n_tokens - 1, _N).astype(np.int32)
     try:
         expected = _continue(context, tokens, 0, 0)
@@ -45,7 +45,9 @@ def _works(context: Context, kind: Sharing) -> bool:
             context.remove(0)
             _continue(context, tokens[:_TAKEN], 0, 0)
         if kind == "cells":
-            context.copy(0, target, 0, _TAKEN)
+            context.copy(0, shelf, 0, _TAKEN)
+            context.remove(0)
+            context.copy(shelf, target, 0, _TAKEN)
         else:
             context.restore_sequence(target, context.save_sequence(0))
         if kind == "copy" and not context.remove(target, _TAKEN):

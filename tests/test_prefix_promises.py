@@ -1,0 +1,65 @@
+"""What sharing and preemption promise, on the default model. scripts/bench_prefix.py measures the same at full size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+
+from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
+
+PREFIX = [100 + i * 37 % 9000 for i in range(600)]
+N_SUFFIX, N_NEW = 8, 12
+GREEDY = SamplingParams(temperature=0, max_tokens=N_NEW, ignore_eos=True)
+
+
+def run(
+    engine: BatchInferenceEngine, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[float, int, list[list[int]]]:
+    """Seconds until all have ended, the most cells held after a step, and the tokens of each."""
+    names = [engine.add_request(prompt, its) for prompt, its in zip(prompts, params, strict=True)]
+    tokens: dict[str, list[int]] = {name: [] for name in names}
+    began, peak = perf_counter(), 0
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.tokens
+        peak = max(peak, engine.kv.n_used + engine.kv.n_cached)
+    return perf_counter() - began, peak, [tokens[name] for name in names]
+
+
+def test_a_shared_prefix_is_computed_and_held_once_and_that_is_three_times_as_fast(default_model: Path) -> None:
+    prompts = [[*PREFIX, *(5000 + 100 * i + k for k in range(N_SUFFIX))] for i in range(16)]
+    seconds, peaks = [], []
+    for prefix_cache in (True, False):
+        with BatchInferenceEngine(default_model, n_ctx=16384, n_parallel=16, prefix_cache=prefix_cache) as engine:
+            engine.generate([[20] * 64], SamplingParams(max_tokens=1))
+            engine.clear_prefix_cache()
+            its_seconds, its_peak, _ = run(engine, prompts, [GREEDY] * 16)
+            seconds.append(its_seconds)
+            peaks.append(its_peak)
+    print(f"{seconds[1] / seconds[0]:.2f} times as fast; {peaks[0]} cells instead of {peaks[1]}")
+    assert seconds[0] * 3 <= seconds[1]
+    assert peaks[0] <= 1.05 * (len(PREFIX) + 16 * (N_SUFFIX + N_NEW))
+
+
+def test_sixteen_completions_of_one_prompt_hold_it_once(default_model: Path) -> None:
+    params = [SamplingParams(temperature=0.5 + 0.1 * i, seed=i, max_tokens=N_NEW, ignore_eos=True) for i in range(16)]
+    with BatchInferenceEngine(default_model, n_ctx=16384, n_parallel=16) as engine:
+        _, peak, tokens = run(engine, [PREFIX] * 16, params)
+        assert engine.stats().prefix_hit_tokens == 15 * (len(PREFIX) - 1)
+    assert peak <= 1.05 * (len(PREFIX) + 16 * N_NEW)
+    assert len({tuple(its) for its in tokens}) > 8
+
+
+def test_requests_that_outgrow_the_cells_all_finish_with_the_text_of_ample_ones(f16_model: Path) -> None:
+    story = "The river floods every spring and the people rebuild the bridge. "
+    prompts = [f"Chapter {i}. " + story * (i % 8 + 1) + "Then" for i in range(24)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    texts = []
+    for n_ctx in (8192, 768):
+        with BatchInferenceEngine(f16_model, n_ctx=n_ctx, n_parallel=8, flash_attn="off") as engine:
+            results = engine.generate(prompts, params)
+            assert all(result.finish_reason is FinishReason.LENGTH for result in results)
+            texts.append([result.text for result in results])
+            stats = engine.stats()
+    assert texts[0] == texts[1]
+    assert stats.swaps + stats.recomputes > 0
