@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from cppbatch.config import Sharing
 from tests.fakes import context_of, drain, fake_engine, greedy, reference
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 KINDS = pytest.mark.parametrize(("unified", "sharing"), [(True, "cells"), (False, "copy"), (True, "whole")])
 
@@ -48,12 +55,13 @@ def test_a_miscount_of_cells_is_found() -> None:
 
 
 @KINDS
-def test_rebuilding_under_running_requests_computes_them_again(unified: bool, sharing: Sharing) -> None:
+def test_starting_over_under_running_requests_computes_them_again(unified: bool, sharing: Sharing) -> None:
     engine = fake_engine(unified=unified, sharing=sharing)
     params = greedy(10, ignore_eos=True)
     names = [engine.add_request([i] * 3, params) for i in range(6)]
     events = [event for _ in range(4) for event in engine.step()]
-    engine.kv.rebuild()
+    with pytest.raises(KeyboardInterrupt), engine._or_start_over():
+        raise KeyboardInterrupt
     engine.kv.check()
     events += drain(engine)
     for i, name in enumerate(names):
@@ -83,3 +91,61 @@ def test_ctrl_c_while_memory_is_moved_leaves_every_text_right(
     for name, prompt in prompts.items():
         tokens = [token for event in events if event.request_id == name for token in event.tokens]
         assert tokens == reference(prompt, params)[0]
+
+
+@KINDS
+def test_ctrl_c_anywhere_in_a_step_leaves_a_working_engine(unified: bool, sharing: Sharing) -> None:
+    """At every line in turn: each request ends exactly once, with a part of its own text, and nothing is lost."""
+    params = greedy(6, ignore_eos=True)
+    prompts = [[1] * 24 + [i] * (i + 1) for i in range(5)]
+    for line in range(1, 7000, 29):
+        engine = fake_engine(n_ctx=120, n_batch=16, n_parallel=3, unified=unified, sharing=sharing)
+        engine.generate([[1] * 24], greedy(1))
+        names = [engine.add_request(prompt, params, priority=i % 2) for i, prompt in enumerate(prompts)]
+        events = []
+        with interrupted_after(line):
+            for _ in range(40):
+                events += engine.step()
+        engine.kv.check()
+        events += drain(engine)
+        assert sorted(event.request_id for event in events if event.finish_reason) == sorted(names)
+        for name, prompt in zip(names, prompts, strict=True):
+            tokens = [token for event in events if event.request_id == name for token in event.tokens]
+            expected = reference(prompt, params)[0]
+            assert is_subsequence(tokens, expected)
+            assert len(tokens) >= len(expected) - 4
+        engine.clear_prefix_cache()
+        engine.kv.check()
+
+
+def is_subsequence(part: list[int], whole: list[int]) -> bool:
+    rest = iter(whole)
+    return all(token in rest for token in part)
+
+
+NOT_THERE = ("step", "_or_start_over", "rebuild", "_start_books", "start_over")
+"""Where the events are handed over, and the repair itself: a second interrupt in the microsecond of the first."""
+
+
+@contextlib.contextmanager
+def interrupted_after(n_lines: int) -> Iterator[None]:
+    """Raises KeyboardInterrupt in here when so many lines of the engine have run."""
+    left = n_lines
+
+    def trace(frame: FrameType, what: str, _: object) -> TraceFunction | None:
+        nonlocal left
+        if "cppbatch/engine" not in frame.f_code.co_filename:
+            return None
+        if what == "line":
+            left -= 1
+            if left == 0 and frame.f_code.co_name not in NOT_THERE:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)

@@ -400,14 +400,17 @@ def test_a_stream_is_taken_over_when_half_of_it_is_used_and_else_copied(n: int, 
 
 
 @WHOLE
-def test_where_only_all_can_be_taken_its_memory_is_taken_over(kind: str) -> None:
-    engine = engine_of(kind)
-    ask(engine, [1] * 40)
-    engine.add_request([1] * 45, endless(9))
-    engine.step()
-    assert context_of(engine).steps[-1] == {0: 5}
-    assert (engine.stats().prefixes_in_cells, context_of(engine).n_used) == (0, 45)
-    drain(engine)
+def test_where_only_all_can_be_taken_a_copy_leaves_it_for_others_and_the_last_seq_id_is_taken_over(kind: str) -> None:
+    for n_parallel, stay in ((4, 1), (1, 0)):
+        engine = engine_of(kind, n_parallel=n_parallel)
+        ask(engine, [1] * 40)
+        engine.add_request([1] * 45, endless(9))
+        for _ in range(2):
+            engine.step()
+        assert 5 in context_of(engine).steps[1].values()
+        assert engine.stats().prefixes_in_cells == stay
+        drain(engine)
+        engine.kv.check()
 
 
 @ANY_PREFIX
@@ -572,7 +575,8 @@ def test_queries_hits_and_their_tokens_are_counted(kind: str) -> None:
         ask(engine, prompt)
     stats = engine.stats()
     assert (stats.prefix_queries, stats.prefix_hits, stats.prefix_hit_tokens) == (4, 2, 85)
-    assert (stats.prefixes_in_cells, stats.kv_cells_cached, stats.kv_cells_used) == (2, 90, 0)
+    n, cells = (4, 175) if kind.startswith("whole") else (2, 90)  # what is part of another is kept only there
+    assert (stats.prefixes_in_cells, stats.kv_cells_cached, stats.kv_cells_used) == (n, cells, 0)
 
 
 def test_cells_that_run_and_are_cached_too_count_as_used() -> None:
@@ -605,10 +609,11 @@ def test_clearing_the_cache_takes_nothing_from_those_that_run(kind: str) -> None
     ask(engine, [1] * 40)
     ask(engine, [2] * 40)
     running = engine.add_request([1] * 45, endless(9))
-    events = engine.step()
+    events = [event for _ in range(2) for event in engine.step()]
     engine.clear_prefix_cache()
     engine.kv.check()
-    assert (engine.kv.n_used, engine.kv.n_cached) == (45, 0)
+    assert engine.kv.n_used >= 45
+    assert engine.kv.n_cached == 0
     events += drain(engine)
     assert tokens_of(events, running) == answer_to([1] * 45, 9)
 

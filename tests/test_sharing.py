@@ -145,7 +145,7 @@ def test_what_had_to_leave_its_cells_comes_back_from_host_memory(open_engine: Op
 
 
 def test_a_tiny_cache_with_shared_prefixes_gives_the_texts_of_an_ample_one(open_engine: OpenEngine) -> None:
-    prompts = [STORY[:n] + [200 + i] for i, n in enumerate((30, 91, 60, 91, 10, 91, 60, 30))]
+    prompts = [[*STORY[:n], 200 + i] for i, n in enumerate((30, 91, 60, 91, 10, 91, 60, 30))]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     ample, tiny = open_engine(prefix_cache=False, n_ctx=4096), open_engine(n_ctx=1024)
     expected = [result.tokens for result in ample.generate(prompts, params)]

@@ -80,9 +80,17 @@ def n_held(tips: Iterable[Span | None]) -> int:
     for tip in tips:
         span = tip
         while span and span not in seen:
+            _join(span)
             seen.add(span)
             span = span.parent
     return sum(span.stop - span.start for span in seen)
+
+
+def _join(span: Span) -> None:
+    """Makes one span of those before it that are held by nobody else any more, so that chains stay short."""
+    while span.parent and span.parent.refs == 1:
+        span.start = span.parent.start
+        span.parent = span.parent.parent
 
 
 def _split(span: Span, n: int) -> Span:

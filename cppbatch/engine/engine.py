@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as AnySequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -132,7 +133,8 @@ class BatchInferenceEngine:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
-        self._finish(sequence, FinishReason.CANCELLED)
+        with self._or_start_over():
+            self._finish(sequence, FinishReason.CANCELLED)
         return True
 
     # --- the step loop ------------------------------------------------------------------------------------------
@@ -144,14 +146,15 @@ class BatchInferenceEngine:
 
     def step(self) -> list[GenerationEvent]:
         """Computes one batch and returns what is new, of every request, in order."""
-        kept = [event for events in self._kept.values() for event in events]
-        self._kept.clear()
-        return kept + self._compute()
+        self._compute()
+        events = [*itertools.chain(*self._kept.values()), *self._events]
+        self._kept, self._events = {}, []
+        return events
 
-    def _compute(self) -> list[GenerationEvent]:
+    def _compute(self) -> None:
         self._metrics.begin_step()
-        plan = self._plan()
-        try:
+        with self._or_start_over():
+            plan = self._plan()
             self.kv.apply()
             if plan.chunks:
                 self._refill(plan)
@@ -160,13 +163,8 @@ class BatchInferenceEngine:
                     tokens = self._sample(plan)
                     self._scheduler.computed(plan, perf_counter() - began)
                     self._advance(plan, tokens)
-        except BaseException:  # Ctrl-C, most likely
-            self._undo(plan)
-            raise
         if not self._scheduler.has_work:
             self._check_books()
-        events, self._events = self._events, []
-        return events
 
     def _plan(self) -> StepPlan:
         for sequence in self._scheduler.expired(perf_counter()):
@@ -210,13 +208,24 @@ class BatchInferenceEngine:
         self._metrics.count_step(decode_rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
         return True
 
-    def _undo(self, plan: StepPlan) -> None:
-        """After an interrupted step: lets each sequence's cells hold what its books say."""
-        if not self.kv.is_settled:
+    @contextmanager
+    def _or_start_over(self) -> Iterator[None]:
+        """When something is interrupted in here (Ctrl-C), nobody knows what was done: all is computed again.
+
+        What sequences have told stays; what they hold does not, so no half-made change can spoil a text.
+        """
+        try:
+            yield
+        except BaseException:
             self.kv.rebuild()
-        for sequence, _ in plan.chunks:
-            if sequence.seq_id >= 0:
-                self.kv.take_back(sequence, min(sequence.n_computed, sequence.n_tokens - 1))  # its logits are lost
+            for request_id in {event.request_id for event in self._events if event.finish_reason}:
+                self._sequences.pop(request_id, None)  # its end is told already
+            for sequence in self._sequences.values():
+                sequence.start_over()
+            self._scheduler.start_over(self._sequences.values())
+            for sequence in [s for s in self._sequences.values() if s.n_left <= 0]:
+                self._finish(sequence, FinishReason.LENGTH)
+            raise
 
     def _check_books(self) -> None:
         """Nothing runs: a good time to see whether all cells are where they should be, and if not, to begin anew."""
@@ -265,25 +274,24 @@ class BatchInferenceEngine:
     ) -> None:
         """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
         self._scheduler.remove(sequence)
-        self.kv.release(sequence, keep=reason is not FinishReason.ERROR)
-        del self._sequences[sequence.id]
+        self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
         if sequence.sampler:
             sequence.sampler.close()
         text += sequence.text.flush()
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = perf_counter()
-        self._metrics.finished[reason] += 1
-        self._events.append(
-            GenerationEvent(
-                request_id=sequence.id,
-                text=text,
-                tokens=tokens or [],
-                finish_reason=reason,
-                usage=sequence.usage(),
-                error=sequence.error,
-            )
+        event = GenerationEvent(
+            request_id=sequence.id,
+            text=text,
+            tokens=tokens or [],
+            finish_reason=reason,
+            usage=sequence.usage(),
+            error=sequence.error,
         )
+        self._events.append(event)
+        del self._sequences[sequence.id]
+        self._metrics.finished[reason] += 1
 
     # --- the simple ways to use it ------------------------------------------------------------------------------
 
@@ -334,8 +342,10 @@ class BatchInferenceEngine:
         """Steps until these requests have ended, yields their events, and keeps others' for those who ask."""
         try:
             while ids:
-                for event in self._compute():
+                self._compute()
+                for event in self._events:
                     self._kept.setdefault(event.request_id, []).append(event)
+                self._events = []
                 # Gone without a word here: somebody else's `step` has taken the last event.
                 ids &= self._sequences.keys() | self._kept.keys()
                 for request_id in [i for i in ids if i in self._kept]:

@@ -56,15 +56,18 @@ class KVPool:
         self.unified = memory.kv_unified
         self._n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
         self._swap_bytes = swap_bytes
-        self.swapped_bytes = 0
-        """Host memory that holds swapped-out sequences now."""
         self.n_swaps = self.n_recomputes = 0
         """Sequences that gave up their cells so far: to host memory, or to be computed again."""
         self.cache = PrefixCache(sharing, host_bytes=cache_bytes)
+        self._start_books()
+
+    def _start_books(self) -> None:
+        self.swapped_bytes = 0
+        """Host memory that holds swapped-out sequences now."""
         self._cells = Cells()
         # Heaps: the lowest is given first, so those in use stay close. Only the first n_seq_max may be in a batch.
-        self._free_ids = list(range(memory.n_seq_max))
-        self._shelf_ids = list(range(memory.n_seq_max, memory.n_seq_ids))
+        self._free_ids = list(range(self._memory.n_seq_max))
+        self._shelf_ids = list(range(self._memory.n_seq_max, self.n_seq_ids))
         self._running: dict[int, Sequence] = {}
         self._moves: list[Callable[[], object]] = []
         self._moving: list[Sequence] = []
@@ -173,16 +176,20 @@ class KVPool:
     def make_room(self, n_free: int, *, keep: object = None) -> bool:
         """Evicts cached prefixes, the least recently used first, until so many cells are free. Whether they are."""
         while self.unified and self.n_free < n_free:
-            if not self._evict(keep):
+            if not self._evict(keep, for_cells=True):
                 return False
         return True
 
-    def _evict(self, keep: object) -> bool:
-        """A cached prefix, not `keep`, leaves its cells for host memory. False when there is none."""
-        cached = next((cached for cached in self.cache.in_cells if cached is not keep), None)
-        if cached:
-            self._move_out(cached)
-        return cached is not None
+    def _evict(self, keep: object, *, for_cells: bool = False) -> bool:
+        """A cached prefix, not `keep`, leaves its cells for host memory. False when there is none.
+
+        `for_cells`: one that has cells to itself; others would make no room.
+        """
+        for cached in self.cache.in_cells:
+            if cached is not keep and not (for_cells and cached.cells and cached.cells.refs > 1):
+                self._move_out(cached)
+                return True
+        return False
 
     def _move_out(self, cached: CachedPrefix) -> None:
         self._moves.append(partial(self._save, cached, cached.seq_id))
@@ -199,9 +206,9 @@ class KVPool:
         source = match.source
         if not isinstance(source, CachedPrefix) or source.seq_id < 0:
             return False
-        if not self._free_ids and len(self.cache.in_cells) == 1:
-            return True  # no other seq_id can be had
-        return self.cache.sharing != "cells" and 2 * match.n >= source.n_computed
+        if not self._free_ids and (len(self.cache.in_cells) == 1 or self.cache.sharing == "whole"):
+            return True  # no other seq_id can be had, or only one that another prefix has
+        return self.cache.sharing == "copy" and 2 * match.n >= source.n_computed
 
     def _take_id(self, sequence: Sequence, keep: object) -> None:
         if not self._free_ids:
@@ -298,15 +305,6 @@ class KVPool:
         sequence.cells = self._cells.grow(sequence.cells, n)
         sequence.computed(n)
 
-    def take_back(self, sequence: Sequence, n: int) -> None:
-        """Leaves a running sequence its first `n` computed tokens; none, if this memory cannot remove a part."""
-        if not self._memory.remove(sequence.seq_id, n):
-            self._memory.remove(sequence.seq_id)
-            n = 0
-        sequence.cells = self._cells.cut(sequence.cells, n)
-        sequence.n_computed = n
-        sequence.status = Status.PREFILL
-
     def release(self, sequence: Sequence, *, keep: bool) -> None:
         """A sequence has ended: it holds nothing any more. `keep`: what it computed may be of use to others."""
         if sequence.seq_id >= 0:
@@ -327,9 +325,18 @@ class KVPool:
         for useless in self.cache.add(cached):
             self._forget(useless)
         if cached in self.cache.in_cells:
-            self._shelve(cached)
-            self._limit_cache(cached)
+            self._settle(cached)
         self.apply()
+
+    def _settle(self, cached: CachedPrefix) -> None:
+        """Keeps the cells that are only cached few; one that is too long by itself does not drive the others out."""
+        most = _MOST_CACHED * self._n_cells
+        if self.unified and cached.n_computed > most:
+            self._move_out(cached)
+            return
+        self._shelve(cached)
+        while self.unified and self.n_cached > most and self._evict(None):
+            pass
 
     def _shelve(self, cached: CachedPrefix) -> None:
         """Moves its cells to a seq_id that cannot run, where there are such."""
@@ -343,14 +350,6 @@ class KVPool:
         self._memory.remove(cached.seq_id)
         self._free_id(cached.seq_id)
         cached.seq_id = shelf_id
-
-    def _limit_cache(self, latest: CachedPrefix) -> None:
-        """Keeps the cells that are only cached few; one that is too long by itself does not drive the others out."""
-        most = _MOST_CACHED * self._n_cells
-        if self.unified and latest.n_computed > most:
-            self._move_out(latest)
-        while self.unified and self.n_cached > most:
-            self._evict(None)
 
     def _forget(self, cached: CachedPrefix) -> None:
         """A cached prefix goes for good."""
@@ -417,18 +416,10 @@ class KVPool:
         return "\n".join([*lines, f"tokens in llama.cpp: { {i: n for i, n in native.items() if n} }"])
 
     def rebuild(self) -> None:
-        """Empties the memory and starts the books anew: running sequences are computed again, nothing is cached."""
-        self._moves.clear()
-        self.apply()
+        """Empties the memory and starts the books anew, trusting none of them: nobody holds anything any more."""
         self._memory.clear()
-        self.cache.clear()
-        self._cells = Cells()
-        self._free_ids = [i for i in range(self._memory.n_seq_max) if i not in self._running]  # sorted: a heap
-        self._shelf_ids = list(range(self._memory.n_seq_max, self.n_seq_ids))
-        for sequence in self._running.values():
-            sequence.cells = None
-            sequence.n_computed = 0
-            sequence.status = Status.PREFILL
+        self._start_books()
+        self.cache.start_over()
 
 
 def _require(condition: bool, message: str) -> None:

@@ -77,8 +77,26 @@ class PrefixTree(Generic[Holder]):
             del child.holders[holder]
             if not child.holders:
                 del node.children[int(tokens[at])]
-                return
+                break
             node, at = child, at + len(child.edge)
+        self._merge_along(salt, tokens)
+
+    def _merge_along(self, salt: str, tokens: Tokens) -> None:
+        """Makes one edge of two where nobody parts any more, or the tree would grow with every request there was."""
+        node, at = self._roots.get(salt), 0
+        while node and at < len(tokens) and (child := node.children.get(int(tokens[at]))):
+            at += len(child.edge)
+            while len(child.children) == 1:
+                (only,) = child.children.values()
+                if len(only.holders) < len(child.holders):
+                    break
+                only.edge = self._part(next(iter(only.holders)), at - len(child.edge), at + len(only.edge))
+                at += len(only.edge) - len(child.edge)
+                child = node.children[int(only.edge[0])] = only
+            node = child
+
+    def _part(self, holder: Holder, start: int, stop: int) -> Tokens:
+        return self._entries[holder][1][start:stop]
 
     def matches(self, tokens: Tokens, salt: str) -> Iterator[tuple[Holder, int]]:
         """Every holder that begins with some of these tokens, and with how many; the longest first."""

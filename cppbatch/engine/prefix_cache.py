@@ -65,7 +65,8 @@ class PrefixCache:
     def track(self, sequence: Sequence) -> None:
         """Offers a running sequence's known tokens to others."""
         if self.wants(sequence):
-            self._tree.insert(sequence, sequence.tokens[: sequence.n_tokens], sequence.request.cache_salt)
+            tokens = sequence.tokens[: sequence.n_tokens].copy()  # parts of which may outlive the sequence in the tree
+            self._tree.insert(sequence, tokens, sequence.request.cache_salt)
 
     def forget(self, sequence: Sequence) -> None:
         """Its memory is about to go."""
@@ -87,7 +88,7 @@ class PrefixCache:
             usable = self._usable(source, n)
             if usable - self._cost(source) > best_gain:
                 best, best_gain = Match(source, usable), usable - self._cost(source)
-            if isinstance(source, Sequence) and source.status is Status.PREFILL and coming < n > source.n_computed:
+            if isinstance(source, Sequence) and coming < n > source.n_computed and self._comes_first(source, sequence):
                 ahead, coming = source, n
         # Once part of it is there, the rest is: it comes no later than it could be computed again.
         on_its_way = best is not None and best.source is ahead
@@ -96,6 +97,11 @@ class PrefixCache:
         if self.sharing == "whole":
             ahead.pause_at = min(ahead.pause_at or coming, coming)  # what it has then is what can be copied
         return best, True
+
+    @staticmethod
+    def _comes_first(source: Sequence, sequence: Sequence) -> bool:
+        """Whether its prompt is being read, and before the other's would be: else waiting may take for ever."""
+        return source.status is Status.PREFILL and source.rank < sequence.rank
 
     def _cost(self, source: Sequence | CachedPrefix) -> int:
         """What it costs to take it, in tokens that could be computed instead: all of it is copied, or nothing."""
@@ -170,7 +176,8 @@ class PrefixCache:
         cached.saved = saved
         self.used_host_bytes += saved.n_bytes
 
-    def clear(self) -> None:
-        """Forgets all that finished ones left."""
-        for cached in [*self.in_cells, *self.in_host]:
-            self.drop(cached)
+    def start_over(self) -> None:
+        """Forgets everything, running sequences too."""
+        self.used_host_bytes = 0
+        self._tree = PrefixTree()
+        self.in_cells, self.in_host = {}, {}

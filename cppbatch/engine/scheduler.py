@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.prefix_cache import Match
@@ -12,6 +13,7 @@ from cppbatch.engine.sequence import Sequence, Status
 from cppbatch.engine.step_budget import StepBudget
 
 _MOST_HEADROOM = 32  # tokens a running sequence may grow before the next admission is judged too early
+_FEW = 1000  # deadlines
 _AGING_S = 10.0  # seconds of waiting that make up for one priority
 
 Chunk = tuple[Sequence, int]
@@ -80,9 +82,17 @@ class Scheduler:
         _take(self.waiting if waits else self.running, sequence)
         self._timed.pop(sequence.rank[1], None)
 
+    def start_over(self, sequences: Iterable[Sequence]) -> None:
+        """All of these wait again, in the order they had."""
+        self.running.clear()
+        self.waiting = sorted(sequences, key=_rank)
+
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose `timeout` has passed, or whose `queue_timeout` while they never ran."""
         expired = []
+        if len(self._deadlines) > 2 * len(self._timed) + _FEW:  # most are of those that have ended
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._timed]
+            heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= now:
             number = heappop(self._deadlines)[1]
             sequence = self._timed.get(number)
@@ -161,7 +171,9 @@ class Scheduler:
                 continue
             preempts = not self._fits(sequence, match)
             if preempts and not self._displace(lower, sequence, match):
-                break
+                match = None  # its source would have to stay; without it there may be room
+                if not self._displace(lower, sequence, match):
+                    break
             del self.waiting[at]
             insort(self.running, sequence, key=_rank)
             self._kv.admit(sequence, match)
@@ -186,14 +198,15 @@ class Scheduler:
 
     def _displace(self, lower: list[Sequence], sequence: Sequence, match: Match | None) -> bool:
         """Lets those of lower priority make room for it. False, and nothing has changed, when that is not enough."""
-        others = [s for s in self.running if s not in lower]
-        if not lower or (match and match.source in lower):
+        victims = [s for s in lower if not (match and match.source is s)]
+        others = [s for s in self.running if s not in victims]
+        if not victims:
             return False
         growth = sum(s.n_pending + self._growth(s) for s in others) + self._growth(sequence)
-        if others and not self._kv.has_room(sequence, match, growth, without=lower):
+        if others and not self._kv.has_room(sequence, match, growth, without=victims):
             return False
         while not self._fits(sequence, match):
-            self._preempt(lower.pop())
+            self._preempt(victims.pop())
         return True
 
     def _growth(self, sequence: Sequence) -> int:

@@ -109,6 +109,14 @@ class Sequence:
         self.tokens[self.n_tokens] = token
         self.n_tokens += 1
 
+    def start_over(self) -> None:
+        """Forgets what it holds; what it knows stays, and is computed again."""
+        self.seq_id = -1
+        self.cells = self.saved = None
+        self.moving = False
+        self.n_computed = 0
+        self.status = Status.WAITING
+
     def usage(self) -> Usage:
         """Counts and times, for the last event."""
         queued_until = self.admitted_at or self.finished_at

@@ -150,11 +150,12 @@ class Context:
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
         """Removes a sequence's positions [start, stop) (-1: to its end).
 
-        Returns False when a recurrent model cannot remove that part; removing everything always works.
+        Returns False when that part cannot be removed: of a recurrent model's state, or where a sliding window may have
+        dropped what comes before it. Removing everything always works.
         """
         native = self._native(seq_id)
-        if self.model.is_recurrent and not self._is_whole(seq_id, start, stop):
-            return False  # C would say yes to a beginning, and remove nothing
+        if (self.model.is_recurrent or self.model.n_swa) and not self._is_whole(seq_id, start, stop):
+            return start > self.last_position(seq_id)  # C would say yes
         return bool(C.llama_memory_seq_rm(self._memory_of(), native, start, stop))
 
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
@@ -180,16 +181,21 @@ class Context:
         """Copies a sequence's memory to host memory; the sequence stays as it is."""
         n_tokens = self.last_position(seq_id) + 1
         native = self._native(seq_id)
-        if seq_id >= self.n_seq_max:
-            C.llama_memory_seq_cp(self._memory_of(), native, self.n_seq_max, 0, -1)
-            native = self.n_seq_max
+        if seq_id < self.n_seq_max:
+            return SequenceState(self._state_data(native), n_tokens, self._state_key)
+        lent, memory = self.n_seq_max, self._memory_of()
+        try:
+            C.llama_memory_seq_cp(memory, native, lent, 0, -1)
+            return SequenceState(self._state_data(lent), n_tokens, self._state_key)
+        finally:
+            C.llama_memory_seq_rm(memory, lent, 0, -1)
+
+    def _state_data(self, native: int) -> npt.NDArray[np.uint8]:
         data = np.empty(C.llama_state_seq_get_size(self.handle, native), np.uint8)
         written = C.llama_state_seq_get_data(self.handle, _bytes_pointer(data), data.size, native)
-        if native != self._native(seq_id):
-            C.llama_memory_seq_rm(self._memory_of(), native, 0, -1)
         if written == 0:
-            raise LlamaError(f"the memory of sequence {seq_id} cannot be saved")
-        return SequenceState(data[:written], n_tokens, self._state_key)
+            raise LlamaError(f"the memory of llama.cpp's sequence {native} cannot be saved")
+        return data[:written]
 
     def restore_sequence(self, seq_id: int, state: SequenceState) -> None:
         """Puts a saved memory into a sequence (any seq_id), replacing what it held.
