@@ -169,3 +169,12 @@ def check(cells: Cells, tips: list[Span | None], model: list[list[int]]) -> None
         shared = len(list(itertools.takewhile(others.__contains__, numbers)))
         assert (length(tip), n_shared(tip)) == (len(numbers), shared)
         assert n_held(tips[: i + 1]) == len(set().union(*model[: i + 1]))
+
+
+def test_a_chain_is_as_short_as_those_that_share_it_whoever_has_come_and_gone() -> None:
+    cells = Cells()
+    tip = cells.grow(None, 100)
+    for n in range(1, 99):
+        cells.free(cells.share(tip, n))
+    assert n_held([tip]) == cells.n_used == 100
+    assert tip.parent is None

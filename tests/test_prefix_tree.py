@@ -194,3 +194,15 @@ def check_covers(tree: PrefixTree[str], model: Entries) -> None:
         others = {name: its for name, (its_salt, its) in model.items() if its_salt == salt and name != holder}
         assert sorted(tree.covers(holder)) == sorted(o for o, its in others.items() if its[: len(tokens)] == tokens)
         assert sorted(tree.covered_by(holder)) == sorted(o for o, its in others.items() if tokens[: len(its)] == its)
+
+
+def test_a_tree_is_as_small_as_those_in_it_whatever_has_come_and_gone() -> None:
+    tree: PrefixTree[str] = PrefixTree()
+    tokens = np.zeros(300, np.int32)
+    tree.insert("stays", tokens, "")
+    for n in range(1, 299):
+        tree.insert("goes", np.append(tokens[:n], 7).astype(np.int32), "")
+        tree.discard("goes")
+    (child,) = tree._roots[""].children.values()
+    assert (len(child.edge), child.children) == (300, {})
+    assert dict(tree.matches(tokens[:200], "")) == {"stays": 200}

@@ -203,3 +203,30 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
 def test_generate_takes_any_number_of_prompts() -> None:
     engine = fake_engine(n_parallel=2, max_queue=1)
     assert len(engine.generate([[i] for i in range(20)], endless(2))) == 20
+
+
+# --- priorities and shared prefixes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_parallel", [1, 2])
+def test_one_that_shares_its_prefix_with_those_it_displaces_does_not_wait_for_them(n_parallel: int) -> None:
+    engine = fake_engine(n_ctx=256, n_batch=64, n_parallel=n_parallel, sharing="cells")
+    prompt = [1] * 40
+    for i in range(n_parallel):
+        engine.add_request([*prompt, i], endless(60), request_id=f"low-{i}", priority=1)
+    events = [event for _ in range(4) for event in engine.step()]
+    engine.add_request([*prompt, 9], endless(3), request_id="urgent")
+    events += [event for _ in range(4) for event in engine.step()]
+    assert "urgent" in ends(events)
+    events += drain(engine)
+    for i in range(n_parallel):
+        tokens = [token for event in events if event.request_id == f"low-{i}" for token in event.tokens]
+        assert tokens == reference([*prompt, i], endless(60))[0]
+
+
+def test_nobody_waits_for_a_prefix_that_a_lower_priority_is_computing() -> None:
+    engine = fake_engine(n_ctx=512, n_batch=8, n_parallel=3, sharing="cells")
+    engine.add_request([1] * 120, endless(2), request_id="low", priority=5)
+    engine.step()
+    engine.add_request([1] * 110 + [2], endless(2), request_id="urgent")
+    assert in_order_of_end(engine)[0] == "urgent"

@@ -19,7 +19,7 @@ def run_on(budget: StepBudget, *, decode_s: float, token_s: float, steps: int) -
     """The same, the prompt being read already."""
     times = []
     for _ in range(steps):
-        n = budget.prefill_tokens(8)
+        n = budget.prefill_tokens(8, 1)
         times.append(decode_s + n * token_s)
         budget.observe(8, n, times[-1])
     return times
@@ -58,19 +58,19 @@ def test_a_fast_machine_is_not_slowed_by_tiny_steps() -> None:
 def test_a_prompt_goes_on_however_slow_the_machine_is() -> None:
     budget = StepBudget(2048, 0.001)
     run(budget, decode_s=0.5, token_s=0.1)
-    assert budget.prefill_tokens(8) == 4
+    assert budget.prefill_tokens(8, 1) == 4
 
 
 def test_nobody_decoding_means_full_steps() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.05, token_s=1e-3)
-    assert budget.prefill_tokens(0) == 2048
+    assert budget.prefill_tokens(0, 1) == 2048
 
 
 def test_the_budget_never_exceeds_the_step() -> None:
     budget = StepBudget(64)
     run(budget, decode_s=0.05, token_s=1e-7)
-    assert budget.prefill_tokens(10) == 54
+    assert budget.prefill_tokens(10, 1) == 54
 
 
 def test_it_follows_a_machine_that_gets_slower() -> None:
@@ -78,3 +78,11 @@ def test_it_follows_a_machine_that_gets_slower() -> None:
     fast = run(budget, decode_s=0.05, token_s=1e-3)
     slow = run(budget, decode_s=0.05, token_s=3e-3)
     assert slow[-1] == pytest.approx(fast[-1], rel=0.1)
+
+
+def test_one_stream_does_not_hold_up_many_prompts() -> None:
+    budget = StepBudget(2048)
+    run(budget, decode_s=0.05, token_s=1e-3)
+    one, eight, sixteen = (budget.prefill_tokens(8, n) for n in (1, 8, 16))
+    assert one == eight
+    assert sixteen == pytest.approx(2 * one, abs=1)

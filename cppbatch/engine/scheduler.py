@@ -127,7 +127,7 @@ class Scheduler:
         prefilling = [s for s in self.running if s.status is Status.PREFILL and not s.moving]
         if not prefilling:
             return []
-        budget = min(self._budget.prefill_tokens(n_decode), sum(s.n_pending for s in prefilling))
+        budget = min(self._budget.prefill_tokens(n_decode, len(prefilling)), sum(s.n_pending for s in prefilling))
         if self._kv.unified and not self._kv.make_room(n_decode + budget):
             budget = min(budget, self._kv.n_free - n_decode)
         chunks = []

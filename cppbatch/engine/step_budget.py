@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _SMALLEST_CHUNK = 4  # tokens: a prompt always goes on
 _LEAST_TARGET_S = 0.025  # shorter steps gain nobody anything and cost throughput
-_SLOWDOWN = 2.5  # a step with prefill may take this many times a step without; the promise is 3 for 95 of 100
+_SLOWDOWN = 1.5  # of a step without prefill: the time prompts may add to it; the promise is 2 for 95 of 100 steps
 _REFRESH_EVERY = 16  # steps with prefill, before one without tells what decoding alone takes now
 _NEW = 0.3  # weight of a new measurement in the running means
 _NEW_QUIET = 0.02  # the same for what a step took before the prompts came, while they are being read
@@ -15,7 +15,7 @@ class StepBudget:
 
     A step's time is taken as that of its decode rows plus so much for each prompt token: measured, mixing costs the sum
     of both and never more (docs/architecture.md). `target_s`: seconds a step may take; None: 2.5 times a step without
-    prefill, at least 25 ms.
+    prefill, at least 25 ms, and more when more prompts than streams wait for that step.
     """
 
     def __init__(self, most: int, target_s: float | None = None) -> None:
@@ -30,16 +30,16 @@ class StepBudget:
         """Running mean of what a prompt token adds."""
         self._since_refresh = 0
 
-    def prefill_tokens(self, n_decode: int) -> int:
-        """Prompt tokens for the next step, beside `n_decode` decoding sequences."""
+    def prefill_tokens(self, n_decode: int, n_prefill: int) -> int:
+        """Prompt tokens, of `n_prefill` sequences, for the next step beside `n_decode` decoding ones."""
         most = self._most - n_decode
-        if n_decode == 0 or self._token_s is None:
-            return most
-        if self._since_refresh >= _REFRESH_EVERY:
+        if n_decode and self._since_refresh >= _REFRESH_EVERY:
             return 0
-        decode_s = self._decode_s or 0.0
-        target_s = self._target_s or max(_LEAST_TARGET_S, _SLOWDOWN * (self._quiet_s or 0.0))
-        wanted = int((target_s - decode_s) / self._token_s)
+        if n_decode == 0 or self._token_s is None or self._decode_s is None or self._quiet_s is None:
+            return most
+        slowdown = 1 + _SLOWDOWN * max(1, n_prefill / n_decode)
+        target_s = self._target_s or max(_LEAST_TARGET_S, slowdown * self._quiet_s)
+        wanted = int((target_s - self._decode_s) / self._token_s)
         return min(most, max(_SMALLEST_CHUNK, wanted))
 
     def observe(self, n_decode: int, n_prefill: int, seconds: float) -> None:
