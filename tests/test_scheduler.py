@@ -251,6 +251,20 @@ def test_several_short_prompts_share_one_step() -> None:
     assert context_of(engine).steps == [{0: 3, 1: 3, 2: 2}]
 
 
+def test_beside_streams_short_prompts_are_not_held_up_by_a_long_one_nor_it_by_them() -> None:
+    policy = Policy(n_ctx=256, n_seq_ids=5, step_tokens=9)
+    policy.add("stream", 1, 99)
+    policy.step()
+    for name, n_prompt in (("long", 100), ("middle", 9), ("short", 3)):
+        policy.add(name, n_prompt, 9)
+    assert [chunks(policy.step()) for _ in range(4)] == [
+        {"stream": 1, "long": 4, "short": 3, "middle": 1},
+        {"stream": 1, "long": 4, "short": 1, "middle": 3},
+        {"stream": 1, "long": 4, "short": 1, "middle": 3},
+        {"stream": 1, "long": 5, "short": 1, "middle": 2},
+    ]
+
+
 def test_prompts_are_computed_in_order_of_arrival() -> None:
     policy = Policy(step_tokens=8)
     for name in "abc":

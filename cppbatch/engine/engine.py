@@ -363,33 +363,8 @@ class BatchInferenceEngine:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state now."""
-        m = self._metrics
-        return EngineStats(
-            steps=m.steps,
-            decode_steps=m.decode_steps,
-            decode_rows=m.decode_rows,
-            mean_decode_batch=m.decode_rows / m.decode_steps if m.decode_steps else 0.0,
-            prompt_tokens=m.prompt_tokens,
-            generated_tokens=m.generated_tokens,
-            finished={reason.value: n for reason, n in m.finished.items()},
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            kv_cells=self.kv.n_ctx,
-            kv_cells_used=self.kv.n_used,
-            kv_cells_cached=self.kv.n_cached,
-            prefixes_in_cells=len(self.kv.cache.in_cells),
-            prefixes_in_host=len(self.kv.cache.in_host),
-            prefix_queries=self.kv.cache.queries,
-            prefix_hits=self.kv.cache.hits,
-            prefix_hit_tokens=self.kv.cache.hit_tokens,
-            prefix_cache_bytes=self.kv.cache.used_host_bytes,
-            swaps=self.kv.n_swaps,
-            recomputes=self.kv.n_recomputes,
-            swapped_bytes=self.kv.swapped_bytes,
-            seq_ids=self.kv.n_seq_ids,
-            seq_ids_free=self.kv.n_free_ids,
-            step_seconds=dict(m.seconds),
-        )
+        scheduler = self._scheduler
+        return self._metrics.stats(self.kv, running=len(scheduler.running), waiting=len(scheduler.waiting))
 
     def clear_prefix_cache(self) -> None:
         """Forgets what finished requests left: its cells and host memory are free when this returns."""

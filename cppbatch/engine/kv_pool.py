@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from cppbatch.config import Sharing
 from cppbatch.engine.cells import Cells, n_held, n_shared
+from cppbatch.engine.integrity import check_books, dump_books, require
 from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache
 from cppbatch.engine.sequence import SavedState, Sequence, Status
 from cppbatch.errors import LlamaError
@@ -384,44 +385,19 @@ class KVPool:
 
     def check(self) -> None:
         """Raises `AssertionError` when the books do not add up, or are not what llama.cpp has (DESIGN.md)."""
-        cached = {prefix.seq_id: prefix for prefix in self.cache.in_cells}
-        held: dict[int, Sequence | CachedPrefix] = {**self._running, **cached}
-        ids = sorted([*held, *self._free_ids, *self._shelf_ids])
-        _require(ids == list(range(self.n_seq_ids)), "a seq_id is lost or held twice")
-        _require(all(seq_id < self._memory.n_seq_max for seq_id in self._running), "a sequence runs on the shelf")
-        for seq_id, holder in held.items():
-            n = holder.cells.stop if holder.cells else 0
-            _require(holder.seq_id == seq_id, f"seq_id {seq_id} is another one's")
-            _require(n == holder.n_computed, f"seq_id {seq_id} has {n} cells for {holder.n_computed} tokens")
-        n_used = n_held([holder.cells for holder in held.values()])
-        _require(n_used == self._cells.n_used, f"{self._cells.n_used} cells are used, {n_used} held")
-        _require(self.n_free >= 0, f"{n_used} cells are used of {self._n_cells}")
-        _require(self.is_settled, "the memory is not where the books have it")
-        _require(0 <= self.swapped_bytes <= self._swap_bytes, f"{self.swapped_bytes} bytes are swapped out")
-        in_host = sum(prefix.saved.n_bytes for prefix in self.cache.in_host if prefix.saved)
-        _require(in_host == self.cache.used_host_bytes <= self.cache.host_bytes, f"{in_host} bytes are cached")
-        for seq_id in range(self.n_seq_ids):
-            n = held[seq_id].n_computed if seq_id in held else 0
-            has = self._memory.last_position(seq_id) + 1
-            _require(n == has, f"seq_id {seq_id} has {has} tokens in llama.cpp, {n} in the books")
+        seq_ids = [*self._free_ids, *self._shelf_ids]
+        check_books(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
+        require(self.n_free >= 0, f"{self._cells.n_used} cells are used of {self._n_cells}")
+        require(self.is_settled, "the memory is not where the books have it")
+        require(0 <= self.swapped_bytes <= self._swap_bytes, f"{self.swapped_bytes} bytes are swapped out")
 
     def dump(self) -> str:
         """Who holds what, for the log."""
-        lines = [
-            f"{self._cells.n_used} of {self._n_cells} cells used, free seq_ids: {self._free_ids + self._shelf_ids}"
-        ]
-        lines += [f"seq_id {i}: {s.id}, {s.n_computed} tokens, {s.status.value}" for i, s in self._running.items()]
-        lines += [f"seq_id {c.seq_id}: cached, {c.n_computed} tokens" for c in self.cache.in_cells]
-        native = {i: self._memory.last_position(i) + 1 for i in range(self.n_seq_ids)}
-        return "\n".join([*lines, f"tokens in llama.cpp: { {i: n for i, n in native.items() if n} }"])
+        seq_ids = [*self._free_ids, *self._shelf_ids]
+        return dump_books(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
 
     def rebuild(self) -> None:
         """Empties the memory and starts the books anew, trusting none of them: nobody holds anything any more."""
         self._memory.clear()
         self._start_books()
         self.cache.start_over()
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)

@@ -7,6 +7,7 @@ from time import perf_counter
 
 import msgspec
 
+from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.request import FinishReason
 
 PHASES = ("schedule", "fill", "decode", "sample", "advance")
@@ -89,3 +90,32 @@ class Metrics:
         if decode_rows:
             self.decode_steps += 1
             self.decode_rows += decode_rows
+
+    def stats(self, kv: KVPool, *, running: int, waiting: int) -> EngineStats:
+        """The counters together with the state of the pool and of the queues."""
+        return EngineStats(
+            steps=self.steps,
+            decode_steps=self.decode_steps,
+            decode_rows=self.decode_rows,
+            mean_decode_batch=self.decode_rows / self.decode_steps if self.decode_steps else 0.0,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            finished={reason.value: n for reason, n in self.finished.items()},
+            running=running,
+            waiting=waiting,
+            kv_cells=kv.n_ctx,
+            kv_cells_used=kv.n_used,
+            kv_cells_cached=kv.n_cached,
+            prefixes_in_cells=len(kv.cache.in_cells),
+            prefixes_in_host=len(kv.cache.in_host),
+            prefix_queries=kv.cache.queries,
+            prefix_hits=kv.cache.hits,
+            prefix_hit_tokens=kv.cache.hit_tokens,
+            prefix_cache_bytes=kv.cache.used_host_bytes,
+            swaps=kv.n_swaps,
+            recomputes=kv.n_recomputes,
+            swapped_bytes=kv.swapped_bytes,
+            seq_ids=kv.n_seq_ids,
+            seq_ids_free=kv.n_free_ids,
+            step_seconds=dict(self.seconds),
+        )

@@ -38,6 +38,8 @@ class StepPlan:
 class Scheduler:
     """Decode rows before prefill; admission, prefill and the right to stay by rank: priority, then order of arrival.
 
+    Beside running streams half of what a step can read is for the shortest prompts, so that a long one holds up nobody.
+
     A sequence is admitted when the cells for its uncached tokens are free, with headroom for those that run to grow.
     When they have grown into each other all the same, the last in rank gives up its cells and resumes before anybody
     who ranks behind it. So the first always goes on, and as waiting improves a rank, nobody starves. The head of the
@@ -130,10 +132,14 @@ class Scheduler:
         budget = min(self._budget.prefill_tokens(n_decode, len(prefilling)), sum(s.n_pending for s in prefilling))
         if self._kv.unified and not self._kv.make_room(n_decode + budget):
             budget = min(budget, self._kv.n_free - n_decode)
+        first, reserved = prefilling[0], 0
+        if n_decode:  # the step has little room: half of it is for the first, half for whoever is done soonest
+            reserved = (budget + 1) // 2
+            prefilling = [*sorted(prefilling[1:], key=_n_pending), first]
         chunks = []
         for sequence in prefilling:
             until = sequence.pause_at if sequence.pause_at > sequence.n_computed else sequence.n_tokens
-            n = min(budget, until - sequence.n_computed)
+            n = min(budget - (0 if sequence is first else reserved), until - sequence.n_computed)
             if n > 0:
                 chunks.append((sequence, n))
                 budget -= n
@@ -240,6 +246,10 @@ def _take(ordered: list[Sequence], sequence: Sequence) -> None:
 
 def _rank(sequence: Sequence) -> tuple[float, int]:
     return sequence.rank
+
+
+def _n_pending(sequence: Sequence) -> int:
+    return sequence.n_pending
 
 
 def _seq_id(chunk: Chunk) -> int:

@@ -86,7 +86,8 @@ def _announce(engine: LocalEngine, runner: web.AppRunner, api_key: str | None, s
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
     key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if api_key else ""
-    say(f"{info.name} ({info.description}): {config.n_parallel} sequences at once over {info.n_ctx} KV cells")
+    cells = f"{info.n_ctx} KV cells, {info.kv_layout}"
+    say(f"{info.name} ({info.description}): {config.n_parallel} sequences at once over {cells}")
     say(f"ready at {url}  (OpenAI-compatible API under {url}/v1; Ctrl-C drains and stops)")
     say(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 

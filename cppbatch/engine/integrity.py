@@ -1,0 +1,64 @@
+"""Whether the books of the KV cache add up, and are what llama.cpp has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as AnySequence
+from typing import Protocol
+
+from cppbatch.engine.cells import n_held
+from cppbatch.engine.prefix_cache import CachedPrefix, PrefixCache
+from cppbatch.engine.sequence import Sequence
+
+
+class Seen(Protocol):
+    """What can be seen of a memory from outside."""
+
+    n_seq_max: int
+    n_seq_ids: int
+
+    def last_position(self, seq_id: int) -> int: ...
+
+
+Running = Mapping[int, Sequence]
+"""Sequences by seq_id."""
+
+
+def check_books(memory: Seen, n_used: int, running: Running, cache: PrefixCache, free_ids: AnySequence[int]) -> None:
+    """Raises `AssertionError` saying what is wrong: DESIGN.md's invariants of cells and seq_ids."""
+    held = _held(running, cache)
+    require(sorted([*held, *free_ids]) == list(range(memory.n_seq_ids)), "a seq_id is lost or held twice")
+    require(
+        all(seq_id < memory.n_seq_max for seq_id in running), "a sequence runs under a seq_id that no batch may have"
+    )
+    for seq_id, holder in held.items():
+        n = holder.cells.stop if holder.cells else 0
+        require(holder.seq_id == seq_id, f"seq_id {seq_id} is another one's")
+        require(n == holder.n_computed, f"seq_id {seq_id} has {n} cells for {holder.n_computed} tokens")
+    n_cells = n_held([holder.cells for holder in held.values()])
+    require(n_cells == n_used, f"{n_used} cells are used, {n_cells} held")
+    in_host = sum(prefix.saved.n_bytes for prefix in cache.in_host if prefix.saved)
+    require(in_host == cache.used_host_bytes <= cache.host_bytes, f"{in_host} bytes are cached")
+    for seq_id in range(memory.n_seq_ids):
+        n = held[seq_id].n_computed if seq_id in held else 0
+        has = memory.last_position(seq_id) + 1
+        require(n == has, f"seq_id {seq_id} has {has} tokens in llama.cpp, {n} in the books")
+
+
+def dump_books(memory: Seen, n_used: int, running: Running, cache: PrefixCache, free_ids: AnySequence[int]) -> str:
+    """Who holds what, for the log."""
+    lines = [f"{n_used} cells used, free seq_ids: {free_ids}"]
+    lines += [f"seq_id {i}: {s.id}, {s.n_computed} tokens, {s.status.value}" for i, s in running.items()]
+    lines += [f"seq_id {c.seq_id}: cached, {c.n_computed} tokens" for c in cache.in_cells]
+    native = {i: memory.last_position(i) + 1 for i in range(memory.n_seq_ids)}
+    return "\n".join([*lines, f"tokens in llama.cpp: { {i: n for i, n in native.items() if n} }"])
+
+
+def require(condition: bool, message: str) -> None:
+    """An assertion that `python -O` does not remove."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def _held(running: Running, cache: PrefixCache) -> dict[int, Sequence | CachedPrefix]:
+    return {**running, **{prefix.seq_id: prefix for prefix in cache.in_cells}}
