@@ -39,7 +39,7 @@ def run(command: list[str], server: ServerProcess) -> str:
 
 
 def test_the_readme_has_the_programs_and_commands_that_are_tested_here() -> None:
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 4
     assert len(COMMANDS) == 2
 
 

@@ -27,18 +27,18 @@ def run(
 
 
 def test_a_shared_prefix_is_computed_and_held_once_and_that_is_three_times_as_fast(default_model: Path) -> None:
-    prompts = [[*PREFIX, *(5000 + 100 * i + k for k in range(N_SUFFIX))] for i in range(16)]
+    prompts = [[*PREFIX, *(5000 + 100 * i + k for k in range(N_SUFFIX))] for i in range(10)]
     seconds, peaks = [], []
     for prefix_cache in (True, False):
         with BatchInferenceEngine(default_model, n_ctx=16384, n_parallel=16, prefix_cache=prefix_cache) as engine:
             engine.generate([[20] * 64], SamplingParams(max_tokens=1))
             engine.clear_prefix_cache()
-            its_seconds, its_peak, _ = run(engine, prompts, [GREEDY] * 16)
+            its_seconds, its_peak, _ = run(engine, prompts, [GREEDY] * 10)
             seconds.append(its_seconds)
             peaks.append(its_peak)
     print(f"{seconds[1] / seconds[0]:.2f} times as fast; {peaks[0]} cells instead of {peaks[1]}")
     assert seconds[0] * 3 <= seconds[1]
-    assert peaks[0] <= 1.05 * (len(PREFIX) + 16 * (N_SUFFIX + N_NEW))
+    assert peaks[0] <= 1.05 * (len(PREFIX) + 10 * (N_SUFFIX + N_NEW))
 
 
 def test_sixteen_completions_of_one_prompt_hold_it_once(default_model: Path) -> None:

@@ -113,11 +113,6 @@ class KVPool:
         at_first = match.source.n_computed if match and shared is None else 0  # restored whole, before it is cut
         return self._n_cells - held >= max(n_new + n_more, at_first)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the memory is what the books say: no move is left to make."""
-        return not self._moves
-
     # --- planning: books now, memory in `apply` -----------------------------------------------------------------
 
     def admit(self, sequence: Sequence, match: Match | None = None) -> None:
@@ -388,7 +383,7 @@ class KVPool:
         seq_ids = [*self._free_ids, *self._shelf_ids]
         check_books(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
         require(self.n_free >= 0, f"{self._cells.n_used} cells are used of {self._n_cells}")
-        require(self.is_settled, "the memory is not where the books have it")
+        require(not self._moves, "the memory is not where the books have it")
         require(0 <= self.swapped_bytes <= self._swap_bytes, f"{self.swapped_bytes} bytes are swapped out")
 
     def dump(self) -> str:
