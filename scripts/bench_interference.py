@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a long prompt does to running streams: inter-token times of 8 streams, quiet and while 4,000 tokens are read.
 
-Streams that end are followed by new ones from the same prompts, so that their length stays the same all the time and only
-the long prompt makes a difference.
+Streams that end are followed by new ones from the same prompts, so that their length stays the same all the time and
+only the long prompt makes a difference.
 
 .venv/bin/python scripts/bench_interference.py [-m model.gguf] [--kv-layout unified] [--target-step-ms 0]
 """
@@ -43,7 +43,8 @@ def main() -> None:
 def start_streams(engine: BatchInferenceEngine) -> None:
     """Streams of different length, so that they do not end together."""
     for i in range(STREAMS):
-        engine.add_request([100 + i] * STREAM_PROMPT, stream_params(STREAM_NEW * (i + 1) // STREAMS), request_id=f"0-{i}")
+        params = stream_params(STREAM_NEW * (i + 1) // STREAMS)
+        engine.add_request([100 + i] * STREAM_PROMPT, params, request_id=f"0-{i}")
 
 
 def stream_params(n_new: int) -> SamplingParams:

@@ -49,7 +49,7 @@ def shared_prefix(cached: BatchInferenceEngine, plain: BatchInferenceEngine, rep
         peak = max(peak, cells)
         ratios.append(without / seconds)
         speeds.append(N_REQUESTS * N_NEW / seconds)
-    print(f"{N_REQUESTS} requests, {N_PREFIX} tokens in common, {N_SUFFIX} their own, {N_NEW} new, {N_PARALLEL} at once:")
+    print(f"{N_REQUESTS} requests, {N_PREFIX} common tokens, {N_SUFFIX} their own, {N_NEW} new, {N_PARALLEL} at once:")
     print(f"  {median(speeds):.1f} tok/s, {median(ratios):.2f} times as fast as without the prefix cache")
     bound = N_PREFIX + N_REQUESTS * (N_SUFFIX + N_NEW)
     print(f"  peak cells held, by running and finished ones: {peak}; prefix + all suffixes and outputs = {bound}\n")

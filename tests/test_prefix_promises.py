@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from time import perf_counter
 
+import pytest
+
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
 
 PREFIX = [100 + i * 37 % 9000 for i in range(600)]
 N_SUFFIX, N_NEW = 8, 12
 GREEDY = SamplingParams(temperature=0, max_tokens=N_NEW, ignore_eos=True)
+
+
+def open_engine(model: Path, *, prefix_cache: bool = True) -> BatchInferenceEngine:
+    return BatchInferenceEngine(model, n_ctx=16384, n_parallel=16, kv_layout="unified", prefix_cache=prefix_cache)
 
 
 def run(
@@ -30,7 +36,7 @@ def test_a_shared_prefix_is_computed_and_held_once_and_that_is_three_times_as_fa
     prompts = [[*PREFIX, *(5000 + 100 * i + k for k in range(N_SUFFIX))] for i in range(10)]
     seconds, peaks = [], []
     for prefix_cache in (True, False):
-        with BatchInferenceEngine(default_model, n_ctx=16384, n_parallel=16, prefix_cache=prefix_cache) as engine:
+        with open_engine(default_model, prefix_cache=prefix_cache) as engine:
             engine.generate([[20] * 64], SamplingParams(max_tokens=1))
             engine.clear_prefix_cache()
             its_seconds, its_peak, _ = run(engine, prompts, [GREEDY] * 10)
@@ -43,23 +49,36 @@ def test_a_shared_prefix_is_computed_and_held_once_and_that_is_three_times_as_fa
 
 def test_sixteen_completions_of_one_prompt_hold_it_once(default_model: Path) -> None:
     params = [SamplingParams(temperature=0.5 + 0.1 * i, seed=i, max_tokens=N_NEW, ignore_eos=True) for i in range(16)]
-    with BatchInferenceEngine(default_model, n_ctx=16384, n_parallel=16) as engine:
+    with open_engine(default_model) as engine:
         _, peak, tokens = run(engine, [PREFIX] * 16, params)
         assert engine.stats().prefix_hit_tokens == 15 * (len(PREFIX) - 1)
     assert peak <= 1.05 * (len(PREFIX) + 16 * N_NEW)
     assert len({tuple(its) for its in tokens}) > 8
 
 
-def test_requests_that_outgrow_the_cells_all_finish_with_the_text_of_ample_ones(f16_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("n_ctx", "n_new", "swap_space"),
+    [
+        (768, 48, 1024),
+        pytest.param(2048, 200, 1024, marks=pytest.mark.soak),
+        pytest.param(2048, 200, 0, marks=pytest.mark.soak),
+    ],
+)
+def test_requests_that_outgrow_the_cells_all_finish_with_the_text_of_ample_ones(
+    f16_model: Path, n_ctx: int, n_new: int, swap_space: int
+) -> None:
     story = "The river floods every spring and the people rebuild the bridge. "
     prompts = [f"Chapter {i}. " + story * (i % 8 + 1) + "Then" for i in range(24)]
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True)
     texts = []
-    for n_ctx in (8192, 768):
-        with BatchInferenceEngine(f16_model, n_ctx=n_ctx, n_parallel=8, flash_attn="off") as engine:
+    for cells in (24 * 512, n_ctx):
+        settings = {"n_ctx": cells, "n_parallel": 8, "flash_attn": "off", "swap_space": swap_space}
+        with BatchInferenceEngine(f16_model, kv_layout="unified", **settings) as engine:
             results = engine.generate(prompts, params)
             assert all(result.finish_reason is FinishReason.LENGTH for result in results)
             texts.append([result.text for result in results])
             stats = engine.stats()
+    print(f"{n_ctx} cells: {len(results)} of 24 finished, {stats.swaps} swaps, {stats.recomputes} recomputes")
     assert texts[0] == texts[1]
-    assert stats.swaps + stats.recomputes > 0
+    assert (stats.swaps > 0) == (swap_space > 0)
+    assert (stats.recomputes > 0) == (swap_space == 0)
