@@ -28,7 +28,7 @@ class Policy:
             n_ctx=n_ctx, n_batch=step_tokens, n_seq_max=n_seq_ids, kv_unified=unified, sharing="none"
         )
         self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
-        self.scheduler = Scheduler(self.kv, step_tokens=step_tokens)
+        self.scheduler = Scheduler(self.kv, step_tokens=step_tokens, n_parallel=n_seq_ids)
 
     def add(self, name: str, n_prompt: int, max_new: int) -> Sequence:
         prompt = np.zeros(n_prompt, np.int32)

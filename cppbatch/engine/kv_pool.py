@@ -117,8 +117,6 @@ class KVPool:
 
     def admit(self, sequence: Sequence, match: Match | None = None) -> None:
         """Gives a sequence a seq_id, and what it had when it was swapped out, or else the prefix of `match`."""
-        if not sequence.saved:
-            sequence.n_computed = 0
         if sequence.saved:
             self._return(sequence)
         elif match is None:
@@ -271,6 +269,7 @@ class KVPool:
             self._memory.restore_sequence(sequence.seq_id, state)
             self._memory.remove(sequence.seq_id, sequence.n_computed)
         except NO_ROOM as error:
+            self.cache.uncount(sequence)
             self._start_over(sequence, error)
 
     def _start_over(self, sequence: Sequence, error: Exception) -> None:
@@ -279,7 +278,6 @@ class KVPool:
         self._cells.free(sequence.cells)
         sequence.cells = None
         sequence.n_computed = 0
-        self.cache.uncount(sequence)
         sequence.status = Status.PREFILL
 
     def _save(self, cached: CachedPrefix, seq_id: int) -> None:

@@ -30,12 +30,6 @@ class PrefixTree(Generic[Holder]):
         self._roots: dict[str, _Node[Holder]] = {}
         self._entries: dict[Holder, tuple[str, Tokens]] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, holder: Holder) -> bool:
-        return holder in self._entries
-
     def insert(self, holder: Holder, tokens: Tokens, salt: str) -> None:
         """Notes that `holder` has these tokens, in place of what it had before. They must not change afterwards."""
         self.discard(holder)

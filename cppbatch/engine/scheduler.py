@@ -47,11 +47,9 @@ class Scheduler:
     one that waits for its prefix, which another is computing just then, lets others pass.
     """
 
-    def __init__(
-        self, kv: KVPool, *, step_tokens: int, n_parallel: int | None = None, target_step_s: float | None = None
-    ) -> None:
+    def __init__(self, kv: KVPool, *, step_tokens: int, n_parallel: int, target_step_s: float | None = None) -> None:
         self._kv = kv
-        self._n_parallel = n_parallel or kv.n_seq_ids
+        self._n_parallel = n_parallel
         self._budget = StepBudget(step_tokens, target_step_s)
         self._headroom = max(1, min(_MOST_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
         # Both in order of rank.
@@ -165,7 +163,7 @@ class Scheduler:
         """Takes in what fits, in order of rank."""
         admitted: list[Sequence] = []
         at, n_seen = 0, 0
-        while at < len(self.waiting) and n_seen < 2 * self._n_parallel:
+        while at < len(self.waiting) and n_seen < 2 * self._n_parallel:  # bounded, as many may wait for a prefix
             sequence = self.waiting[at]
             n_seen += 1
             lower = self._lower(sequence)
