@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from cppbatch.cluster.local import LocalEngine
     from cppbatch.config import EngineConfig
     from cppbatch.engine.engine import BatchInferenceEngine, generate_batch
-    from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
+    from cppbatch.engine.params import SamplingParams
+    from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
     from cppbatch.errors import CppBatchError, InvalidRequest
 
 __version__ = version("cppbatch")
@@ -32,7 +33,8 @@ _HOMES = {
     "FinishReason": "cppbatch.engine.request",
     "GenerationEvent": "cppbatch.engine.request",
     "GenerationRequest": "cppbatch.engine.request",
-    "SamplingParams": "cppbatch.engine.request",
+    "SamplingParams": "cppbatch.engine.params",
+    "TokenLogprob": "cppbatch.engine.request",
     "CppBatchError": "cppbatch.errors",
     "InvalidRequest": "cppbatch.errors",
 }
@@ -48,6 +50,7 @@ __all__ = [
     "InvalidRequest",
     "LocalEngine",
     "SamplingParams",
+    "TokenLogprob",
     "__version__",
     "generate_batch",
 ]

@@ -90,7 +90,7 @@ def bare_loop(runtime: Runtime, prompts: list[list[int]]) -> float:
     context, batch = runtime.context, Batch(runtime.context.n_batch)
     for seq_id, prompt in enumerate(prompts):
         batch.clear()
-        batch.add_run(np.array(prompt, np.int32), 0, seq_id, wants_logits=True)
+        batch.add_run(np.array(prompt, np.int32), 0, seq_id, n_logits=1)
         context.decode(batch)
     rows = list(range(len(prompts)))
     start = perf_counter()

@@ -17,7 +17,7 @@ Row = npt.NDArray[np.float32]
 def decode(context: Context, tokens: Sequence[int] | npt.NDArray[np.int32], seq_id: int = 0, position: int = 0) -> Row:
     """The logits after the last of `tokens`."""
     batch = Batch(context.n_batch)
-    batch.add_run(np.asarray(tokens, np.int32), position, seq_id, wants_logits=True)
+    batch.add_run(np.asarray(tokens, np.int32), position, seq_id, n_logits=1)
     context.decode(batch)
     return context.logits(1)[0].copy()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import Sharing
@@ -45,13 +46,39 @@ class FakeVocab:
 
     n_tokens = N_VOCAB
     eog = EOG
+    suppressed: frozenset[int] = frozenset()
 
-    def tokenize(self, text: str) -> npt.NDArray[np.int32]:
+    def tokenize(self, text: str, *, add_special: bool = True) -> npt.NDArray[np.int32]:
         letters = np.frombuffer("".join(text.split()).encode(), np.uint8)
         return (letters % min(EOG)).astype(np.int32)
 
-    def piece(self, token: int) -> bytes:
-        return PIECES[token]
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        return b"<end>" if special and token in EOG else PIECES[token]
+
+    def for_grammars(self) -> LLTokenizer:
+        return LLTokenizer(TokenizerWrapper(_GrammarVocab()))
+
+    def dry_sampler(self, **settings: object) -> object:
+        raise NotImplementedError("DRY needs a real vocabulary")
+
+
+class _GrammarVocab:
+    """The pieces as llguidance wants them; a text is tokenised by the longest piece that fits, if any does."""
+
+    eos_token_id = min(EOG)
+    bos_token_id = None
+    tokens = tuple(piece or f"<{i}>".encode() for i, piece in enumerate(PIECES))
+    special_token_ids = tuple(EOG)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        rest, tokens = text.encode() if isinstance(text, str) else text, []
+        while rest:
+            best = max(
+                (t for t in range(N_VOCAB) if PIECES[t] and rest.startswith(PIECES[t])), key=lambda t: len(PIECES[t])
+            )
+            tokens.append(best)
+            rest = rest[len(PIECES[best]) :]
+        return tokens
 
 
 @dataclass(frozen=True)

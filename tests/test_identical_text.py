@@ -86,7 +86,7 @@ def gap_where_it_parts(path: Path, prompt: str, tokens: list[int]) -> float:
     """How much likelier, in logits, the model alone finds its own next token where `tokens` first differ from it."""
     with Model(path) as model, Context(model, n_ctx=2048, n_threads=2, flash_attn="off") as context:
         start, batch = model.vocab.tokenize(prompt), Batch(2048)
-        batch.add_run(start, 0, 0, wants_logits=True)
+        batch.add_run(start, 0, 0, n_logits=1)
         for position, token in enumerate(tokens, len(start)):
             context.decode(batch)
             row = context.logits(1)[0]

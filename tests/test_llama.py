@@ -140,7 +140,7 @@ def test_llama_cpps_log_reaches_logging_line_by_line(tiny_llama, caplog):
 
 def test_llama_cpps_errors_are_collected_on_demand_and_logged_otherwise(llama_model, caplog):
     batch = Batch(8)
-    batch.add_run(np.array([7], np.int32), 5, 0, wants_logits=True)
+    batch.add_run(np.array([7], np.int32), 5, 0, n_logits=1)
     with Context(llama_model, n_ctx=256, n_threads=1) as context:
         context.decode(_run_from(0))
         with caplog.at_level(logging.ERROR, "cppbatch.llama"):
@@ -155,7 +155,7 @@ def test_llama_cpps_errors_are_collected_on_demand_and_logged_otherwise(llama_mo
 
 def _run_from(position: int) -> Batch:
     batch = Batch(8)
-    batch.add_run(np.array([7], np.int32), position, 0, wants_logits=True)
+    batch.add_run(np.array([7], np.int32), position, 0, n_logits=1)
     return batch
 
 

@@ -27,13 +27,13 @@ def as_llama_cpp_reads_it(batch: Batch) -> list[tuple[int, int, int, int]]:
 
 
 def test_a_run_is_one_sequences_tokens_with_logits_for_the_last(batch):
-    batch.add_run(run(3), 7, 2, wants_logits=True)
+    batch.add_run(run(3), 7, 2, n_logits=1)
     assert as_llama_cpp_reads_it(batch) == [(100, 7, 2, 0), (101, 8, 2, 0), (102, 9, 2, 1)]
     assert batch.n_outputs == 1
 
 
 def test_a_run_in_the_middle_of_a_prompt_has_no_logits(batch):
-    batch.add_run(run(2), 0, 0, wants_logits=False)
+    batch.add_run(run(2), 0, 0, n_logits=0)
     assert as_llama_cpp_reads_it(batch) == [(100, 0, 0, 0), (101, 1, 0, 0)]
     assert batch.n_outputs == 0
 
@@ -46,7 +46,7 @@ def test_rows_are_one_token_of_each_sequence_with_logits(batch):
 
 def test_rows_and_runs_follow_each_other(batch):
     batch.add_rows([5], [10], [1])
-    batch.add_run(run(2), 0, 2, wants_logits=True)
+    batch.add_run(run(2), 0, 2, n_logits=1)
     assert as_llama_cpp_reads_it(batch) == [(5, 10, 1, 1), (100, 0, 2, 0), (101, 1, 2, 1)]
 
 
@@ -54,7 +54,7 @@ def test_a_refilled_batch_keeps_nothing_of_the_last_step(batch):
     batch.add_rows([1] * 16, [2] * 16, [3] * 16)
     batch.clear()
     assert (batch.struct.n_tokens, batch.n_outputs) == (0, 0)
-    batch.add_run(run(2), 0, 0, wants_logits=False)
+    batch.add_run(run(2), 0, 0, n_logits=0)
     assert as_llama_cpp_reads_it(batch) == [(100, 0, 0, 0), (101, 1, 0, 0)]
 
 
@@ -67,10 +67,10 @@ def test_whole_array_writes_are_seen_by_llama_cpp(batch):
 
 
 def test_a_full_batch_refuses_more_and_stays_as_it_is(batch):
-    batch.add_run(run(15), 0, 0, wants_logits=True)
+    batch.add_run(run(15), 0, 0, n_logits=1)
     before = as_llama_cpp_reads_it(batch)
     with pytest.raises(OutOfRange, match="17 tokens do not fit into a batch of 16"):
-        batch.add_run(run(2), 0, 1, wants_logits=True)
+        batch.add_run(run(2), 0, 1, n_logits=1)
     with pytest.raises(OutOfRange, match="17 tokens"):
         batch.add_rows([1, 2], [0, 0], [1, 2])
     assert as_llama_cpp_reads_it(batch) == before
@@ -79,7 +79,7 @@ def test_a_full_batch_refuses_more_and_stays_as_it_is(batch):
 
 def test_an_empty_run_asks_for_no_logits(batch):
     with pytest.raises(OutOfRange):
-        batch.add_run(run(0), 0, 0, wants_logits=True)
+        batch.add_run(run(0), 0, 0, n_logits=1)
     assert batch.n_outputs == 0
 
 

@@ -53,7 +53,7 @@ def test_an_empty_batch_and_one_with_too_many_tokens_are_refused(context):
     with pytest.raises(OutOfRange, match="0 tokens"):
         context.decode(Batch(8))
     batch = Batch(257)
-    batch.add_run(np.full(257, 7, np.int32), 0, 0, wants_logits=True)
+    batch.add_run(np.full(257, 7, np.int32), 0, 0, n_logits=1)
     with pytest.raises(OutOfRange, match="257 tokens"):
         context.decode(batch)
 
@@ -161,7 +161,7 @@ def test_logits_keep_the_batchs_order_when_the_batch_is_split(make_context, orde
     alone = [decode(make_context(), prompt) for prompt in prompts]
     batch = Batch(256)
     for i in order:
-        batch.add_run(prompts[i], 0, i, wants_logits=True)
+        batch.add_run(prompts[i], 0, i, n_logits=1)
     context.decode(batch)
     assert all(close(row, alone[i]) for row, i in zip(context.logits(4), order, strict=True))
 

@@ -17,8 +17,8 @@ def row():
 
 
 def draws(seed: int, row: np.ndarray, n: int = 30) -> list[int]:
-    with SamplerChain(N_VOCAB).top_k(40).top_p(0.95).min_p(0.01).temperature(1.5).dist(seed) as chain:
-        return [chain.sample(row) for _ in range(n)]
+    with SamplerChain(N_VOCAB).top_k(40).top_p(0.95).min_p(0.01).temperature(1.5).dist() as chain:
+        return [chain.sample(row, seed + i) for i in range(n)]
 
 
 def test_greedy_takes_the_likeliest_token(row):
@@ -28,27 +28,27 @@ def test_greedy_takes_the_likeliest_token(row):
 
 def test_the_same_seed_draws_the_same_tokens(row):
     assert draws(1, row) == draws(1, row)
-    assert draws(1, row) == draws(1 + 2**32, row)
-    assert draws(1, row) != draws(2, row)
+    assert draws(1, row) == draws(1 + (2**32 - 1), row)
+    assert draws(1, row) != draws(100, row)
     assert len(set(draws(1, row))) > 1
 
 
 def test_top_k_of_one_is_greedy(row):
-    with SamplerChain(N_VOCAB).top_k(1).temperature(5.0).dist(3) as chain:
-        assert [chain.sample(row) for _ in range(20)] == [row.argmax()] * 20
+    with SamplerChain(N_VOCAB).top_k(1).temperature(5.0).dist() as chain:
+        assert [chain.sample(row, seed) for seed in range(20)] == [row.argmax()] * 20
 
 
 def test_top_k_draws_among_the_k_likeliest(row):
-    with SamplerChain(N_VOCAB).top_k(3).temperature(5.0).dist(3) as chain:
-        assert {chain.sample(row) for _ in range(100)} == set(np.argsort(row)[-3:])
+    with SamplerChain(N_VOCAB).top_k(3).temperature(5.0).dist() as chain:
+        assert {chain.sample(row, seed) for seed in range(100)} == set(np.argsort(row)[-3:])
 
 
 def test_top_p_and_min_p_drop_unlikely_tokens():
     row = np.full(N_VOCAB, -3.0, np.float32)
     row[[4, 9]] = 5.0
-    for chain in (SamplerChain(N_VOCAB).top_p(0.5).dist(1), SamplerChain(N_VOCAB).min_p(0.5).dist(1)):
+    for chain in (SamplerChain(N_VOCAB).top_p(0.5).dist(), SamplerChain(N_VOCAB).min_p(0.5).dist()):
         with chain:
-            assert {chain.sample(row) for _ in range(50)} <= {4, 9}
+            assert {chain.sample(row, seed) for seed in range(50)} <= {4, 9}
 
 
 @pytest.mark.parametrize(("repeat", "frequency", "presence"), [(2.0, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 0.0, 2.0)])
@@ -56,7 +56,9 @@ def test_each_penalty_changes_the_next_choice(repeat, frequency, presence):
     row = np.zeros(N_VOCAB, np.float32)
     row[4], row[9] = 3.0, 2.0
     with SamplerChain(N_VOCAB).penalties(16, repeat, frequency, presence).greedy() as chain:
-        assert [chain.sample(row), chain.sample(row)] == [4, 9]
+        assert chain.sample(row) == 4
+        chain.accept(4)
+        assert chain.sample(row) == 9
 
 
 def test_tokens_of_the_prompt_are_penalised_once_accepted():
@@ -86,9 +88,7 @@ def test_sampling_leaves_the_row_as_it_was(row):
 @pytest.mark.parametrize("kind", ["greedy", "dist", "filtered"])
 def test_a_row_without_any_possible_token_raises(kind, value):
     chain = SamplerChain(N_VOCAB)
-    {"greedy": chain.greedy, "dist": lambda: chain.dist(1), "filtered": lambda: chain.top_k(40).min_p(0.05).dist(1)}[
-        kind
-    ]()
+    {"greedy": chain.greedy, "dist": chain.dist, "filtered": lambda: chain.top_k(40).min_p(0.05).dist()}[kind]()
     with chain, pytest.raises(LlamaError, match="no token can be sampled"):
         chain.sample(np.full(N_VOCAB, value, np.float32))
 
@@ -96,8 +96,8 @@ def test_a_row_without_any_possible_token_raises(kind, value):
 def test_a_row_with_one_possible_token_gives_it():
     row = np.full(N_VOCAB, -np.inf, np.float32)
     row[11] = -5.0
-    with SamplerChain(N_VOCAB).top_k(40).top_p(0.95).min_p(0.05).temperature(0.8).dist(1) as chain:
-        assert [chain.sample(row) for _ in range(20)] == [11] * 20
+    with SamplerChain(N_VOCAB).top_k(40).top_p(0.95).min_p(0.05).temperature(0.8).dist() as chain:
+        assert [chain.sample(row, seed) for seed in range(20)] == [11] * 20
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -23,7 +23,7 @@ BOUNDS = {
     "frequency_penalty": (-2, 2),
     "max_tokens": (1, 2**31 - 1),
     "top_k": (0, 2**31 - 1),
-    "penalty_last_n": (0, 2**31 - 1),
+    "penalty_last_n": (-1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
     "seed": (-(2**63), 2**64 - 1),
 }

@@ -408,7 +408,10 @@ def test_ctrl_c_in_a_step_leaves_the_others_and_their_texts_whole(moment: str, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(engine, "_sample" if moment == "after decode" else "_accept", interrupt)
+        if moment == "after decode":
+            broken.setattr(engine, "_sample", interrupt)
+        else:
+            broken.setattr(engine._outputs, "accept", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert context_of(engine).n_used == engine.kv.n_used

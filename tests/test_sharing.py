@@ -85,7 +85,7 @@ def test_a_memory_that_does_not_do_what_it_should_shares_nothing(
 
 def batch_of_nonsense(context: Context) -> None:
     batch = Batch(8)
-    batch.add_run(np.full(5, 400, np.int32), 0, 3, wants_logits=False)
+    batch.add_run(np.full(5, 400, np.int32), 0, 3, n_logits=0)
     context.remove(3)
     context.decode(batch)
 

@@ -10,7 +10,8 @@ import msgspec
 
 from cppbatch.cli.options import engine_options
 from cppbatch.config import EngineConfig
-from cppbatch.engine.request import FinishReason, SamplingParams
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import FinishReason
 from cppbatch.errors import CppBatchError
 
 

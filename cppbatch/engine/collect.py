@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cppbatch.engine.request import Completion, GenerationEvent, SamplingParams
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import Completion, GenerationEvent
 from cppbatch.errors import InvalidRequest
 
 
@@ -54,10 +55,13 @@ def _completion(events: list[GenerationEvent]) -> Completion:
     last = events[-1]
     assert last.finish_reason is not None
     assert last.usage is not None
+    assert last.seed is not None
     return Completion(
         text="".join(event.text for event in events),
         tokens=[token for event in events for token in event.tokens],
         finish_reason=last.finish_reason,
         usage=last.usage,
+        seed=last.seed,
+        logprobs=[entry for event in events for entry in event.logprobs],
         error=last.error,
     )

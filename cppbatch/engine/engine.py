@@ -13,18 +13,20 @@ from typing import Any
 
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.collect import collect, params_for_each
+from cppbatch.engine.fill import refill
 from cppbatch.engine.intake import Intake, Prompt
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.metrics import EngineStats, Metrics
+from cppbatch.engine.outputs import News, Outputs
+from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import (
     Completion,
     FinishReason,
     GenerationEvent,
     GenerationRequest,
-    SamplingParams,
 )
 from cppbatch.engine.runtime import ModelInfo, Runtime, load_runtime
-from cppbatch.engine.sampling import FAILED, Sampler
+from cppbatch.engine.sampling import Choice, PromptScorer, Sampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Sequence, Status
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
@@ -64,12 +66,13 @@ class BatchInferenceEngine:
             swap_bytes=config.swap_space << 20,
             cache_bytes=config.prefix_cache_ram << 20,
         )
-        self._intake = Intake(self._vocab, self.kv, self.info)
+        self._intake = Intake(self._vocab, self.kv.n_ctx, self.info)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
         self._scheduler = Scheduler(
             self.kv, step_tokens=context.n_batch, n_parallel=config.n_parallel, target_step_s=target
         )
-        self._sampler = Sampler(self._vocab.n_tokens, self._vocab.eog)
+        self._scorer, self._sampler = PromptScorer(self._vocab), Sampler(self._vocab)
+        self._outputs = Outputs(self._vocab)
         self._metrics = Metrics()
         self._sequences: dict[str, Sequence] = {}
         self._events: list[GenerationEvent] = []
@@ -157,12 +160,13 @@ class BatchInferenceEngine:
             plan = self._plan()
             self.kv.apply()
             if plan.chunks:
-                self._refill(plan)
+                refill(self._batch, plan)
+                self._metrics.lap("fill")
                 began = perf_counter()
                 if self._decode(plan):
-                    tokens = self._sample(plan)
+                    choices = self._sample(plan)
                     self._scheduler.computed(plan, perf_counter() - began)
-                    self._advance(plan, tokens)
+                    self._advance(plan, choices)
         if not self._scheduler.has_work:
             self._check_books()
 
@@ -176,22 +180,6 @@ class BatchInferenceEngine:
                 sequence.admitted_at = sequence.admitted_at or now
         self._metrics.lap("schedule")
         return plan
-
-    def _refill(self, plan: StepPlan) -> None:
-        batch = self._batch
-        batch.clear()
-        if plan.n_decode == len(plan.chunks):
-            sequences = [sequence for sequence, _ in plan.chunks]
-            batch.add_rows(
-                [s.tokens[s.n_computed] for s in sequences],
-                [s.n_computed for s in sequences],
-                [s.seq_id for s in sequences],
-            )
-        else:
-            for s, n in plan.chunks:
-                run = s.tokens[s.n_computed : s.n_computed + n]
-                batch.add_run(run, s.n_computed, s.seq_id, wants_logits=n == s.n_pending)
-        self._metrics.lap("fill")
 
     def _decode(self, plan: StepPlan) -> bool:
         """Computes the batch. When llama.cpp cannot, its sequences end with an error and the others go on."""
@@ -223,7 +211,7 @@ class BatchInferenceEngine:
             for sequence in self._sequences.values():
                 sequence.start_over()
             self._scheduler.start_over(self._sequences.values())
-            for sequence in [s for s in self._sequences.values() if s.n_left <= 0]:
+            for sequence in [s for s in self._sequences.values() if s.max_new and s.n_left <= 0]:
                 self._finish(sequence, FinishReason.LENGTH)
             raise
 
@@ -235,57 +223,48 @@ class BatchInferenceEngine:
             log.error("the KV books were wrong (%s) and are started anew. They were:\n%s", error, self.kv.dump())
             self.kv.rebuild()
 
-    def _sample(self, plan: StepPlan) -> list[int]:
-        outputs = plan.outputs()
-        tokens = self._sampler.sample(outputs, self._context.logits(len(outputs))) if outputs else []
+    def _sample(self, plan: StepPlan) -> list[Choice]:
+        outputs, choices = plan.outputs(), []
+        if self._batch.n_outputs:
+            logits = self._scorer.take(plan.chunks, self._context.logits(self._batch.n_outputs))
+            choices = self._sampler.sample(outputs, logits) if outputs else []
         self._metrics.lap("sample")
-        return tokens
+        return choices
 
-    def _advance(self, plan: StepPlan, tokens: list[int]) -> None:
+    def _advance(self, plan: StepPlan, choices: list[Choice]) -> None:
         """Books what was computed, appends the new tokens, lets the finished leave."""
         outputs = plan.outputs()
         for sequence, n in plan.chunks:
             self.kv.computed(sequence, n)
         now = perf_counter()
-        for sequence, token in zip(outputs, tokens, strict=True):
+        for sequence, choice in zip(outputs, choices, strict=True):
             sequence.first_token_at = sequence.first_token_at or now
-            self._accept(sequence, token)
+            news, reason = self._outputs.accept(sequence, choice)
+            self._metrics.generated_tokens += len(news.tokens)
+            if reason:
+                self._finish(sequence, reason, news)
+            else:
+                self._events.append(news.event(sequence))
+        self._metrics.forced_tokens = self._outputs.n_forced
         self._metrics.lap("advance")
 
-    def _accept(self, sequence: Sequence, token: int) -> None:
-        if token == FAILED:
-            self._finish(sequence, FinishReason.ERROR)
-            return
-        if token in self._vocab.eog or token in sequence.params.stop_token_ids:
-            self._finish(sequence, FinishReason.STOP)
-            return
-        sequence.append(token)
-        self._metrics.generated_tokens += 1
-        text = sequence.text.push(self._vocab.piece(token))
-        if sequence.text.stopped:
-            self._finish(sequence, FinishReason.STOP, text, [token])
-        elif sequence.n_generated >= sequence.max_new:
-            self._finish(sequence, FinishReason.LENGTH, text, [token])
-        else:
-            self._events.append(GenerationEvent(request_id=sequence.id, text=text, tokens=[token]))
-
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, text: str = "", tokens: list[int] | None = None
-    ) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason, news: News | None = None) -> None:
         """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
+        news = news or News()
         self._scheduler.remove(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
         if sequence.sampler:
             sequence.sampler.close()
-        text += sequence.text.flush()
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = perf_counter()
         event = GenerationEvent(
             request_id=sequence.id,
-            text=text,
-            tokens=tokens or [],
+            text=news.text + sequence.text.flush(),
+            tokens=news.tokens,
+            logprobs=news.logprobs,
             finish_reason=reason,
+            seed=sequence.seed,
             usage=sequence.usage(),
             error=sequence.error,
         )
@@ -378,6 +357,7 @@ class BatchInferenceEngine:
         for request_id in list(self._sequences):
             self.cancel(request_id)
         self.clear_prefix_cache()
+        self._sampler.close()
         self._runtime.close()
 
     def __enter__(self) -> BatchInferenceEngine:

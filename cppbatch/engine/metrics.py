@@ -26,6 +26,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     """Prompt tokens computed."""
     generated_tokens: int
+    forced_tokens: int
+    """Of those, tokens that a grammar gave without a decode for each."""
     finished: dict[str, int]
     """Finished requests by finish reason."""
     running: int
@@ -64,7 +66,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.steps = self.decode_steps = self.decode_rows = 0
-        self.prompt_tokens = self.generated_tokens = 0
+        self.prompt_tokens = self.generated_tokens = self.forced_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._mark = 0.0
@@ -100,6 +102,7 @@ class Metrics:
             mean_decode_batch=self.decode_rows / self.decode_steps if self.decode_steps else 0.0,
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,
+            forced_tokens=self.forced_tokens,
             finished={reason.value: n for reason, n in self.finished.items()},
             running=running,
             waiting=waiting,

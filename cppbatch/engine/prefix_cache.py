@@ -79,7 +79,7 @@ class PrefixCache:
         """
         best, best_gain = None, 0
         ahead, coming = None, 0
-        if not self.wants(sequence):
+        if not self.wants(sequence) or sequence.is_scored:
             return None, False
         tokens = sequence.tokens[: sequence.n_tokens - 1]
         for source, n in self._tree.matches(tokens, sequence.request.cache_salt):

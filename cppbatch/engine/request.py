@@ -1,17 +1,14 @@
-"""What goes into the engine and what comes out: requests, their parameters, events, results."""
+"""What goes into the engine and what comes out: requests, events, results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 
 import msgspec
 
-from cppbatch.errors import InvalidRequest
+from cppbatch.engine.params import SamplingParams, instance, number
 
-_INT32_MAX = 2**31 - 1
 _LONGEST_TIMEOUT = 30 * 24 * 3600  # seconds
-_GREEDY_BELOW = 1e-3  # dividing logits by less would overflow float32
 
 
 class FinishReason(str, Enum):
@@ -25,94 +22,6 @@ class FinishReason(str, Enum):
     """The request's `timeout` or `queue_timeout` has passed; the text so far is there."""
     CANCELLED = "cancelled"
     ERROR = "error"
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one completion is generated. Defaults are llama.cpp's. Raises `InvalidRequest` naming the bad field."""
-
-    max_tokens: int | None = None
-    """Most tokens to generate; None: until the model ends the text or the context is full."""
-    temperature: float = 0.8
-    """0 (anything below 0.001) takes the likeliest token every time: greedy."""
-    top_k: int = 40
-    """Sample among the k likeliest tokens; 0: all."""
-    top_p: float = 0.95
-    """Sample among the likeliest tokens whose probabilities sum to this; 1: all."""
-    min_p: float = 0.05
-    """Drop tokens less than this times as likely as the likeliest; 0: none."""
-    seed: int | None = None
-    """Same seed, same text, whatever else is in the batch (but for ties in the last bits of a float); None, or -1 as
-    in llama.cpp: fresh entropy."""
-    repetition_penalty: float = 1.0
-    """Divides (multiplies, if negative) the logits of recent tokens; 1: off."""
-    presence_penalty: float = 0.0
-    """Taken from the logit of every recent token, once; -2 to 2 as in OpenAI's API."""
-    frequency_penalty: float = 0.0
-    """Taken from the logit of a recent token for each of its occurrences; -2 to 2."""
-    penalty_last_n: int = 64
-    """How many tokens, prompt included, count as recent for the three penalties."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it. A single string may be given."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the text besides the model's own."""
-    ignore_eos: bool = False
-    """Never let the model end the text itself."""
-    min_tokens: int = 0
-    """Do not let the model end the text, nor take a stop token, before this many tokens."""
-
-    def __post_init__(self) -> None:
-        _set_tuple(self, "stop", str, "a string or a list of strings")
-        _set_tuple(self, "stop_token_ids", int, "a list of token ids")
-        if self.max_tokens is not None:
-            _number(self, "max_tokens", 1, _INT32_MAX, integer=True)
-        if self.seed is not None:
-            _number(self, "seed", -(2**63), 2**64 - 1, integer=True)
-        _number(self, "temperature", 0, 100)
-        _number(self, "top_k", 0, _INT32_MAX, integer=True)
-        _number(self, "top_p", 0, 1)
-        _number(self, "min_p", 0, 1)
-        _number(self, "repetition_penalty", 0.01, 100)
-        _number(self, "presence_penalty", -2, 2)
-        _number(self, "frequency_penalty", -2, 2)
-        _number(self, "penalty_last_n", 0, _INT32_MAX, integer=True)
-        _number(self, "min_tokens", 0, _INT32_MAX, integer=True)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens {self.max_tokens}")
-        if "" in self.stop:
-            raise InvalidRequest("stop", "has an empty string, which every text contains")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, with no randomness."""
-        return self.temperature < _GREEDY_BELOW
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether recent tokens change the logits."""
-        wanted = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return wanted and self.penalty_last_n > 0
-
-
-def _set_tuple(params: SamplingParams, name: str, kind: type, wanted: str) -> None:
-    value = getattr(params, name)
-    items = (value,) if isinstance(value, kind) else tuple(value) if isinstance(value, Iterable) else (None,)
-    if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
-        raise InvalidRequest(name, f"is {value!r}; it must be {wanted}")
-    msgspec.structs.force_setattr(params, name, items)
-
-
-def _instance(request: msgspec.Struct, name: str, kind: type, wanted: str) -> None:
-    value = getattr(request, name)
-    if not isinstance(value, kind):
-        raise InvalidRequest(name, f"is {value!r}; it must be {wanted}")
-
-
-def _number(params: msgspec.Struct, name: str, low: float, high: float, *, integer: bool = False) -> None:
-    value = getattr(params, name)
-    if not isinstance(value, int if integer else (int, float)) or isinstance(value, bool):
-        raise InvalidRequest(name, f"is {value!r}; it must be {'a whole number' if integer else 'a number'}")
-    if not low <= value <= high:  # also false for NaN
-        raise InvalidRequest(name, f"is {value}; it must be from {low} to {high}")
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,12 +44,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of different salts never share a prefix (whether one is cached can be seen in the time it takes)."""
 
     def __post_init__(self) -> None:
-        _number(self, "priority", -100, 100, integer=True)
+        number(self, "priority", -100, 100, integer=True)
         for name in ("timeout", "queue_timeout"):
             if getattr(self, name) is not None:
-                _number(self, name, 0, _LONGEST_TIMEOUT)
-        _instance(self, "cache_prompt", bool, "true or false")
-        _instance(self, "cache_salt", str, "a string")
+                number(self, name, 0, _LONGEST_TIMEOUT)
+        instance(self, "cache_prompt", bool, "true or false")
+        instance(self, "cache_salt", str, "a string")
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +67,20 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """From arrival to the end."""
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token with its log-probability (natural logarithm)."""
+
+    token: int
+    piece: bytes
+    """Its bytes: perhaps half a character; control tokens as they are written."""
+    logprob: float | None
+    """None for the first token of a prompt, of which the model says nothing."""
+    top: list[tuple[int, bytes, float]] = []
+    """The likeliest tokens there, the likeliest first: id, bytes, log-probability."""
+    text_offset: int = 0
+    """Characters of the text before it, those of an echoed prompt too."""
+
+
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request: new text, and in its last event how it ended."""
 
@@ -166,8 +89,12 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """New text; only whole characters, and never part of a stop string."""
     tokens: list[int] = []
     """New token ids: those of a stop string too, but not an end or stop token."""
+    logprobs: list[TokenLogprob] = []
+    """Of the new tokens, if the request asks for it; with `echo`, the prompt's come first."""
     finish_reason: FinishReason | None = None
     """Set in the last event, and only there."""
+    seed: int | None = None
+    """Set in the last event: the seed that was used, with which the text can be had again."""
     usage: Usage | None = None
     """Set in the last event."""
     error: str | None = None
@@ -181,4 +108,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     finish_reason: FinishReason
     usage: Usage
+    seed: int
+    """With which the text can be had again."""
+    logprobs: list[TokenLogprob] = []
+    """If the params ask for it; with `echo`, the prompt's come first."""
     error: str | None = None

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cppbatch.config import EngineConfig, Sharing, available_threads
 from cppbatch.engine.kv_pool import Memory
 from cppbatch.engine.layout import choose_flash_attn, choose_layout
+from cppbatch.engine.vocabulary import Tokens
 from cppbatch.errors import ModelError
 from cppbatch.llama import Backend, Batch, Context, Model, find_sharing
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
@@ -38,16 +39,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     bos: str
     eos: str
     chat_template: str | None
-
-
-class Tokens(Protocol):
-    """The part of a vocabulary that the engine uses (`cppbatch.llama.Vocab`)."""
-
-    n_tokens: int
-    eog: frozenset[int]
-
-    def tokenize(self, text: str) -> npt.NDArray[np.int32]: ...
-    def piece(self, token: int) -> bytes: ...
 
 
 class Computation(Memory, Protocol):

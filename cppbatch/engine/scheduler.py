@@ -14,6 +14,7 @@ from cppbatch.engine.step_budget import StepBudget
 
 _MOST_HEADROOM = 32  # tokens a running sequence may grow before the next admission is judged too early
 _FEW = 1000  # deadlines
+_MOST_SCORED = 64  # tokens of a prompt whose every token gets logits: a row of 49,152 takes 192 KiB
 _AGING_S = 10.0  # seconds of waiting that make up for one priority
 
 Chunk = tuple[Sequence, int]
@@ -138,6 +139,7 @@ class Scheduler:
         for sequence in prefilling:
             until = sequence.pause_at if sequence.pause_at > sequence.n_computed else sequence.n_tokens
             n = min(budget - (0 if sequence is first else reserved), until - sequence.n_computed)
+            n = min(n, _MOST_SCORED) if sequence.is_scored else n
             if n > 0:
                 chunks.append((sequence, n))
                 budget -= n

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.cells import Span
-from cppbatch.engine.request import FinishReason, GenerationRequest, Usage
+from cppbatch.engine.request import FinishReason, GenerationRequest, TokenLogprob, Usage
 from cppbatch.engine.text import TextStream
+
+if TYPE_CHECKING:
+    from cppbatch.engine.sampling.grammar import Constraint
+    from cppbatch.engine.sampling.recipe import Recipe
 
 
 class Status(Enum):
@@ -25,9 +29,9 @@ class Status(Enum):
 
 
 class SamplerState(Protocol):
-    """A sequence's own sampler (random state, recent tokens)."""
+    """A sequence's own sampler: what it remembers of the tokens so far."""
 
-    def sample(self, logits: npt.NDArray[np.float32]) -> int: ...
+    def sample(self, row: npt.NDArray[np.float32], seed: int) -> int: ...
     def close(self) -> None: ...
 
 
@@ -47,10 +51,13 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_at", "arrived_at", "cells", "error", "finish_reason", "finished_at", "first_token_at", "max_new",
-        "moving", "n_cached", "n_computed", "n_prompt", "n_tokens", "params", "pause_at", "rank", "request", "sampler",
-        "saved", "seed", "seq_id", "status", "text", "tokens",
+        "admitted_at", "arrived_at", "cells", "constraint", "error", "finish_reason", "finished_at", "first_token_at",
+        "max_new", "moving", "n_cached", "n_computed", "n_prompt", "n_tokens", "params", "pause_at", "prompt_logprobs",
+        "rank", "recipe", "request", "sampler", "saved", "seed", "seq_id", "status", "text", "tokens",
     )  # fmt: skip
+
+    recipe: Recipe
+    """How its tokens are sampled; set by `Intake`."""
 
     def __init__(
         self, request: GenerationRequest, prompt: npt.NDArray[np.int32], *, max_new: int, seed: int, now: float
@@ -71,8 +78,10 @@ class Sequence:
         self.moving = False  # its memory is being brought, and it computes nothing meanwhile
         self.pause_at = 0  # its prefill stops here for a step, so that others can copy what it has then
         self.saved: SavedState | None = None
-        self.text = TextStream(self.params.stop)
+        self.text = TextStream(self.params.stop, include_stop=self.params.include_stop)
+        self.constraint: Constraint | None = None
         self.sampler: SamplerState | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.arrived_at = now
@@ -98,6 +107,15 @@ class Sequence:
         """Most tokens it may still generate."""
         return self.max_new - self.n_generated
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be had: then each of its tokens needs logits."""
+        return self.params.scores_prompt and len(self.prompt_logprobs) < self.n_prompt
+
+    def n_logits(self, n: int) -> int:
+        """For how many of its next `n` pending tokens logits are wanted; they are the last ones."""
+        return n if self.is_scored else int(n == self.n_pending)
+
     def computed(self, n: int) -> None:
         """Notes that the next `n` pending tokens are in the cache."""
         self.n_computed += n
@@ -108,6 +126,8 @@ class Sequence:
         """Adds a generated token."""
         self.tokens[self.n_tokens] = token
         self.n_tokens += 1
+        if self.n_pending > 1:  # a grammar forced it: more is to be computed than a decode row does
+            self.status = Status.PREFILL
 
     def start_over(self) -> None:
         """Forgets what it holds; what it knows stays, and is computed again."""
@@ -116,6 +136,11 @@ class Sequence:
         self.moving = False
         self.n_computed = 0
         self.status = Status.WAITING
+        if self.sampler:
+            self.sampler.close()
+            self.sampler = None
+        if self.constraint:
+            self.constraint.rebuild(self.tokens[self.n_prompt : self.n_tokens].tolist())
 
     def usage(self) -> Usage:
         """Counts and times, for the last event."""

@@ -1,4 +1,4 @@
-"""From tokens to text: whole characters only, and no stop string."""
+"""From tokens to text: whole characters only, and no stop string unless it is asked for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ class TextStream:
     """Assembles one completion's text from token pieces.
 
     `push` returns what can be shown now: incomplete UTF-8 characters and text that may turn out to be the beginning
-    of a stop string are held back. After a stop string has come, `stopped` is True and the rest is dropped.
+    of a stop string are held back. After a stop string has come, `stopped` is True and the rest is dropped. A letter
+    costs the same whether there is one stop string or a thousand (but for their different lengths).
     """
 
-    def __init__(self, stop: tuple[str, ...] = ()) -> None:
-        self._stop = stop
+    def __init__(self, stop: tuple[str, ...] = (), *, include_stop: bool = False) -> None:
+        self._stop = frozenset(stop)
+        self._lengths = sorted({len(string) for string in stop}, reverse=True)
+        self._beginnings = frozenset(string[:n] for string in stop for n in range(1, len(string)))
+        self._include_stop = include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
+        self.n_characters = 0
+        """Characters that were complete so far, whether shown, held back or dropped."""
 
     def push(self, piece: bytes) -> str:
         """Adds a token's bytes and returns the text that is certain by now."""
@@ -33,28 +39,33 @@ class TextStream:
         return text + held
 
     def _release(self, new: str) -> str:
-        if not self._stop:
+        self.n_characters += len(new)
+        if not self._stop or not new:
             return new
         text = self._held + new
-        end = self._first_stop(text)
+        end = self._first_stop(text, len(self._held))
         if end is not None:
             self.stopped, self._held = True, ""
             return text[:end]
-        keep = self._possible_start(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        start = self._possible_start(text)
+        self._held = text[start:]
+        return text[:start]
 
-    def _first_stop(self, text: str) -> int | None:
-        """Where the text must be cut: before the stop string that is complete first, as if read letter by letter."""
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+    def _first_stop(self, text: str, n_old: int) -> int | None:
+        """Where the text must be cut, for the stop string that is complete first, as if read letter by letter.
+
+        The first `n_old` letters have been looked at. Of two complete at the same letter the longer is meant.
+        """
+        for end in range(n_old + 1, len(text) + 1):
+            for length in self._lengths:
+                if length <= end and text[end - length : end] in self._stop:
+                    return end if self._include_stop else end - length
+        return None
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of `text` that could grow into a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for n in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:n]):
-                    longest = n
-                    break
-        return longest
+        """Where the longest end of `text` begins that could grow into a stop string."""
+        longest = self._lengths[0] - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            if text[start:] in self._beginnings:
+                return start
+        return len(text)

@@ -8,8 +8,19 @@ from cppbatch.llama.backend import Backend, Device
 from cppbatch.llama.batch import Batch
 from cppbatch.llama.context import Context, SequenceState
 from cppbatch.llama.model import Model
-from cppbatch.llama.sampler import SamplerChain
+from cppbatch.llama.sampler import DrySampler, SamplerChain
 from cppbatch.llama.sharing import find_sharing
 from cppbatch.llama.vocab import Vocab
 
-__all__ = ["Backend", "Batch", "Context", "Device", "Model", "SamplerChain", "SequenceState", "Vocab", "find_sharing"]
+__all__ = [
+    "Backend",
+    "Batch",
+    "Context",
+    "Device",
+    "DrySampler",
+    "Model",
+    "SamplerChain",
+    "SequenceState",
+    "Vocab",
+    "find_sharing",
+]

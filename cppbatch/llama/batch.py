@@ -63,8 +63,8 @@ class Batch:
         self.wants_logits[start:stop] = 1
         self.n_outputs += stop - start
 
-    def add_run(self, tokens: Int32Array, position: int, seq_id: int, *, wants_logits: bool) -> None:
-        """Appends a run of one sequence, int32[n] from `position` on; logits, if asked for, are the last token's."""
+    def add_run(self, tokens: Int32Array, position: int, seq_id: int, *, n_logits: int) -> None:
+        """Appends a run of one sequence, int32[n] from `position` on, with logits for the last `n_logits` of it."""
         if len(tokens) == 0:
             raise OutOfRange(f"the run of sequence {seq_id} has no tokens")
         start, stop = self._extend(len(tokens))
@@ -72,9 +72,9 @@ class Batch:
         self.positions[start:stop] = np.arange(position, position + stop - start, dtype=np.int32)
         self.seq_ids[start:stop] = seq_id
         self.wants_logits[start:stop] = 0
-        if wants_logits:
-            self.wants_logits[stop - 1] = 1
-            self.n_outputs += 1
+        if n_logits:
+            self.wants_logits[stop - n_logits : stop] = 1
+            self.n_outputs += n_logits
 
     def _extend(self, n: int) -> tuple[int, int]:
         start, stop = self.n_tokens, self.n_tokens + n

@@ -32,10 +32,13 @@ _NEEDED = """
     llama_n_ubatch llama_get_memory llama_decode llama_get_logits llama_memory_clear
     llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max
     llama_state_seq_get_size llama_state_seq_get_data llama_state_seq_set_data
-    llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_add llama_sampler_apply
+    llama_sampler_apply
     llama_sampler_accept llama_sampler_free llama_sampler_init_penalties llama_sampler_init_top_k
-    llama_sampler_init_top_p llama_sampler_init_min_p llama_sampler_init_temp llama_sampler_init_dist
-    llama_sampler_init_greedy llama_model_quantize llama_model_quantize_default_params
+    llama_sampler_init_top_p llama_sampler_init_min_p llama_sampler_init_dist
+    llama_sampler_init_greedy llama_sampler_init_temp_ext llama_sampler_init_top_n_sigma llama_sampler_init_typical
+    llama_sampler_init_xtc llama_sampler_init_mirostat llama_sampler_init_mirostat_v2 llama_sampler_init_adaptive_p
+    llama_sampler_init_dry llama_sampler_clone llama_vocab_get_suppress_tokens
+    llama_model_quantize llama_model_quantize_default_params
 """.split()
 
 

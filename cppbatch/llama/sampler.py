@@ -1,9 +1,11 @@
-"""llama.cpp's sampler chains over one row of logits."""
+"""llama.cpp's samplers over one row of logits."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -14,19 +16,45 @@ from cppbatch.errors import LlamaError, OutOfRange
 from cppbatch.llama.library import C
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+_MIN_KEEP = 1
+_MIROSTAT_M = 100  # tokens from which the first mirostat estimates the slope; the paper's value, and llama.cpp's
+_ANOTHER = 0x9E3779B9  # so that xtc and the final draw do not use the same random numbers
+
+_DROP = "drop what has become impossible"
+
+Seeded = Callable[[int], Any]
+
+
+class DrySampler:
+    """The DRY sampler with its sequence breakers looked up in the vocabulary, which takes a while: made once, and
+    cloned into each chain. `vocab` is llama.cpp's pointer; not needed afterwards."""
+
+    def __init__(
+        self, vocab: Any, *, multiplier: float, base: float, allowed_length: int, last_n: int, breakers: tuple[str, ...]
+    ) -> None:
+        raw = [breaker.encode("utf-8", "replace") for breaker in breakers]
+        array = (ctypes.c_char_p * len(raw))(*raw)
+        handle = C.llama_sampler_init_dry(
+            vocab, _finite(multiplier), _finite(base), allowed_length, last_n, array, len(raw)
+        )
+        self._handle: Any = handle
+        weakref.finalize(self, C.llama_sampler_free, handle)
+
+    def clone(self) -> Any:
+        """Another one in its first state; llama.cpp's pointer, for the caller to free."""
+        return C.llama_sampler_clone(self._handle)
 
 
 class SamplerChain:
-    """Samplers applied in the order they were added; the last one must choose (`dist` or `greedy`).
+    """Samplers applied in the order they were added; the last one must choose (`dist`, `greedy`, `mirostat` ...).
 
-    Owns random state and the window of recent tokens, so each sequence has its own. A context manager.
+    Knows the recent tokens, so each sequence has its own. `dist` and `xtc` take their random numbers from the seed
+    given with each row, so nothing of them has to be remembered. A context manager.
     """
 
     def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
-        params = C.llama_sampler_chain_default_params()
-        params.no_perf = True
-        self._handle: Any = C.llama_sampler_chain_init(params)
+        self._samplers: list[Any | Seeded] | None = []  # pointers, and functions that make one for a single row
 
     def penalties(self, last_n: int, repeat: float, frequency: float, presence: float) -> SamplerChain:
         """Lowers the logits of the last `last_n` accepted tokens (0: off)."""
@@ -34,89 +62,172 @@ class SamplerChain:
             raise OutOfRange(f"last_n is {last_n}; it must be 0 or more")
         if not repeat > 0:
             raise OutOfRange(f"the repetition penalty is {repeat}; it must be above 0")
-        finite = self._finite
-        return self._add(
-            C.llama_sampler_init_penalties(self._n_vocab, last_n, finite(repeat), finite(frequency), finite(presence))
-        )
+        numbers = _finite(repeat), _finite(frequency), _finite(presence)
+        return self._add(lambda: C.llama_sampler_init_penalties(self._n_vocab, last_n, *numbers))
+
+    def dry(self, dry: DrySampler) -> SamplerChain:
+        """Lowers the logits of tokens that would make a repetition longer."""
+        return self._add(dry.clone)
+
+    def top_n_sigma(self, n: float) -> SamplerChain:
+        """Keeps logits at most n standard deviations below the largest."""
+        _finite(n)
+        self._add(lambda: C.llama_sampler_init_top_n_sigma(n))
+        self._open().append(_DROP)
+        return self
 
     def top_k(self, k: int) -> SamplerChain:
         """Keeps the k likeliest tokens."""
-        return self._add(C.llama_sampler_init_top_k(k))
+        return self._add(lambda: C.llama_sampler_init_top_k(k))
+
+    def typical_p(self, p: float) -> SamplerChain:
+        """Keeps the most typical tokens whose probabilities sum to p."""
+        _finite(p)
+        return self._add(lambda: C.llama_sampler_init_typical(p, _MIN_KEEP))
 
     def top_p(self, p: float) -> SamplerChain:
         """Keeps the likeliest tokens whose probabilities sum to p."""
-        return self._add(C.llama_sampler_init_top_p(self._finite(p), 1))
+        _finite(p)
+        return self._add(lambda: C.llama_sampler_init_top_p(p, _MIN_KEEP))
 
     def min_p(self, p: float) -> SamplerChain:
         """Keeps tokens at least p times as likely as the likeliest."""
-        return self._add(C.llama_sampler_init_min_p(self._finite(p), 1))
+        _finite(p)
+        return self._add(lambda: C.llama_sampler_init_min_p(p, _MIN_KEEP))
 
-    def temperature(self, value: float) -> SamplerChain:
-        """Divides the logits by `value`."""
-        return self._add(C.llama_sampler_init_temp(self._finite(value)))
+    def xtc(self, probability: float, threshold: float) -> SamplerChain:
+        """With this probability drops all but the last of the tokens above `threshold`."""
+        _finite(probability), _finite(threshold)
+        return self._add_seeded(
+            lambda seed: C.llama_sampler_init_xtc(probability, threshold, _MIN_KEEP, _seed(seed ^ _ANOTHER))
+        )
 
-    def dist(self, seed: int) -> SamplerChain:
-        """Draws from the distribution, with its own random state from `seed` (32 bits)."""
-        return self._add(C.llama_sampler_init_dist(seed & 0xFFFFFFFF))
+    def temperature(self, value: float, spread: float = 0.0, exponent: float = 1.0) -> SamplerChain:
+        """Divides the logits by `value`, or by what entropy ** exponent says of value - spread to value + spread."""
+        numbers = _finite(value), _finite(spread), _finite(exponent)
+        return self._add(lambda: C.llama_sampler_init_temp_ext(*numbers))
+
+    def dist(self) -> SamplerChain:
+        """Draws from the distribution."""
+        return self._add_seeded(lambda seed: C.llama_sampler_init_dist(_seed(seed)))
 
     def greedy(self) -> SamplerChain:
         """Takes the likeliest token."""
-        return self._add(C.llama_sampler_init_greedy())
+        return self._add(C.llama_sampler_init_greedy)
 
-    def _add(self, sampler: Any) -> SamplerChain:
-        C.llama_sampler_chain_add(self._open(), sampler)
+    def mirostat(self, tau: float, eta: float, seed: int) -> SamplerChain:
+        """Draws such that the surprise stays at `tau`; has random numbers of its own from `seed`."""
+        _finite(tau), _finite(eta)
+        return self._add(lambda: C.llama_sampler_init_mirostat(self._n_vocab, _seed(seed), tau, eta, _MIROSTAT_M))
+
+    def mirostat_v2(self, tau: float, eta: float, seed: int) -> SamplerChain:
+        """Likewise, by the second, simpler method."""
+        _finite(tau), _finite(eta)
+        return self._add(lambda: C.llama_sampler_init_mirostat_v2(_seed(seed), tau, eta))
+
+    def adaptive_p(self, target: float, decay: float, seed: int) -> SamplerChain:
+        """Draws tokens of about the probability `target`; has random numbers of its own from `seed`."""
+        _finite(target), _finite(decay)
+        return self._add(lambda: C.llama_sampler_init_adaptive_p(target, decay, _seed(seed)))
+
+    def _add(self, make: Callable[[], Any]) -> SamplerChain:
+        samplers = self._open()
+        samplers.append(make())
         return self
 
-    @staticmethod
-    def _finite(value: float) -> float:
-        if not math.isfinite(value):
-            raise OutOfRange(f"a sampling parameter is {value}; it must be a finite number")
-        return value
+    def _add_seeded(self, make: Seeded) -> SamplerChain:
+        self._open().append(make)
+        return self
 
     def accept(self, token: int) -> None:
-        """Notes a token that was not sampled here (of the prompt, say), for the penalties."""
-        C.llama_sampler_accept(self._open(), token)
+        """Notes a token of the sequence: the prompt's, and then each one taken, whoever sampled it."""
+        for sampler in self._open():
+            if _is_native(sampler):
+                C.llama_sampler_accept(sampler, token)
 
-    def sample(self, logits: npt.NDArray[np.float32]) -> int:
-        """Chooses a token from float32[n_vocab] and accepts it. The row is not changed.
+    def sample(self, logits: npt.NDArray[np.float32], seed: int = 0) -> int:
+        """Chooses a token from float32[n_vocab], which is not changed; 32 bits of `seed` decide which.
 
         Raises `OutOfRange` for a row of another size, `LlamaError` when no token can be chosen (all logits -inf, or
         one of them NaN or +inf).
         """
+        samplers = self._open()
         if logits.shape != (self._n_vocab,):
             raise OutOfRange(f"a row of logits has the shape {logits.shape}; it must be ({self._n_vocab},)")
         if not np.isfinite(logits.max()):
             raise LlamaError(f"no token can be sampled: the largest logit of this row is {logits.max()}")
-        candidates = np.empty(self._n_vocab, _CANDIDATE)
-        candidates["id"] = np.arange(self._n_vocab, dtype=np.int32)
-        candidates["logit"] = logits
+        possible = np.flatnonzero(logits > -np.inf)
+        candidates = np.empty(len(possible), _CANDIDATE)
+        candidates["id"] = possible
+        candidates["logit"] = logits[possible]
         candidates["p"] = 0.0
         array = C.llama_token_data_array(
             data=ctypes.cast(candidates.ctypes.data, ctypes.POINTER(C.llama_token_data)),
-            size=self._n_vocab,
+            size=len(possible),
             selected=-1,
             sorted=False,
         )
-        C.llama_sampler_apply(self._open(), ctypes.byref(array))
+        for sampler in samplers:
+            if sampler is _DROP:
+                _drop_impossible(candidates, array)
+            else:
+                _apply(sampler, array, seed)
         if not 0 <= array.selected < array.size:
             raise LlamaError("no token can be sampled: the chain has left none")
-        token: int = array.data[array.selected].id
-        self.accept(token)
+        chosen = array.data[array.selected]
+        if not math.isfinite(chosen.logit):
+            raise LlamaError(f"no token can be sampled: the samplers have made this row's logits {chosen.logit}")
+        token: int = chosen.id
         return token
 
-    def _open(self) -> Any:
-        if self._handle is None:
+    def _open(self) -> list[Any]:
+        if self._samplers is None:
             raise LlamaError("the sampler chain is closed")
-        return self._handle
+        return self._samplers
 
     def close(self) -> None:
-        """Frees the chain and its samplers. Closing again does nothing."""
-        if self._handle is not None:
-            C.llama_sampler_free(self._handle)
-            self._handle = None
+        """Frees the samplers. Closing again does nothing."""
+        samplers, self._samplers = self._samplers, None
+        for sampler in samplers or ():
+            if _is_native(sampler):
+                C.llama_sampler_free(sampler)
 
     def __enter__(self) -> SamplerChain:
         return self
 
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def _is_native(sampler: Any) -> bool:
+    return sampler is not _DROP and not callable(sampler)
+
+
+def _drop_impossible(candidates: npt.NDArray[Any], array: Any) -> None:
+    """Takes out logits of -inf: a sampler that takes the logarithm of their probability would sort by NaN."""
+    address = ctypes.addressof(array.data.contents)
+    first = (address - candidates.ctypes.data) // _CANDIDATE.itemsize
+    left = candidates[first : first + array.size]
+    possible = left[left["logit"] > -np.inf]
+    left[: len(possible)] = possible
+    array.size = len(possible)
+
+
+def _apply(sampler: Any, array: Any, seed: int) -> None:
+    if _is_native(sampler):
+        C.llama_sampler_apply(sampler, ctypes.byref(array))
+        return
+    made = sampler(seed)
+    C.llama_sampler_apply(made, ctypes.byref(array))
+    C.llama_sampler_free(made)
+
+
+def _seed(seed: int) -> int:
+    """32 bits; llama.cpp takes 2**32 - 1 for "random"."""
+    return seed % (2**32 - 1)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise OutOfRange(f"a sampling parameter is {value}; it must be a finite number")
+    return value

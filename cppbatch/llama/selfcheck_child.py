@@ -18,7 +18,7 @@ def main() -> None:
             batch = Batch(64)
             for tokens, position in ((np.arange(32, dtype=np.int32), 0), (np.array([1], np.int32), 32)):
                 batch.clear()
-                batch.add_run(tokens, position, 0, wants_logits=True)
+                batch.add_run(tokens, position, 0, n_logits=1)
                 context.decode(batch)
                 if not np.isfinite(context.logits(1)).all():
                     raise SystemExit(f"{path}: the logits are not finite numbers")

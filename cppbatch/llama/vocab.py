@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.errors import LlamaError, ModelError, OutOfRange
+from cppbatch.llama.grammars import grammar_tokenizer
 from cppbatch.llama.library import C
+from cppbatch.llama.sampler import DrySampler
 
+_MOST_DRY_SAMPLERS = 16
 _VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE = 0, 1, 2
 _INT32_MAX = 2**31 - 1
 
@@ -48,7 +53,12 @@ class Vocab:
         is_eog = C.llama_vocab_is_eog
         self.eog = frozenset(token for token in range(self.n_tokens) if is_eog(handle, token))
         """Ids of every token that ends a generation."""
-        self._pieces: list[bytes | None] = [None] * self.n_tokens
+        self.suppressed = _suppressed(handle)
+        """Ids that the model's file says must never come."""
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._grammar_tokenizer: Any = None
+        self._dry_samplers: OrderedDict[tuple[object, ...], DrySampler] = OrderedDict()
+        self._lock = threading.Lock()
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> npt.NDArray[np.int32]:
         """The ids of `text`, int32[n].
@@ -71,7 +81,7 @@ class Vocab:
     def _tokenize(self, raw: bytes, room: int, add_special: bool, parse_special: bool) -> npt.NDArray[np.int32]:
         out = np.empty(room, np.int32)
         pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        n = C.llama_tokenize(self._open(), raw, len(raw), pointer, room, add_special, parse_special)
+        n = C.llama_tokenize(self.handle, raw, len(raw), pointer, room, add_special, parse_special)
         if n == -_INT32_MAX - 1:
             raise LlamaError("the text has too many tokens to count")
         if n < 0:  # some vocabularies need more tokens than bytes: -n says how many
@@ -79,36 +89,71 @@ class Vocab:
         tokens: npt.NDArray[np.int32] = out[:n].copy()
         return tokens
 
-    def piece(self, token: int) -> bytes:
-        """The bytes of one token, possibly half a UTF-8 character; empty for control tokens."""
-        if not 0 <= token < self.n_tokens:
-            raise OutOfRange(f"token id {token} is not in this vocabulary of {self.n_tokens}")
-        piece = self._pieces[token]
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token, possibly half a UTF-8 character; empty for control tokens, unless `special`."""
+        piece = self._pieces.get((token, special))
         if piece is None:
-            piece = self._pieces[token] = self._piece(token, special=False)
+            if not 0 <= token < self.n_tokens:
+                raise OutOfRange(f"token id {token} is not in this vocabulary of {self.n_tokens}")
+            piece = self._pieces[token, special] = self._piece(token, special=special)
         return piece
 
     def text(self, token: int) -> str:
         """A token as text, control tokens included ("<|im_end|>"); "" for a token the model does not have (-1)."""
-        return self._piece(token, special=True).decode("utf-8", "replace") if 0 <= token < self.n_tokens else ""
+        return self.piece(token, special=True).decode("utf-8", "replace") if 0 <= token < self.n_tokens else ""
+
+    def for_grammars(self) -> Any:
+        """The vocabulary as an `llguidance.LLTokenizer`, made at the first call."""
+        with self._lock:
+            if self._grammar_tokenizer is None:
+                self._grammar_tokenizer = grammar_tokenizer(self)
+            return self._grammar_tokenizer
+
+    def dry_sampler(
+        self, *, multiplier: float, base: float, allowed_length: int, last_n: int, breakers: tuple[str, ...]
+    ) -> DrySampler:
+        """A DRY sampler to clone; those used last are kept, as looking up the breakers takes a while."""
+        key = multiplier, base, allowed_length, last_n, breakers
+        with self._lock:
+            if key not in self._dry_samplers:
+                self._dry_samplers[key] = DrySampler(
+                    self.handle,
+                    multiplier=multiplier,
+                    base=base,
+                    allowed_length=allowed_length,
+                    last_n=last_n,
+                    breakers=breakers,
+                )
+            self._dry_samplers.move_to_end(key)
+            if len(self._dry_samplers) > _MOST_DRY_SAMPLERS:
+                self._dry_samplers.popitem(last=False)
+            return self._dry_samplers[key]
 
     def _piece(self, token: int, *, special: bool) -> bytes:
         room = 64
         while True:
             buffer = ctypes.create_string_buffer(room)
-            n = C.llama_token_to_piece(self._open(), token, buffer, room, 0, special)
+            n = C.llama_token_to_piece(self.handle, token, buffer, room, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
             room = -n
 
-    def _open(self) -> Any:
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's pointer. Raises `LlamaError` when the model is closed."""
         if self._handle is None:
             raise LlamaError("the vocabulary's model is closed")
         return self._handle
 
     def close(self) -> None:
         """Called by the model when it goes: the vocabulary is part of it."""
-        self._handle = None
+        self._handle = self._grammar_tokenizer = None
+
+
+def _suppressed(handle: Any) -> frozenset[int]:
+    n = ctypes.c_int32()
+    ids = C.llama_vocab_get_suppress_tokens(handle, ctypes.byref(n))
+    return frozenset(ids[: n.value]) if n.value else frozenset()
 
 
 def _has_all_bytes(handle: Any) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from cppbatch.cluster.client import EngineClient
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 
 _MOST_SEQUENCES = 1024
-_SEEDS = 2**32 - 1  # llama.cpp's seeds wrap here
+_SEEDS = 2**64
 
 Event = tuple[int, GenerationEvent]
 
@@ -34,7 +35,7 @@ def expand(
     def seeded(choice: int) -> SamplingParams:
         if params.seed is None or params.seed == -1:
             return params
-        return msgspec.structs.replace(params, seed=params.seed % _SEEDS + choice)
+        return msgspec.structs.replace(params, seed=(params.seed + choice) % _SEEDS)
 
     return [
         GenerationRequest(id=f"{name}-{p * n + choice}", prompt=prompt, params=seeded(choice), **options)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from aiohttp import web
 
 from cppbatch.cluster.client import EngineClient
-from cppbatch.engine.request import SamplingParams
+from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answers import Answer
 from cppbatch.server.chat_template import ChatTemplate

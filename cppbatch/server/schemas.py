@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cppbatch.engine.request import GenerationRequest, SamplingParams
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 
 _MOST_CHOICES = 128

@@ -1,0 +1,142 @@
+"""Structured output: grammars compiled off the step loop, masks for all constrained rows at once, forced tokens."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, grammar_from
+
+from cppbatch.config import available_threads
+from cppbatch.engine.params import GRAMMARS, SamplingParams
+from cppbatch.engine.sampling.finite import has_finite_instance
+from cppbatch.errors import InvalidRequest
+
+_LONGEST = 128 << 10  # letters of a grammar; compiling takes about a second for so many
+_MOST_KEPT = 128  # compiled grammars
+_THREADS = 4
+_WHITESPACE = r"( |\r?\n[ \t]{0,32})?"  # between JSON's parts: a weak model would never stop adding more
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+
+Row = npt.NDArray[np.float32]
+
+
+class GrammarCompiler:
+    """Compiles what `SamplingParams` say of the text's form. Thread-safe; keeps those used last.
+
+    `make_tokenizer` gives the vocabulary as an `LLTokenizer`; it is called when the first grammar comes.
+    """
+
+    def __init__(self, make_tokenizer: Callable[[], Any]) -> None:
+        self._make_tokenizer = make_tokenizer
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def constraint(self, params: SamplingParams) -> Constraint | None:
+        """A request's constraint, None if it has none. Raises `InvalidRequest` with the reason for a bad grammar."""
+        field = next((name for name in GRAMMARS if getattr(params, name) is not None), None)
+        if field is None:
+            return None
+        value = getattr(params, field)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        # Each forced token would need logits of its own where somebody looks at them.
+        forces = params.logprobs is None and params.logits_processor is None
+        return Constraint(self._matcher(field, text).deep_copy(), forces=forces)
+
+    def _matcher(self, field: str, text: str) -> LLMatcher:
+        with self._lock:
+            if matcher := self._compiled.get((field, text)):
+                self._compiled.move_to_end((field, text))
+                return matcher
+        if len(text) > _LONGEST:
+            raise InvalidRequest(field, f"has {len(text):,} letters; the limit is {_LONGEST:,}")
+        try:
+            matcher = LLMatcher(self._make_tokenizer(), _definition(field, text), log_level=0, limits=_LIMITS)
+        except ValueError as error:
+            raise InvalidRequest(field, _first_lines(str(error))) from error
+        if matcher.is_error():
+            raise InvalidRequest(field, _first_lines(matcher.get_error()))
+        # Some mistakes, and some excesses, only show when the first token is asked for.
+        if not any(matcher.compute_bitmask()) or matcher.is_error():
+            raise InvalidRequest(field, f"no text can satisfy this: {_first_lines(matcher.get_error())}")
+        with self._lock:
+            self._compiled[field, text] = matcher
+            if len(self._compiled) > _MOST_KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+
+def _definition(field: str, text: str) -> str:
+    """A grammar as llguidance wants it. Raises `ValueError` for one that it cannot read."""
+    if field == "json_schema":
+        try:
+            is_finite = has_finite_instance(json.loads(text))
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
+        if not is_finite:
+            raise ValueError("no finite JSON satisfies this schema: it requires itself within itself")
+        definition: str = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+        return definition
+    if field == "grammar":
+        return grammar_from("grammar", text)
+    return grammar_from("regex" if field == "guided_regex" else "choice", text)
+
+
+def _first_lines(error: str) -> str:
+    """llguidance's reason without the state of its parser."""
+    reason = error.partition("<state>")[0].strip()
+    return (reason if len(reason) <= 500 else reason[:500] + " ...") or "llguidance gives no reason"
+
+
+class Constraint:
+    """One sequence's place in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, *, forces: bool) -> None:
+        self.matcher = matcher
+        self._forces = forces
+
+    def accept(self, token: int) -> str | None:
+        """Goes on by a token that was taken. What went wrong, if the grammar's limits were reached."""
+        return None if self.matcher.consume_token(token) else _first_lines(self.matcher.get_error())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the text is complete and nothing may follow."""
+        return bool(self.matcher.is_stopped())
+
+    def forced(self) -> list[int]:
+        """Tokens that are the only ones that can follow, so that nothing has to be computed to know them."""
+        return list(self.matcher.compute_ff_tokens()) if self._forces else []
+
+    def rebuild(self, tokens: Iterable[int]) -> None:
+        """Starts over and accepts these tokens."""
+        self.matcher.reset()
+        self.matcher.consume_tokens(list(tokens))
+
+
+class Masks:
+    """Forbids what the grammars of a step's rows do not allow."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self._n_vocab = n_vocab
+        self._words = (n_vocab + 31) // 32
+        self._bits = np.zeros((0, self._words), np.int32)
+        self._executor: LLExecutor | None = None
+
+    def apply(self, constrained: list[tuple[Constraint, Row]]) -> None:
+        """Sets the logits of tokens that may not come to -inf, in place; the masks are computed in one call."""
+        n = len(constrained)
+        if n > len(self._bits):
+            self._bits = np.zeros((n, self._words), np.int32)
+        if self._executor is None:
+            self._executor = LLExecutor(min(_THREADS, available_threads()))
+        matchers = [(constraint.matcher, i) for i, (constraint, _) in enumerate(constrained)]
+        self._executor.unsafe_compute_mask_ptr(matchers, self._bits.ctypes.data, self._words * 4, n)
+        allowed = np.unpackbits(self._bits[:n].view(np.uint8), axis=1, count=self._n_vocab, bitorder="little")
+        for (_, row), may_come in zip(constrained, allowed, strict=True):
+            np.copyto(row, np.float32(-np.inf), where=may_come == 0)

@@ -1,0 +1,37 @@
+"""Random numbers that depend on a seed and a position, and on nothing else.
+
+A sequence's n-th token gets the same number whatever shared its batch, however often it was preempted, and when it is
+computed again after a crash: there is no state to save.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64 = npt.NDArray[np.uint64]
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_TO_UNIT = 2.0**-53
+
+
+def uniform(seeds: UInt64, positions: UInt64) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for each pair, float64[n] of uint64[n]."""
+    numbers: npt.NDArray[np.float64] = (bits(seeds, positions) >> np.uint64(11)) * _TO_UNIT
+    return numbers
+
+
+def bits(seeds: UInt64, positions: UInt64) -> UInt64:
+    """64 random bits for each pair, uint64[n]: number `position` of the SplitMix64 stream that the seed chooses.
+
+    Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014 (doi 10.1145/2660193.2660195).
+    """
+    with np.errstate(over="ignore"):
+        return _mix(_mix(seeds + _GAMMA) + (positions + np.uint64(1)) * _GAMMA)
+
+
+def _mix(z: UInt64) -> UInt64:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: UInt64 = z ^ (z >> np.uint64(31))
+    return mixed

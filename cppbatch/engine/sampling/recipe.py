@@ -1,0 +1,145 @@
+"""What has to be done to a request's logits: worked out once, before the request runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.sampling.draw import Filters
+from cppbatch.engine.vocabulary import Tokens
+from cppbatch.errors import InvalidRequest
+
+Ids = npt.NDArray[np.int64]
+
+_VECTORISED = ("penalties", "top_k", "top_p", "min_p", "temperature")
+"""The samplers that numpy applies to a whole batch; in this order, which is llama.cpp's."""
+
+
+class Kind(Enum):
+    """Who chooses the token."""
+
+    GREEDY = "greedy"
+    """numpy: the largest logit."""
+    DRAW = "draw"
+    """numpy: top-k, top-p, min-p, temperature, all rows at once."""
+    CHAIN = "chain"
+    """llama.cpp's samplers, row by row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A request's part in sampling."""
+
+    kind: Kind
+    filters: Filters
+    never: Ids
+    """Tokens that cannot come."""
+    not_yet: Ids
+    """Tokens that cannot come before `min_tokens`."""
+    bias_ids: Ids
+    bias: npt.NDArray[np.float32]
+    dry: Any
+    """llama.cpp's DRY sampler, to be cloned; None if it is not used."""
+
+
+def make_recipe(params: SamplingParams, vocab: Tokens, longest: int) -> Recipe:
+    """`longest`: most tokens of a sequence. Raises `InvalidRequest` for token ids that the vocabulary does not have."""
+    check_ids("stop_token_ids", params.stop_token_ids, vocab.n_tokens)
+    check_ids("suppress_tokens", params.suppress_tokens, vocab.n_tokens)
+    bias = _bias(params, vocab)
+    never = {*vocab.suppressed, *params.suppress_tokens}
+    not_yet: set[int] = set()
+    if not params.is_constrained:  # a grammar alone says when its text may end
+        if params.ignore_eos:
+            never |= vocab.eog
+        if params.min_tokens:
+            not_yet = {*vocab.eog, *params.stop_token_ids}
+    return Recipe(
+        kind=_kind(params),
+        filters=_filters(params),
+        never=_ids(never),
+        not_yet=_ids(not_yet),
+        bias_ids=_ids(bias),
+        bias=np.array([bias[token] for token in sorted(bias)], np.float32),
+        dry=_dry(params, vocab, longest) if "dry" in params.samplers and is_active("dry", params) else None,
+    )
+
+
+def check_ids(field: str, tokens: Iterable[object], n_vocab: int) -> None:
+    """Raises `InvalidRequest` for what is no id of a token."""
+    for i, token in enumerate(tokens):
+        is_id = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+        if not is_id or not 0 <= token < n_vocab:  # type: ignore[operator]
+            raise InvalidRequest(f"{field}[{i}]", f"is {token!r}; token ids are 0 to {n_vocab - 1}")
+
+
+def _ids(tokens: Iterable[int]) -> Ids:
+    return np.array(sorted(tokens), np.int64)
+
+
+def _bias(params: SamplingParams, vocab: Tokens) -> dict[int, float]:
+    """Biases by token id; strings are added to each of their tokens."""
+    biases: dict[int, float] = {}
+    for key, bias in params.logit_bias.items():
+        if isinstance(key, int) or key.isdecimal():
+            tokens = [int(key)]
+        else:
+            tokens = vocab.tokenize(key, add_special=False).tolist()
+        for token in tokens:
+            if not 0 <= token < vocab.n_tokens:
+                raise InvalidRequest("logit_bias", f"has the token id {token}; they are 0 to {vocab.n_tokens - 1}")
+            biases[token] = biases.get(token, 0.0) + bias
+    return biases
+
+
+def _dry(params: SamplingParams, vocab: Tokens, longest: int) -> Any:
+    last_n = params.dry_penalty_last_n
+    return vocab.dry_sampler(
+        multiplier=params.dry_multiplier,
+        base=params.dry_base,
+        allowed_length=params.dry_allowed_length,
+        last_n=min(last_n, longest) if last_n >= 0 else longest,
+        breakers=params.dry_sequence_breakers,
+    )
+
+
+def is_active(name: str, params: SamplingParams) -> bool:
+    """Whether this sampler would do anything."""
+    tests: dict[str, Callable[[], bool]] = {
+        "penalties": lambda: params.has_penalties,
+        "dry": lambda: params.dry_multiplier > 0 and params.dry_base >= 1 and params.dry_penalty_last_n != 0,
+        "top_n_sigma": lambda: params.top_n_sigma > 0,
+        "top_k": lambda: params.top_k > 0,
+        "typical_p": lambda: params.typical_p < 1,
+        "top_p": lambda: params.top_p < 1,
+        "min_p": lambda: params.min_p > 0,
+        "xtc": lambda: params.xtc_probability > 0 and params.xtc_threshold <= 0.5,
+        "temperature": lambda: True,
+    }
+    return tests[name]()
+
+
+def _kind(params: SamplingParams) -> Kind:
+    active = [name for name in params.samplers if is_active(name, params)]
+    if params.is_greedy:
+        return Kind.CHAIN if "dry" in active else Kind.GREEDY
+    if params.mirostat or params.adaptive_target >= 0 or params.dynatemp_range:
+        return Kind.CHAIN
+    return Kind.DRAW if active == [name for name in _VECTORISED if name in active] else Kind.CHAIN
+
+
+def _filters(params: SamplingParams) -> Filters:
+    """The numbers of the vectorised samplers; those left out of `samplers` do nothing."""
+    wanted = params.samplers
+    return Filters(
+        top_k=params.top_k if "top_k" in wanted else 0,
+        top_p=params.top_p if "top_p" in wanted else 1.0,
+        min_p=params.min_p if "min_p" in wanted else 0.0,
+        temperature=params.temperature if "temperature" in wanted else 1.0,
+    )

@@ -1,0 +1,35 @@
+"""The part of a vocabulary that the engine uses."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Tokens(Protocol):
+    """`cppbatch.llama.Vocab`, or what tests put in its place."""
+
+    n_tokens: int
+    eog: frozenset[int]
+    suppressed: frozenset[int]
+    """Tokens that the model's file says must never come."""
+
+    def tokenize(self, text: str, *, add_special: bool = True) -> npt.NDArray[np.int32]:
+        """The ids of a text, int32[n]."""
+        ...
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """A token's bytes; `special`: control tokens too."""
+        ...
+
+    def dry_sampler(
+        self, *, multiplier: float, base: float, allowed_length: int, last_n: int, breakers: tuple[str, ...]
+    ) -> Any:
+        """A `cppbatch.llama.DrySampler` to clone."""
+        ...
+
+    def for_grammars(self) -> Any:
+        """The vocabulary as llguidance wants it, an `LLTokenizer`. Slow: once for each engine."""
+        ...
