@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import Completion, GenerationEvent
+from cppbatch.engine.request import Completion, GenerationEvent, TokenLogprob
 from cppbatch.errors import InvalidRequest
 
 
@@ -23,6 +24,34 @@ def params_for_each(
     if len(params) != len(prompts):
         raise InvalidRequest("params", f"has {len(params)} entries for {len(prompts)} prompts; give one or as many")
     return list(params)
+
+
+def expand(params: list[SamplingParams], n: int) -> list[SamplingParams]:
+    """`n` for each, in order. Those with a given seed count up from it, so that they differ and can be had again."""
+    return [seeded(its, i) for its in params for i in range(n)]
+
+
+def seeded(params: SamplingParams, i: int) -> SamplingParams:
+    """The i-th of several completions with these params."""
+    if i == 0 or params.seed is None or params.seed == -1:
+        return params
+    return msgspec.structs.replace(params, seed=(params.seed + i) % 2**64)
+
+
+def mean_logprob(logprobs: list[TokenLogprob], n_tokens: int) -> float:
+    """The mean log-probability of a completion's `n_tokens`, the last ones of these; 0 if there are none."""
+    own = [entry.logprob or 0.0 for entry in logprobs[len(logprobs) - n_tokens :]]
+    return sum(own) / len(own) if own else 0.0
+
+
+def likeliest(completions: list[Completion], n: int, of: int) -> list[Completion]:
+    """Of each `of` completions in a row the `n` of the highest mean log-probability, the best first."""
+
+    def badness(completion: Completion) -> float:
+        return -mean_logprob(completion.logprobs, len(completion.tokens))
+
+    groups = [completions[i : i + of] for i in range(0, len(completions), of)]
+    return [best for group in groups for best in sorted(group, key=badness)[:n]]
 
 
 def collect(ids: list[str], events: Iterable[GenerationEvent], *, progress: bool) -> list[Completion]:

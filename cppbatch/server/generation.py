@@ -7,15 +7,13 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
-
 from cppbatch.cluster.client import EngineClient
+from cppbatch.engine.collect import seeded
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 
 _MOST_SEQUENCES = 1024
-_SEEDS = 2**64
 
 Event = tuple[int, GenerationEvent]
 
@@ -32,13 +30,8 @@ def expand(
         message = f"asks for {len(prompts)} prompts x n={n} completions; one request may have {_MOST_SEQUENCES}"
         raise InvalidRequest("prompt", message)
 
-    def seeded(choice: int) -> SamplingParams:
-        if params.seed is None or params.seed == -1:
-            return params
-        return msgspec.structs.replace(params, seed=(params.seed + choice) % _SEEDS)
-
     return [
-        GenerationRequest(id=f"{name}-{p * n + choice}", prompt=prompt, params=seeded(choice), **options)
+        GenerationRequest(id=f"{name}-{p * n + choice}", prompt=prompt, params=seeded(params, choice), **options)
         for p, prompt in enumerate(prompts)
         for choice in range(n)
     ]

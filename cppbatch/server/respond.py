@@ -16,14 +16,14 @@ from cppbatch.server.generation import Event
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def send_whole(events: AsyncGenerator[Event, None], answer: Answer, n_choices: int) -> web.Response:
-    """Waits for every choice and answers with all of them."""
-    texts: list[list[str]] = [[] for _ in range(n_choices)]
+async def send_whole(events: AsyncGenerator[Event, None], answer: Answer, n_completions: int) -> web.Response:
+    """Waits for every completion and answers with all of them, or the best."""
+    completions: list[list[GenerationEvent]] = [[] for _ in range(n_completions)]
     async with contextlib.aclosing(events):
         async for index, event in events:
             answer.note(index, event)
-            texts[index].append(event.text)
-    return json_response(answer.whole(["".join(parts) for parts in texts]))
+            completions[index].append(event)
+    return json_response(answer.whole(completions))
 
 
 async def send_stream(
@@ -58,8 +58,8 @@ async def _send_events(
         if index not in opened:
             opened.add(index)
             chunks.append(answer.opening(index))
-        if event.text:
-            chunks.append(answer.delta(index, event.text))
+        if event.text or event.logprobs:
+            chunks.append(answer.delta(index, event))
         if event.finish_reason:
             chunks.append(answer.closing(index))
         await _send(response, *chunks)

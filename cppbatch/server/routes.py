@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal
 
+import msgspec
 from aiohttp import web
 
 from cppbatch.cluster.client import EngineClient
@@ -14,7 +16,8 @@ from cppbatch.server.chat_template import ChatTemplate
 from cppbatch.server.errors import json_response
 from cppbatch.server.generation import expand, run
 from cppbatch.server.respond import send_stream, send_whole
-from cppbatch.server.schemas import ChatRequest, CompletionRequest, SamplingFields, parse
+from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server.schemas import ChatRequest, CompletionRequest, parse
 
 CLIENT = web.AppKey("client", EngineClient)
 STARTED = web.AppKey("started", int)
@@ -55,10 +58,8 @@ async def model(request: web.Request) -> web.Response:
 @routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continues one or more prompts."""
-    info = request.app[CLIENT].info
     body = parse(await request.read(), CompletionRequest)
-    answer = Answer("completion", info.name, n=body.n_choices)
-    return await _answer(request, body, body.prompts(), body.params(max_tokens=_COMPLETION_TOKENS), answer)
+    return await _answer(request, body, body.prompts(), body.params(max_tokens=_COMPLETION_TOKENS), "completion")
 
 
 @routes.post("/v1/chat/completions")
@@ -67,7 +68,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     info = request.app[CLIENT].info
     body = parse(await request.read(), ChatRequest)
     prompt = _template(info.chat_template, info.bos, info.eos).render(body.conversation())
-    return await _answer(request, body, [prompt], body.params(), Answer("chat", info.name, n=body.n_choices))
+    return await _answer(request, body, [prompt], body.params(), "chat")
 
 
 async def _answer(
@@ -75,13 +76,18 @@ async def _answer(
     body: SamplingFields,
     prompts: list[str | list[int]],
     params: SamplingParams,
-    answer: Answer,
+    family: Literal["completion", "chat"],
 ) -> web.StreamResponse:
-    """Runs the prompts, `n` choices of each, and sends the answer the way the client wants it."""
+    """Runs the prompts, as many completions of each as are wanted, and sends the answer as the client wants it."""
     client = request.app[CLIENT]
     if body.model is not None and body.model != client.info.name:
         raise InvalidRequest("model", f"there is no {body.model!r} here; this server has {client.info.name!r}")
-    requests = expand(answer.id, prompts, params, body.n_choices, body.options())
+    n, n_candidates = body.n_choices, body.n_candidates
+    logprobs = params.logprobs is not None
+    answer = Answer(family, client.info.name, n=n, n_candidates=n_candidates, logprobs=logprobs)
+    if n_candidates > n and not logprobs:
+        params = msgspec.structs.replace(params, logprobs=0)
+    requests = expand(answer.id, prompts, params, n_candidates, body.options())
     events = run(client, requests)
     if not body.stream:
         return await send_whole(events, answer, len(requests))

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's completion and chat requests, as this server reads them.
 
 Unknown fields are ignored, as OpenAI does. Known ones that this server does not serve yet are refused when they are
-set to anything that would change the answer (`refuse_unsupported`), so nothing is silently left out.
+set to anything that would change the answer (`_UNSUPPORTED`), so nothing is silently left out.
 """
 
 from __future__ import annotations
@@ -15,89 +15,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
-
-_MOST_CHOICES = 128
-
-
-class StreamOptions(msgspec.Struct):
-    """`stream_options`."""
-
-    include_usage: bool | None = False
-
-
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """What both kinds of request share. None: not given."""
-
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    priority: int | None = None
-    timeout: float | None = None
-    queue_timeout: float | None = None
-    cache_prompt: bool | None = None
-    cache_salt: str | None = None
-
-    best_of: int | None = None
-    logit_bias: dict[str, float] | None = None
-    response_format: Any = None
-
-    @property
-    def n_choices(self) -> int:
-        """How many completions of each prompt. Raises `InvalidRequest`."""
-        n = 1 if self.n is None else self.n
-        if not 1 <= n <= _MOST_CHOICES:
-            raise InvalidRequest("n", f"is {n}; it must be from 1 to {_MOST_CHOICES}")
-        return n
-
-    def params(self, **defaults: Any) -> SamplingParams:
-        """The fields as `SamplingParams`; `defaults` where the client gave none. Raises `InvalidRequest`."""
-        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
-        return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
-
-    def options(self) -> dict[str, Any]:
-        """What the client gave of `GenerationRequest`'s other fields: priority, timeouts, caching."""
-        given = {name: getattr(self, name, None) for name in GenerationRequest.__struct_fields__}
-        return {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
-
-    def refuse_unsupported(self) -> None:
-        """Raises `InvalidRequest` for a field that this server does not serve yet."""
-        for name, harmless in _UNSUPPORTED.items():
-            value = getattr(self, name, None)
-            if value is not None and not any(type(value) is type(none) and value == none for none in harmless):
-                raise InvalidRequest(name, "is not supported by this server")
-
-
-_OWN_FIELDS = ("id", "prompt", "params")
-"""Fields of `GenerationRequest` that are no options."""
+from cppbatch.server.sampling_fields import SamplingFields
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 """Fields with the values that ask for nothing."""
 
@@ -108,6 +33,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
+    """How many of the likeliest tokens to show with their log-probabilities, beside the one taken; to 20."""
     suffix: str | None = None
 
     def prompts(self) -> list[str | list[int]]:
@@ -156,8 +82,9 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
+    wants_logprobs: bool | None = msgspec.field(default=None, name="logprobs")
     top_logprobs: int | None = None
+    """How many of the likeliest tokens to show, to 20; `logprobs` must be true."""
     functions: list[Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -166,7 +93,10 @@ class ChatRequest(SamplingFields, kw_only=True):
         """As in `SamplingFields`; `max_completion_tokens` is the newer name of `max_tokens`, and wins."""
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
-        return super().params(**defaults)
+        if self.top_logprobs is not None and not self.wants_logprobs:
+            raise InvalidRequest("top_logprobs", "is only of use when logprobs is true")
+        wanted = {"logprobs": self.top_logprobs or 0} if self.wants_logprobs else {}
+        return super().params(**defaults, **wanted)
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as chat templates want them. Raises `InvalidRequest`."""
@@ -186,8 +116,15 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(body, error) from error
-    request.refuse_unsupported()
+    _refuse_unsupported(request)
     return request
+
+
+def _refuse_unsupported(request: SamplingFields) -> None:
+    for name, harmless in _UNSUPPORTED.items():
+        value = getattr(request, name, None)
+        if value is not None and not any(type(value) is type(none) and value == none for none in harmless):
+            raise InvalidRequest(name, "is not supported by this server")
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest:

@@ -1,0 +1,156 @@
+"""The fields that every generating endpoint shares, and how they become `SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import GenerationRequest
+from cppbatch.errors import InvalidRequest
+
+MOST_CHOICES = 128
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = False
+
+
+class NamedSchema(msgspec.Struct):
+    """`response_format.json_schema`: OpenAI's envelope of a schema."""
+
+    schema: dict[str, Any] | bool = True
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """`response_format`."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+    schema: dict[str, Any] | bool | None = None
+    """llama-server's place for it."""
+
+    def wanted(self) -> dict[str, Any] | bool | None:
+        """The schema of the answer, None for free text. Raises `InvalidRequest`."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"} if self.schema is None else self.schema
+        if self.type != "json_schema":
+            message = f"is {self.type!r}; it must be text, json_object or json_schema"
+            raise InvalidRequest("response_format.type", message)
+        if self.json_schema is None and self.schema is None:
+            raise InvalidRequest("response_format.json_schema", "is required when the type is json_schema")
+        return self.json_schema.schema if self.json_schema else self.schema
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Names and meanings are those of `SamplingParams`; None: not given."""
+
+    model: str | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
+    """llama.cpp's name of `repetition_penalty`."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    penalty_last_n: int | None = None
+    repeat_last_n: int | None = None
+    """llama.cpp's name of `penalty_last_n`."""
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    samplers: list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    suppress_tokens: list[int] | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    grammar: str | None = None
+
+    priority: int | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    cache_prompt: bool | None = None
+    cache_salt: str | None = None
+
+    @property
+    def n_choices(self) -> int:
+        """How many completions of each prompt the client gets. Raises `InvalidRequest`."""
+        return _count("n", self.n)
+
+    @property
+    def n_candidates(self) -> int:
+        """How many completions of each prompt are made, of which those are the likeliest. Raises `InvalidRequest`."""
+        n = self.n_choices
+        candidates = n if self.best_of is None else _count("best_of", self.best_of)
+        if candidates < n:
+            raise InvalidRequest("best_of", f"is {candidates}, less than n, which is {n}")
+        if candidates > n and self.stream:
+            raise InvalidRequest("best_of", "cannot be streamed: which are best is known in the end only")
+        return candidates
+
+    def params(self, **defaults: Any) -> SamplingParams:
+        """The fields as `SamplingParams`; `defaults` where the client gave none. Raises `InvalidRequest`."""
+        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
+        if self.repetition_penalty is None:
+            given["repetition_penalty"] = self.repeat_penalty
+        if self.penalty_last_n is None:
+            given["penalty_last_n"] = self.repeat_last_n
+        if self.response_format and (schema := self.response_format.wanted()) is not None:
+            if given["json_schema"] is not None:
+                raise InvalidRequest("json_schema", "cannot be used together with response_format")
+            given["json_schema"] = schema
+        return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
+
+    def options(self) -> dict[str, Any]:
+        """What the client gave of `GenerationRequest`'s other fields: priority, timeouts, caching."""
+        given = {name: getattr(self, name, None) for name in GenerationRequest.__struct_fields__}
+        return {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
+
+
+_OWN_FIELDS = ("id", "prompt", "params")
+"""Fields of `GenerationRequest` that are no options."""
+
+
+def _count(field: str, given: int | None) -> int:
+    n = 1 if given is None else given
+    if not 1 <= n <= MOST_CHOICES:
+        raise InvalidRequest(field, f"is {n}; it must be from 1 to {MOST_CHOICES}")
+    return n
