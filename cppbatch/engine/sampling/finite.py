@@ -69,15 +69,15 @@ class _Search:
     def _array_ends(self, schema: dict[str, Any]) -> bool:
         least = schema.get("minItems", 0)
         first = _list(schema, "prefixItems")
-        if not isinstance(least, int):
-            return True
+        if not isinstance(least, int) or least <= 0:
+            return "array" in _types(schema)
         mandatory = first[:least] if least <= len(first) else [*first, schema.get("items", True)]
         return "array" in _types(schema) and all(map(self.ends, mandatory))
 
 
-def _types(schema: dict[str, Any]) -> tuple[str, ...]:
+def _types(schema: dict[str, Any]) -> tuple[Any, ...]:
     given = schema.get("type", ("object", "array"))
-    return (given,) if isinstance(given, str) else tuple(given)
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 def _must_nest(schema: dict[str, Any]) -> bool:
