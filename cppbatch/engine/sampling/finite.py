@@ -63,7 +63,7 @@ class _Search:
     def _object_ends(self, schema: dict[str, Any]) -> bool:
         given = schema.get("properties")
         properties = given if isinstance(given, dict) else {}
-        required = [name for name in _list(schema, "required") if name in properties]
+        required = [name for name in _list(schema, "required") if isinstance(name, str) and name in properties]
         return "object" in _types(schema) and all(self.ends(properties[name]) for name in required)
 
     def _array_ends(self, schema: dict[str, Any]) -> bool:
@@ -84,7 +84,7 @@ def _must_nest(schema: dict[str, Any]) -> bool:
     """Whether only objects and arrays will do."""
     if "const" in schema or "enum" in schema:
         return False
-    return "type" in schema and set(_types(schema)) <= {"object", "array"}
+    return "type" in schema and all(kind in ("object", "array") for kind in _types(schema))
 
 
 def _list(schema: dict[str, Any], key: str) -> list[Any]:
