@@ -26,13 +26,24 @@ def params_for_each(
     return list(params)
 
 
-def expand(params: list[SamplingParams], n: int) -> list[SamplingParams]:
-    """`n` for each, in order. Those with a given seed count up from it, so that they differ and can be had again."""
+def n_candidates(n: int, best_of: int | None) -> int:
+    """How many completions of each prompt have to be made for `n` of the best of so many. Raises `InvalidRequest`."""
+    if n < 1:
+        raise InvalidRequest("n", f"is {n}; it must be at least 1")
+    if best_of is not None and best_of < n:
+        raise InvalidRequest("best_of", f"is {best_of}, less than n, which is {n}")
+    return best_of or n
+
+
+def expand(params: list[SamplingParams], n: int, *, ranked: bool) -> list[SamplingParams]:
+    """`n` for each, in order; `ranked`: with the log-probabilities by which they will be."""
+    if ranked:
+        params = [its if its.logprobs is not None else msgspec.structs.replace(its, logprobs=0) for its in params]
     return [seeded(its, i) for its in params for i in range(n)]
 
 
 def seeded(params: SamplingParams, i: int) -> SamplingParams:
-    """The i-th of several completions with these params."""
+    """The params of the i-th of several completions: given seeds count up, so that they differ and can be had again."""
     if i == 0 or params.seed is None or params.seed == -1:
         return params
     return msgspec.structs.replace(params, seed=(params.seed + i) % 2**64)

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from cppbatch.config import EngineConfig, engine_config
-from cppbatch.engine.collect import collect, params_for_each
+from cppbatch.engine.collect import collect, expand, likeliest, n_candidates, params_for_each
 from cppbatch.engine.fill import refill
 from cppbatch.engine.intake import Intake, Prompt
 from cppbatch.engine.kv_pool import KVPool
@@ -279,17 +279,23 @@ class BatchInferenceEngine:
         prompts: AnySequence[Prompt],
         params: SamplingParams | AnySequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
+        best_of: int | None = None,
         progress: bool = False,
         **options: Any,
     ) -> list[Completion]:
         """Continues every prompt, all in one batch, and returns the results in the prompts' order.
 
-        `params`: one for all, or one for each prompt. `progress` shows a line with the speed. `options`: fields of
-        `GenerationRequest` (priority, timeout, cache_salt ...) for all. Raises `InvalidRequest` naming the prompt at
-        fault before anything runs. Interrupted, it cancels what is left.
+        `params`: one for all, or one for each prompt. `n`: results for each prompt, one after the other; `best_of`:
+        so many are made, and the `n` of the highest mean log-probability returned. `progress` shows a line with the
+        speed. `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...) for all. Raises
+        `InvalidRequest` naming the prompt at fault before anything runs. Interrupted, it cancels what is left.
         """
-        ids = self._add_all(prompts, params_for_each(prompts, params), options)
-        return collect(ids, self._run(set(ids)), progress=progress)
+        of = n_candidates(n, best_of)
+        wanted = expand(params_for_each(prompts, params), of, ranked=of > n)
+        ids = self._add_all([prompt for prompt in prompts for _ in range(of)], wanted, options, of)
+        results = collect(ids, self._run(set(ids)), progress=progress)
+        return likeliest(results, n, of) if of > n else results
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
@@ -305,14 +311,14 @@ class BatchInferenceEngine:
         yield from self._run({sequence.id})
 
     def _add_all(
-        self, prompts: AnySequence[Prompt], params: list[SamplingParams], options: dict[str, Any]
+        self, prompts: list[Prompt], params: list[SamplingParams], options: dict[str, Any], of_each: int
     ) -> list[str]:
         prepared = []
         for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
             try:
                 prepared.append(self._prepare(prompt, its, **options))
             except InvalidRequest as error:
-                raise InvalidRequest(f"prompts[{i}]", str(error)) from error
+                raise InvalidRequest(f"prompts[{i // of_each}]", str(error)) from error
         for sequence in prepared:
             self._queue(sequence)  # however many: who waits for them all is this caller alone
         return [sequence.id for sequence in prepared]

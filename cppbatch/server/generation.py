@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from cppbatch.cluster.client import EngineClient
-from cppbatch.engine.collect import seeded
+from cppbatch.engine.collect import expand as expand_params
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
@@ -19,21 +19,20 @@ Event = tuple[int, GenerationEvent]
 
 
 def expand(
-    name: str, prompts: list[str | list[int]], params: SamplingParams, n: int, options: dict[str, Any]
+    name: str, prompts: list[str | list[int]], params: SamplingParams, n: int, options: dict[str, Any], *, ranked: bool
 ) -> list[GenerationRequest]:
-    """A request for each prompt and each of its `n` choices, in the order of the answer's choices.
+    """A request for each prompt and each of its `n` completions, in that order.
 
-    `options`: other fields of `GenerationRequest`, for all. Choices with a given seed count up from it, so that they
-    differ and can be had again. Raises `InvalidRequest` when there are too many.
+    `options`: other fields of `GenerationRequest`, for all. `ranked`: with the log-probabilities by which the
+    completions will be. Raises `InvalidRequest` when there are too many.
     """
     if len(prompts) * n > _MOST_SEQUENCES:
-        message = f"asks for {len(prompts)} prompts x n={n} completions; one request may have {_MOST_SEQUENCES}"
+        message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MOST_SEQUENCES}"
         raise InvalidRequest("prompt", message)
-
     return [
-        GenerationRequest(id=f"{name}-{p * n + choice}", prompt=prompt, params=seeded(params, choice), **options)
+        GenerationRequest(id=f"{name}-{p * n + i}", prompt=prompt, params=its, **options)
         for p, prompt in enumerate(prompts)
-        for choice in range(n)
+        for i, its in enumerate(expand_params([params], n, ranked=ranked))
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
-import msgspec
 from aiohttp import web
 
 from cppbatch.cluster.client import EngineClient
@@ -85,9 +84,7 @@ async def _answer(
     n, n_candidates = body.n_choices, body.n_candidates
     logprobs = params.logprobs is not None
     answer = Answer(family, client.info.name, n=n, n_candidates=n_candidates, logprobs=logprobs)
-    if n_candidates > n and not logprobs:
-        params = msgspec.structs.replace(params, logprobs=0)
-    requests = expand(answer.id, prompts, params, n_candidates, body.options())
+    requests = expand(answer.id, prompts, params, n_candidates, body.options(), ranked=n_candidates > n)
     events = run(client, requests)
     if not body.stream:
         return await send_whole(events, answer, len(requests))

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from cppbatch.engine.collect import n_candidates
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
@@ -119,9 +120,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     def n_candidates(self) -> int:
         """How many completions of each prompt are made, of which those are the likeliest. Raises `InvalidRequest`."""
         n = self.n_choices
-        candidates = n if self.best_of is None else _count("best_of", self.best_of)
-        if candidates < n:
-            raise InvalidRequest("best_of", f"is {candidates}, less than n, which is {n}")
+        candidates = n_candidates(n, None if self.best_of is None else _count("best_of", self.best_of))
         if candidates > n and self.stream:
             raise InvalidRequest("best_of", "cannot be streamed: which are best is known in the end only")
         return candidates
