@@ -13,6 +13,7 @@ from cppbatch.errors import ConfigError
 
 KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
+Sampling = Literal["auto", "host", "backend"]
 Sharing = Literal["cells", "copy", "whole", "none"]
 """How a model's memory lets one sequence take another's prefix.
 
@@ -61,6 +62,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_step_ms: float = 0
     """How long a step may take while anybody decodes, in ms: prompts are read in pieces to keep to it; 0: 2.5 times a
     step without prompts (--target-step-ms)."""
+    sampling: Sampling = "auto"
+    """backend: the device finds the likeliest tokens, and whole rows of logits leave it only for requests that need
+    them; host: all of it on the CPU; auto: backend with a GPU, if it can (--sampling)."""
     use_extra_bufts: bool = True
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""
 
@@ -95,7 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_LONGEST_STEP_MS}"
             )
-        for name, kind in (("flash_attn", FlashAttention), ("kv_layout", KvLayout)):
+        for name, kind in (("flash_attn", FlashAttention), ("kv_layout", KvLayout), ("sampling", Sampling)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
 

@@ -114,6 +114,7 @@ class FakeContext:
         self.steps: list[dict[int, int]] = []
         self.fail_at: dict[int, LlamaError] = {}
         self.fail_restore = False
+        self.candidates = None
         self.closed = False
         self._moods: list[int] = []
 
@@ -224,7 +225,8 @@ def fake_engine(
     )
     info = ModelInfo(
         name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
-        kv_layout="unified" if unified else "per-sequence", n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
+        kv_layout="unified" if unified else "per-sequence", sampling="host",
+        n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
         max_sequence=min(context.n_ctx_seq, n_ctx_train),
     )  # fmt: skip
     runtime = Runtime(context, FakeVocab(), info, sharing, context.close)

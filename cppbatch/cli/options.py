@@ -58,6 +58,10 @@ _ENGINE = [
         help="unified: all sequences share the cells; per-sequence: each has ctx-size / parallel of its own.",
     ),
     option(
+        "--sampling", env="SAMPLING", type=click.Choice(["auto", "host", "backend"]), default=_DEFAULTS.sampling,
+        help="backend: the GPU finds the likeliest tokens; host: the CPU; auto: backend where there is a GPU.",
+    ),
+    option(
         "--prefix-cache/--no-prefix-cache", env="PREFIX_CACHE", default=_DEFAULTS.prefix_cache,
         help="Compute the common beginning of requests once.",
     ),

@@ -26,7 +26,7 @@ from cppbatch.engine.request import (
     GenerationRequest,
 )
 from cppbatch.engine.runtime import ModelInfo, Runtime, load_runtime
-from cppbatch.engine.sampling import Choice, PromptScorer, Sampler
+from cppbatch.engine.sampling import Choice, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Sequence, Status
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
@@ -71,7 +71,7 @@ class BatchInferenceEngine:
         self._scheduler = Scheduler(
             self.kv, step_tokens=context.n_batch, n_parallel=config.n_parallel, target_step_s=target
         )
-        self._scorer, self._sampler = PromptScorer(self._vocab), Sampler(self._vocab)
+        self._sampler = StepSampler(self._vocab, context)
         self._outputs = Outputs(self._vocab)
         self._metrics = Metrics()
         self._sequences: dict[str, Sequence] = {}
@@ -161,6 +161,7 @@ class BatchInferenceEngine:
             self.kv.apply()
             if plan.chunks:
                 refill(self._batch, plan)
+                self._sampler.prepare(plan)
                 self._metrics.lap("fill")
                 began = perf_counter()
                 if self._decode(plan):
@@ -224,10 +225,7 @@ class BatchInferenceEngine:
             self.kv.rebuild()
 
     def _sample(self, plan: StepPlan) -> list[Choice]:
-        outputs, choices = plan.outputs(), []
-        if self._batch.n_outputs:
-            logits = self._scorer.take(plan.chunks, self._context.logits(self._batch.n_outputs))
-            choices = self._sampler.sample(outputs, logits) if outputs else []
+        choices = self._sampler.sample(plan, self._batch.n_outputs) if self._batch.n_outputs else []
         self._metrics.lap("sample")
         return choices
 

@@ -14,8 +14,8 @@ from cppbatch.config import EngineConfig, Sharing, available_threads
 from cppbatch.engine.kv_pool import Memory
 from cppbatch.engine.layout import choose_flash_attn, choose_layout
 from cppbatch.engine.vocabulary import Tokens
-from cppbatch.errors import ModelError
-from cppbatch.llama import Backend, Batch, Context, Model, find_sharing
+from cppbatch.errors import LlamaError, ModelError
+from cppbatch.llama import Backend, Batch, Context, DeviceCandidates, Model, find_candidates_on_device, find_sharing
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
 
 
@@ -33,6 +33,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """KV cells in all."""
     kv_layout: str
     """unified or per-sequence."""
+    sampling: str
+    """Where the likeliest tokens are found: host or backend."""
     n_ctx_train: int
     max_sequence: int
     """Most tokens, prompt and completion together, of one request."""
@@ -45,6 +47,7 @@ class Computation(Memory, Protocol):
     """The part of a context that the engine uses (`cppbatch.llama.Context`)."""
 
     n_batch: int
+    candidates: DeviceCandidates | None
 
     def decode(self, batch: Batch) -> None: ...
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
@@ -92,6 +95,10 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
             kv_unified=layout == "unified",
         )
         sharing = find_sharing(context) if config.prefix_cache else "none"
+        if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
+            found = find_candidates_on_device(context)
+            if not found and config.sampling == "backend":
+                raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
         return Runtime(context, model.vocab, _info(model, context), sharing, model.close)
     except BaseException:
         model.close()
@@ -108,6 +115,7 @@ def _info(model: Model, context: Context) -> ModelInfo:
         n_vocab=model.vocab.n_tokens,
         n_ctx=context.n_ctx,
         kv_layout="unified" if context.kv_unified else "per-sequence",
+        sampling="backend" if context.candidates else "host",
         n_ctx_train=model.n_ctx_train,
         max_sequence=min(context.n_ctx_seq, model.n_ctx_train),
         bos=model.vocab.text(model.vocab.bos),

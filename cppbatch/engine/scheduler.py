@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,8 +33,18 @@ class StepPlan:
     n_tokens: int = 0
 
     def outputs(self) -> list[Sequence]:
-        """The sequences that get logits: those with nothing pending after this step, in the batch's order."""
+        """The sequences that get a token: those with nothing pending after this step, in the batch's order."""
         return [sequence for sequence, n in self.chunks if n == sequence.n_pending]
+
+    def rows(self) -> list[int]:
+        """Which of the step's rows of logits each of those has: its last one."""
+        last = itertools.accumulate(sequence.n_logits(n) for sequence, n in self.chunks)
+        return [end - 1 for (sequence, n), end in zip(self.chunks, last, strict=True) if n == sequence.n_pending]
+
+    @property
+    def scores(self) -> bool:
+        """Whether log-probabilities of a prompt come of it."""
+        return any(sequence.is_scored for sequence, _ in self.chunks)
 
 
 class Scheduler:

@@ -6,6 +6,7 @@ raise `cppbatch.errors.OutOfRange`.
 
 from cppbatch.llama.backend import Backend, Device
 from cppbatch.llama.batch import Batch
+from cppbatch.llama.candidates import DeviceCandidates, find_candidates_on_device
 from cppbatch.llama.context import Context, SequenceState
 from cppbatch.llama.model import Model
 from cppbatch.llama.sampler import DrySampler, SamplerChain
@@ -17,10 +18,12 @@ __all__ = [
     "Batch",
     "Context",
     "Device",
+    "DeviceCandidates",
     "DrySampler",
     "Model",
     "SamplerChain",
     "SequenceState",
     "Vocab",
+    "find_candidates_on_device",
     "find_sharing",
 ]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.batch import Batch
+from cppbatch.llama.candidates import DeviceCandidates
 from cppbatch.llama.library import C
 from cppbatch.llama.model import Model
 
@@ -90,6 +91,8 @@ class Context:
         """seq_ids that a batch may have."""
         self.n_seq_ids: int = most_ids - 1 if has_shelf else n_seq_max
         """seq_ids that can hold cells: where these are all there is to a sequence, more than a batch may have."""
+        self.candidates: DeviceCandidates | None = None
+        """The likeliest tokens, found on the device, if `use_device_candidates` was called."""
         self._memory = C.llama_get_memory(self._handle)
         self._n_vocab: int = model.vocab.n_tokens
         self._n_outputs = 0
@@ -146,6 +149,19 @@ class Context:
             self._logits = np.ctypeslib.as_array(buffer).reshape(n_outputs, self._n_vocab)
             self._logits_key = (address, n_outputs)
         return self._logits
+
+    def use_device_candidates(self, n: int) -> DeviceCandidates:
+        """From the next decode on, rows are the `n` likeliest tokens, not logits; see `DeviceCandidates`."""
+        self.candidates = DeviceCandidates(self, n)
+        return self.candidates
+
+    def drop_device_candidates(self) -> None:
+        """From the next decode on, rows are logits again."""
+        if self.candidates:
+            for seq_id in range(self.n_seq_max):
+                self.candidates.use(seq_id, wanted=False)
+            self.candidates.close()
+            self.candidates = None
 
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
         """Removes a sequence's positions [start, stop) (-1: to its end).
@@ -235,6 +251,8 @@ class Context:
         if self._handle is not None:
             C.llama_free(self._handle)
             self._handle = self._memory = None
+            if self.candidates:
+                self.candidates.close()
             self._logits = np.empty((0, self._n_vocab), np.float32)
 
     def __enter__(self) -> Context:

@@ -32,6 +32,8 @@ _NEEDED = """
     llama_n_ubatch llama_get_memory llama_decode llama_get_logits llama_memory_clear
     llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max
     llama_state_seq_get_size llama_state_seq_get_data llama_state_seq_set_data
+    llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_add llama_set_sampler
+    llama_get_sampled_candidates_count_ith llama_get_sampled_candidates_ith llama_get_sampled_logits_ith
     llama_sampler_apply
     llama_sampler_accept llama_sampler_free llama_sampler_init_penalties llama_sampler_init_top_k
     llama_sampler_init_top_p llama_sampler_init_min_p llama_sampler_init_dist

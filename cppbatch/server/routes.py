@@ -103,6 +103,7 @@ def _model_object(request: web.Request) -> dict[str, object]:
             "description": info.description,
             "n_ctx": info.n_ctx,
             "kv_layout": info.kv_layout,
+            "sampling": info.sampling,
             "n_ctx_train": info.n_ctx_train,
             "max_sequence": info.max_sequence,
             "n_params": info.n_params,

@@ -1,6 +1,6 @@
 """From rows of logits to tokens, for a whole batch at once."""
 
-from cppbatch.engine.sampling.logprobs import PromptScorer
-from cppbatch.engine.sampling.sampler import Choice, Sampler
+from cppbatch.engine.sampling.choice import Choice
+from cppbatch.engine.sampling.step import StepSampler
 
-__all__ = ["Choice", "PromptScorer", "Sampler"]
+__all__ = ["Choice", "StepSampler"]

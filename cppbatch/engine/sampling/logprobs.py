@@ -54,22 +54,14 @@ class PromptScorer:
     def __init__(self, vocab: Tokens) -> None:
         self._vocab = vocab
 
-    def take(self, chunks: AnySequence[tuple[Sequence, int]], logits: Rows) -> Rows:
-        """Scores what was computed of prompts, and leaves the rows from which tokens are sampled.
-
-        `logits`: a row for each token of a scored prompt, else one for each sequence with nothing pending.
-        """
-        if not any(sequence.is_scored for sequence, _ in chunks):
-            return logits
-        at, sampled = 0, []
+    def take(self, chunks: AnySequence[tuple[Sequence, int]], logits: Rows) -> None:
+        """Scores what was computed of prompts. `logits`: all rows of the step, as `Sequence.n_logits` has them."""
+        at = 0
         for sequence, n in chunks:
             rows = logits[at : at + sequence.n_logits(n)]
             at += len(rows)
-            if n == sequence.n_pending:
-                sampled.append(at - 1)
             if sequence.is_scored:
                 self._score(sequence, rows)
-        return logits[sampled]
 
     def _score(self, sequence: Sequence, rows: Rows) -> None:
         """The row after token i tells of token i + 1; those known already, from before a preemption, are passed."""

@@ -46,6 +46,8 @@ class Recipe:
     bias: npt.NDArray[np.float32]
     dry: Any
     """llama.cpp's DRY sampler, to be cloned; None if it is not used."""
+    n_candidates: int
+    """How many of the largest logits are enough; 0: all are wanted."""
 
 
 def make_recipe(params: SamplingParams, vocab: Tokens, longest: int) -> Recipe:
@@ -60,15 +62,32 @@ def make_recipe(params: SamplingParams, vocab: Tokens, longest: int) -> Recipe:
             never |= vocab.eog
         if params.min_tokens:
             not_yet = {*vocab.eog, *params.stop_token_ids}
+    kind, filters = _kind(params), _filters(params)
     return Recipe(
-        kind=_kind(params),
-        filters=_filters(params),
+        kind=kind,
+        filters=filters,
         never=_ids(never),
         not_yet=_ids(not_yet),
         bias_ids=_ids(bias),
         bias=np.array([bias[token] for token in sorted(bias)], np.float32),
         dry=_dry(params, vocab, longest) if "dry" in params.samplers and is_active("dry", params) else None,
+        n_candidates=_n_candidates(params, kind, filters, lowered={*never, *not_yet, *bias}, raised=bias),
     )
+
+
+def _n_candidates(
+    params: SamplingParams, kind: Kind, filters: Filters, *, lowered: set[int], raised: dict[int, float]
+) -> int:
+    """As many as are kept, and one for each token that may be lowered; nothing may rise into their midst."""
+    sees_all = params.logprobs is not None or params.logits_processor is not None or params.is_constrained
+    if kind is Kind.CHAIN or sees_all or any(bias > 0 for bias in raised.values()):
+        return 0
+    if params.has_penalties:
+        penalties = params.presence_penalty, params.frequency_penalty
+        if params.penalty_last_n < 0 or params.repetition_penalty < 1 or min(penalties) < 0:
+            return 0
+    kept = 1 if kind is Kind.GREEDY else filters.top_k
+    return kept and kept + len(lowered) + (params.penalty_last_n if params.has_penalties else 0)
 
 
 def check_ids(field: str, tokens: Iterable[object], n_vocab: int) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.request import TokenLogprob
 from cppbatch.engine.sampling.chains import Chains
-from cppbatch.engine.sampling.draw import IMPOSSIBLE, draw
+from cppbatch.engine.sampling.choice import (
+    Choice,
+    choose_greedily,
+    choose_randomly,
+    nothing_left,
+    seeds_and_positions,
+)
+from cppbatch.engine.sampling.draw import IMPOSSIBLE
 from cppbatch.engine.sampling.edits import apply_bans_and_biases, apply_penalties
 from cppbatch.engine.sampling.grammar import Masks
 from cppbatch.engine.sampling.logprobs import Likelihoods, describe
 from cppbatch.engine.sampling.processors import run_processors
-from cppbatch.engine.sampling.randomness import bits, uniform
+from cppbatch.engine.sampling.randomness import bits
 from cppbatch.engine.sampling.recipe import Kind
 from cppbatch.engine.sequence import Sequence
 from cppbatch.engine.vocabulary import Tokens
@@ -22,14 +26,6 @@ from cppbatch.errors import LlamaError
 
 Rows = npt.NDArray[np.float32]
 Row = npt.NDArray[np.float32]
-
-
-class Choice(NamedTuple):
-    """What came of a row: a token, or why there is none."""
-
-    token: int
-    logprob: TokenLogprob | None = None
-    error: str | None = None
 
 
 class Sampler:
@@ -71,19 +67,19 @@ class Sampler:
             rows[sequence.recipe.kind].append(i)
             if sequence.params.has_penalties and sequence.recipe.kind is not Kind.CHAIN:
                 apply_penalties(sequence, logits[i])
-        results: list[int | LlamaError] = [_greedy(logits[i]) for i in rows[Kind.GREEDY]]
-        results += _draw(sequences, logits, rows[Kind.DRAW]) if rows[Kind.DRAW] else []
+        results: list[int | LlamaError] = [choose_greedily(logits[i]) for i in rows[Kind.GREEDY]]
+        results += choose_randomly(sequences, rows[Kind.DRAW], logits) if rows[Kind.DRAW] else []
         results += self._chain(sequences, logits, rows[Kind.CHAIN]) if rows[Kind.CHAIN] else []
         for i, result in zip([*rows[Kind.GREEDY], *rows[Kind.DRAW], *rows[Kind.CHAIN]], results, strict=True):
             if isinstance(result, LlamaError):
                 errors[i] = str(result)
             elif result == IMPOSSIBLE:
-                errors[i] = f"no token can be sampled: the largest logit of this row is {logits[i].max()}"
+                errors[i] = nothing_left(logits[i])
             else:
                 tokens[i] = result
 
     def _chain(self, sequences: list[Sequence], logits: Rows, rows: list[int]) -> list[int | LlamaError]:
-        seeds = bits(*_seeds_and_positions(sequences, rows)) >> np.uint64(32)
+        seeds = bits(*seeds_and_positions(sequences, rows)) >> np.uint64(32)
         return self._chains.sample([(sequences[i], logits[i], int(seed)) for i, seed in zip(rows, seeds, strict=True)])
 
     def _choice(
@@ -96,24 +92,3 @@ class Sampler:
     def close(self) -> None:
         """Ends the threads."""
         self._chains.close()
-
-
-def _greedy(row: Row) -> int:
-    token = int(row.argmax())  # of the NaN, if there is one
-    return token if np.isfinite(row[token]) else IMPOSSIBLE
-
-
-def _draw(sequences: list[Sequence], logits: Rows, rows: list[int]) -> list[int]:
-    filters = [sequences[i].recipe.filters for i in rows]
-    theirs = logits if len(rows) == len(logits) else logits[rows]
-    tokens: list[int] = draw(theirs, filters, uniform(*_seeds_and_positions(sequences, rows))).tolist()
-    return tokens
-
-
-def _seeds_and_positions(
-    sequences: list[Sequence], rows: list[int]
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    return (
-        np.array([sequences[i].seed for i in rows], np.uint64),
-        np.array([sequences[i].n_generated for i in rows], np.uint64),
-    )

@@ -1,0 +1,109 @@
+"""--sampling backend: what the device finds gives the same texts as whole rows of logits. The CPU is a device too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cppbatch import BatchInferenceEngine, Completion, SamplingParams
+from cppbatch.config import KvLayout
+from cppbatch.engine.sampling.recipe import make_recipe
+from cppbatch.llama import Batch, Context, Model
+from tests.fakes import FakeVocab
+
+PROMPTS = ["The capital of France is", "Once upon a time", "def f(x):", "1, 2, 3,"] * 4
+FROM_CANDIDATES: list[dict[str, object]] = [
+    {"temperature": 0},
+    {"temperature": 0.8},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.0, "temperature": 1.5},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5, "penalty_last_n": 32},
+    {"temperature": 0, "repetition_penalty": 1.2},
+    {"logit_bias": {"11": -100.0, "12": -5.0}, "suppress_tokens": [30, 31]},
+    {"ignore_eos": True, "min_tokens": 4},
+]
+FROM_ALL_LOGITS: list[dict[str, object]] = [
+    {"top_k": 0},
+    {"top_k": 1000},
+    {"temperature": 0, "logprobs": 2},
+    {"logit_bias": {"40": 20.0}},
+    {"presence_penalty": -1.0},
+    {"typical_p": 0.9},
+    {"mirostat": 2},
+    {"guided_regex": "[a-z ]{8,12}"},
+]
+MIXED = [SamplingParams(max_tokens=12, seed=i, **kind) for i, kind in enumerate(FROM_CANDIDATES + FROM_ALL_LOGITS)]  # type: ignore[arg-type]
+
+
+def texts(
+    model: Path, layout: KvLayout, sampling: str, params: list[SamplingParams], **settings: int
+) -> list[Completion]:
+    settings = {"n_ctx": 2048, "n_parallel": 8, "n_threads": 1, **settings}
+    with BatchInferenceEngine(
+        model, kv_layout=layout, sampling=sampling, flash_attn="off", prefix_cache=False, **settings
+    ) as engine:
+        assert engine.info.sampling == sampling
+        return engine.generate(PROMPTS[: len(params)], params)
+
+
+@pytest.fixture
+def context(make_context: type[Context]) -> Context:
+    return make_context(n_seq_max=4)
+
+
+@pytest.mark.parametrize("layout", ["unified", "per-sequence"])
+def test_backend_and_host_give_the_same_texts_whatever_the_requests_ask_for(tiny_llama: Path, layout: KvLayout) -> None:
+    host, backend = (texts(tiny_llama, layout, where, MIXED) for where in ("host", "backend"))
+    for ours, theirs, params in zip(backend, host, MIXED, strict=True):
+        assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason), params
+
+
+def test_backend_and_host_agree_when_sequences_are_preempted(tiny_llama: Path) -> None:
+    params = [SamplingParams(max_tokens=40, seed=i, ignore_eos=True, top_k=10 if i % 2 else 0) for i in range(8)]
+    ample = texts(tiny_llama, "unified", "host", params)
+    tight = texts(tiny_llama, "unified", "backend", params, n_ctx=256, n_batch=64)
+    assert [result.tokens for result in tight] == [result.tokens for result in ample]
+
+
+def test_prompts_are_scored_where_the_device_samples(tiny_llama: Path) -> None:
+    params = [SamplingParams(max_tokens=4, temperature=0, echo=True, logprobs=1), SamplingParams(max_tokens=4)] * 2
+    host, backend = (texts(tiny_llama, "unified", where, params) for where in ("host", "backend"))
+    assert host[0].logprobs == backend[0].logprobs
+    assert len(backend[0].logprobs) == backend[0].usage.prompt_tokens + 4
+
+
+def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_who_want_them(
+    llama_model: Model, context: Context
+) -> None:
+    candidates = context.use_device_candidates(16)
+    candidates.use(2, wanted=False)
+    batch = Batch(64)
+    for seq_id in range(4):
+        batch.add_run(np.arange(10, 20 + seq_id, dtype=np.int32), 0, seq_id, n_logits=1)
+    context.decode(batch)
+    ids, values = candidates.of([0, 1, 3], 4)
+    rows = context.logits(4)
+    assert np.isfinite(rows[2]).all()
+    assert (np.diff(ids, axis=1) > 0).all()
+    again = Batch(64)
+    for seq_id in range(4):
+        candidates.use(seq_id, wanted=False)
+        context.remove(seq_id)
+        again.add_run(np.arange(10, 20 + seq_id, dtype=np.int32), 0, seq_id, n_logits=1)
+    context.decode(again)
+    whole = context.logits(4)
+    for i, row in enumerate(whole[[0, 1, 3]]):
+        assert ids[i].tolist() == sorted(np.argsort(-row, kind="stable")[:16].tolist())
+        assert np.allclose(values[i], row[ids[i]], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", FROM_CANDIDATES)
+def test_a_request_that_only_lowers_some_logits_needs_few_candidates(kind: dict[str, object]) -> None:
+    assert 0 < make_recipe(SamplingParams(**kind), FakeVocab(), 100).n_candidates <= 128  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", FROM_ALL_LOGITS)
+def test_a_request_that_looks_at_all_logits_or_raises_some_gets_them_all(kind: dict[str, object]) -> None:
+    needed = make_recipe(SamplingParams(**kind), FakeVocab(), 100).n_candidates  # type: ignore[arg-type]
+    assert needed == 0 or needed > 128
