@@ -27,6 +27,8 @@ from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
 log = logging.getLogger("cppbatch.engine")
 
+_INTAKE_THREADS = 4  # tokenising and compiling grammars: a slow one does not hold up the others
+
 Command = Callable[[BatchInferenceEngine], object]
 
 
@@ -53,7 +55,7 @@ class LocalEngine:
         self._numbers = map(str, itertools.count())
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, asyncio.Queue[GenerationEvent | QueueFull]] = {}
-        self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-tokenizer")
+        self._intake = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="cppbatch-intake")
         # A daemon: an impatient second Ctrl-C must not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
         self._thread.start()
@@ -106,8 +108,8 @@ class LocalEngine:
                 self._commands.put(lambda engine: engine.cancel(stream.number))
 
     async def _prepare(self, request: GenerationRequest) -> Sequence:
-        """On another thread: tokenising a long text takes a while."""
-        return await self._loop.run_in_executor(self._tokenizers, self._ready().prepare, request)
+        """On another thread: tokenising a long text takes a while, and so does compiling a grammar."""
+        return await self._loop.run_in_executor(self._intake, self._ready().prepare, request)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
@@ -126,7 +128,7 @@ class LocalEngine:
     async def close(self) -> None:
         """Ends the engine after the step it is in; aborts a model that is still loading."""
         self._closing = True
-        await asyncio.to_thread(self._tokenizers.shutdown)  # they read the model that goes next
+        await asyncio.to_thread(self._intake.shutdown)  # they read the model that goes next
         await asyncio.to_thread(self._end_thread)
         atexit.unregister(self._end_thread)
 

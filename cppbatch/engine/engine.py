@@ -361,6 +361,7 @@ class BatchInferenceEngine:
         for request_id in list(self._sequences):
             self.cancel(request_id)
         self.clear_prefix_cache()
+        self._intake.close()
         self._sampler.close()
         self._runtime.close()
 

@@ -47,6 +47,10 @@ class Intake:
         sequence.recipe, sequence.constraint = recipe, constraint
         return sequence
 
+    def close(self) -> None:
+        """Ends what it has started."""
+        self._grammars.close()
+
     def _limit_text(self) -> str:
         limit = self._info.max_sequence
         if limit == self._info.n_ctx_train:

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, grammar_from
+from llguidance import LLExecutor, LLMatcher
 
 from cppbatch.config import available_threads
 from cppbatch.engine.params import GRAMMARS, SamplingParams
 from cppbatch.engine.sampling.finite import has_finite_instance
+from cppbatch.engine.sampling.grammar_check import GrammarChecker
+from cppbatch.engine.sampling.grammar_child import LIMITS
 from cppbatch.errors import InvalidRequest
 
 _LONGEST = 128 << 10  # letters of a grammar; compiling takes about a second for so many
 _MOST_KEPT = 128  # compiled grammars
 _THREADS = 4
-_WHITESPACE = r"( |\r?\n[ \t]{0,32})?"  # between JSON's parts: a weak model would never stop adding more
-_LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
 
 Row = npt.NDArray[np.float32]
 
@@ -34,8 +34,9 @@ class GrammarCompiler:
 
     def __init__(self, make_tokenizer: Callable[[], Any]) -> None:
         self._make_tokenizer = make_tokenizer
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()  # or why it was refused
         self._lock = threading.Lock()
+        self._checker = GrammarChecker()
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """A request's constraint, None if it has none. Raises `InvalidRequest` with the reason for a bad grammar."""
@@ -49,42 +50,37 @@ class GrammarCompiler:
         return Constraint(self._matcher(field, text).deep_copy(), forces=forces)
 
     def _matcher(self, field: str, text: str) -> LLMatcher:
-        with self._lock:
-            if matcher := self._compiled.get((field, text)):
-                self._compiled.move_to_end((field, text))
-                return matcher
         if len(text) > _LONGEST:
             raise InvalidRequest(field, f"has {len(text):,} letters; the limit is {_LONGEST:,}")
-        try:
-            matcher = LLMatcher(self._make_tokenizer(), _definition(field, text), log_level=0, limits=_LIMITS)
-        except ValueError as error:
-            raise InvalidRequest(field, _first_lines(str(error))) from error
-        if matcher.is_error():
-            raise InvalidRequest(field, _first_lines(matcher.get_error()))
-        # Some mistakes, and some excesses, only show when the first token is asked for.
-        if not any(matcher.compute_bitmask()) or matcher.is_error():
-            raise InvalidRequest(field, f"no text can satisfy this: {_first_lines(matcher.get_error())}")
         with self._lock:
-            self._compiled[field, text] = matcher
-            if len(self._compiled) > _MOST_KEPT:
-                self._compiled.popitem(last=False)
-        return matcher
+            known = self._known.pop((field, text), None)
+        if known is None:
+            known = self._compile(field, text)
+        with self._lock:
+            self._known[field, text] = known
+            if len(self._known) > _MOST_KEPT:
+                self._known.popitem(last=False)
+        if isinstance(known, str):
+            raise InvalidRequest(field, known)
+        return known
 
-
-def _definition(field: str, text: str) -> str:
-    """A grammar as llguidance wants it. Raises `ValueError` for one that it cannot read."""
-    if field == "json_schema":
+    def _compile(self, field: str, text: str) -> LLMatcher | str:
+        """The grammar at its beginning, or why it is refused."""
         try:
-            is_finite = has_finite_instance(json.loads(text))
+            if field == "json_schema" and not has_finite_instance(json.loads(text)):
+                return "no finite JSON satisfies this schema: it requires itself within itself"
+            definition = self._checker.definition(field, text)
         except RecursionError:
-            raise ValueError("is nested too deeply") from None
-        if not is_finite:
-            raise ValueError("no finite JSON satisfies this schema: it requires itself within itself")
-        definition: str = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
-        return definition
-    if field == "grammar":
-        return grammar_from("grammar", text)
-    return grammar_from("regex" if field == "guided_regex" else "choice", text)
+            return "is nested too deeply"
+        except ValueError as error:
+            return _first_lines(str(error))
+        matcher = LLMatcher(self._make_tokenizer(), definition, log_level=0, limits=LIMITS)
+        matcher.compute_bitmask()  # the first one takes the longest
+        return _first_lines(matcher.get_error()) if matcher.is_error() else matcher
+
+    def close(self) -> None:
+        """Ends the process that tries grammars out."""
+        self._checker.close()
 
 
 def _first_lines(error: str) -> str:

@@ -1,0 +1,75 @@
+"""Run as a program: tries grammars out where they can do no harm. A JSON line in, a JSON line out.
+
+In: the field of `SamplingParams` and its text. Out: `{"definition": ...}`, the grammar as llguidance wants it, or
+`{"error": ...}`. The vocabulary is 256 bytes: what explodes with those would with any.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+
+_ADVICE = (
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+    "Its alternatives are not clearly exclusive; use anyOf",
+)
+_MOST_MEMORY = 2 << 30  # bytes
+_WHITESPACE = r"( |\r?\n[ \t]{0,32})?"  # between JSON's parts: a weak model would never stop adding more
+
+
+class _Bytes:
+    """A vocabulary of single bytes, as llguidance's `TokenizerWrapper` wants it."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([i]) for i in range(256)), b"<end>")
+    special_token_ids = (256,)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    _limit_memory()
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
+    for line in sys.stdin:
+        try:
+            answer = {"definition": _checked(tokenizer, *json.loads(line))}
+        except (ValueError, RecursionError) as error:
+            answer = {"error": str(error).replace(*_ADVICE)}
+        print(json.dumps(answer), flush=True)
+
+
+def _checked(tokenizer: LLTokenizer, field: str, text: str) -> str:
+    definition = _definition(field, text)
+    matcher = LLMatcher(tokenizer, definition, log_level=0, limits=LIMITS)
+    # Some mistakes only show when the first token is asked for.
+    if matcher.is_error() or (not any(matcher.compute_bitmask()) and not matcher.is_accepting()):
+        raise ValueError(matcher.get_error() or "no text can satisfy this")
+    return definition
+
+
+def _definition(field: str, text: str) -> str:
+    if field == "json_schema":
+        definition: str = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+        return definition
+    if field == "grammar":
+        return grammar_from("grammar", text)
+    return grammar_from("regex" if field == "guided_regex" else "choice", text)
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+
+
+if __name__ == "__main__":
+    main()
