@@ -27,7 +27,7 @@ class InvalidRequest(CppBatchError, ValueError):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field, self.message = field, message
 
 
 class QueueFull(CppBatchError):

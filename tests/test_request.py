@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
+from cppbatch.engine.params import GRAMMARS, SAMPLERS
 from cppbatch.errors import EngineClosed
 from tests.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference
 
@@ -18,16 +21,36 @@ BOUNDS = {
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
+    "dynatemp_range": (0, 100),
+    "dynatemp_exponent": (0.01, 100),
+    "typical_p": (0, 1),
+    "top_n_sigma": (-1, 1000),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 1),
+    "mirostat_tau": (0, 1000),
+    "mirostat_eta": (0, 10),
+    "adaptive_target": (-1, 1),
+    "adaptive_decay": (0, 0.99),
     "repetition_penalty": (0.01, 100),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
+    "dry_multiplier": (0, 1000),
+    "dry_base": (0, 1000),
     "max_tokens": (1, 2**31 - 1),
     "top_k": (0, 2**31 - 1),
     "penalty_last_n": (-1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
+    "mirostat": (0, 2),
+    "dry_allowed_length": (0, 2**31 - 1),
+    "dry_penalty_last_n": (-1, 2**31 - 1),
+    "logprobs": (0, 20),
     "seed": (-(2**63), 2**64 - 1),
 }
-WHOLE = ("max_tokens", "top_k", "penalty_last_n", "min_tokens", "seed")
+WHOLE = (
+    "max_tokens", "top_k", "mirostat", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "min_tokens",
+    "logprobs", "seed",
+)  # fmt: skip
+OPTIONAL = ("max_tokens", "logprobs", "seed")
 
 
 def refusal(field: str, value: object) -> str:
@@ -47,6 +70,11 @@ def result_of(completion: Completion) -> tuple[list[int], str, FinishReason]:
 
 
 # --- SamplingParams -------------------------------------------------------------------------------------------------
+
+
+def test_every_number_has_bounds() -> None:
+    kinds = get_type_hints(SamplingParams)
+    assert {name for name, kind in kinds.items() if kind in (int, float, int | None, float | None)} == set(BOUNDS)
 
 
 @pytest.mark.parametrize("field", BOUNDS)
@@ -82,7 +110,7 @@ def test_a_fraction_is_no_whole_number(field: str, value: float) -> None:
     assert refusal(field, value) == f"{field}: is {value!r}; it must be a whole number"
 
 
-@pytest.mark.parametrize("field", [field for field in BOUNDS if field not in ("max_tokens", "seed")])
+@pytest.mark.parametrize("field", [field for field in BOUNDS if field not in OPTIONAL])
 def test_none_is_refused_where_there_is_no_default_to_find(field: str) -> None:
     assert "is None; it must be" in refusal(field, None)
 
@@ -102,9 +130,10 @@ def test_one_stop_string_may_be_given_without_a_list() -> None:
     assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("field", ["stop_token_ids", "suppress_tokens"])
 @pytest.mark.parametrize("value", [None, "12", ["1"], [1.0], [None], [True]])
-def test_stop_token_ids_are_whole_numbers(value: object) -> None:
-    assert refusal("stop_token_ids", value) == f"stop_token_ids: is {value!r}; it must be a list of token ids"
+def test_token_ids_are_whole_numbers(field: str, value: object) -> None:
+    assert refusal(field, value) == f"{field}: is {value!r}; it must be a list of token ids"
 
 
 def test_min_tokens_above_max_tokens_is_refused_with_both() -> None:
@@ -112,11 +141,210 @@ def test_min_tokens_above_max_tokens_is_refused_with_both() -> None:
         SamplingParams(min_tokens=6, max_tokens=5)
 
 
+@pytest.mark.parametrize("value", [None, 5, b"x", ["top_k", 1], [None]])
+def test_samplers_are_names(value: object) -> None:
+    assert refusal("samplers", value) == f"samplers: is {value!r}; it must be a list of names"
+
+
+def test_an_unknown_sampler_is_refused_with_its_place_and_all_there_are() -> None:
+    with pytest.raises(InvalidRequest, match=r"^samplers\[1\]: is 'top_q'; there are penalties, dry, .*, temperature$"):
+        SamplingParams(samplers=("top_k", "top_q"))
+
+
+def test_a_sampler_is_named_once() -> None:
+    with pytest.raises(InvalidRequest, match=r"^samplers\[2\]: is 'top_k' for the second time$"):
+        SamplingParams(samplers=("top_k", "top_p", "top_k"))
+
+
+def test_samplers_may_be_some_of_them_in_any_order_or_none() -> None:
+    assert SamplingParams(samplers=["temperature", "top_k"]).samplers == ("temperature", "top_k")  # type: ignore[arg-type]
+    assert SamplingParams(samplers=()).samplers == ()
+    assert SamplingParams(samplers=tuple(reversed(SAMPLERS))).samplers[0] == "temperature"
+
+
+def test_without_temperature_among_the_samplers_nothing_is_greedy() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=0, samplers=("top_k",)).is_greedy
+
+
+def test_penalties_left_out_of_the_samplers_are_none() -> None:
+    assert SamplingParams(repetition_penalty=2).has_penalties
+    assert not SamplingParams(repetition_penalty=2, samplers=("top_k", "temperature")).has_penalties
+    assert not SamplingParams(repetition_penalty=2, penalty_last_n=0).has_penalties
+
+
+def test_two_ways_to_draw_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"^adaptive_target: cannot be used together with mirostat"):
+        SamplingParams(mirostat=1, adaptive_target=0.5)
+    assert SamplingParams(mirostat=1, adaptive_target=-0.5).mirostat == 1
+
+
+@pytest.mark.parametrize("value", [None, 5, ["a", 1], [None]])
+def test_breakers_are_strings(value: object) -> None:
+    field = "dry_sequence_breakers"
+    assert refusal(field, value) == f"{field}: is {value!r}; it must be a list of strings"
+
+
+def test_of_a_breaker_40_letters_count_and_of_an_empty_one_nothing() -> None:
+    assert SamplingParams(dry_sequence_breakers=("x" * 50, "", "\n")).dry_sequence_breakers == ("x" * 40, "\n")
+
+
+@pytest.mark.parametrize("value", [None, 5, "1", [(1, 2.0)], [1, 2]])
+def test_biases_are_an_object(value: object) -> None:
+    message = f"logit_bias: is {value!r}; it must be an object of token ids (or strings) and biases"
+    assert refusal("logit_bias", value) == message
+
+
+@pytest.mark.parametrize("key", [None, 1.0, True, (1,), b"a", ""])
+def test_the_keys_of_biases_are_token_ids_or_strings(key: object) -> None:
+    assert refusal("logit_bias", {key: 1.0}) == f"logit_bias: has the key {key!r}; keys are token ids or strings"
+
+
+@pytest.mark.parametrize(
+    "bias", [None, "1", True, [1], NAN, INF, -INF, 100.001, -100.001, pytest.param(10**400, id="10**400")]
+)
+def test_a_bias_is_a_number_from_minus_100_to_100(bias: object) -> None:
+    message = f"logit_bias: is {bias!r} for 'a'; it must be from -100 to 100"
+    assert refusal("logit_bias", {3: 1.0, "a": bias}) == message
+
+
+def test_both_bounds_of_a_bias_and_both_kinds_of_keys_are_allowed() -> None:
+    biases = {3: 100, "3": -100.0, " word": 0.5}
+    assert SamplingParams(logit_bias=biases).logit_bias == biases  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["ignore_eos", "include_stop", "skip_special_tokens", "echo"])
+@pytest.mark.parametrize("value", [None, 0, 1, "yes", []])
+def test_a_switch_is_true_or_false(field: str, value: object) -> None:
+    assert refusal(field, value) == f"{field}: is {value!r}; it must be true or false"
+
+
+def test_no_tokens_may_be_wanted_only_where_the_prompt_is_echoed() -> None:
+    assert SamplingParams(max_tokens=0, echo=True).max_tokens == 0
+    assert refusal("max_tokens", 0) == f"max_tokens: is 0; it must be from 1 to {2**31 - 1}"
+    with pytest.raises(InvalidRequest, match=f"^max_tokens: is -1; it must be from 0 to {2**31 - 1}$"):
+        SamplingParams(max_tokens=-1, echo=True)
+    with pytest.raises(InvalidRequest, match="min_tokens: is 1, more than max_tokens 0"):
+        SamplingParams(max_tokens=0, min_tokens=1, echo=True)
+
+
+def test_a_prompt_is_scored_only_when_it_is_echoed_with_log_probabilities() -> None:
+    both, echo, logprobs = SamplingParams(echo=True, logprobs=0), SamplingParams(echo=True), SamplingParams(logprobs=0)
+    assert [params.scores_prompt for params in (both, echo, logprobs)] == [True, False, False]
+
+
+@pytest.mark.parametrize("value", [5, "text", [print], {"f": print}])
+def test_a_logits_processor_must_be_one(value: object) -> None:
+    message = f"logits_processor: is {value!r}; it must be a function f(tokens, logits)"
+    assert refusal("logits_processor", value) == message
+
+
+def test_a_logits_processor_is_a_function_or_has_process_rows() -> None:
+    class OnlyRows:
+        def process_rows(self, tokens: object, rows: object) -> None: ...
+
+    for processor in (print, lambda tokens, row: row, OnlyRows()):
+        assert SamplingParams(logits_processor=processor).logits_processor is processor
+
+
+# --- what the text must look like -----------------------------------------------------------------------------------
+
+GIVEN: dict[str, Any] = {
+    "json_schema": {"type": "object"}, "guided_regex": "a+", "guided_choice": ("a", "b"), "grammar": 'root ::= "a"',
+}  # fmt: skip
+
+
+def test_every_kind_of_grammar_is_known() -> None:
+    assert tuple(GIVEN) == GRAMMARS
+    assert not SamplingParams().is_constrained
+    assert all(SamplingParams(**{field: value}).is_constrained for field, value in GIVEN.items())
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(GIVEN, 2)), ids="+".join)
+def test_two_kinds_of_grammar_are_refused(pair: tuple[str, str]) -> None:
+    first, second = pair
+    message = f"{second}: cannot be used together with {first}: one of them says how the text looks"
+    with pytest.raises(InvalidRequest, match="^" + re.escape(message) + "$"):
+        SamplingParams(**{field: GIVEN[field] for field in pair})
+
+
+@pytest.mark.parametrize("field", ["guided_regex", "grammar"])
+@pytest.mark.parametrize("value", [5, True, ["a"], b"a", {}])
+def test_a_regular_expression_and_a_grammar_are_strings(field: str, value: object) -> None:
+    assert refusal(field, value) == f"{field}: is {value!r}; it must be a string"
+
+
+@pytest.mark.parametrize("value", [5, True, b"x", ["a", 1], [None], [["a"]]])
+def test_choices_are_strings(value: object) -> None:
+    assert refusal("guided_choice", value) == f"guided_choice: is {value!r}; it must be a list of strings"
+
+
+@pytest.mark.parametrize("value", [[], (), "", ["a", ""]])
+def test_choices_are_some_and_none_is_empty(value: object) -> None:
+    assert refusal("guided_choice", value) == "guided_choice: must have at least one string, and none that is empty"
+
+
+def test_one_choice_may_be_given_without_a_list() -> None:
+    assert SamplingParams(guided_choice="yes").guided_choice == ("yes",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schema", [{"type": "object", "title": "é"}, {}, True, False])
+def test_a_schema_is_an_object_or_its_json_text(schema: object) -> None:
+    kept = SamplingParams(json_schema=schema).json_schema  # type: ignore[arg-type]
+    assert isinstance(kept, str)
+    assert json.loads(kept) == schema
+    assert SamplingParams(json_schema=json.dumps(schema)).json_schema == kept
+
+
+def test_a_schema_keeps_the_order_of_its_keys() -> None:
+    kept = SamplingParams(json_schema={"properties": {"z": {}, "a": {}, "m": {}}}).json_schema
+    assert kept == '{"properties": {"z": {}, "a": {}, "m": {}}}'
+
+
+@pytest.mark.parametrize("value", [5, 1.5, [], [{}], "5", "[]", '"a"', "null"])
+def test_a_schema_of_another_type_is_refused(value: object) -> None:
+    parsed = json.loads(value) if isinstance(value, str) else value
+    assert refusal("json_schema", value) == f"json_schema: is {parsed!r}; a schema is an object, true or false"
+
+
+def circular() -> dict[str, object]:
+    schema: dict[str, object] = {}
+    schema["items"] = schema
+    return schema
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "{", "{'a': 1}", {"a": {1, 2}}, {(1, 2): 3}, {"minimum": NAN}, '{"a": NaN}', b"{}", circular()],
+    ids=str,
+)
+def test_a_schema_that_is_no_json_is_refused(value: object) -> None:
+    assert refusal("json_schema", value).startswith(
+        "json_schema: is b'{}'; a schema" if isinstance(value, bytes) else "json_schema: is not JSON: "
+    )
+
+
+def test_a_schema_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, object] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    assert refusal("json_schema", schema) == "json_schema: is nested too deeply"
+    text = '{"items": ' * 100_000 + "{}" + "}" * 100_000
+    assert refusal("json_schema", text) == "json_schema: is nested too deeply"
+
+
 def test_the_defaults_are_those_of_llama_cpp() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
     assert (params.penalty_last_n, params.stop, params.max_tokens, params.seed) == (64, (), None, None)
+    assert (params.dynatemp_range, params.dynatemp_exponent, params.typical_p, params.top_n_sigma) == (0, 1, 1, -1)
+    assert (params.xtc_probability, params.xtc_threshold) == (0.0, 0.1)
+    assert (params.mirostat, params.mirostat_tau, params.mirostat_eta) == (0, 5.0, 0.1)
+    assert (params.adaptive_target, params.adaptive_decay) == (-1.0, 0.9)
+    assert (params.dry_multiplier, params.dry_base, params.dry_allowed_length) == (0.0, 1.75, 2)
+    assert params.dry_sequence_breakers == ("\n", ":", '"', "*")
+    assert params.samplers == SAMPLERS
     assert not params.is_greedy
     assert not params.has_penalties
 
@@ -137,10 +365,19 @@ REFUSED: list[tuple[Any, SamplingParams, str]] = [
     ([1] * 10, greedy(55), f"max_tokens: is 55: with a prompt of 10 tokens that is 65, and this context holds {LIMIT}"),
     ([1], greedy(1, stop_token_ids=(3, N_VOCAB)), f"stop_token_ids[1]: is {N_VOCAB}; token ids are"),
     ([1], greedy(1, stop_token_ids=(-1,)), "stop_token_ids[0]: is -1; token ids are"),
+    ([1], greedy(1, suppress_tokens=(3, N_VOCAB)), f"suppress_tokens[1]: is {N_VOCAB}; token ids are"),
+    ([1], greedy(1, logit_bias={N_VOCAB: 1.0}), f"logit_bias: has the token id {N_VOCAB}; they are 0 to {N_VOCAB - 1}"),
+    ([1], greedy(1, logit_bias={-1: 1.0}), "logit_bias: has the token id -1; they are 0 to"),
+    ([1], greedy(1, logit_bias={f"{N_VOCAB}": 1.0}), f"logit_bias: has the token id {N_VOCAB}; they are"),
+    ([1], greedy(1, guided_regex="("), "guided_regex: "),
+    ([1], greedy(1, grammar="nonsense"), "grammar: "),
+    ([1], greedy(1, json_schema={"type": 5}), "json_schema: type must be a string or array of strings"),
+    ([1], greedy(1, json_schema={"$ref": "#"}), "json_schema: no finite JSON satisfies this schema"),
+    ([1] * LIMIT, greedy(0, echo=True), f"prompt: has {LIMIT} tokens, and this context holds {LIMIT}"),
     (5, greedy(1), "prompt: "),
     (None, greedy(1), "prompt: "),
 ]
-each_refused = pytest.mark.parametrize(("prompt", "params", "message"), REFUSED, ids=[row[2][:24] for row in REFUSED])
+each_refused = pytest.mark.parametrize(("prompt", "params", "message"), REFUSED, ids=[row[2][:32] for row in REFUSED])
 
 
 @each_refused

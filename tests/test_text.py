@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import random
+from statistics import median
+from time import perf_counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,9 +31,9 @@ def bytewise(text: str) -> list[bytes]:
     return [bytes([byte]) for byte in text.encode()]
 
 
-def read(pieces: list[bytes], stop: tuple[str, ...]) -> tuple[list[str], TextStream]:
+def read(pieces: list[bytes], stop: tuple[str, ...], *, include_stop: bool = False) -> tuple[list[str], TextStream]:
     """What the engine gives out: every push until a stop string comes, else the held back rest."""
-    stream, shown = TextStream(stop), []
+    stream, shown = TextStream(stop, include_stop=include_stop), []
     for piece in pieces:
         shown.append(stream.push(piece))
         if stream.stopped:
@@ -141,3 +146,131 @@ def test_everything_after_a_stop_string_is_dropped() -> None:
     assert stream.push(b"x#y") == "x"
     assert stream.push(b"z") == ""
     assert stream.stopped
+
+
+# --- include_stop ----------------------------------------------------------------------------------------------------
+
+
+def cut_after_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+    """As `cut_before_stop`, but with the stop string."""
+    for end in range(1, len(text) + 1):
+        if text[:end].endswith(stop):
+            return text[:end], True
+    return text, False
+
+
+@MANY
+@given(data=st.data(), text=TEXTS, stop=STOPS)
+def test_with_include_stop_the_text_is_cut_after_the_stop_string_that_is_complete_first(
+    data: st.DataObject, text: str, stop: tuple[str, ...]
+) -> None:
+    shown, stream = read(data.draw(pieces_of(text.encode())), stop, include_stop=True)
+    assert ("".join(shown), stream.stopped) == cut_after_stop(text, stop)
+
+
+@MANY
+@given(data=st.data(), text=TEXTS, stop=STOPS)
+def test_with_include_stop_nothing_comes_earlier_or_later_than_without(
+    data: st.DataObject, text: str, stop: tuple[str, ...]
+) -> None:
+    pieces = data.draw(pieces_of(text.encode()))
+    (shown, stream), (without, other) = read(pieces, stop, include_stop=True), read(pieces, stop)
+    assert stream.stopped == other.stopped
+    assert shown[:-1] == without[:-1]
+    assert shown[-1].startswith(without[-1])
+    rest = shown[-1].removeprefix(without[-1])
+    assert rest == "" or (stream.stopped and "".join(shown).endswith(stop) and rest in stop)
+
+
+def test_an_included_stop_string_comes_whole_when_it_is_complete() -> None:
+    shown, stream = read([b"yes<", b"/", b"s>no"], ("</s>",), include_stop=True)
+    assert shown == ["yes", "", "</s>"]
+    assert stream.stopped
+
+
+@pytest.mark.parametrize("pieces", [[b"x12345"], bytewise("x12345")])
+def test_of_a_short_stop_string_inside_a_long_one_the_short_one_is_included(pieces: list[bytes]) -> None:
+    assert "".join(read(pieces, ("12345", "34"), include_stop=True)[0]) == "x1234"
+
+
+def test_everything_after_an_included_stop_string_is_dropped() -> None:
+    stream = TextStream(("#",), include_stop=True)
+    assert stream.push(b"x#y") == "x#"
+    assert stream.push(b"z") == ""
+    assert stream.flush() == ""
+
+
+# --- a thousand stop strings -----------------------------------------------------------------------------------------
+
+
+def strings_of(letters: str, lengths: range, n: int) -> tuple[str, ...]:
+    draw = random.Random(5)
+    return tuple("".join(draw.choices(letters, k=draw.choice(lengths))) for _ in range(n))
+
+
+THOUSAND = strings_of("abcdefghij", range(4, 9), 1000)
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_any_of_a_thousand_stop_strings_is_found(include_stop: bool) -> None:
+    for string in THOUSAND[::10]:
+        text = f"né {string[:2]} {string} after"
+        shown, stream = read(bytewise(text), THOUSAND, include_stop=include_stop)
+        expected = cut_after_stop if include_stop else cut_before_stop
+        assert ("".join(shown), stream.stopped) == expected(text, THOUSAND)
+        assert stream.stopped
+
+
+@settings(MANY, max_examples=100)
+@given(data=st.data(), text=st.text("abcd ", max_size=200))
+def test_of_a_thousand_stop_strings_the_one_that_is_complete_first_ends_the_text(
+    data: st.DataObject, text: str
+) -> None:
+    stop = strings_of("abcd", range(4, 9), 1000)
+    shown, stream = read(data.draw(pieces_of(text.encode())), stop)
+    assert ("".join(shown), stream.stopped) == cut_before_stop(text, stop)
+
+
+def seconds_a_push(stop: tuple[str, ...]) -> float:
+    """The median, of a text that holds the beginnings of stop strings back again and again but never stops."""
+    pieces = [piece.encode() for string in THOUSAND for piece in (string[:3], " ")]
+    times = []
+    for _ in range(9):
+        stream = TextStream(stop)
+        began = perf_counter()
+        for piece in pieces:
+            stream.push(piece)
+        times.append((perf_counter() - began) / len(pieces))
+        assert not stream.stopped
+    return median(times)
+
+
+def test_a_thousand_stop_strings_cost_a_push_little_more_than_one() -> None:
+    assert seconds_a_push(THOUSAND) < 10 * seconds_a_push(("abcdefgh",))
+
+
+# --- n_characters ----------------------------------------------------------------------------------------------------
+
+
+@MANY
+@given(data=st.data(), raw=TEXTS.map(str.encode) | st.binary(max_size=24), stop=STOPS)
+def test_n_characters_counts_those_that_are_complete_shown_or_held_back(
+    data: st.DataObject, raw: bytes, stop: tuple[str, ...]
+) -> None:
+    stream, decoder, complete = TextStream(stop), codecs.getincrementaldecoder("utf-8")("replace"), 0
+    for piece in data.draw(pieces_of(raw)):
+        stream.push(piece)
+        complete += len(decoder.decode(piece))
+        assert stream.n_characters == complete
+        if stream.stopped:
+            return
+    stream.flush()
+    assert stream.n_characters == complete + len(decoder.decode(b"", final=True)) == len(raw.decode("utf-8", "replace"))
+
+
+def test_n_characters_is_where_the_next_token_stands() -> None:
+    stream, places = TextStream(("</s>",)), []
+    for piece in (b"a", b"\xc3", b"\xa9", b"<", b"/s", b"x"):
+        places.append(stream.n_characters)
+        stream.push(piece)
+    assert places == [0, 1, 1, 2, 3, 5]

@@ -84,20 +84,19 @@ class Outputs:
             return News()
         prompt = sequence.request.prompt
         text = prompt if isinstance(prompt, str) else self._text(sequence)
+        sequence.echoed = len(text)
         logprobs, decoder, at = [], codecs.getincrementaldecoder("utf-8")("replace"), 0
-        for i, entry in enumerate(sequence.prompt_logprobs):
-            logprobs.append(msgspec.structs.replace(entry, text_offset=min(at, len(text))))
-            was_added = i == 0 and isinstance(prompt, str) and not prompt.encode().startswith(entry.piece)  # BOS
-            at += 0 if was_added else len(decoder.decode(entry.piece))
+        for entry in sequence.prompt_logprobs:
+            logprobs.append(msgspec.structs.replace(entry, text_offset=at))
+            new = decoder.decode(entry.piece)
+            if text.startswith(new, at):  # else the tokenizer has added it
+                at += len(new)
         return News(text=text, logprobs=logprobs)
 
     def _text(self, sequence: Sequence) -> str:
         tokens = sequence.tokens[: sequence.n_prompt].tolist()
         return b"".join(self._vocab.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
 
-    def _placed(self, sequence: Sequence, entry: TokenLogprob) -> TokenLogprob:
-        before = 0
-        if sequence.params.echo:
-            prompt = sequence.request.prompt
-            before = len(prompt) if isinstance(prompt, str) else len(self._text(sequence))
-        return msgspec.structs.replace(entry, text_offset=before + sequence.text.n_characters)
+    @staticmethod
+    def _placed(sequence: Sequence, entry: TokenLogprob) -> TokenLogprob:
+        return msgspec.structs.replace(entry, text_offset=sequence.echoed + sequence.text.n_characters)

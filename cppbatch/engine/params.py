@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -90,7 +89,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How often the likeliest tokens are excluded, all but the last above `xtc_threshold`; 0: never."""
     xtc_threshold: float = 0.1
     mirostat: int = 0
-    """1 or 2: hold the surprise of the text at `mirostat_tau` in place of all filters (arXiv:2007.14966)."""
+    """1 or 2: hold the surprise of the text at `mirostat_tau`, in place of all other samplers but temperature
+    (arXiv:2007.14966). 1 turns greedy for a tau above about 10."""
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     """How fast it learns."""
@@ -120,7 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     logit_bias: dict[int | str, float] = {}
     """Added to logits before anything else, -100 to 100. Keys are token ids; a string that is no number stands for
-    each of its tokens."""
+    each of its tokens, as often as it has them."""
     suppress_tokens: tuple[int, ...] = ()
     """Token ids that never come."""
     ignore_eos: bool = False
@@ -228,8 +228,7 @@ def _check_bias(params: SamplingParams) -> None:
     for key, bias in params.logit_bias.items():
         if not isinstance(key, (int, str)) or isinstance(key, bool) or key == "":
             raise InvalidRequest("logit_bias", f"has the key {key!r}; keys are token ids or strings")
-        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool) and math.isfinite(bias)
-        if not is_number or not -100 <= bias <= 100:
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
             raise InvalidRequest("logit_bias", f"is {bias!r} for {key!r}; it must be from -100 to 100")
 
 

@@ -51,9 +51,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_at", "arrived_at", "cells", "constraint", "error", "finish_reason", "finished_at", "first_token_at",
-        "max_new", "moving", "n_cached", "n_computed", "n_prompt", "n_tokens", "params", "pause_at", "prompt_logprobs",
-        "rank", "recipe", "request", "sampler", "saved", "seed", "seq_id", "status", "text", "tokens",
+        "admitted_at", "arrived_at", "cells", "constraint", "echoed", "error", "finish_reason", "finished_at",
+        "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt", "n_tokens", "params", "pause_at",
+        "prompt_logprobs", "rank", "recipe", "request", "sampler", "saved", "seed", "seq_id", "status", "text",
+        "tokens",
     )  # fmt: skip
 
     recipe: Recipe
@@ -79,6 +80,7 @@ class Sequence:
         self.pause_at = 0  # its prefill stops here for a step, so that others can copy what it has then
         self.saved: SavedState | None = None
         self.text = TextStream(self.params.stop, include_stop=self.params.include_stop)
+        self.echoed = 0  # characters of the prompt that its text began with
         self.constraint: Constraint | None = None
         self.sampler: SamplerState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -136,9 +138,6 @@ class Sequence:
         self.moving = False
         self.n_computed = 0
         self.status = Status.WAITING
-        if self.sampler:
-            self.sampler.close()
-            self.sampler = None
         if self.constraint:
             self.constraint.rebuild(self.tokens[self.n_prompt : self.n_tokens].tolist())
 

@@ -18,6 +18,7 @@ from cppbatch.llama.library import C
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _MIN_KEEP = 1
 _MIROSTAT_M = 100  # tokens from which the first mirostat estimates the slope; the paper's value, and llama.cpp's
+_UNDERFLOW = 87.0  # exp of less is 0 in float32, or nearly
 _ANOTHER = 0x9E3779B9  # so that xtc and the final draw do not use the same random numbers
 
 _DROP = "drop what has become impossible"
@@ -73,8 +74,7 @@ class SamplerChain:
         """Keeps logits at most n standard deviations below the largest."""
         _finite(n)
         self._add(lambda: C.llama_sampler_init_top_n_sigma(n))
-        self._open().append(_DROP)
-        return self
+        return self._drop()
 
     def top_k(self, k: int) -> SamplerChain:
         """Keeps the k likeliest tokens."""
@@ -83,7 +83,7 @@ class SamplerChain:
     def typical_p(self, p: float) -> SamplerChain:
         """Keeps the most typical tokens whose probabilities sum to p."""
         _finite(p)
-        return self._add(lambda: C.llama_sampler_init_typical(p, _MIN_KEEP))
+        return self._drop()._add(lambda: C.llama_sampler_init_typical(p, _MIN_KEEP))
 
     def top_p(self, p: float) -> SamplerChain:
         """Keeps the likeliest tokens whose probabilities sum to p."""
@@ -118,7 +118,9 @@ class SamplerChain:
     def mirostat(self, tau: float, eta: float, seed: int) -> SamplerChain:
         """Draws such that the surprise stays at `tau`; has random numbers of its own from `seed`."""
         _finite(tau), _finite(eta)
-        return self._add(lambda: C.llama_sampler_init_mirostat(self._n_vocab, _seed(seed), tau, eta, _MIROSTAT_M))
+        return self._drop()._add(
+            lambda: C.llama_sampler_init_mirostat(self._n_vocab, _seed(seed), tau, eta, _MIROSTAT_M)
+        )
 
     def mirostat_v2(self, tau: float, eta: float, seed: int) -> SamplerChain:
         """Likewise, by the second, simpler method."""
@@ -133,6 +135,10 @@ class SamplerChain:
     def _add(self, make: Callable[[], Any]) -> SamplerChain:
         samplers = self._open()
         samplers.append(make())
+        return self
+
+    def _drop(self) -> SamplerChain:
+        self._open().append(_DROP)
         return self
 
     def _add_seeded(self, make: Seeded) -> SamplerChain:
@@ -204,11 +210,11 @@ def _is_native(sampler: Any) -> bool:
 
 
 def _drop_impossible(candidates: npt.NDArray[Any], array: Any) -> None:
-    """Takes out logits of -inf: a sampler that takes the logarithm of their probability would sort by NaN."""
+    """Takes out logits whose probability is 0 in float32: a sampler that takes its logarithm would sort by NaN."""
     address = ctypes.addressof(array.data.contents)
     first = (address - candidates.ctypes.data) // _CANDIDATE.itemsize
     left = candidates[first : first + array.size]
-    possible = left[left["logit"] > -np.inf]
+    possible = left[left["logit"] > left["logit"].max() - _UNDERFLOW]
     left[: len(possible)] = possible
     array.size = len(possible)
 

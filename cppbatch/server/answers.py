@@ -72,7 +72,7 @@ class Answer:
     def delta(self, index: int, event: GenerationEvent) -> Json:
         """A chunk with what is new."""
         body = {"delta": {"content": event.text}} if self._chat else {"text": event.text}
-        return self._object([self._choice(index, body, event.logprobs)], streamed=True)
+        return self._object([self._choice(index, body, event.logprobs or None)], streamed=True)
 
     def closing(self, index: int) -> Json:
         """The last chunk of a choice, with its finish reason."""
@@ -103,10 +103,12 @@ class Answer:
     def _message(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
 
-    def _choice(self, index: int, body: Json, logprobs: Sequence[TokenLogprob] = (), *, of: int | None = None) -> Json:
+    def _choice(
+        self, index: int, body: Json, logprobs: list[TokenLogprob] | None = None, *, of: int | None = None
+    ) -> Json:
         """`of`: the completion that ends with this choice."""
         show = chat_logprobs if self._chat else completion_logprobs
-        shown = show(list(logprobs)) if self._logprobs and logprobs else None
+        shown = show(logprobs) if self._logprobs and logprobs is not None else None
         choice: Json = {"index": index, **body, "logprobs": shown, "finish_reason": None}
         if of is not None and (reason := self._last[of].finish_reason):
             choice |= {"finish_reason": reason.value, "seed": self._last[of].seed}

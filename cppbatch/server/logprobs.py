@@ -35,11 +35,19 @@ def completion_logprobs(entries: list[TokenLogprob]) -> Json:
         "top_logprobs": [
             None
             if entry.logprob is None
-            else {_text(piece): logprob for _, piece, logprob in entry.top} | {_text(entry.piece): entry.logprob}
+            else _by_text([*((piece, logprob) for _, piece, logprob in entry.top), (entry.piece, entry.logprob)])
             for entry in entries
         ],
         "text_offset": [entry.text_offset for entry in entries],
     }
+
+
+def _by_text(entries: list[tuple[bytes, float]]) -> dict[str, float]:
+    """Different tokens may read alike: then the likelier one is shown."""
+    shown: dict[str, float] = {}
+    for piece, logprob in entries:
+        shown[_text(piece)] = max(logprob, shown.get(_text(piece), logprob))
+    return shown
 
 
 def _text(piece: bytes) -> str:

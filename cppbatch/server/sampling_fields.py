@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -53,6 +53,12 @@ class ResponseFormat(msgspec.Struct):
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Names and meanings are those of `SamplingParams`; None: not given."""
 
+    _ALIASES: ClassVar[dict[str, str]] = {
+        "repetition_penalty": "repeat_penalty",
+        "penalty_last_n": "repeat_last_n",
+    }
+    """Fields of `SamplingParams` by names that others use; those win."""
+
     model: str | None = None
     n: int | None = None
     best_of: int | None = None
@@ -100,7 +106,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
     response_format: ResponseFormat | None = None
-    json_schema: dict[str, Any] | bool | None = None
+    json_schema: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     grammar: str | None = None
@@ -128,15 +134,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     def params(self, **defaults: Any) -> SamplingParams:
         """The fields as `SamplingParams`; `defaults` where the client gave none. Raises `InvalidRequest`."""
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
-        if self.repetition_penalty is None:
-            given["repetition_penalty"] = self.repeat_penalty
-        if self.penalty_last_n is None:
-            given["penalty_last_n"] = self.repeat_last_n
+        aliases = {ours: alias for ours, alias in self._ALIASES.items() if getattr(self, alias) is not None}
+        given |= {ours: getattr(self, alias) for ours, alias in aliases.items()}
         if self.response_format and (schema := self.response_format.wanted()) is not None:
             if given["json_schema"] is not None:
                 raise InvalidRequest("json_schema", "cannot be used together with response_format")
             given["json_schema"] = schema
-        return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
+        try:
+            return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
+        except InvalidRequest as error:  # names the field as the client does
+            raise InvalidRequest(aliases.get(error.field, error.field), error.message) from error
 
     def options(self) -> dict[str, Any]:
         """What the client gave of `GenerationRequest`'s other fields: priority, timeouts, caching."""

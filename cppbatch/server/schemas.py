@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import re
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -80,6 +80,12 @@ class ChatMessage(msgspec.Struct):
 class ChatRequest(SamplingFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
+    _ALIASES: ClassVar[dict[str, str]] = {
+        **SamplingFields._ALIASES,
+        "max_tokens": "max_completion_tokens",  # OpenAI's newer name
+        "logprobs": "top_logprobs",
+    }
+
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     wants_logprobs: bool | None = msgspec.field(default=None, name="logprobs")
@@ -90,12 +96,10 @@ class ChatRequest(SamplingFields, kw_only=True):
     tool_choice: Any = None
 
     def params(self, **defaults: Any) -> SamplingParams:
-        """As in `SamplingFields`; `max_completion_tokens` is the newer name of `max_tokens`, and wins."""
-        if self.max_completion_tokens is not None:
-            self.max_tokens = self.max_completion_tokens
+        """As in `SamplingFields`."""
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise InvalidRequest("top_logprobs", "is only of use when logprobs is true")
-        wanted = {"logprobs": self.top_logprobs or 0} if self.wants_logprobs else {}
+        wanted = {"logprobs": 0} if self.wants_logprobs else {}
         return super().params(**defaults, **wanted)
 
     def conversation(self) -> list[dict[str, str]]:
@@ -114,6 +118,8 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
+    except RecursionError:
+        raise InvalidRequest("body", "is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(body, error) from error
     _refuse_unsupported(request)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.sampling.edits import recent, window
+from cppbatch.engine.sampling.randomness import bits
 from cppbatch.engine.sampling.recipe import is_active
 from cppbatch.engine.sequence import Sequence
 from cppbatch.errors import LlamaError
@@ -18,6 +19,7 @@ from cppbatch.llama import DrySampler, SamplerChain
 Row = npt.NDArray[np.float32]
 
 _THREADS = 4
+_BEFORE_ALL = np.array([2**64 - 1], np.uint64)  # a position that no token has
 
 
 class Chains:
@@ -31,7 +33,11 @@ class Chains:
         """A token, or why there is none, for each sequence with its row and 32 random bits."""
         if len(work) == 1:
             return [self._sample_one(*work[0])]
-        return list(self._threads.map(self._sample_one, *zip(*work, strict=True)))  # ctypes releases the GIL
+        running = [self._threads.submit(self._sample_one, *one) for one in work]  # ctypes releases the GIL
+        try:
+            return [future.result() for future in running]
+        finally:
+            wait(running)  # interrupted, nobody may free a chain that is at work
 
     def _sample_one(self, sequence: Sequence, row: Row, seed: int) -> int | LlamaError:
         try:
@@ -53,14 +59,17 @@ class _Chain:
         self._sequence = sequence
         self._chain = _build(sequence, n_vocab)
         self._n_known = sequence.n_tokens - len(recent(sequence, window(sequence.params)))
+        self._last = (-1, -1)
 
     def sample(self, row: Row, seed: int) -> int:
         """A token for this row; 32 random bits decide which."""
         sequence = self._sequence
-        for token in sequence.tokens[self._n_known : sequence.n_tokens].tolist():
-            self._chain.accept(token)
-        self._n_known = sequence.n_tokens
-        return self._chain.sample(row, seed)
+        if self._last[0] != sequence.n_tokens:  # else it was interrupted, and must not go on twice
+            for token in sequence.tokens[self._n_known : sequence.n_tokens].tolist():
+                self._n_known += 1
+                self._chain.accept(token)
+            self._last = sequence.n_tokens, self._chain.sample(row, seed)
+        return self._last[1]
 
     def close(self) -> None:
         """Frees it."""
@@ -76,7 +85,7 @@ def _build(sequence: Sequence, n_vocab: int) -> SamplerChain:
             if name in ("penalties", "dry") and is_active(name, params):
                 _ADD[name](chain, params, sequence)
         return chain.greedy()
-    seed = sequence.seed & 0xFFFFFFFE  # llama.cpp takes the seed 2**32 - 1 for "random"
+    seed = int(bits(np.array([sequence.seed], np.uint64), _BEFORE_ALL)[0] >> np.uint64(32))
     if params.mirostat:
         chain.temperature(max(params.temperature, 1e-3))
         add = chain.mirostat if params.mirostat == 1 else chain.mirostat_v2

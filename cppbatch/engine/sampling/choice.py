@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from cppbatch.engine.request import TokenLogprob
 from cppbatch.engine.sampling.draw import IMPOSSIBLE, draw
-from cppbatch.engine.sampling.randomness import uniform
+from cppbatch.engine.sampling.randomness import UInt64, bits
 from cppbatch.engine.sequence import Sequence
 
 Rows = npt.NDArray[np.float32]
 Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
 
 
 class Choice(NamedTuple):
@@ -35,19 +36,20 @@ def choose_greedily(row: Row) -> int:
     return place if np.isfinite(row[place]) else IMPOSSIBLE
 
 
-def choose_randomly(sequences: list[Sequence], rows: list[int], logits: Rows) -> list[int]:
-    """Where in their rows the filters and seeds of these sequences draw; `IMPOSSIBLE` where nothing can be."""
+def choose_randomly(sequences: list[Sequence], rows: list[int], logits: Rows, ids: Ids | None = None) -> list[int]:
+    """Where in their rows the filters and seeds of these sequences draw; `IMPOSSIBLE` where nothing can be.
+
+    `ids`: the tokens of the rows' places, where they are not the whole vocabulary.
+    """
     filters = [sequences[i].recipe.filters for i in rows]
-    theirs = logits if len(rows) == len(logits) else logits[rows]
-    places: list[int] = draw(theirs, filters, uniform(*seeds_and_positions(sequences, rows))).tolist()
-    return places
+    everybody = len(rows) == len(logits)
+    theirs = None if ids is None else ids if everybody else ids[rows]
+    places = draw(logits if everybody else logits[rows], filters, keys_of(sequences, rows), theirs)
+    result: list[int] = places.tolist()
+    return result
 
 
-def seeds_and_positions(
-    sequences: list[Sequence], rows: list[int]
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """What decides the random numbers of these sequences' next tokens."""
-    return (
-        np.array([sequences[i].seed for i in rows], np.uint64),
-        np.array([sequences[i].n_generated for i in rows], np.uint64),
-    )
+def keys_of(sequences: list[Sequence], rows: list[int]) -> UInt64:
+    """64 random bits for the next token of each of these."""
+    seeds = np.array([sequences[i].seed for i in rows], np.uint64)
+    return bits(seeds, np.array([sequences[i].n_generated for i in rows], np.uint64))

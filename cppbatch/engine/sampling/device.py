@@ -28,7 +28,7 @@ def sample_candidates(
     for i in set(range(len(sequences))).difference(drawn):
         places[i] = choose_greedily(logits[i])
     if drawn:
-        for i, place in zip(drawn, choose_randomly(sequences, drawn, logits), strict=True):
+        for i, place in zip(drawn, choose_randomly(sequences, drawn, logits, ids), strict=True):
             places[i] = place
     return [
         Choice(int(ids[i, place])) if place != IMPOSSIBLE else Choice(IMPOSSIBLE, error=nothing_left(logits[i]))

@@ -13,13 +13,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.sampling.randomness import gumbel, to_unit
+
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
 
 IMPOSSIBLE = -1
-"""In place of a token: the row has none to draw (all -inf, or a NaN)."""
+"""In place of a place: the row has none to draw (all -inf, or a NaN)."""
 
+_LOWEST = np.finfo(np.float32).min  # not -inf: of a row with a grammar nearly all is
 _N_BLOCKS = 512  # parts of a row whose maxima bound its k-th largest logit, for k up to their number
 _DEPTHS = 2.0, 4.0, 8.0, 12.0  # below the largest logit: most often all that top-p keeps lies above one of these
 _WIDE = 256  # candidates; rows with more are drawn one by one, so that they do not make the others' arrays wide
@@ -34,10 +38,11 @@ class Filters(NamedTuple):
     temperature: float
 
 
-def draw(logits: Floats, filters: Sequence[Filters], uniforms: Doubles) -> Ids:
-    """A token for each row of float32[n, n_vocab], or `IMPOSSIBLE`; `uniforms` in [0, 1), one a row, decide which.
+def draw(logits: Floats, filters: Sequence[Filters], keys: UInt64, ids: Ids | None = None) -> Ids:
+    """A place in each row of float32[n, width], or `IMPOSSIBLE`; `keys`, 64 random bits a row, decide which.
 
-    A row's token depends on that row, its filters and its number only.
+    `ids`, int64[n, width]: the tokens of the places, where they are not the whole vocabulary. What is drawn depends on
+    the row, its filters and its key only; and little on the last bits of its logits, which other batches change.
     """
     n_vocab = logits.shape[1]
     settings = np.array(filters, np.float64)
@@ -51,18 +56,20 @@ def draw(logits: Floats, filters: Sequence[Filters], uniforms: Doubles) -> Ids:
             k = min(filters[row].top_k, n_vocab)
             bound = float(np.partition(logits[row], -k)[-k])
         floors[row], masses[row] = _floor(logits[row], float(peaks[row]), bound, filters[row])
-        candidates[row] = np.flatnonzero(logits[row] >= floors[row])
-    tokens = np.full(len(logits), IMPOSSIBLE, np.int64)
+        candidates[row] = np.flatnonzero(logits[row] >= max(floors[row], _LOWEST))
+    drawn = np.full(len(logits), IMPOSSIBLE, np.int64)
     narrow = [row for row, ids in candidates.items() if len(ids) <= _WIDE]
     wide = [row for row, ids in candidates.items() if len(ids) > _WIDE]
     ordered = [row for row in wide if filters[row].top_k or filters[row].top_p < 1]
     for rows in ([narrow] if narrow else []) + [[row] for row in ordered]:
-        ids, values = _padded(logits, [(row, candidates[row]) for row in rows])
-        tokens[rows] = _choose(ids, values, settings[rows], masses[rows], uniforms[rows])
+        places, values = _padded(logits, [(row, candidates[row]) for row in rows])
+        tokens_of = places if ids is None else np.take_along_axis(ids[rows], places, 1)
+        scores = _filtered(values, settings[rows], masses[rows]) + gumbel(keys[rows], tokens_of)
+        drawn[rows] = places[np.arange(len(rows)), scores.argmax(axis=1)]
     for row in set(wide).difference(ordered):
-        ids = candidates[row]
-        tokens[row] = ids[_pick(logits[row, ids] - peaks[row], filters[row].temperature, float(uniforms[row]))]
-    return tokens
+        below = logits[row, candidates[row]] - peaks[row]
+        drawn[row] = candidates[row][_pick(below, filters[row].temperature, keys[row])]
+    return drawn
 
 
 def _peaks(logits: Floats, top_k: Ids) -> tuple[Floats, Floats]:
@@ -97,37 +104,35 @@ def _floor(row: Floats, peak: float, bound: float, filters: Filters) -> tuple[fl
 
 
 def _padded(logits: Floats, candidates: list[tuple[int, Ids]]) -> tuple[Ids, Doubles]:
-    """Ids and logits of the rows' candidates, the likeliest first, filled up with -inf."""
-    width = max(len(ids) for _, ids in candidates)
-    all_ids = np.zeros((len(candidates), width), np.int64)
+    """Places and logits of the rows' candidates, filled up with -inf."""
+    width = max(len(own) for _, own in candidates)
+    places = np.zeros((len(candidates), width), np.int64)
     values = np.full((len(candidates), width), -np.inf)
-    for i, (row, ids) in enumerate(candidates):
-        all_ids[i, : len(ids)] = ids
-        values[i, : len(ids)] = logits[row, ids]
-    return all_ids, values
+    for i, (row, own) in enumerate(candidates):
+        places[i, : len(own)] = own
+        values[i, : len(own)] = logits[row, own]
+    return places, values
 
 
-def _choose(ids: Ids, values: Doubles, settings: Doubles, masses: Doubles, uniforms: Doubles) -> Ids:
-    """Filters exactly and draws: a token id a row."""
+def _filtered(values: Doubles, settings: Doubles, masses: Doubles) -> Doubles:
+    """The logits over temperature, of candidates that survive the filters, else -inf."""
     top_k, top_p, min_p, temperature = settings.T[:, :, None]
-    n_rows, width = values.shape
     order = np.argsort(-values, axis=1, kind="stable")
-    ids, values = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
-    below = values - values[:, :1]
-    alive = np.isfinite(below) & (np.arange(width) < np.where(top_k > 0, top_k, width))
+    below = np.take_along_axis(values, order, 1)
+    below -= below[:, :1].copy()
+    alive = np.isfinite(below) & (np.arange(values.shape[1]) < np.where(top_k > 0, top_k, values.shape[1]))
     likelihood = np.where(alive, np.exp(below), 0.0)
     cumulated = np.cumsum(likelihood, axis=1)
     mass = np.where(masses[:, None] > 0, masses[:, None], cumulated[:, -1:])
     alive &= (cumulated - likelihood < top_p * mass) | (top_p >= 1)  # the token that reaches p is among them
     alive &= likelihood >= min_p
     alive[:, 0] = True
-    weights = np.cumsum(np.where(alive, np.exp(below / temperature), 0.0), axis=1)
-    picks = (weights <= uniforms[:, None] * weights[:, -1:]).sum(axis=1)
-    chosen: Ids = ids[np.arange(n_rows), np.minimum(picks, alive.sum(axis=1) - 1)]  # rounding may reach the very end
-    return chosen
+    scaled = np.empty_like(values)
+    np.put_along_axis(scaled, order, np.where(alive, below / temperature, -np.inf), 1)
+    return scaled
 
 
-def _pick(below: Floats, temperature: float, uniform: float) -> int:
-    """Draws among many candidates, `below` the largest logit by so much, where no filter needs them in order."""
+def _pick(below: Floats, temperature: float, key: np.uint64) -> int:
+    """Draws among many candidates, `below` the largest logit by so much, by one number for all of them."""
     weights = np.cumsum(np.exp(below / np.float32(temperature)), dtype=np.float64)
-    return min(int(np.searchsorted(weights, uniform * weights[-1], side="right")), len(below) - 1)
+    return min(int(np.searchsorted(weights, to_unit(key) * weights[-1], side="right")), len(below) - 1)

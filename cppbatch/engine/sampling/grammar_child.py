@@ -56,6 +56,9 @@ def _checked(tokenizer: LLTokenizer, field: str, text: str) -> str:
 
 def _definition(field: str, text: str) -> str:
     if field == "json_schema":
+        if text == "false":
+            raise ValueError("no JSON satisfies the schema false")
+        text = "{}" if text == "true" else text
         definition: str = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
         return definition
     if field == "grammar":

@@ -47,9 +47,11 @@ def _process(processor: Any, sequences: list[Sequence], logits: Rows, batch: lis
             raise ValueError(f"process_rows returned {len(results)} rows for {len(batch)}")
     else:
         results = [processor(known[0], rows[0])]
-    for row, result in zip(rows, results, strict=True):
-        if result is not None and result is not row:
-            changed = np.asarray(result, np.float32)
-            if changed.shape != row.shape:
-                raise ValueError(f"it returned an array of the shape {changed.shape}; a row has {row.shape}")
-            row[:] = changed
+    # Copies first: what is returned may be views of these rows.
+    changed = [None if result is None else np.array(result, np.float32) for result in results]
+    for row, new in zip(rows, changed, strict=True):
+        if new is None:
+            continue
+        if new.shape != row.shape:
+            raise ValueError(f"it returned an array of the shape {new.shape}; a row has {row.shape}")
+        row[:] = new

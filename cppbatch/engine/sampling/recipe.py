@@ -17,6 +17,8 @@ from cppbatch.errors import InvalidRequest
 
 Ids = npt.NDArray[np.int64]
 
+_LONGEST_ID = 10  # digits
+
 _VECTORISED = ("penalties", "top_k", "top_p", "min_p", "temperature")
 """The samplers that numpy applies to a whole batch; in this order, which is llama.cpp's."""
 
@@ -106,13 +108,16 @@ def _bias(params: SamplingParams, vocab: Tokens) -> dict[int, float]:
     """Biases by token id; strings are added to each of their tokens."""
     biases: dict[int, float] = {}
     for key, bias in params.logit_bias.items():
-        if isinstance(key, int) or key.isdecimal():
+        if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
+            tokens = vocab.tokenize(key, add_special=False).tolist()
+        elif isinstance(key, int) or len(key) <= _LONGEST_ID:
             tokens = [int(key)]
         else:
-            tokens = vocab.tokenize(key, add_special=False).tolist()
+            tokens = [vocab.n_tokens]
         for token in tokens:
             if not 0 <= token < vocab.n_tokens:
-                raise InvalidRequest("logit_bias", f"has the token id {token}; they are 0 to {vocab.n_tokens - 1}")
+                message = f"has the token id {str(key)[:20]}; they are 0 to {vocab.n_tokens - 1}"
+                raise InvalidRequest("logit_bias", message)
             biases[token] = biases.get(token, 0.0) + bias
     return biases
 

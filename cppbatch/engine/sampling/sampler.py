@@ -10,15 +10,14 @@ from cppbatch.engine.sampling.choice import (
     Choice,
     choose_greedily,
     choose_randomly,
+    keys_of,
     nothing_left,
-    seeds_and_positions,
 )
 from cppbatch.engine.sampling.draw import IMPOSSIBLE
 from cppbatch.engine.sampling.edits import apply_bans_and_biases, apply_penalties
 from cppbatch.engine.sampling.grammar import Masks
 from cppbatch.engine.sampling.logprobs import Likelihoods, describe
 from cppbatch.engine.sampling.processors import run_processors
-from cppbatch.engine.sampling.randomness import bits
 from cppbatch.engine.sampling.recipe import Kind
 from cppbatch.engine.sequence import Sequence
 from cppbatch.engine.vocabulary import Tokens
@@ -79,7 +78,7 @@ class Sampler:
                 tokens[i] = result
 
     def _chain(self, sequences: list[Sequence], logits: Rows, rows: list[int]) -> list[int | LlamaError]:
-        seeds = bits(*seeds_and_positions(sequences, rows)) >> np.uint64(32)
+        seeds = keys_of(sequences, rows) >> np.uint64(32)
         return self._chains.sample([(sequences[i], logits[i], int(seed)) for i, seed in zip(rows, seeds, strict=True)])
 
     def _choice(

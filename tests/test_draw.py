@@ -1,0 +1,352 @@
+"""draw: the same distribution as llama.cpp's samplers, for many rows at once, each row for itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cppbatch.engine.sampling.draw import IMPOSSIBLE, Filters, draw
+from cppbatch.llama import SamplerChain
+
+Row = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+UInt64 = npt.NDArray[np.uint64]
+Counts = npt.NDArray[np.int64]
+
+MANY = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+N_DRAWS = 20_000
+DEFAULTS = Filters(top_k=40, top_p=0.95, min_p=0.05, temperature=0.8)
+SMALL = {  # compared with llama.cpp too
+    "temperature": Filters(0, 1.0, 0.0, 0.8),
+    "a high temperature": Filters(0, 1.0, 0.0, 3.0),
+    "top_k": Filters(20, 1.0, 0.0, 1.2),
+    "top_p": Filters(0, 0.9, 0.0, 1.0),
+    "top_k and top_p": Filters(30, 0.9, 0.0, 1.5),
+    "min_p": Filters(0, 1.0, 0.05, 1.0),
+    "llama.cpp's defaults": DEFAULTS,
+}
+LARGE: dict[str, tuple[int, float, Filters]] = {  # tokens, how far apart their logits lie, filters
+    "defaults": (4096, 2.0, DEFAULTS),
+    "blocks that do not fill the row": (2500, 2.0, DEFAULTS),
+    "all but one block within the rest": (1023, 2.0, DEFAULTS),
+    "a top_k of exactly the blocks": (2000, 1.0, Filters(512, 1.0, 0.0, 0.7)),
+    "top_p on a peaked row": (5000, 4.0, Filters(0, 0.9, 0.0, 1.0)),
+    "top_p on a flat row": (2000, 0.3, Filters(0, 0.7, 0.0, 1.0)),
+    "top_p and min_p on a flat row": (600, 1.0, Filters(0, 0.9, 0.1, 1.0)),
+    "a flat row": (2000, 0.3, Filters(0, 1.0, 0.0, 0.8)),
+    "min_p on a flat row": (2000, 0.5, Filters(0, 1.0, 0.05, 0.8)),
+}
+CHOICES = [  # every way through the code
+    DEFAULTS, Filters(0, 1.0, 0.0, 1.0), Filters(0, 0.9, 0.0, 1.0), Filters(0, 0.0, 0.0, 1.0),
+    Filters(3, 0.5, 0.0, 2.0), Filters(0, 1.0, 0.2, 0.5), Filters(0, 0.99, 0.01, 1.0), Filters(700, 1.0, 0.0, 1.0),
+    Filters(700, 0.9, 0.1, 1.0), Filters(512, 1.0, 0.0, 5.0), Filters(1, 1.0, 0.0, 1.0),
+    Filters(2**31 - 1, 1.0, 1.0, 100.0),
+]  # fmt: skip
+ALMOST_ONE = float(np.nextafter(1.0, 0.0))
+UNIFORMS = st.floats(0, ALMOST_ONE)
+
+
+def logits(n: int, spread: float = 2.0, seed: int = 7) -> Row:
+    return np.random.default_rng(seed).normal(0, spread, n).astype(np.float32)
+
+
+def exact(row: Row, filters: Filters) -> Doubles:
+    """The distribution by its definition: each filter in llama.cpp's order on all that are left, in float64."""
+    order = np.argsort(-row, kind="stable")
+    values = row[order].astype(np.float64)
+    values = values[: filters.top_k or None]
+    if filters.top_p < 1:
+        values = values[: np.searchsorted(np.cumsum(softmax(values)), filters.top_p) + 1]
+    if filters.min_p:
+        values = values[values >= values[0] + np.log(filters.min_p)]
+    probabilities = np.zeros(len(row))
+    probabilities[order[: len(values)]] = softmax(values / filters.temperature)
+    return probabilities
+
+
+def softmax(values: Doubles) -> Doubles:
+    weights = np.exp(values - values.max())
+    probabilities: Doubles = weights / weights.sum()
+    return probabilities
+
+
+def drawn(row: Row, filters: Filters, numbers: Doubles, at_once: int = 500) -> Counts:
+    """How often each token comes, drawn in batches of equal rows."""
+    counts = np.zeros(len(row), np.int64)
+    for part in np.array_split(numbers, max(1, len(numbers) // at_once)):
+        tokens = draw(np.broadcast_to(row, (len(part), len(row))), [filters] * len(part), part)
+        counts += np.bincount(tokens, minlength=len(row))
+    return counts
+
+
+def keys(n: int = N_DRAWS, seed: int = 1) -> UInt64:
+    return np.random.default_rng(seed).integers(2**64, size=n, dtype=np.uint64)
+
+
+def drawn_by_llama(row: Row, filters: Filters, n: int = N_DRAWS, seed: int = 1) -> Counts:
+    with SamplerChain(len(row)) as chain:
+        chain.top_k(filters.top_k).top_p(filters.top_p).min_p(filters.min_p).temperature(filters.temperature).dist()
+        seeds = np.random.default_rng(seed).integers(2**32 - 1, size=n).tolist()
+        return np.bincount([chain.sample(row, seed) for seed in seeds], minlength=len(row))
+
+
+def are_far(counts: Counts, probabilities: Doubles) -> bool:
+    """Pearson's chi-square: whether numbers so far from the expected ones come once in 10,000 times or less.
+
+    The rarest tokens are counted together, until ten of them are expected.
+    """
+    expected = probabilities * counts.sum()
+    bins = [[0.0, 0.0]]
+    for i in np.argsort(expected):
+        if bins[-1][1] >= 10:
+            bins.append([0.0, 0.0])
+        bins[-1][0] += counts[i]
+        bins[-1][1] += expected[i]
+    observed, wanted = np.array(bins).T
+    return bool(((observed - wanted) ** 2 / wanted).sum() > unlikely_chi_square(len(bins) - 1))
+
+
+def unlikely_chi_square(freedom: int) -> float:
+    """What chi-square exceeds once in 10,000 times (Wilson and Hilferty, 1931)."""
+    if freedom == 0:
+        return 1e-9
+    spread = 2 / (9 * freedom)
+    return float(freedom * (1 - spread + 3.719 * np.sqrt(spread)) ** 3)
+
+
+def assert_drawn_from(counts: Counts, probabilities: Doubles) -> None:
+    assert not counts[probabilities == 0].any(), "a token came that the filters drop"
+    assert not are_far(counts, probabilities)
+
+
+@st.composite
+def filters_of(draw_: st.DrawFn) -> Filters:
+    return Filters(
+        top_k=draw_(st.sampled_from([0, 1, 2, 40, 511, 512, 513, 10_000])),
+        top_p=draw_(st.sampled_from([0.0, 0.1, 0.5, 0.95, 0.999, 1.0])),
+        min_p=draw_(st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0])),
+        temperature=draw_(st.sampled_from([0.001, 0.8, 1.0, 100.0])),
+    )
+
+
+@st.composite
+def rows_of(draw_: st.DrawFn, n: int) -> Row:
+    """Any spread, some of them with ties, some with tokens that are impossible."""
+    rng = np.random.default_rng(draw_(st.integers(0, 2**32)))
+    row = rng.normal(draw_(st.sampled_from([0, -50, 300])), draw_(st.sampled_from([0.0, 0.1, 1.0, 5.0, 100.0])), n)
+    if draw_(st.booleans()):
+        row = np.round(row)
+    row[rng.random(n) < draw_(st.sampled_from([0.0, 0.5, 0.99, 1.0]))] = -np.inf
+    return row.astype(np.float32)
+
+
+# --- the distribution -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filters", SMALL.values(), ids=SMALL)
+def test_numpy_and_llama_cpp_draw_from_the_same_distribution(filters: Filters) -> None:
+    row = logits(250)
+    assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
+    assert_drawn_from(drawn_by_llama(row, filters), exact(row, filters))
+
+
+def test_a_top_k_of_many_hundreds_is_that_of_llama_cpp() -> None:
+    row, filters = logits(700, 1.0), Filters(600, 0.95, 0.0, 1.3)
+    assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
+    assert_drawn_from(drawn_by_llama(row, filters), exact(row, filters))
+
+
+@pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
+def test_large_vocabularies_are_drawn_from_the_exact_distribution(case: tuple[int, float, Filters]) -> None:
+    n, spread, filters = case
+    row = logits(n, spread)
+    assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
+
+
+@pytest.mark.parametrize("filters", [DEFAULTS, Filters(0, 1.0, 0.05, 1.0)])
+def test_a_vocabulary_as_large_as_real_ones_is_drawn_from_the_exact_distribution(filters: Filters) -> None:
+    row = logits(49_152)
+    assert_drawn_from(drawn(row, filters, keys(), at_once=50), exact(row, filters))
+
+
+@pytest.mark.parametrize("filters", [DEFAULTS, Filters(3, 1.0, 0.0, 1.0), Filters(0, 0.9, 0.0, 1.0)])
+def test_the_likeliest_tokens_may_be_the_last_ones_of_the_vocabulary(filters: Filters) -> None:
+    row = logits(2500, 4.0)
+    row[-5:] = row.max() + np.arange(5, dtype=np.float32) / 2
+    assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
+
+
+@pytest.mark.parametrize("filters", [Filters(0, 0.9, 0.0, 1.6), Filters(0, 1.0, 0.05, 1.6)])
+def test_the_comparison_would_notice_a_temperature_that_comes_first(filters: Filters) -> None:
+    row = logits(250)
+    temperature_first = exact(row / np.float32(filters.temperature), filters._replace(temperature=1.0))
+    assert are_far(drawn(row, filters, keys()), temperature_first)
+
+
+@pytest.mark.parametrize(
+    ("asked", "little_off"),
+    [
+        (DEFAULTS, DEFAULTS._replace(temperature=0.88)),
+        (Filters(40, 1.0, 0.0, 1.0), Filters(34, 1.0, 0.0, 1.0)),
+        (Filters(0, 0.95, 0.0, 1.0), Filters(0, 0.92, 0.0, 1.0)),
+        (Filters(0, 1.0, 0.05, 1.0), Filters(0, 1.0, 0.08, 1.0)),
+    ],
+)
+def test_the_comparison_would_notice_settings_that_are_a_little_off(asked: Filters, little_off: Filters) -> None:
+    row = logits(250)
+    assert are_far(drawn(row, asked, keys()), exact(row, little_off))
+
+
+# --- the support ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_token_that_llama_cpp_can_draw_comes_and_no_other(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    row = logits(120, float(rng.uniform(0.5, 4)), seed)
+    filters = Filters(
+        top_k=int(rng.integers(0, 100) * rng.integers(0, 2)),
+        top_p=float(rng.choice([1.0, rng.uniform(0.3, 1)])),
+        min_p=float(rng.choice([0.0, rng.uniform(0.001, 0.3)])),
+        temperature=100.0,  # comes last, and makes all that is left about equally likely
+    )
+    theirs = np.flatnonzero(drawn_by_llama(row, filters, 4000))
+    assert np.flatnonzero(drawn(row, filters, np.arange(4000) / 4000)).tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("n", [512, 2500])
+@pytest.mark.parametrize("k", [1, 2, 40, 512, 600])
+def test_top_k_keeps_k_tokens_wherever_they_stand(n: int, k: int) -> None:
+    order = np.random.default_rng(3).permutation(n)
+    for likeliest_first in (np.arange(n), np.arange(n)[::-1], order):
+        row = np.empty(n, np.float32)
+        row[likeliest_first] = -np.arange(n, dtype=np.float32) / 1000
+        counts = drawn(row, Filters(k, 1.0, 0.0, 100.0), np.arange(2 * k) / (2 * k))
+        assert set(np.flatnonzero(counts)) == set(likeliest_first[:k])
+
+
+@MANY
+@given(data=st.data())
+def test_no_row_gives_a_token_that_its_filters_drop(data: st.DataObject) -> None:
+    n, filters = data.draw(st.integers(1, 1600)), data.draw(filters_of())
+    row = data.draw(rows_of(n))
+    tokens = draw(np.stack([row] * 3), [filters] * 3, np.array([0.0, data.draw(UNIFORMS), ALMOST_ONE]))
+    if np.isneginf(row).all():
+        assert tokens.tolist() == [IMPOSSIBLE] * 3
+        return
+    a_little_more = filters._replace(top_p=filters.top_p + 1e-5, min_p=filters.min_p * (1 - 1e-5), temperature=1.0)
+    order = np.argsort(-row, kind="stable")
+    least = row[order[np.count_nonzero(exact(row.astype(np.float64), a_little_more)) - 1]]
+    assert (row[tokens] >= least).all()  # of equal logits, any
+    assert np.isfinite(row[tokens]).all()
+
+
+# --- the edges ------------------------------------------------------------------------------------------------------
+
+
+@MANY
+@given(data=st.data())
+def test_a_row_gives_the_same_token_alone_and_in_any_batch(data: st.DataObject) -> None:
+    n = data.draw(st.sampled_from([1, 7, 300, 512, 1500]))
+    requests = data.draw(st.lists(st.tuples(rows_of(n), filters_of(), UNIFORMS), min_size=1, max_size=8))
+    rows, filters, numbers = zip(*requests, strict=True)
+    alone = [int(draw(row[None], [its], np.array([number]))[0]) for row, its, number in requests]
+    assert draw(np.stack(rows), filters, np.array(numbers)).tolist() == alone
+
+
+@pytest.mark.parametrize("filters", CHOICES)
+@pytest.mark.parametrize("n", [3, 300, 1500])
+def test_numbers_next_to_zero_and_one_stay_within_what_is_possible(filters: Filters, n: int) -> None:
+    row = logits(n, 0.1)
+    row[[0, -1]] = -np.inf  # the first and the last place are no tokens
+    extreme = np.array([0, 1, 2**63, 2**64 - 2**11, 2**64 - 1], np.uint64)
+    tokens = draw(np.stack([row] * 5), [filters] * 5, extreme)
+    assert np.isfinite(row[tokens]).all()
+    assert (tokens >= 0).all()
+
+
+@pytest.mark.parametrize("n", [300, 2500])
+@pytest.mark.parametrize("others", [(0, 1.0, 0.0), (40, 0.95, 0.05)])
+def test_a_temperature_near_zero_takes_the_likeliest_token(n: int, others: tuple[int, float, float]) -> None:
+    rows = np.random.default_rng(3).permuted(np.tile(np.arange(n, dtype=np.float32), (50, 1)), axis=1)
+    tokens = draw(rows, [Filters(*others, 0.001)] * 50, keys(50))
+    assert tokens.tolist() == rows.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("n", [300, 2500])
+@pytest.mark.parametrize("filters", [DEFAULTS, Filters(0, 1.0, 0.0, 5.0)])
+def test_a_top_p_of_zero_takes_the_likeliest_token(n: int, filters: Filters) -> None:
+    rows = np.stack([logits(n, seed=seed) for seed in range(50)])
+    tokens = draw(rows, [filters._replace(top_p=0.0)] * 50, keys(50))
+    assert tokens.tolist() == rows.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("filters", CHOICES)
+@pytest.mark.parametrize("n", [1, 300, 2500])
+def test_a_row_with_one_possible_token_gives_it(filters: Filters, n: int) -> None:
+    rows = np.full((20, n), -np.inf, np.float32)
+    places = np.random.default_rng(5).integers(n, size=20)
+    rows[np.arange(20), places] = np.linspace(-900, 900, 20)
+    assert draw(rows, [filters] * 20, keys(20)).tolist() == places.tolist()
+
+
+@pytest.mark.parametrize("filters", CHOICES)
+@pytest.mark.parametrize("n", [300, 2500])
+@pytest.mark.parametrize("spoil", ["all -inf", "a NaN", "a NaN among -inf", "a last NaN", "+inf"])
+def test_a_row_without_a_token_to_draw_says_so_and_leaves_the_others_alone(
+    filters: Filters, n: int, spoil: str
+) -> None:
+    rows = np.stack([logits(n, seed=seed) for seed in range(5)])
+    expected = draw(rows, [filters] * 5, keys(5))
+    if spoil in ("all -inf", "a NaN among -inf"):
+        rows[2] = -np.inf
+    place, value = {"a NaN": (n // 2, np.nan), "a NaN among -inf": (1, np.nan), "a last NaN": (-1, np.nan)}.get(
+        spoil, (3, np.inf if spoil == "+inf" else -np.inf)
+    )
+    rows[2, place] = value
+    expected[2] = IMPOSSIBLE
+    assert draw(rows, [filters] * 5, keys(5)).tolist() == expected.tolist()
+
+
+def test_the_rows_are_not_changed() -> None:
+    rows = np.stack([logits(1500, 0.3), logits(1500, 5)] * 6)
+    before = rows.copy()
+    draw(rows, CHOICES, keys(12))
+    assert np.array_equal(rows, before)
+
+
+# --- ties -----------------------------------------------------------------------------------------------------------
+
+
+def tied(n: int) -> Row:
+    """Four tokens share the largest logit."""
+    row = logits(n)
+    row[[5, 50, 100, n - 1]] = row.max() + 3
+    return row
+
+
+@pytest.mark.parametrize("n", [250, 2500])
+@pytest.mark.parametrize(
+    "filters", [Filters(0, 1.0, 0.0, 0.001), Filters(4, 1.0, 0.0, 1.0), Filters(40, 0.95, 1.0, 1.0)]
+)
+def test_equally_likely_tokens_come_equally_often(n: int, filters: Filters) -> None:
+    row = tied(n)
+    assert_drawn_from(drawn(row, filters, keys()), (row == row.max()) / 4)
+
+
+@pytest.mark.parametrize(
+    "filters", [Filters(2, 1.0, 0.0, 1.0), Filters(0, 0.3, 0.0, 1.0), Filters(40, 0.3, 0.0, 1.0), Filters(0, 0.6, 0, 1)]
+)
+def test_as_many_of_tied_tokens_are_kept_as_llama_cpp_keeps(filters: Filters) -> None:
+    row = tied(300)
+    ours, theirs = drawn(row, filters, keys(400)) > 0, drawn_by_llama(row, filters, 400) > 0
+    assert 0 < ours.sum() == theirs.sum() < 4
+    assert (row[ours] == row.max()).all()
+
+
+def test_a_row_of_equal_logits_is_drawn_evenly_over_the_whole_vocabulary() -> None:
+    row = np.zeros(1000, np.float32)
+    assert_drawn_from(drawn(row, Filters(0, 1.0, 0.0, 1.0), keys()), np.full(1000, 1e-3))
