@@ -13,6 +13,7 @@ from cppbatch.errors import ConfigError
 
 KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Sampling = Literal["auto", "host", "backend"]
 Sharing = Literal["cells", "copy", "whole", "none"]
 """How a model's memory lets one sequence take another's prefix.
@@ -51,6 +52,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: KvLayout = "auto"
     """unified: any sequence may take any of the n_ctx cells; per-sequence: n_ctx / n_parallel cells each; auto: as is
     faster on the device, if each sequence gets enough cells (docs/architecture.md)."""
+    cache_type_k: CacheType = "f16"
+    """How keys are kept (-ctk). With f16 a text may part, at near ties, from what another batch would have made of it;
+    with f32, and float weights, it practically never does."""
+    cache_type_v: CacheType = "f16"
+    """How values are kept (-ctv). Quantised ones need flash attention."""
     prefix_cache: bool = True
     """Keep what finished requests have computed for others that begin alike (--prefix-cache/--no-prefix-cache)."""
     prefix_cache_ram: int = 1024
@@ -99,7 +105,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_LONGEST_STEP_MS}"
             )
-        for name, kind in (("flash_attn", FlashAttention), ("kv_layout", KvLayout), ("sampling", Sampling)):
+        choices = {
+            "flash_attn": FlashAttention,
+            "kv_layout": KvLayout,
+            "sampling": Sampling,
+            "cache_type_k": CacheType,
+            "cache_type_v": CacheType,
+        }
+        for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
 

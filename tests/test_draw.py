@@ -14,6 +14,7 @@ from cppbatch.llama import SamplerChain
 Row = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 UInt64 = npt.NDArray[np.uint64]
+UInt64 = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
 MANY = settings(deadline=None, derandomize=True, database=None, max_examples=300)
@@ -45,8 +46,7 @@ CHOICES = [  # every way through the code
     Filters(700, 0.9, 0.1, 1.0), Filters(512, 1.0, 0.0, 5.0), Filters(1, 1.0, 0.0, 1.0),
     Filters(2**31 - 1, 1.0, 1.0, 100.0),
 ]  # fmt: skip
-ALMOST_ONE = float(np.nextafter(1.0, 0.0))
-UNIFORMS = st.floats(0, ALMOST_ONE)
+KEYS = st.integers(0, 2**64 - 1)
 
 
 def logits(n: int, spread: float = 2.0, seed: int = 7) -> Row:
@@ -73,7 +73,7 @@ def softmax(values: Doubles) -> Doubles:
     return probabilities
 
 
-def drawn(row: Row, filters: Filters, numbers: Doubles, at_once: int = 500) -> Counts:
+def drawn(row: Row, filters: Filters, numbers: UInt64, at_once: int = 500) -> Counts:
     """How often each token comes, drawn in batches of equal rows."""
     counts = np.zeros(len(row), np.int64)
     for part in np.array_split(numbers, max(1, len(numbers) // at_once)):
@@ -214,7 +214,7 @@ def test_every_token_that_llama_cpp_can_draw_comes_and_no_other(seed: int) -> No
         temperature=100.0,  # comes last, and makes all that is left about equally likely
     )
     theirs = np.flatnonzero(drawn_by_llama(row, filters, 4000))
-    assert np.flatnonzero(drawn(row, filters, np.arange(4000) / 4000)).tolist() == theirs.tolist()
+    assert np.flatnonzero(drawn(row, filters, keys(4000))).tolist() == theirs.tolist()
 
 
 @pytest.mark.parametrize("n", [512, 2500])
@@ -224,7 +224,7 @@ def test_top_k_keeps_k_tokens_wherever_they_stand(n: int, k: int) -> None:
     for likeliest_first in (np.arange(n), np.arange(n)[::-1], order):
         row = np.empty(n, np.float32)
         row[likeliest_first] = -np.arange(n, dtype=np.float32) / 1000
-        counts = drawn(row, Filters(k, 1.0, 0.0, 100.0), np.arange(2 * k) / (2 * k))
+        counts = drawn(row, Filters(k, 1.0, 0.0, 100.0), keys(20 * k))
         assert set(np.flatnonzero(counts)) == set(likeliest_first[:k])
 
 
@@ -233,7 +233,7 @@ def test_top_k_keeps_k_tokens_wherever_they_stand(n: int, k: int) -> None:
 def test_no_row_gives_a_token_that_its_filters_drop(data: st.DataObject) -> None:
     n, filters = data.draw(st.integers(1, 1600)), data.draw(filters_of())
     row = data.draw(rows_of(n))
-    tokens = draw(np.stack([row] * 3), [filters] * 3, np.array([0.0, data.draw(UNIFORMS), ALMOST_ONE]))
+    tokens = draw(np.stack([row] * 3), [filters] * 3, np.array([0, data.draw(KEYS), 2**64 - 1], np.uint64))
     if np.isneginf(row).all():
         assert tokens.tolist() == [IMPOSSIBLE] * 3
         return
@@ -251,15 +251,15 @@ def test_no_row_gives_a_token_that_its_filters_drop(data: st.DataObject) -> None
 @given(data=st.data())
 def test_a_row_gives_the_same_token_alone_and_in_any_batch(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from([1, 7, 300, 512, 1500]))
-    requests = data.draw(st.lists(st.tuples(rows_of(n), filters_of(), UNIFORMS), min_size=1, max_size=8))
-    rows, filters, numbers = zip(*requests, strict=True)
-    alone = [int(draw(row[None], [its], np.array([number]))[0]) for row, its, number in requests]
-    assert draw(np.stack(rows), filters, np.array(numbers)).tolist() == alone
+    requests = data.draw(st.lists(st.tuples(rows_of(n), filters_of(), KEYS), min_size=1, max_size=8))
+    rows, filters, its_keys = zip(*requests, strict=True)
+    alone = [int(draw(row[None], [its], np.array([key], np.uint64))[0]) for row, its, key in requests]
+    assert draw(np.stack(rows), filters, np.array(its_keys, np.uint64)).tolist() == alone
 
 
 @pytest.mark.parametrize("filters", CHOICES)
 @pytest.mark.parametrize("n", [3, 300, 1500])
-def test_numbers_next_to_zero_and_one_stay_within_what_is_possible(filters: Filters, n: int) -> None:
+def test_extreme_keys_stay_within_what_is_possible(filters: Filters, n: int) -> None:
     row = logits(n, 0.1)
     row[[0, -1]] = -np.inf  # the first and the last place are no tokens
     extreme = np.array([0, 1, 2**63, 2**64 - 2**11, 2**64 - 1], np.uint64)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import CacheType, EngineConfig
 
 Command = Callable[..., Any]
 
@@ -56,6 +56,14 @@ _ENGINE = [
         "--kv-layout", env="KV_LAYOUT", type=click.Choice(["auto", "unified", "per-sequence"]),
         default=_DEFAULTS.kv_layout,
         help="unified: all sequences share the cells; per-sequence: each has ctx-size / parallel of its own.",
+    ),
+    option(
+        "-ctk", "--cache-type-k", "cache_type_k", env="CACHE_TYPE_K", type=click.Choice(get_args(CacheType)),
+        default=_DEFAULTS.cache_type_k, help="How keys are kept in the KV cache.",
+    ),
+    option(
+        "-ctv", "--cache-type-v", "cache_type_v", env="CACHE_TYPE_V", type=click.Choice(get_args(CacheType)),
+        default=_DEFAULTS.cache_type_v, help="How values are kept; quantised ones need flash attention.",
     ),
     option(
         "--sampling", env="SAMPLING", type=click.Choice(["auto", "host", "backend"]), default=_DEFAULTS.sampling,

@@ -19,11 +19,15 @@ def choose_layout(config: EngineConfig, *, on_gpu: bool, n_ctx_train: int, has_k
 
 
 def choose_flash_attn(config: EngineConfig, layout: KvLayout, *, on_gpu: bool, has_amx: bool) -> FlashAttention:
-    """The flash attention setting for llama.cpp, whose own `auto` is right everywhere but for one case.
+    """The flash attention setting for llama.cpp, whose own `auto` is right everywhere but for two cases.
+
+    Quantised values need it.
 
     In streams of their own, a CPU with AMX multiplies matrices faster than the flash attention kernel runs. In the
     unified layout that kernel skips the cells of others, which the plain one does not.
     """
+    if config.flash_attn == "auto" and config.cache_type_v in ("q8_0", "q4_0"):
+        return "on"
     if config.flash_attn == "auto" and layout == "per-sequence" and has_amx and not on_gpu:
         return "off"
     return config.flash_attn

@@ -93,6 +93,8 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
             n_threads=config.n_threads or available_threads(),
             flash_attn=choose_flash_attn(config, layout, on_gpu=on_gpu, has_amx=Backend.get().has_amx),
             kv_unified=layout == "unified",
+            type_k=config.cache_type_k,
+            type_v=config.cache_type_v,
         )
         sharing = find_sharing(context) if config.prefix_cache else "none"
         if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):

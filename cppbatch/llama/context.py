@@ -18,6 +18,7 @@ from cppbatch.llama.library import C
 from cppbatch.llama.model import Model
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+_CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory or no room in the cache"}
 
 
@@ -53,6 +54,8 @@ class Context:
         n_threads: int,
         flash_attn: Literal["auto", "on", "off"] = "auto",
         kv_unified: bool = True,
+        type_k: str = "f16",
+        type_v: str = "f16",
     ) -> None:
         """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context."""
         self._handle: Any = None
@@ -70,6 +73,7 @@ class Context:
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn_type = _FLASH_ATTENTION[flash_attn]
         params.kv_unified = kv_unified
+        params.type_k, params.type_v = _CACHE_TYPES[type_k], _CACHE_TYPES[type_v]
         params.no_perf = True
         with Backend.get().errors() as lines:
             self._handle = C.llama_init_from_model(model.handle, params) or None
