@@ -1,4 +1,4 @@
-"""Every command and program in the README runs as it stands there."""
+"""Every command and program in the README and in docs/ runs as it stands there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tests.server_process import ServerProcess
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return [block for page in PAGES for block in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)]
 
 
 PROGRAMS = blocks("python")
@@ -38,18 +39,18 @@ def run(command: list[str], server: ServerProcess) -> str:
     return done.stdout
 
 
-def test_the_readme_has_the_programs_and_commands_that_are_tested_here() -> None:
-    assert len(PROGRAMS) == 4
-    assert len(COMMANDS) == 2
+def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
+    assert len(PROGRAMS) == 6
+    assert len(COMMANDS) == 3
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_each_program_of_the_readme_runs_and_prints(program: str, server: ServerProcess) -> None:
+def test_each_program_runs_and_prints(program: str, server: ServerProcess) -> None:
     assert run([sys.executable, "-c", program], server).strip()
 
 
 @pytest.mark.parametrize("commands", COMMANDS)
-def test_each_command_of_the_readme_runs_and_prints(commands: str, server: ServerProcess) -> None:
+def test_each_command_runs_and_prints(commands: str, server: ServerProcess) -> None:
     ours = commands.replace(".venv/bin/cppbatch", f"{sys.executable} -m cppbatch")
     assert run(["bash", "-euo", "pipefail", "-c", ours], server).strip()
 

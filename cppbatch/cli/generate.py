@@ -28,6 +28,11 @@ from cppbatch.errors import CppBatchError
 @click.option("--top-k", type=int, default=None, help="Sample among this many likeliest tokens.")
 @click.option("--top-p", type=float, default=None, help="Sample among tokens with this probability together.")
 @click.option("--min-p", type=float, default=None, help="Drop tokens less than this times as likely as the likeliest.")
+@click.option("--repeat-penalty", "repetition_penalty", type=float, default=None, help="Lowers recent tokens.")
+@click.option(
+    "-j", "--json-schema", metavar="JSON", default=None, help="The texts are JSON of this schema; {} for any."
+)
+@click.option("--grammar", metavar="TEXT", default=None, help="The texts follow this GBNF or Lark grammar.")
 @click.option("-s", "--seed", type=int, default=None, help="Seed; the same one gives the same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End a text where this comes; may be given several times.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, in the prompts' order.")
