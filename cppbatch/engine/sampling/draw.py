@@ -44,27 +44,20 @@ def draw(logits: Floats, filters: Sequence[Filters], keys: UInt64, ids: Ids | No
     `ids`, int64[n, width]: the tokens of the places, where they are not the whole vocabulary. What is drawn depends on
     the row, its filters and its key only; and little on the last bits of its logits, which other batches change.
     """
-    n_vocab = logits.shape[1]
     settings = np.array(filters, np.float64)
     peaks, bounds = _peaks(logits, settings[:, 0].astype(np.int64))
-    possible = np.flatnonzero(np.isfinite(peaks))
-    masses, floors = np.zeros(len(logits)), np.empty(len(logits), np.float32)
-    candidates: dict[int, Ids] = {}
-    for row in possible.tolist():
-        bound = float(bounds[row])
-        if filters[row].top_k > _N_BLOCKS:
-            k = min(filters[row].top_k, n_vocab)
-            bound = float(np.partition(logits[row], -k)[-k])
-        floors[row], masses[row] = _floor(logits[row], float(peaks[row]), bound, filters[row])
-        candidates[row] = np.flatnonzero(logits[row] >= max(floors[row], _LOWEST))
+    masses, candidates = np.zeros(len(logits)), {}
+    for row in np.flatnonzero(np.isfinite(peaks)).tolist():
+        floor, masses[row] = _floor(logits[row], float(peaks[row]), float(bounds[row]), filters[row])
+        candidates[row] = np.flatnonzero(logits[row] >= max(np.float32(floor), _LOWEST))
     drawn = np.full(len(logits), IMPOSSIBLE, np.int64)
-    narrow = [row for row, ids in candidates.items() if len(ids) <= _WIDE]
-    wide = [row for row, ids in candidates.items() if len(ids) > _WIDE]
+    narrow = [row for row, own in candidates.items() if len(own) <= _WIDE]
+    wide = [row for row, own in candidates.items() if len(own) > _WIDE]
     ordered = [row for row in wide if filters[row].top_k or filters[row].top_p < 1]
     for rows in ([narrow] if narrow else []) + [[row] for row in ordered]:
         places, values = _padded(logits, [(row, candidates[row]) for row in rows])
-        tokens_of = places if ids is None else np.take_along_axis(ids[rows], places, 1)
-        scores = _filtered(values, settings[rows], masses[rows]) + gumbel(keys[rows], tokens_of)
+        tokens = places if ids is None else np.take_along_axis(ids[rows], places, 1)
+        scores = _filtered(values, settings[rows], masses[rows]) + gumbel(keys[rows], tokens)
         drawn[rows] = places[np.arange(len(rows)), scores.argmax(axis=1)]
     for row in set(wide).difference(ordered):
         below = logits[row, candidates[row]] - peaks[row]
@@ -90,6 +83,9 @@ def _peaks(logits: Floats, top_k: Ids) -> tuple[Floats, Floats]:
 def _floor(row: Floats, peak: float, bound: float, filters: Filters) -> tuple[float, float]:
     """The logit below which no token survives the filters, and the mass over which top-p sums (0: the candidates')."""
     top_k, top_p, min_p, _ = filters
+    if top_k > _N_BLOCKS:
+        k = min(top_k, len(row))
+        bound = float(np.partition(row, -k)[-k])
     of_min_p = peak + np.log(min_p) if min_p else -np.inf
     if top_p >= 1:
         return max(bound, of_min_p), 0.0
