@@ -17,7 +17,7 @@ from cppbatch.engine.fill import refill
 from cppbatch.engine.intake import Intake, Prompt
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.metrics import EngineStats, Metrics
-from cppbatch.engine.outputs import News, Outputs
+from cppbatch.engine.outputs import Outputs
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import (
     Completion,
@@ -28,7 +28,7 @@ from cppbatch.engine.request import (
 from cppbatch.engine.runtime import ModelInfo, Runtime, load_runtime
 from cppbatch.engine.sampling import Choice, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
-from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.engine.sequence import News, Sequence, Status
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
 from cppbatch.llama import Batch
 
@@ -237,38 +237,36 @@ class BatchInferenceEngine:
         now = perf_counter()
         for sequence, choice in zip(outputs, choices, strict=True):
             sequence.first_token_at = sequence.first_token_at or now
-            news, reason = self._outputs.accept(sequence, choice)
-            self._metrics.generated_tokens += len(news.tokens)
+            known = sequence.n_tokens
+            reason = self._outputs.accept(sequence, choice)
+            self._metrics.generated_tokens += sequence.n_tokens - known
             if reason:
-                self._finish(sequence, reason, news)
+                self._finish(sequence, reason)
             else:
-                self._events.append(news.event(sequence))
+                self._tell(sequence)
         self._metrics.forced_tokens = self._outputs.n_forced
         self._metrics.lap("advance")
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, news: News | None = None) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
-        news = news or News()
         self._scheduler.remove(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
         if sequence.sampler:
             sequence.sampler.close()
+        self._outputs.say(sequence)
+        sequence.news.text += sequence.text.flush()
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = perf_counter()
-        event = GenerationEvent(
-            request_id=sequence.id,
-            text=news.text + sequence.text.flush(),
-            tokens=news.tokens,
-            logprobs=news.logprobs,
-            finish_reason=reason,
-            seed=sequence.seed,
-            usage=sequence.usage(),
-            error=sequence.error,
-        )
-        self._events.append(event)
+        self._tell(sequence, finish_reason=reason, seed=sequence.seed, usage=sequence.usage(), error=sequence.error)
         del self._sequences[sequence.id]
         self._metrics.finished[reason] += 1
+
+    def _tell(self, sequence: Sequence, **end: Any) -> None:
+        news, sequence.news = sequence.news, News()
+        self._events.append(
+            GenerationEvent(request_id=sequence.id, text=news.text, tokens=news.tokens, logprobs=news.logprobs, **end)
+        )
 
     # --- the simple ways to use it ------------------------------------------------------------------------------
 

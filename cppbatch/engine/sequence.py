@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +29,15 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class News:
+    """What is new of a sequence since its last event."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
 class SamplerState(Protocol):
     """A sequence's own sampler: what it remembers of the tokens so far."""
 
@@ -52,9 +62,9 @@ class Sequence:
 
     __slots__ = (
         "admitted_at", "arrived_at", "cells", "constraint", "echoed", "error", "finish_reason", "finished_at",
-        "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt", "n_tokens", "params", "pause_at",
-        "prompt_logprobs", "rank", "recipe", "request", "sampler", "saved", "seed", "seq_id", "status", "text",
-        "tokens",
+        "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt", "n_said", "n_tokens", "news",
+        "params", "pause_at", "prompt_logprobs", "rank", "recipe", "request", "sampler", "saved", "seed", "seq_id",
+        "status", "text", "tokens",
     )  # fmt: skip
 
     recipe: Recipe
@@ -69,6 +79,8 @@ class Sequence:
         self.max_new = max_new
         self.tokens = np.empty(self.n_prompt + max_new, np.int32)
         self.tokens[: self.n_prompt] = prompt
+        self.news = News()
+        self.n_said = self.n_prompt  # tokens that are in its text or its news
         self.n_computed = 0
         self.n_cached = 0  # prompt tokens that were taken from others
         self.seed = seed

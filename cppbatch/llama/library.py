@@ -39,7 +39,7 @@ _NEEDED = """
     llama_sampler_init_top_p llama_sampler_init_min_p llama_sampler_init_dist
     llama_sampler_init_greedy llama_sampler_init_temp_ext llama_sampler_init_top_n_sigma llama_sampler_init_typical
     llama_sampler_init_xtc llama_sampler_init_mirostat llama_sampler_init_mirostat_v2 llama_sampler_init_adaptive_p
-    llama_sampler_init_dry llama_sampler_clone llama_vocab_get_suppress_tokens
+    llama_sampler_init_dry llama_sampler_clone llama_vocab_get_suppress_tokens llama_vocab_get_attr
     llama_model_quantize llama_model_quantize_default_params
 """.split()
 

@@ -102,6 +102,10 @@ class Vocab:
         """A token as text, control tokens included ("<|im_end|>"); "" for a token the model does not have (-1)."""
         return self.piece(token, special=True).decode("utf-8", "replace") if 0 <= token < self.n_tokens else ""
 
+    def is_user_defined(self, token: int) -> bool:
+        """Whether the token was added to the vocabulary by hand, as `<tool_call>` and the like are."""
+        return bool(C.llama_vocab_get_attr(self.handle, token) & C.LLAMA_TOKEN_ATTR_USER_DEFINED)
+
     def for_grammars(self) -> Any:
         """The vocabulary as an `llguidance.LLTokenizer`, made at the first call."""
         with self._lock:

@@ -49,7 +49,7 @@ class _Search:
 
     def _target(self, reference: str) -> Any:
         """The schema that a reference within this document names; anything else is left to the compiler."""
-        if not reference.startswith("#"):
+        if reference != "#" and not reference.startswith("#/"):
             return True
         target = self._root
         for part in reference[1:].split("/")[1:]:
@@ -84,7 +84,8 @@ def _must_nest(schema: dict[str, Any]) -> bool:
     """Whether only objects and arrays will do."""
     if "const" in schema or "enum" in schema:
         return False
-    return "type" in schema and all(kind in ("object", "array") for kind in _types(schema))
+    kinds = _types(schema)
+    return "type" in schema and len(kinds) > 0 and all(kind in ("object", "array") for kind in kinds)
 
 
 def _list(schema: dict[str, Any], key: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from cppbatch.engine.sampling.grammar_child import LIMITS
 from cppbatch.errors import InvalidRequest
 
 _LONGEST = 128 << 10  # letters of a grammar; compiling takes about a second for so many
-_MOST_KEPT = 128  # compiled grammars
+_MOST_KEPT = 64  # compiled grammars
 _THREADS = 4
 
 Row = npt.NDArray[np.float32]
@@ -47,7 +48,13 @@ class GrammarCompiler:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         # Each forced token would need logits of its own where somebody looks at them.
         forces = params.logprobs is None and params.logits_processor is None
-        return Constraint(self._matcher(field, text).deep_copy(), forces=forces)
+        # Copies share the states that their limits count: once those are reached, the next request gets new ones.
+        matcher = self._matcher(field, text).deep_copy()
+        return Constraint(matcher, forces=forces, given_up=lambda: self._forget(field, text))
+
+    def _forget(self, field: str, text: str) -> None:
+        with self._lock:
+            self._known.pop((field, text), None)
 
     def _matcher(self, field: str, text: str) -> LLMatcher:
         if len(text) > _LONGEST:
@@ -84,26 +91,37 @@ class GrammarCompiler:
 
 
 def _first_lines(error: str) -> str:
-    """llguidance's reason without the state of its parser."""
-    reason = error.partition("<state>")[0].strip()
+    """llguidance's reason without its marks and the state of its parser."""
+    reason = re.split(r"<state>|<non-verbose/>", error)[0].strip()
+    if reason.startswith("NoExtension"):
+        return "no text can match this"
     return (reason if len(reason) <= 500 else reason[:500] + " ...") or "llguidance gives no reason"
 
 
 class Constraint:
-    """One sequence's place in its grammar."""
+    """One sequence's place in its grammar. `given_up` is called when its limits are reached."""
 
-    def __init__(self, matcher: LLMatcher, *, forces: bool) -> None:
+    def __init__(self, matcher: LLMatcher, *, forces: bool, given_up: Callable[[], None]) -> None:
         self.matcher = matcher
         self._forces = forces
+        self._given_up = given_up
 
-    def accept(self, token: int) -> str | None:
-        """Goes on by a token that was taken. What went wrong, if the grammar's limits were reached."""
-        return None if self.matcher.consume_token(token) else _first_lines(self.matcher.get_error())
+    def accept(self, token: int) -> bool:
+        """Goes on by a token that was taken. False when that cannot be, and `error` says why."""
+        return bool(self.matcher.consume_token(token))
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing can follow although the text is not complete, if that is so."""
+        if self.matcher.is_error() or (self.matcher.is_stopped() and not self.matcher.is_accepting()):
+            self._given_up()
+            return f"the grammar cannot be followed further: {_first_lines(self.matcher.get_error())}"
+        return None
 
     @property
     def is_done(self) -> bool:
         """Whether the text is complete and nothing may follow."""
-        return bool(self.matcher.is_stopped())
+        return bool(self.matcher.is_stopped() and self.matcher.is_accepting())
 
     def forced(self) -> list[int]:
         """Tokens that are the only ones that can follow, so that nothing has to be computed to know them."""
@@ -124,8 +142,11 @@ class Masks:
         self._bits = np.zeros((0, self._words), np.int32)
         self._executor: LLExecutor | None = None
 
-    def apply(self, constrained: list[tuple[Constraint, Row]]) -> None:
-        """Sets the logits of tokens that may not come to -inf, in place; the masks are computed in one call."""
+    def apply(self, constrained: list[tuple[Constraint, Row]]) -> list[str | None]:
+        """Sets the logits of tokens that may not come to -inf, in place; the masks are computed in one call.
+
+        What went wrong with each, if anything did.
+        """
         n = len(constrained)
         if n > len(self._bits):
             self._bits = np.zeros((n, self._words), np.int32)
@@ -136,3 +157,4 @@ class Masks:
         allowed = np.unpackbits(self._bits[:n].view(np.uint8), axis=1, count=self._n_vocab, bitorder="little")
         for (_, row), may_come in zip(constrained, allowed, strict=True):
             np.copyto(row, np.float32(-np.inf), where=may_come == 0)
+        return [constraint.error for constraint, _ in constrained]

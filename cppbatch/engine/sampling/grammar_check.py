@@ -44,6 +44,9 @@ class GrammarChecker:
             line = child.stdout.readline()
         except BrokenPipeError:
             line = ""
+        except BaseException:  # Ctrl-C: what it answers now would be taken for the answer to the next
+            self._end()
+            raise
         finally:
             timer.cancel()
         if line:

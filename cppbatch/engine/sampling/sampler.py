@@ -50,12 +50,16 @@ class Sampler:
         errors = run_processors(sequences, logits)
         for sequence, row in zip(sequences, logits, strict=True):
             apply_bans_and_biases(sequence, row)
-        constrained = [(s.constraint, row) for s, row in zip(sequences, logits, strict=True) if s.constraint]
-        if constrained:
-            self._masks.apply(constrained)
+        self._apply_grammars(sequences, logits, errors)
         tokens = [IMPOSSIBLE] * len(sequences)
         self._choose(sequences, logits, tokens, errors)
         return [self._choice(i, sequences[i], tokens[i], errors.get(i), likelihoods.get(i)) for i in range(len(tokens))]
+
+    def _apply_grammars(self, sequences: list[Sequence], logits: Rows, errors: dict[int, str]) -> None:
+        constrained = {i: s.constraint for i, s in enumerate(sequences) if s.constraint and i not in errors}
+        if constrained:
+            faults = self._masks.apply([(constraint, logits[i]) for i, constraint in constrained.items()])
+            errors |= {i: fault for i, fault in zip(constrained, faults, strict=True) if fault}
 
     def _choose(self, sequences: list[Sequence], logits: Rows, tokens: list[int], errors: dict[int, str]) -> None:
         """Fills in `tokens`, and `errors` where there is none."""

@@ -1,0 +1,785 @@
+"""Structured output on tiny models: texts match, bad grammars are refused, forced tokens only save time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLParserLimits
+
+from cppbatch import (
+    BatchInferenceEngine,
+    Completion,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    InvalidRequest,
+    SamplingParams,
+)
+from cppbatch.engine.sampling import grammar, grammar_check
+from cppbatch.engine.sampling.finite import has_finite_instance
+from cppbatch.engine.sequence import Sequence
+from tests.fakes import EOG, PIECES, context_of, drain, fake_engine, greedy, reference
+from tests.schemas import SCHEMAS, fault
+
+SETTINGS = {"n_ctx": 4096, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off", "prefix_cache": False}
+PROMPT = "what will they say"
+ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+Fields = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
+    with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def fakes() -> Iterator[Callable[..., BatchInferenceEngine]]:
+    """Makes fake engines, and closes them at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **its: stack.enter_context(fake_engine(**its))
+
+
+def one(engine: BatchInferenceEngine, params: SamplingParams, prompt: str | list[int] = PROMPT) -> Completion:
+    (result,) = engine.generate([prompt], params)
+    return result
+
+
+def prepare(engine: BatchInferenceEngine, **fields: Any) -> Sequence:
+    return engine.prepare(GenerationRequest(id="prepared", prompt=PROMPT, params=SamplingParams(**fields)))
+
+
+def text_of(events: list[GenerationEvent], name: str) -> str:
+    return "".join(event.text for event in events if event.request_id == name)
+
+
+def spell(text: str) -> list[int]:
+    """The fake model's tokens of one letter each."""
+    return [PIECES.index(letter.encode()) for letter in text]
+
+
+# --- what comes out matches ------------------------------------------------------------------------------------------
+
+PERSON = SCHEMAS["an object"][1]
+GBNF = 'root ::= ("ab" | item+) "!"\nitem ::= [c-e] digit{1,2} | "é"\ndigit ::= [0-9]'
+LARK = 'start: pair ("," pair)*\npair: KEY "=" VALUE\nKEY: /[a-f]{1,3}/\nVALUE: /[0-9]{1,2}/ | "日本"'
+CHOICES = ["yes", "yes, please", "no", '"quoted" \\ /a|b/i', "new\nline", "🙂 é"]
+
+
+def is_(regex: str) -> Callable[[str], bool]:
+    return lambda text: re.fullmatch(regex, text) is not None
+
+
+def is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+KINDS: dict[str, tuple[Fields, Callable[[str], bool]]] = {
+    "a schema": ({"json_schema": PERSON}, lambda text: fault(text, PERSON) is None),
+    "a schema as text": ({"json_schema": json.dumps(PERSON)}, lambda text: fault(text, PERSON) is None),
+    "any object": ({"json_schema": {"type": "object"}}, is_object),
+    "any JSON": ({"json_schema": True}, lambda text: fault(text, {}) is None),
+    "a regular expression": ({"guided_regex": r"[a-f]{2,5}-\d{3}/(é|日本)?"}, is_(r"[a-f]{2,5}-\d{3}/(é|日本)?")),
+    "a choice": ({"guided_choice": CHOICES}, lambda text: text in CHOICES),
+    "GBNF": ({"grammar": GBNF}, is_(r"(ab|([c-e][0-9]{1,2}|é)+)!")),
+    "Lark": ({"grammar": LARK}, is_(r"[a-f]{1,3}=([0-9]{1,2}|日本)(,[a-f]{1,3}=([0-9]{1,2}|日本))*")),
+}
+WAYS: dict[str, Fields] = {
+    "greedy": {"temperature": 0},
+    "drawn": {"temperature": 1.5, "top_k": 0, "top_p": 1, "min_p": 0},
+    "penalties": {"repetition_penalty": 1.5, "presence_penalty": 2, "frequency_penalty": 2},
+    "DRY": {"dry_multiplier": 2, "dry_allowed_length": 1},
+    "XTC": {"xtc_probability": 1, "xtc_threshold": 0.01},
+    "typical": {"typical_p": 0.5},
+    "top-n-sigma": {"top_n_sigma": 1},
+    "dynamic temperature": {"dynatemp_range": 0.5},
+    "mirostat 1": {"mirostat": 1},
+    "mirostat 2": {"mirostat": 2},
+    "adaptive": {"adaptive_target": 0.3},
+    "log-probabilities": {"logprobs": 3},
+    "biases": {"logit_bias": {str(token): 100 for token in range(5)}},
+    "a processor": {"logits_processor": lambda tokens, _: np.random.default_rng(len(tokens)).normal(size=512)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_every_kind_of_grammar_is_kept_to_however_tokens_are_chosen(engine: BatchInferenceEngine, way: Fields) -> None:
+    kinds = [kind for kind in KINDS for _ in range(4)]
+    params = [SamplingParams(max_tokens=100, seed=i, **way, **KINDS[kind][0]) for i, kind in enumerate(kinds)]
+    results = engine.generate([PROMPT] * len(params), params)
+    finished = []
+    for kind, result in zip(kinds, results, strict=True):
+        assert result.finish_reason in ENDS, result.error
+        if result.finish_reason is FinishReason.STOP:
+            assert KINDS[kind][1](result.text), (kind, result.text)
+            finished.append(kind)
+    assert {"a schema", "a regular expression", "a choice"} <= set(finished)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_grammar_finishes_at_times(engine: BatchInferenceEngine, kind: str) -> None:
+    params = [SamplingParams(max_tokens=100, seed=i, temperature=1.5, **KINDS[kind][0]) for i in range(8)]
+    results = engine.generate([PROMPT] * len(params), params)
+    assert FinishReason.STOP in [result.finish_reason for result in results]
+    assert len({result.text for result in results}) > 1
+
+
+def test_a_constrained_text_is_the_same_alone_and_in_company(engine: BatchInferenceEngine) -> None:
+    params = [greedy(60, **fields) for fields, _ in KINDS.values()]
+    together = engine.generate([PROMPT] * len(params), params)
+    assert [one(engine, its).text for its in params] == [result.text for result in together]
+
+
+def test_choices_of_one_prompt_share_a_grammar_and_each_is_its_own_text(engine: BatchInferenceEngine) -> None:
+    params = SamplingParams(guided_regex="[a-z]{12}", temperature=2, seed=-1, max_tokens=20)
+    texts = [result.text for result in engine.generate([PROMPT], params, n=16)]
+    assert all(re.fullmatch("[a-z]{12}", text) for text in texts)
+    assert len(set(texts)) > 8
+
+
+def test_properties_come_in_the_order_of_the_schema(engine: BatchInferenceEngine) -> None:
+    properties = {name: {"const": i} for i, name in enumerate("zbya")}
+    schema = {"type": "object", "properties": properties, "required": list("abyz"), "additionalProperties": False}
+    assert list(json.loads(one(engine, greedy(80, json_schema=schema)).text)) == list("zbya")
+
+
+def test_a_stream_gives_the_text_piece_by_piece(engine: BatchInferenceEngine) -> None:
+    params = greedy(80, json_schema={"const": "日本 🙂 and the rest"})
+    events = list(engine.stream(PROMPT, params))
+    assert json.loads("".join(event.text for event in events)) == "日本 🙂 and the rest"
+    assert sum(len(event.tokens) for event in events) == events[-1].usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_an_echoed_prompt_stands_before_the_text(engine: BatchInferenceEngine) -> None:
+    assert one(engine, greedy(20, guided_choice=["answer"], echo=True)).text == PROMPT + "answer"
+
+
+# --- bad grammars ----------------------------------------------------------------------------------------------------
+
+NESTED = {"type": "integer"}
+for _ in range(400):
+    NESTED = {"type": "array", "items": NESTED, "minItems": 1}  # type: ignore[dict-item]
+
+BAD: dict[str, tuple[Fields, str, str]] = {
+    "a regex that is none": ({"guided_regex": "a(b"}, "guided_regex", "unclosed group"),
+    "look-around": ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
+    "a regex nothing matches": ({"guided_regex": r"a[^\x00-\U0010ffff]"}, "guided_regex", "."),
+    "a regex with half a character": ({"guided_regex": "\ud800"}, "guided_regex", "."),
+    "a regex of another type": ({"guided_regex": 5}, "guided_regex", "must be a string"),
+    "a regex of a megabyte": ({"guided_regex": "a" * (1 << 20)}, "guided_regex", "1,048,576 letters; the limit is"),
+    "GBNF with an unknown rule": ({"grammar": 'root ::= "a" foo'}, "grammar", "foo"),
+    "GBNF without a root": ({"grammar": 'top ::= "a"'}, "grammar", "root"),
+    "GBNF without an end": ({"grammar": 'root ::= root "a"'}, "grammar", "."),
+    "GBNF that is nested deeply": ({"grammar": f"root ::= {'(' * 9999}{')' * 9999}"}, "grammar", "deep|recursion"),
+    "Lark with an unknown name": ({"grammar": 'start: "a" FOO'}, "grammar", "FOO"),
+    "Lark with an open string": ({"grammar": 'start: "a'}, "grammar", "."),
+    "Lark that is nested deeply": ({"grammar": f'start: {"(" * 9999}"a"{")" * 9999}'}, "grammar", "deep"),
+    "a grammar that is none": ({"grammar": "hello"}, "grammar", "."),
+    "an empty grammar": ({"grammar": ""}, "grammar", "."),
+    "a grammar of another type": ({"grammar": ["a"]}, "grammar", "must be a string"),
+    "an unknown type": ({"json_schema": {"type": "text"}}, "json_schema", "text"),
+    "a type of another type": ({"json_schema": {"type": 5}}, "json_schema", "type"),
+    "an unsupported keyword": ({"json_schema": {"not": {"type": "string"}}}, "json_schema", "not"),
+    "an unsupported format": ({"json_schema": {"type": "string", "format": "poem"}}, "json_schema", "poem"),
+    "a megabyte": ({"json_schema": {"enum": ["x" * (1 << 20)]}}, "json_schema", r"1,048,\d{3} letters; the limit is"),
+    "a schema that is nested deeply": ({"json_schema": NESTED}, "json_schema", "nested too deeply"),
+    "text that is nested deeply": (
+        {"json_schema": '{"items":' * 10_000 + "{}" + "}" * 10_000},
+        "json_schema",
+        "nested too deeply",
+    ),
+    "text that is no JSON": ({"json_schema": "{'type': 'object'}"}, "json_schema", "is not JSON"),
+    "JSON that is no schema": ({"json_schema": "[1, 2]"}, "json_schema", "a schema is an object, true or false"),
+    "a schema that is no JSON": ({"json_schema": {"enum": {1, 2}}}, "json_schema", "is not JSON"),
+    "not a number": ({"json_schema": {"const": float("nan")}}, "json_schema", "is not JSON"),
+    "no finite instance": (
+        {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+        "json_schema",
+        "no finite JSON",
+    ),
+    "the schema false": ({"json_schema": False}, "json_schema", "no JSON|[Uu]nsatisfiable"),
+    "bounds that exclude everything": (
+        {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}},
+        "json_schema",
+        r"minimum \(5\) is greater than maximum \(3\)",
+    ),
+    "an empty enum": ({"json_schema": {"enum": []}}, "json_schema", "."),
+    "a reference to nowhere": ({"json_schema": {"$ref": "#/$defs/a"}}, "json_schema", "/\\$defs/a"),
+    "a reference to elsewhere": ({"json_schema": {"$ref": "https://example.com/a.json"}}, "json_schema", "example.com"),
+    "a bad pattern": ({"json_schema": {"type": "string", "pattern": "a(b"}}, "json_schema", "unclosed group"),
+    "half a character": ({"json_schema": r'{"const": "\ud800"}'}, "json_schema", "."),
+    "no choice": ({"guided_choice": []}, "guided_choice", "at least one string"),
+    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "none that is empty"),
+    "a choice of numbers": ({"guided_choice": [1, 2]}, "guided_choice", "list of strings"),
+    "two grammars": ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar", "together with guided_regex"),
+}
+
+
+@pytest.mark.parametrize(("fields", "field", "words"), BAD.values(), ids=BAD)
+def test_a_bad_grammar_is_refused_with_its_field_and_one_clear_reason(
+    engine: BatchInferenceEngine, fields: Fields, field: str, words: str
+) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as refusal:
+            prepare(engine, **fields)
+        message = str(refusal.value)
+        assert refusal.value.field == field
+        assert message.startswith(f"{field}: ")
+        assert re.search(words, message.removeprefix(f"{field}: "))
+        assert len(message) < 600
+        assert "<" not in message.replace(str(fields[field]), ""), "llguidance's own marks"
+
+
+def test_bad_grammars_change_nothing_for_a_neighbour_before_beside_or_after_them(engine: BatchInferenceEngine) -> None:
+    params = [greedy(len(BAD) + 5, ignore_eos=True), greedy(len(BAD) + 5, guided_regex="[a-z ]{300}")]
+    alone = [result.text for result in engine.generate([PROMPT] * 2, params)]
+    names = [engine.add_request(PROMPT, its) for its in params]
+    events = engine.step()
+    for fields, *_ in BAD.values():
+        with pytest.raises(InvalidRequest):
+            engine.add_request(PROMPT, SamplingParams(**fields))
+        events += engine.step()
+    events += drain(engine)
+    assert [text_of(events, name) for name in names] == alone
+    assert [result.text for result in engine.generate([PROMPT] * 2, params)] == alone
+
+
+# --- grammars that are large, or ask for much ------------------------------------------------------------------------
+
+
+def properties(n: int, *, required: bool) -> Fields:
+    names = {f"property_{i}": {"type": "integer"} for i in range(n)}
+    return {
+        "type": "object",
+        "properties": names,
+        "required": list(names) if required else [],
+        "additionalProperties": False,
+    }
+
+
+HARD: dict[str, Fields] = {
+    "repetitions of repetitions": {"guided_regex": "(a{1,1000}){1,1000}"},
+    "50 times anything": {"guided_regex": "(.*a){50}"},
+    "many letters": {"guided_regex": ".{100000}"},
+    "many options": {"guided_regex": "(a?){5000}b"},
+    "many alternatives": {"guided_regex": "|".join(f".*{i}.*" for i in range(3000))},
+    "letters of all languages": {"guided_regex": r"(\p{L}|\p{N}){1,5000}x"},
+    "a guess of how far it is to the end": {"guided_regex": "(.*[a-z].{30}x){5}"},
+    "100 KB of choices": {"guided_choice": [f"choice number {i}" for i in range(5000)]},
+    "a 100 KB enum": {"json_schema": {"enum": [f"value {i} of many" for i in range(5000)]}},
+    "500 properties": {"json_schema": properties(500, required=True)},
+    "500 optional properties": {"json_schema": properties(500, required=False)},
+    "2000 optional properties": {"json_schema": properties(2000, required=False)},
+    "a long array": {"json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 100_000}},
+    "a long string": {"json_schema": {"type": "string", "minLength": 100_000}},
+    "a multiple": {"json_schema": {"type": "integer", "multipleOf": 99_991}},
+    "arrays in arrays": {"json_schema": json.loads('{"type":"array","minItems":1,"items":' * 100 + "{}" + "}" * 100)},
+    "references that double": {
+        "json_schema": {
+            "$ref": "#/$defs/0",
+            "$defs": {
+                **{str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(30)},
+                "30": {"type": "integer"},
+            },
+        }
+    },
+    "GBNF that never ends": {"grammar": 'root ::= "a" root'},
+    "GBNF with more than one reading": {"grammar": 'root ::= root root | [a-z] | ""'},
+    "Lark with more than one reading": {"grammar": "start: e\ne: e e e | e e | /[a-z]?/ | /[ab]/ | /./"},
+    "Lark with many rules": {
+        "grammar": "start: a0\n" + "".join(f'a{i}: "x" a{i + 1} | "y"\n' for i in range(3000)) + 'a3000: "z"'
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", HARD.values(), ids=HARD)
+def test_a_hard_grammar_stalls_nobody_and_ends_or_is_refused(engine: BatchInferenceEngine, fields: Fields) -> None:
+    beside = greedy(60, ignore_eos=True)
+    alone = one(engine, beside).text
+    neighbour = engine.add_request(PROMPT, beside)
+    events, names, longest = engine.step(), [], 0.0
+    began = perf_counter()
+    with contextlib.suppress(InvalidRequest):
+        names = [engine.add_request(PROMPT, SamplingParams(seed=i, max_tokens=50, **fields)) for i in range(2)]
+    assert perf_counter() - began < 10
+    while engine.has_work:
+        began = perf_counter()
+        events += engine.step()
+        longest = max(longest, perf_counter() - began)
+    assert longest < 2
+    assert text_of(events, neighbour) == alone
+    ended = [event for event in events if event.finish_reason and event.request_id in names]
+    assert len(ended) == len(names)
+    assert all(
+        event.error if event.finish_reason is FinishReason.ERROR else event.finish_reason in ENDS for event in ended
+    )
+
+
+def limited(engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch, regex: str) -> SamplingParams:
+    """A request with a grammar that soon needs more than it may."""
+    few = LLParserLimits(max_lexer_states=1000, verbose_errors=False)
+    monkeypatch.setattr(grammar, "LIMITS", few)
+    params = SamplingParams(seed=3, max_tokens=200, temperature=2, top_k=0, guided_regex=regex)
+    engine.prepare(GenerationRequest(id="prepared", prompt=PROMPT, params=params))
+    return params
+
+
+def test_a_text_that_the_grammars_limits_cut_off_is_no_text_that_has_ended(
+    engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = limited(engine, monkeypatch, "([a-z ]*[aei][a-z ]{20}c)+")
+    results = engine.generate([PROMPT] * 8, [msgspec.structs.replace(params, seed=i) for i in range(8)])
+    assert {(result.finish_reason, bool(result.error)) for result in results} == {(FinishReason.ERROR, True)}
+
+
+def test_what_one_request_needs_of_a_grammars_limits_is_not_missing_for_the_next(
+    engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = limited(engine, monkeypatch, "([a-z ]*[aeo][a-z ]{20}d)+")
+    results = [one(engine, params) for _ in range(4)]
+    assert len(results[0].tokens) > 5
+    assert {(result.text, result.finish_reason) for result in results} == {(results[0].text, results[0].finish_reason)}
+
+
+def test_a_grammar_that_would_take_hours_to_read_is_given_up(
+    engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_check, "_PATIENCE_S", 1.0)
+    began = perf_counter()
+    with pytest.raises(InvalidRequest, match=r"^json_schema: is too complex"):
+        prepare(engine, json_schema={"type": "integer", "multipleOf": 99_999_989})
+    assert perf_counter() - began < 5
+    assert one(engine, greedy(9, guided_regex="after that [0-9]")).text.startswith("after that ")
+
+
+def test_ctrl_c_while_a_grammar_is_read_leaves_nothing_behind_for_the_next(tiny_llama: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
+        prepare(engine, guided_regex="ready")
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            prepare(engine, json_schema={"type": "integer", "multipleOf": 199_999})
+        assert one(engine, greedy(9, guided_choice=["interrupted"])).text == "interrupted"
+        assert one(engine, greedy(9, guided_choice=["and again"])).text == "and again"
+
+
+# --- forced tokens ---------------------------------------------------------------------------------------------------
+
+LETTERS = "dponmlkjihgfeefghijklm"
+
+
+def test_forced_tokens_take_no_decode(fakes: Callable[..., BatchInferenceEngine]) -> None:
+    engine = fakes()
+    result = one(engine, greedy(40, guided_regex=LETTERS), [1, 2])
+    assert (result.text, result.tokens, result.finish_reason) == (LETTERS, spell(LETTERS), FinishReason.STOP)
+    assert engine.stats().forced_tokens == len(LETTERS) - 1
+    assert context_of(engine).steps == [{0: 2}]
+    assert result.usage.completion_tokens == engine.stats().generated_tokens == len(LETTERS)
+
+
+def test_forced_tokens_in_the_middle_are_computed_together_when_the_next_is_to_be_chosen(
+    fakes: Callable[..., BatchInferenceEngine],
+) -> None:
+    engine = fakes(n_batch=64)
+    result = one(engine, greedy(40, guided_regex=f"[ij]{LETTERS}[kl]"), [1, 2])
+    assert re.fullmatch(f"[ij]{LETTERS}[kl]", result.text)
+    assert context_of(engine).steps == [{0: 2}, {0: 1 + len(LETTERS)}]
+
+
+def test_a_text_is_the_same_with_and_without_forced_tokens(fakes: Callable[..., BatchInferenceEngine]) -> None:
+    engine = fakes(n_ctx=256)
+    regex = "([d-p]{3}ijkl|[d-f]{2}mnop){4}[g-k]"
+    prompts = [[i, i + 1] for i in range(12)]
+    forced = engine.generate(prompts, greedy(60, guided_regex=regex))
+    assert engine.stats().forced_tokens > 100
+    n_forced = engine.stats().forced_tokens
+    unforced = engine.generate(prompts, greedy(60, guided_regex=regex, logprobs=0))
+    assert engine.stats().forced_tokens == n_forced
+    assert [(its.tokens, its.text, its.finish_reason) for its in forced] == [
+        (its.tokens, its.text, its.finish_reason) for its in unforced
+    ]
+    assert all(len(its.logprobs) == len(its.tokens) for its in unforced)
+
+
+@pytest.mark.parametrize("max_tokens", range(1, len(LETTERS) + 1))
+def test_forced_tokens_are_never_more_than_max_tokens(
+    fakes: Callable[..., BatchInferenceEngine], max_tokens: int
+) -> None:
+    result = one(fakes(), greedy(max_tokens, guided_regex=LETTERS), [1, 2])
+    assert (result.text, len(result.tokens)) == (LETTERS[:max_tokens], max_tokens)
+    assert result.finish_reason is (FinishReason.STOP if max_tokens == len(LETTERS) else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_string_within_forced_text_ends_it(
+    fakes: Callable[..., BatchInferenceEngine], include_stop: bool
+) -> None:
+    params = greedy(40, guided_regex=LETTERS, stop=("zz", "kji", "gf"), include_stop=include_stop)
+    result = one(fakes(), params, [1, 2])
+    assert (result.text, result.finish_reason) == ("dponml" + "kji" * include_stop, FinishReason.STOP)
+    assert result.tokens == spell("dponmlkji")
+
+
+def test_a_stop_token_within_forced_text_ends_it_and_is_no_part_of_it(
+    fakes: Callable[..., BatchInferenceEngine],
+) -> None:
+    result = one(fakes(), greedy(40, guided_regex=LETTERS, stop_token_ids=tuple(spell("k"))), [1, 2])
+    assert (result.text, result.tokens, result.finish_reason) == ("dponml", spell("dponml"), FinishReason.STOP)
+
+
+def test_a_suppressed_token_is_not_forced_either(fakes: Callable[..., BatchInferenceEngine]) -> None:
+    result = one(fakes(), greedy(40, guided_regex=LETTERS, suppress_tokens=tuple(spell("k"))), [1, 2])
+    assert not set(spell("k")) & set(result.tokens)
+
+
+def test_forced_tokens_of_many_requests_are_computed_within_the_limit_of_a_step(
+    fakes: Callable[..., BatchInferenceEngine],
+) -> None:
+    engine = fakes(n_ctx=512, n_parallel=8, n_batch=8)
+    results = engine.generate([[i, 1] for i in range(8)], greedy(60, guided_regex=f"([ij]{LETTERS}){{2}}[kl]"))
+    assert all(re.fullmatch(f"([ij]{LETTERS}){{2}}[kl]", result.text) for result in results)
+    assert max(sum(step.values()) for step in context_of(engine).steps) <= 8
+
+
+# --- cells run out, steps are interrupted ----------------------------------------------------------------------------
+
+MIXED = ("([a-p]{3}dponm){4}", "[ij]ponmlkjihgfed[a-p ]{4}ponmlkjihgfed[k-p]", "([a-p ]{12}lmno)+ponm", "[a-p]{30}")
+
+
+def mixed_params(n: int) -> list[SamplingParams]:
+    return [greedy(40, guided_regex=MIXED[i % 5]) if i % 5 < 4 else greedy(40, ignore_eos=True) for i in range(n)]
+
+
+def mixed_texts(engine: BatchInferenceEngine, n: int) -> list[str]:
+    return [result.text for result in engine.generate([[i, i + 1, i + 2] for i in range(n)], mixed_params(n))]
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
+@pytest.mark.parametrize("swap_space", [0, 2, 1024])
+def test_preempted_constrained_texts_are_those_of_ample_cells(
+    fakes: Callable[..., BatchInferenceEngine], swap_space: int, unified: bool
+) -> None:
+    ample = mixed_texts(fakes(n_ctx=1024), 20)
+    for text, its in zip(ample, mixed_params(20), strict=True):
+        assert its.guided_regex is None or its.max_tokens == 40 or re.fullmatch(its.guided_regex, text)
+    engine = fakes(n_ctx=96 if unified else 8 * 48, n_parallel=8, swap_space=swap_space, unified=unified)
+    assert mixed_texts(engine, 20) == ample
+    stats = engine.stats()
+    assert stats.forced_tokens > 100
+    if unified:
+        assert (stats.swaps > 0) == (swap_space > 0)
+        assert (stats.recomputes > 0) == (swap_space < 1024)
+    assert (stats.kv_cells_used, stats.swapped_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("swap_space", [0, 1024])
+def test_preempted_constrained_texts_of_a_real_model_are_those_of_ample_cells(
+    tiny_llama: Path, swap_space: int
+) -> None:
+    params = [greedy(48, guided_regex="([a-z ]{8}, and so on; ){9}", stop=("z, and",)) for _ in range(8)]
+    prompts = ["the cat " * (i + 1) for i in range(8)]
+    texts = []
+    for n_ctx in (4096, 256):
+        its = {**SETTINGS, "n_ctx": n_ctx, "kv_layout": "unified", "swap_space": swap_space}
+        with BatchInferenceEngine(tiny_llama, **its) as engine:
+            texts.append([result.text for result in engine.generate(prompts, params)])
+            stats = engine.stats()
+    assert texts[0] == texts[1]
+    assert stats.swaps + stats.recomputes > 0
+
+
+def interrupt_sampling(engine: BatchInferenceEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine, "_sample", interrupt)
+
+
+def interrupt_advancing(engine: BatchInferenceEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine._outputs, "accept", interrupt)
+
+
+def interrupt_between_tokens(engine: BatchInferenceEngine, patch: pytest.MonkeyPatch) -> None:
+    piece, counter = engine._vocab.piece, iter(range(100))
+    patch.setattr(
+        engine._vocab, "piece", lambda *args, **its: interrupt() if next(counter) == 5 else piece(*args, **its)
+    )
+
+
+def drain_into(events: list[GenerationEvent], engine: BatchInferenceEngine) -> None:
+    while engine.has_work:
+        events += engine.step()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "moment", [interrupt_sampling, interrupt_advancing, interrupt_between_tokens], ids=lambda moment: moment.__name__
+)
+@pytest.mark.parametrize("n_steps", [0, 1, 4])
+def test_ctrl_c_in_a_step_leaves_constrained_texts_whole(
+    fakes: Callable[..., BatchInferenceEngine],
+    moment: Callable[[BatchInferenceEngine, pytest.MonkeyPatch], None],
+    n_steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = mixed_texts(fakes(n_ctx=1024), 4)
+    engine = fakes(n_ctx=1024, n_batch=64)
+    names = [engine.add_request([i, i + 1, i + 2], its) for i, its in enumerate(mixed_params(4))]
+    events = [event for _ in range(n_steps) for event in engine.step()]
+    with monkeypatch.context() as broken:
+        moment(engine, broken)
+        with pytest.raises(KeyboardInterrupt):
+            drain_into(events, engine)
+    events += drain(engine)
+    assert [text_of(events, name) for name in names] == whole
+
+
+# --- where a text ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 30}, {"ignore_eos": True, "min_tokens": 30}])
+def test_a_grammar_ends_its_text_whatever_is_said_of_ends(engine: BatchInferenceEngine, fields: Fields) -> None:
+    for regex in ("[a-c]", "[a-c]{3}", "abc", "(ab|abc)"):
+        result = one(engine, greedy(40, guided_regex=regex, **fields))
+        assert result.finish_reason is FinishReason.STOP
+        assert re.fullmatch(regex, result.text)
+
+
+def test_a_finished_grammar_ends_at_once_without_a_step_for_its_end(fakes: Callable[..., BatchInferenceEngine]) -> None:
+    engine = fakes()
+    result = one(engine, greedy(40, guided_regex="[d-f]{4}"), [1, 2])
+    assert result.finish_reason is FinishReason.STOP
+    assert len(result.tokens) == len(context_of(engine).steps) == 4
+    assert not EOG & set(result.tokens)
+
+
+def test_where_a_grammar_allows_both_the_model_says_whether_its_text_ends(
+    fakes: Callable[..., BatchInferenceEngine],
+) -> None:
+    engine = fakes(n_ctx=256)
+    results = engine.generate([[i] for i in range(20)], greedy(30, guided_regex="([d-p]{2})*"))
+    ends = [result for result in results if result.finish_reason is FinishReason.STOP]
+    assert {len(result.text) % 2 for result in ends} == {0}
+    assert len({len(result.text) for result in ends}) > 3
+
+
+def test_the_empty_text_may_be_all_that_matches(engine: BatchInferenceEngine) -> None:
+    result = one(engine, greedy(5, guided_regex=""))
+    assert (result.text, result.tokens, result.finish_reason) == ("", [], FinishReason.STOP)
+
+
+def test_a_grammar_that_the_vocabulary_cannot_spell_is_no_text_that_has_ended(
+    fakes: Callable[..., BatchInferenceEngine],
+) -> None:
+    with contextlib.suppress(InvalidRequest):  # the earlier the better
+        result = one(fakes(), greedy(9, guided_regex="d[xyz]"), [1, 2])
+        assert (result.finish_reason, bool(result.error)) == (FinishReason.ERROR, True)
+
+
+def test_where_everything_allowed_is_suppressed_the_request_ends_with_an_error_and_no_other_does(
+    fakes: Callable[..., BatchInferenceEngine],
+) -> None:
+    params = [greedy(9, guided_regex="d[ef]", suppress_tokens=tuple(spell("ef"))), greedy(9)]
+    stuck, free = fakes().generate([[1, 2]] * 2, params)
+    assert (stuck.finish_reason, bool(stuck.error)) == (FinishReason.ERROR, True)
+    assert (free.tokens, free.text, free.finish_reason) == reference([1, 2], greedy(9))
+
+
+# --- special tokens --------------------------------------------------------------------------------------------------
+
+
+def specials(engine: BatchInferenceEngine) -> list[int]:
+    vocab = engine._vocab
+    return [token for token in range(vocab.n_tokens) if vocab.piece(token, special=True) and not vocab.piece(token)]
+
+
+def test_special_tokens_never_come_out_of_a_grammar(engine: BatchInferenceEngine) -> None:
+    special = specials(engine)
+    assert len(special) >= 4
+    params = [
+        SamplingParams(seed=i, temperature=1.5, max_tokens=40, logit_bias=dict.fromkeys(special, 100.0), **fields)
+        for i, fields in enumerate([{"guided_regex": "(?s).{40,}"}, *(its for its, _ in KINDS.values())] * 2)
+    ]
+    for result in engine.generate([PROMPT] * len(params), params):
+        assert not set(special) & set(result.tokens)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 0}], ids=["forced", "unforced"])
+@pytest.mark.parametrize("kind", ["guided_choice", "json_schema", "grammar"])
+def test_a_text_that_looks_like_a_special_token_is_spelled_in_ordinary_ones(
+    engine: BatchInferenceEngine, kind: str, fields: Fields
+) -> None:
+    text = "say <|im_end|> </s> now"
+    its = {"guided_choice": [text], "json_schema": {"const": text}, "grammar": f'root ::= "{text}"'}[kind]
+    result = one(engine, greedy(60, **{kind: its}, **fields))
+    assert (result.text.strip('"'), result.finish_reason) == (text, FinishReason.STOP)
+    assert not set(specials(engine)) & set(result.tokens)
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"json_schema": {"enum": [f"{i} of many" for i in range(6000)]}}, {"guided_regex": "a(b" * 3000}],
+    ids=["good", "bad"],
+)
+def test_a_grammar_is_compiled_once(engine: BatchInferenceEngine, fields: Fields) -> None:
+    seconds = []
+    for _ in range(4):
+        began = perf_counter()
+        with contextlib.suppress(InvalidRequest):
+            prepare(engine, **fields)
+        seconds.append(perf_counter() - began)
+    assert min(seconds[1:]) * 2 < seconds[0]
+
+
+def test_sequences_of_one_compiled_grammar_do_not_move_each_other(engine: BatchInferenceEngine) -> None:
+    first, second = (prepare(engine, guided_regex="[ab][cd]").constraint for _ in range(2))
+    assert first
+    assert second
+    tokens = engine._vocab.tokenize("ac", add_special=False).tolist()
+    assert [first.accept(token) for token in tokens] == [True, True]
+    assert (first.is_done, second.is_done) == (True, False)
+    assert [second.accept(token) for token in tokens] == [None, None]
+
+
+def test_any_thread_may_prepare_while_the_engine_runs(engine: BatchInferenceEngine) -> None:
+    fields = [its for its, _ in KINDS.values()] + [{"guided_regex": f"[a-z]{{{n}}}"} for n in range(1, 25)]
+    beside = greedy(80, guided_regex="[a-z ]{300}")
+    alone = one(engine, beside).text
+    name = engine.add_request(PROMPT, beside)
+    with ThreadPoolExecutor(8) as threads:
+        sequences = threads.map(lambda its: prepare(engine, **its), fields * 3)
+        events = drain(engine)
+        assert all(sequence.constraint for sequence in sequences)
+    assert text_of(events, name) == alone
+
+
+# --- schemas without a finite instance -------------------------------------------------------------------------------
+
+LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["#", "#/", "#/$defs/a", "#/properties/a", "#/anyOf/0", "object", "array", "string", "a", "b"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
+        st.sampled_from(
+            ["$ref", "$defs", "type", "properties", "required", "items", "prefixItems", "minItems", "anyOf", "oneOf",
+             "allOf", "const", "enum", "a", "b", ""]
+        ),
+        inner,
+        max_size=5,
+    ),
+    max_leaves=25,
+)  # fmt: skip
+
+
+def without_references(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [without_references(part) for part in schema]
+    if isinstance(schema, dict):
+        return {key: without_references(part) for key, part in schema.items() if key != "$ref"}
+    return schema
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=500)
+@given(schema=ANYTHING)
+def test_any_json_has_a_finite_instance_or_none(schema: Any) -> None:
+    assert has_finite_instance(schema) in (True, False)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=500)
+@given(schema=ANYTHING)
+def test_what_refers_to_nothing_does_not_go_on_for_ever(schema: Any) -> None:
+    assert has_finite_instance(without_references(schema))
+
+
+FINITE: dict[str, Any] = {
+    "true": True,
+    "false, which has none at all": False,
+    "no schema": None,
+    "an optional property": {**LOOP, "required": []},
+    "a property that may be null": {
+        **LOOP, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    },
+    "one of them ends": {"oneOf": [{"$ref": "#"}, {"type": "integer"}]},
+    "objects, or no objects": {**LOOP, "type": ["object", "string"]},
+    "an array that may be empty": {"type": "array", "items": {"$ref": "#"}},
+    "an array whose tuple is enough": {
+        "type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1,
+    },
+    "no type": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    "a constant": {**LOOP, "const": {"a": 1}},
+    "a reference twice, but not within itself": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#/$defs/x"}},
+        "required": ["a", "b"],
+        "$defs": {"x": {"type": "integer"}},
+    },
+    "a reference to nowhere": {"$ref": "#/$defs/none"},
+    "a reference to elsewhere": {"$ref": "https://example.com"},
+    "a reference by a name": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#leaf"}},
+        "required": ["a"],
+        "$defs": {"leaf": {"$anchor": "leaf", "type": "integer"}},
+    },
+    "a reference into an array": {"anyOf": [{"$ref": "#/anyOf/1"}, {"type": "integer"}]},
+    "a reference with escapes": {"$ref": "#/$defs/a~1b~0", "$defs": {"a/b~": {"type": "integer"}}},
+    "required, but not described": {"type": "object", "required": ["a"]},
+}  # fmt: skip
+INFINITE: dict[str, Any] = {
+    "itself": {"$ref": "#"},
+    "a property": LOOP,
+    "a property of a property": {
+        "$ref": "#/$defs/x",
+        "$defs": {
+            "x": {"type": "object", "properties": {"b": {"$ref": "#/$defs/y"}}, "required": ["b"]},
+            "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]},
+        },
+    },
+    "two names for each other": {
+        "$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}},
+    },
+    "an array": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    "a tuple": {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
+    "beyond a tuple": {"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 2},
+    "all of them": {"allOf": [{"type": "object"}, {"$ref": "#"}]},
+    "any of them": {"anyOf": [{"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
+    "objects and arrays": {**LOOP, "type": ["object", "array"], "items": {"$ref": "#"}, "minItems": 1},
+    "within a list": {**LOOP, "properties": {"a": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", FINITE.values(), ids=FINITE)
+def test_a_schema_that_can_end_is_not_refused(schema: Any) -> None:
+    assert has_finite_instance(schema)
+
+
+@pytest.mark.parametrize("schema", INFINITE.values(), ids=INFINITE)
+def test_a_schema_that_requires_itself_within_itself_never_ends(schema: Any) -> None:
+    assert not has_finite_instance(schema)
+
+
+def test_a_schema_of_many_branches_is_looked_at_in_bounded_time() -> None:
+    names = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(60)}
+    began = perf_counter()
+    has_finite_instance(
+        {"$ref": "#/$defs/0", "$defs": {**names, "60": LOOP | {"properties": {"a": {"$ref": "#/$defs/0"}}}}}
+    )
+    assert perf_counter() - began < 5
