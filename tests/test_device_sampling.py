@@ -10,7 +10,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout
 from cppbatch.engine.sampling.recipe import make_recipe
-from cppbatch.llama import Batch, Context, Model
+from cppbatch.llama import Batch, Context, Model, candidates
 from tests.fakes import FakeVocab
 
 PROMPTS = ["The capital of France is", "Once upon a time", "def f(x):", "1, 2, 3,"] * 4
@@ -64,6 +64,19 @@ def test_backend_and_host_agree_when_sequences_are_preempted(tiny_llama: Path) -
     ample = texts(tiny_llama, "unified", "host", params)
     tight = texts(tiny_llama, "unified", "backend", params, n_ctx=256, n_batch=64)
     assert [result.tokens for result in tight] == [result.tokens for result in ample]
+
+
+def test_a_seq_id_may_go_from_candidates_to_whole_rows_and_back_as_often_as_requests_want(tiny_llama: Path) -> None:
+    kinds: list[dict[str, object]] = [{}, {"logprobs": 1}, {"top_k": 0}] * 8
+    params = [SamplingParams(max_tokens=3, seed=i, **kind) for i, kind in enumerate(kinds)]  # type: ignore[arg-type]
+    with BatchInferenceEngine(tiny_llama, n_ctx=256, n_parallel=1, n_threads=1, sampling="backend") as engine:
+        assert all(len(engine.generate(["Hello"], its)[0].tokens) == 3 for its in params)
+
+
+def test_a_device_that_cannot_sample_leaves_it_to_the_host(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates.C, "llama_set_sampler", lambda *_: False)
+    with Model(tiny_llama) as model, Context(model, n_ctx=256, n_threads=1) as context:
+        assert not candidates.find_candidates_on_device(context)
 
 
 def test_prompts_are_scored_where_the_device_samples(tiny_llama: Path) -> None:

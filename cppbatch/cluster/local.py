@@ -27,7 +27,7 @@ from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
 log = logging.getLogger("cppbatch.engine")
 
-_INTAKE_THREADS = 4  # tokenising and compiling grammars: a slow one does not hold up the others
+_INTAKE_THREADS = 2  # for tokenising, and as many for grammars, so that a slow one holds up nobody else's text
 
 Command = Callable[[BatchInferenceEngine], object]
 
@@ -56,6 +56,7 @@ class LocalEngine:
         self._streams: dict[str, _Stream] = {}
         self._events: dict[str, asyncio.Queue[GenerationEvent | QueueFull]] = {}
         self._intake = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="cppbatch-intake")
+        self._grammars = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="cppbatch-grammars")
         # A daemon: an impatient second Ctrl-C must not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
         self._thread.start()
@@ -109,7 +110,8 @@ class LocalEngine:
 
     async def _prepare(self, request: GenerationRequest) -> Sequence:
         """On another thread: tokenising a long text takes a while, and so does compiling a grammar."""
-        return await self._loop.run_in_executor(self._intake, self._ready().prepare, request)
+        threads = self._grammars if request.params.is_constrained else self._intake
+        return await self._loop.run_in_executor(threads, self._ready().prepare, request)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
@@ -128,7 +130,8 @@ class LocalEngine:
     async def close(self) -> None:
         """Ends the engine after the step it is in; aborts a model that is still loading."""
         self._closing = True
-        await asyncio.to_thread(self._intake.shutdown)  # they read the model that goes next
+        for threads in (self._intake, self._grammars):  # they read the model that goes next
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._end_thread)
         atexit.unregister(self._end_thread)
 

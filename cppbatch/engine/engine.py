@@ -90,8 +90,11 @@ class BatchInferenceEngine:
     def prepare(self, request: GenerationRequest) -> Sequence:
         """Tokenises and validates a request. Any thread may call this, until the engine is closed.
 
-        Raises `InvalidRequest` for what can never run: an empty prompt, unknown token ids, too many tokens.
+        Raises `InvalidRequest` for what can never run: an empty prompt, unknown token ids, too many tokens, a bad
+        grammar; `EngineClosed`.
         """
+        if self._closed:
+            raise EngineClosed("the engine is closed")
         return self._intake.prepare(request)
 
     def add(self, sequence: Sequence) -> None:

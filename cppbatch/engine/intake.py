@@ -32,6 +32,7 @@ class Intake:
 
     def prepare(self, request: GenerationRequest) -> Sequence:
         """Tokenises, validates, compiles a grammar. Raises `InvalidRequest` naming the field."""
+        arrived_at = perf_counter()
         prompt = self._tokens(request.prompt)
         limit, n = self._info.max_sequence, len(prompt)
         if n >= limit:
@@ -43,7 +44,7 @@ class Intake:
         recipe = make_recipe(request.params, self._vocab, limit)
         constraint = self._grammars.constraint(request.params)
         max_new = limit - n if wanted is None else wanted
-        sequence = Sequence(request, prompt, max_new=max_new, seed=_seed(request.params.seed), now=perf_counter())
+        sequence = Sequence(request, prompt, max_new=max_new, seed=_seed(request.params.seed), now=arrived_at)
         sequence.recipe, sequence.constraint = recipe, constraint
         return sequence
 

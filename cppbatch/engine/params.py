@@ -13,6 +13,8 @@ from cppbatch.errors import InvalidRequest
 INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-3  # dividing logits by less would overflow float32
 MOST_LOGPROBS = 20
+_LONGEST_STOP, _MOST_STOP_LETTERS = 512, 16_384
+_MOST_BREAKERS = 32  # each is looked for in the whole vocabulary
 _LONGEST_BREAKER = 40  # letters: llama.cpp cuts DRY's breakers there
 
 SAMPLERS = (
@@ -66,8 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     """Do not let the model end the text, nor take a stop token, before this many tokens; not with a grammar."""
     seed: int | None = None
-    """Same seed, same text, whatever else is in the batch (but for ties in the last bits of a float); None, or -1 as
-    in llama.cpp: fresh entropy, which the result reports."""
+    """Same seed, same text, whatever else is in the batch, but for llama.cpp's rounding (docs/sampling.md); None, or
+    -1 as in llama.cpp: fresh entropy, which the result reports."""
 
     temperature: float = 0.8
     """0 (anything below 0.001) takes the likeliest token every time: greedy."""
@@ -207,6 +209,12 @@ def _check_lengths(params: SamplingParams) -> None:
         raise InvalidRequest("min_tokens", f"is {params.min_tokens}, more than max_tokens {params.max_tokens}")
     if "" in params.stop:
         raise InvalidRequest("stop", "has an empty string, which every text contains")
+    longest, letters = max(map(len, params.stop), default=0), sum(map(len, params.stop))
+    if longest > _LONGEST_STOP or letters > _MOST_STOP_LETTERS:  # all their beginnings are kept in memory
+        message = (
+            f"has {letters:,} letters, {longest:,} in one string; {_MOST_STOP_LETTERS:,} and {_LONGEST_STOP} may be"
+        )
+        raise InvalidRequest("stop", message)
 
 
 def _check_samplers(params: SamplingParams) -> None:
@@ -217,6 +225,9 @@ def _check_samplers(params: SamplingParams) -> None:
             raise InvalidRequest(f"samplers[{i}]", f"is {name!r} for the second time")
     if params.mirostat and params.adaptive_target >= 0:
         raise InvalidRequest("adaptive_target", "cannot be used together with mirostat: each draws in its own way")
+    n_breakers = len(params.dry_sequence_breakers)
+    if n_breakers > _MOST_BREAKERS:
+        raise InvalidRequest("dry_sequence_breakers", f"has {n_breakers} strings; there may be {_MOST_BREAKERS}")
     cut = tuple(breaker[:_LONGEST_BREAKER] for breaker in params.dry_sequence_breakers if breaker)
     msgspec.structs.force_setattr(params, "dry_sequence_breakers", cut)
 

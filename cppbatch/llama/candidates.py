@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 MOST_CANDIDATES = 128
 """Enough for top-k 40 with penalties on 64 recent tokens."""
 
+_MOST_RETIRED = 256
+
 
 class DeviceCandidates:
     """llama.cpp's backend sampling, with nothing but top-k in it: no state, no random numbers, the same for everybody.
@@ -30,21 +33,24 @@ class DeviceCandidates:
     def __init__(self, context: Context, n: int) -> None:
         self.n = n
         self._context = context
-        self._chains = [_top_k_chain(n) for _ in range(context.n_seq_max)]
-        self._in_use = [False] * context.n_seq_max
-        for seq_id in range(context.n_seq_max):
-            self.use(seq_id, wanted=True)
+        self._chains: list[Any] = [None] * context.n_seq_max
+        self._retired: deque[Any] = deque()
 
     def use(self, seq_id: int, *, wanted: bool) -> None:
         """Whether this seq_id's rows are candidates, or logits, from the next decode on. Raises `LlamaError`."""
-        if self._in_use[seq_id] != wanted:
-            if not C.llama_set_sampler(self._context.handle, seq_id, self._chains[seq_id] if wanted else None):
-                raise LlamaError("llama.cpp cannot sample on this device")
-            self._in_use[seq_id] = wanted
+        if self.uses(seq_id) == wanted:
+            return
+        if self._chains[seq_id] is not None:  # llama.cpp's last graph may still know it, and its address
+            self._retired.append(self._chains[seq_id])
+        self._chains[seq_id] = _top_k_chain(self.n) if wanted else None  # a chain can be attached only once
+        if not C.llama_set_sampler(self._context.handle, seq_id, self._chains[seq_id]) and wanted:
+            raise LlamaError("llama.cpp cannot sample on this device")
+        while len(self._retired) > _MOST_RETIRED:
+            C.llama_sampler_free(self._retired.popleft())
 
     def uses(self, seq_id: int) -> bool:
         """Whether its rows are candidates."""
-        return self._in_use[seq_id]
+        return self._chains[seq_id] is not None
 
     def of(self, rows: list[int], n_outputs: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Token ids, rising, and logits of these rows of the last decode, which had `n_outputs`: each [len(rows), n].
@@ -63,9 +69,11 @@ class DeviceCandidates:
         return np.take_along_axis(ids, order, 1).astype(np.int64), np.take_along_axis(logits, order, 1)
 
     def close(self) -> None:
-        """Frees the samplers; the context must be gone."""
-        for chain in self._chains:
-            C.llama_sampler_free(chain)
+        """Frees the samplers; the context must be gone, or no seq_id have one."""
+        for chain in [*self._retired, *self._chains]:
+            if chain is not None:
+                C.llama_sampler_free(chain)
+        self._retired.clear()
         self._chains.clear()
 
 
@@ -79,10 +87,10 @@ def _top_k_chain(k: int) -> Any:
 
 def find_candidates_on_device(context: Context) -> bool:
     """Lets the device find candidates, if it can, which is tried out with one token; its rows are logits otherwise."""
-    candidates = context.use_device_candidates(min(MOST_CANDIDATES, context.model.vocab.n_tokens))
     batch = Batch(1)
     batch.add_run(np.zeros(1, np.int32), 0, 0, n_logits=1)
     try:
+        candidates = context.use_device_candidates(min(MOST_CANDIDATES, context.model.vocab.n_tokens))
         context.decode(batch)
         candidates.of([0], 1)
     except LlamaError:

@@ -157,6 +157,8 @@ class Context:
     def use_device_candidates(self, n: int) -> DeviceCandidates:
         """From the next decode on, rows are the `n` likeliest tokens, not logits; see `DeviceCandidates`."""
         self.candidates = DeviceCandidates(self, n)
+        for seq_id in range(self.n_seq_max):
+            self.candidates.use(seq_id, wanted=True)
         return self.candidates
 
     def drop_device_candidates(self) -> None:

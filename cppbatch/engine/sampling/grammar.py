@@ -16,7 +16,7 @@ from llguidance import LLExecutor, LLMatcher
 from cppbatch.config import available_threads
 from cppbatch.engine.params import GRAMMARS, SamplingParams
 from cppbatch.engine.sampling.finite import has_finite_instance
-from cppbatch.engine.sampling.grammar_check import GrammarChecker
+from cppbatch.engine.sampling.grammar_check import CheckFailed, GrammarChecker
 from cppbatch.engine.sampling.grammar_child import LIMITS
 from cppbatch.errors import InvalidRequest
 
@@ -79,6 +79,8 @@ class GrammarCompiler:
             definition = self._checker.definition(field, text)
         except RecursionError:
             return "is nested too deeply"
+        except CheckFailed as error:  # not remembered: another time it may go well
+            raise InvalidRequest(field, str(error)) from error
         except ValueError as error:
             return _first_lines(str(error))
         matcher = LLMatcher(self._make_tokenizer(), definition, log_level=0, limits=LIMITS)
@@ -88,6 +90,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the process that tries grammars out."""
         self._checker.close()
+        self._known.clear()  # they point into the vocabulary
 
 
 def _first_lines(error: str) -> str:

@@ -7,9 +7,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from time import monotonic
+
+from cppbatch.errors import EngineClosed
 
 _PATIENCE_S = 10.0
+
+
+class CheckFailed(Exception):
+    """The child died, for a reason that may not be the grammar's."""
 
 
 class GrammarChecker:
@@ -19,18 +25,28 @@ class GrammarChecker:
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None
+        self._closed = False
         self._lock = threading.Lock()
 
     def definition(self, field: str, text: str) -> str:
-        """A field of `SamplingParams` as llguidance wants it. Raises `ValueError` with the reason for a bad grammar."""
+        """A field of `SamplingParams` as llguidance wants it.
+
+        Raises `ValueError` with the reason for a bad grammar, `CheckFailed` when the child died twice, `EngineClosed`.
+        """
         with self._lock:
-            answer = self._ask(field, text)
+            line = self._ask(field, text) or self._ask(field, text)
+        if not line:
+            raise CheckFailed("could not be read: the process that tries it out died; it may need too much memory")
+        answer = json.loads(line)
         if "error" in answer:
             raise ValueError(answer["error"])
         definition: str = answer["definition"]
         return definition
 
-    def _ask(self, field: str, text: str) -> dict[str, Any]:
+    def _ask(self, field: str, text: str) -> str:
+        """The child's answer; nothing when it died."""
+        if self._closed:
+            raise EngineClosed("the engine is closed")
         if self._child is None or self._child.poll() is not None:
             self._child = _start()
         child = self._child
@@ -38,6 +54,7 @@ class GrammarChecker:
         assert child.stdout
         timer = threading.Timer(_PATIENCE_S, child.kill)
         timer.start()
+        began = monotonic()
         try:
             child.stdin.write(json.dumps([field, text]) + "\n")
             child.stdin.flush()
@@ -49,13 +66,11 @@ class GrammarChecker:
             raise
         finally:
             timer.cancel()
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-        self._end()
-        return {
-            "error": f"is too complex: it takes more than {_PATIENCE_S:.0f} seconds, or too much memory, to compile"
-        }
+        if not line:
+            self._end()
+        if not line and monotonic() - began >= _PATIENCE_S:
+            raise ValueError(f"is too complex: it takes more than {_PATIENCE_S:.0f} seconds to read")
+        return line
 
     def _end(self) -> None:
         if self._child:
@@ -64,17 +79,19 @@ class GrammarChecker:
             self._child = None
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child, for good."""
         with self._lock:
+            self._closed = True
             self._end()
 
 
 def _start() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("grammar_child.py"))],  # by its path, it imports nothing else
+        [sys.executable, str(Path(__file__).with_name("grammar_child.py"))],  # by its path: it needs nothing else of us
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         encoding="utf-8",
+        start_new_session=True,  # a terminal's Ctrl-C is for the engine, which ends it
     )

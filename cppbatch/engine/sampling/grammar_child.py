@@ -7,7 +7,11 @@ In: the field of `SamplingParams` and its text. Out: `{"definition": ...}`, the 
 from __future__ import annotations
 
 import json
+import signal
 import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, whose names mean other things elsewhere
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
@@ -17,6 +21,7 @@ _ADVICE = (
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
     "Its alternatives are not clearly exclusive; use anyOf",
 )
+_LONGEST_S = 12  # a little more than the parent waits
 _MOST_MEMORY = 2 << 30  # bytes
 _WHITESPACE = r"( |\r?\n[ \t]{0,32})?"  # between JSON's parts: a weak model would never stop adding more
 
@@ -38,11 +43,19 @@ def main() -> None:
     _limit_memory()
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
     for line in sys.stdin:
+        _end_after(_LONGEST_S)
         try:
             answer = {"definition": _checked(tokenizer, *json.loads(line))}
         except (ValueError, RecursionError) as error:
             answer = {"error": str(error).replace(*_ADVICE)}
+        _end_after(0)
         print(json.dumps(answer), flush=True)
+
+
+def _end_after(seconds: int) -> None:
+    """Ends this process by then, as nobody else might: its parent may be gone. 0: never mind."""
+    if hasattr(signal, "alarm"):  # not on Windows
+        signal.alarm(seconds)
 
 
 def _checked(tokenizer: LLTokenizer, field: str, text: str) -> str:

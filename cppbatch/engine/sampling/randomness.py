@@ -42,7 +42,7 @@ def gumbel(keys: UInt64, tokens: npt.NDArray[np.int64]) -> Doubles:
     """
     with np.errstate(over="ignore"):
         random = _mix(keys[:, None] + (tokens.astype(np.uint64) + np.uint64(1)) * _GAMMA)
-    noise: Doubles = -np.log(-np.log(((random >> np.uint64(11)) + 0.5) * _TO_UNIT))
+    noise: Doubles = -np.log(-np.log(((random >> np.uint64(12)) + 0.5) * (2 * _TO_UNIT)))  # never log 0, nor log 1
     return noise
 
 
