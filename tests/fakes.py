@@ -15,7 +15,8 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import Sharing
-from cppbatch.engine.runtime import ModelInfo, Runtime
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.runtime import Runtime
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import Batch
 

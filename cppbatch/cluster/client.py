@@ -8,18 +8,41 @@ from typing import Literal, Protocol
 import msgspec
 
 from cppbatch.engine.metrics import EngineStats
+from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest
-from cppbatch.engine.runtime import ModelInfo
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine is."""
 
-    status: Literal["loading", "ok", "failed", "closed"]
+    status: Literal["loading", "ok", "restarting", "failed", "closed"]
+    """restarting: its worker died; requests are taken, and go on as soon as there is another one."""
     progress: float = 0.0
     """0.0 to 1.0 while loading."""
     error: str | None = None
-    """Why it failed."""
+    """Why it failed, or why it restarts."""
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that comes now will be answered."""
+        return self.status in ("ok", "restarting")
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine of those behind a client."""
+
+    name: str
+    """`local`, or the number of its worker process."""
+    health: Health
+    in_flight: int
+    """Requests that were given to it and have not ended."""
+    pid: int | None = None
+    """None: not running just now."""
+    device: int | None = None
+    """The GPU it runs on, if it was told which."""
+    restarts: int = 0
+    stats: EngineStats | None = None
+    """None while it does not answer."""
 
 
 class EngineClient(Protocol):
@@ -38,7 +61,8 @@ class EngineClient(Protocol):
         """Runs a request: `async for event in client.submit(request)`; the last event has a finish reason.
 
         The first step of the iteration raises `InvalidRequest`, `QueueFull` or `EngineClosed`. Closing the iterator
-        (`contextlib.aclosing`) before its end cancels the request.
+        (`contextlib.aclosing`) before its end cancels the request. A reader that is slower than the engine gets
+        events merged: the same text and tokens in fewer pieces.
         """
         ...
 
@@ -47,7 +71,11 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> EngineStats:
-        """Counters and state."""
+        """Counters and state, of all workers together. Raises `EngineClosed` while none of them answers."""
+        ...
+
+    async def workers(self) -> list[WorkerState]:
+        """Each engine by itself."""
         ...
 
     def health(self) -> Health:

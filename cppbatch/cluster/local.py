@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import itertools
 import logging
+import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -16,12 +17,13 @@ from typing import Any
 
 import msgspec
 
-from cppbatch.cluster.client import Health
+from cppbatch.cluster.client import Health, WorkerState
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
+from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
-from cppbatch.engine.runtime import ModelInfo, Runtime
+from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Sequence
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
@@ -126,6 +128,14 @@ class LocalEngine:
         answer: asyncio.Future[EngineStats] = self._loop.create_future()
         self._commands.put(lambda engine: self._tell(_resolve, answer, engine.stats()))
         return await answer
+
+    async def workers(self) -> list[WorkerState]:
+        """This engine alone."""
+        stats = await self.stats() if self._health.status == "ok" and not self._closing else None
+        state = WorkerState(
+            name="local", pid=os.getpid(), health=self._health, in_flight=len(self._streams), stats=stats
+        )
+        return [state]
 
     async def close(self) -> None:
         """Ends the engine after the step it is in; aborts a model that is still loading."""

@@ -17,6 +17,7 @@ from cppbatch.engine.fill import refill
 from cppbatch.engine.intake import Intake, Prompt
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.metrics import EngineStats, Metrics
+from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.outputs import Outputs
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import (
@@ -25,7 +26,7 @@ from cppbatch.engine.request import (
     GenerationEvent,
     GenerationRequest,
 )
-from cppbatch.engine.runtime import ModelInfo, Runtime, load_runtime
+from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Choice, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import News, Sequence, Status

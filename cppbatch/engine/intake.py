@@ -8,8 +8,8 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.engine.runtime import ModelInfo
 from cppbatch.engine.sampling.grammar import GrammarCompiler
 from cppbatch.engine.sampling.recipe import check_ids, make_recipe
 from cppbatch.engine.sequence import Sequence

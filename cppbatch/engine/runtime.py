@@ -6,41 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import EngineConfig, Sharing, available_threads
 from cppbatch.engine.kv_pool import Memory
 from cppbatch.engine.layout import choose_flash_attn, choose_layout
+from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.vocabulary import Tokens
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, DeviceCandidates, Model, find_candidates_on_device, find_sharing
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
-
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What others need to know of the loaded model."""
-
-    name: str
-    """The file's name without its ending: the model's id in the API."""
-    path: str
-    description: str
-    size_bytes: int
-    n_params: int
-    n_vocab: int
-    n_ctx: int
-    """KV cells in all."""
-    kv_layout: str
-    """unified or per-sequence."""
-    sampling: str
-    """Where the likeliest tokens are found: host or backend."""
-    n_ctx_train: int
-    max_sequence: int
-    """Most tokens, prompt and completion together, of one request."""
-    bos: str
-    eos: str
-    chat_template: str | None
 
 
 class Computation(Memory, Protocol):

@@ -1,0 +1,29 @@
+"""What others need to know of a loaded model. Its own module: who only talks to an engine needs no llama.cpp."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What others need to know of the loaded model."""
+
+    name: str
+    """The file's name without its ending: the model's id in the API."""
+    path: str
+    description: str
+    size_bytes: int
+    n_params: int
+    n_vocab: int
+    n_ctx: int
+    """KV cells in all."""
+    kv_layout: str
+    """unified or per-sequence."""
+    sampling: str
+    """Where the likeliest tokens are found: host or backend."""
+    n_ctx_train: int
+    max_sequence: int
+    """Most tokens, prompt and completion together, of one request."""
+    bos: str
+    eos: str
+    chat_template: str | None
