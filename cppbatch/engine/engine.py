@@ -20,12 +20,7 @@ from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.outputs import Outputs
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import (
-    Completion,
-    FinishReason,
-    GenerationEvent,
-    GenerationRequest,
-)
+from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, Progress
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Choice, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
@@ -80,6 +75,8 @@ class BatchInferenceEngine:
         self._kept: dict[str, list[GenerationEvent]] = {}  # came up while somebody waited for other requests
         self._next_id = 0
         self._closed = False
+        self.on_plan: Callable[[], object] = lambda: None
+        """Called in every step when it is known who runs, before llama.cpp computes anything."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -88,15 +85,22 @@ class BatchInferenceEngine:
         """The loaded model."""
         return self._runtime.info
 
-    def prepare(self, request: GenerationRequest) -> Sequence:
+    def prepare(self, request: GenerationRequest, progress: Progress | None = None) -> Sequence:
         """Tokenises and validates a request. Any thread may call this, until the engine is closed.
+
+        `progress`: it goes on from there; with the same seed as if it had never run elsewhere (but for mirostat and
+        adaptive-p, which start to learn anew).
 
         Raises `InvalidRequest` for what can never run: an empty prompt, unknown token ids, too many tokens, a bad
         grammar; `EngineClosed`.
         """
         if self._closed:
             raise EngineClosed("the engine is closed")
-        return self._intake.prepare(request)
+        sequence = self._intake.prepare(request)
+        if progress:
+            sequence.resume(progress, perf_counter())
+            self._outputs.resume(sequence)
+        return sequence
 
     def add(self, sequence: Sequence) -> None:
         """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `QueueFull`, `EngineClosed`."""
@@ -147,6 +151,11 @@ class BatchInferenceEngine:
     # --- the step loop ------------------------------------------------------------------------------------------
 
     @property
+    def running(self) -> list[Sequence]:
+        """Those that hold a place, in order of rank."""
+        return self._scheduler.running
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would compute anything or return events."""
         return self._scheduler.has_work or bool(self._events or self._kept)
@@ -162,6 +171,7 @@ class BatchInferenceEngine:
         self._metrics.begin_step()
         with self._or_start_over():
             plan = self._plan()
+            self.on_plan()
             self.kv.apply()
             if plan.chunks:
                 refill(self._batch, plan)

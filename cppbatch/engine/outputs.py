@@ -8,7 +8,7 @@ import msgspec
 
 from cppbatch.engine.request import FinishReason, TokenLogprob
 from cppbatch.engine.sampling import Choice
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sequence import News, Sequence
 from cppbatch.engine.vocabulary import Tokens
 
 
@@ -33,6 +33,13 @@ class Outputs:
         if self._ends(sequence, choice.token):
             return FinishReason.STOP
         return self._append(sequence, choice.token, choice.logprob) or self._force(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Catches up with a sequence whose tokens are told already: only what comes next is news."""
+        if sequence.params.echo and sequence.n_generated:
+            sequence.echoed = len(self._prompt_text(sequence))
+        self.say(sequence)
+        sequence.news = News()
 
     def say(self, sequence: Sequence) -> FinishReason | None:
         """Detokenises what was appended. Mostly one token; others when a step was interrupted in the midst of it."""
@@ -76,8 +83,7 @@ class Outputs:
         """What stands before the first token: the prompt, where `echo` asks for it."""
         if not sequence.params.echo or sequence.n_generated:
             return
-        prompt = sequence.request.prompt
-        text = prompt if isinstance(prompt, str) else self._text(sequence)
+        text = self._prompt_text(sequence)
         logprobs, decoder, at = [], codecs.getincrementaldecoder("utf-8")("replace"), 0
         for entry in sequence.prompt_logprobs:
             logprobs.append(msgspec.structs.replace(entry, text_offset=at))
@@ -87,6 +93,8 @@ class Outputs:
         sequence.echoed = len(text)
         sequence.news.text, sequence.news.logprobs = text, logprobs
 
-    def _text(self, sequence: Sequence) -> str:
+    def _prompt_text(self, sequence: Sequence) -> str:
+        if isinstance(sequence.request.prompt, str):
+            return sequence.request.prompt
         tokens = sequence.tokens[: sequence.n_prompt].tolist()
         return b"".join(self._vocab.piece(token, special=True) for token in tokens).decode("utf-8", "replace")

@@ -52,6 +52,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         instance(self, "cache_salt", str, "a string")
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a request had come in an engine that is gone, so that another one can go on from there. In seconds."""
+
+    tokens: list[int]
+    """Those its events have told."""
+    age: float
+    """Since it arrived."""
+    queue_seconds: float
+    """From arrival to admission."""
+    first_token_seconds: float
+    """From arrival to the first token."""
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """What a finished request used. Times in seconds."""
 

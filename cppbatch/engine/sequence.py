@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.cells import Span
-from cppbatch.engine.request import FinishReason, GenerationRequest, TokenLogprob, Usage
+from cppbatch.engine.request import FinishReason, GenerationRequest, Progress, TokenLogprob, Usage
 from cppbatch.engine.text import TextStream
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Sequence:
     @property
     def is_scored(self) -> bool:
         """Whether log-probabilities of its prompt are still to be had: then each of its tokens needs logits."""
-        return self.params.scores_prompt and len(self.prompt_logprobs) < self.n_prompt
+        return self.params.scores_prompt and not self.n_generated and len(self.prompt_logprobs) < self.n_prompt
 
     def n_logits(self, n: int) -> int:
         """For how many of its next `n` pending tokens logits are wanted; they are the last ones."""
@@ -143,6 +143,17 @@ class Sequence:
         if self.n_pending > 1:  # a grammar forced it: more is to be computed than a decode row does
             self.status = Status.PREFILL
 
+    def resume(self, progress: Progress, now: float) -> None:
+        """Knows the tokens that it had in an engine before this one; its text is for `Outputs` to catch up with."""
+        self.tokens[self.n_prompt : self.n_prompt + len(progress.tokens)] = progress.tokens
+        self.n_tokens += len(progress.tokens)
+        self.arrived_at = now - progress.age
+        if progress.tokens:
+            self.admitted_at = self.arrived_at + progress.queue_seconds
+            self.first_token_at = self.arrived_at + progress.first_token_seconds
+            if self.constraint:
+                self.constraint.rebuild(progress.tokens)
+
     def start_over(self) -> None:
         """Forgets what it holds; what it knows stays, and is computed again."""
         self.seq_id = -1
@@ -158,7 +169,7 @@ class Sequence:
         queued_until = self.admitted_at or self.finished_at
         return Usage(
             prompt_tokens=self.n_prompt,
-            cached_tokens=self.n_cached,
+            cached_tokens=min(self.n_cached, self.n_prompt),  # one that was computed again may find its own text
             completion_tokens=self.n_generated,
             queue_seconds=queued_until - self.arrived_at,
             first_token_seconds=max(0.0, self.first_token_at - self.arrived_at) if self.first_token_at else 0.0,

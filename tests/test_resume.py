@@ -1,0 +1,104 @@
+"""A request that goes on in another engine, from any token on, tells what it would have told in the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch.engine.request import Progress
+
+SETTINGS = {"n_ctx": 512, "n_parallel": 4, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified"}
+FLOATS = {"cache_type_k": "f32", "cache_type_v": "f32"}
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    "seeded": SamplingParams(seed=5, temperature=1.5, max_tokens=12, ignore_eos=True),
+    "penalties": SamplingParams(
+        seed=6, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3, max_tokens=12, ignore_eos=True
+    ),
+    "llama.cpp's samplers": SamplingParams(
+        seed=7, typical_p=0.9, dry_multiplier=0.8, xtc_probability=0.5, max_tokens=12, ignore_eos=True
+    ),
+    "a grammar": SamplingParams(
+        seed=8, max_tokens=40, json_schema={"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 5}
+    ),
+    "a minimum": SamplingParams(seed=9, min_tokens=9, max_tokens=12),
+    "log-probabilities": SamplingParams(seed=10, logprobs=3, max_tokens=8, ignore_eos=True),
+    "an echo with log-probabilities": SamplingParams(seed=11, echo=True, logprobs=1, max_tokens=8, ignore_eos=True),
+    "letters of several tokens": SamplingParams(
+        seed=12, temperature=0, max_tokens=6, ignore_eos=True, grammar='root ::= "é日🙂"'
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
+    with BatchInferenceEngine(tiny_llama, **SETTINGS, **FLOATS) as engine:  # type: ignore[arg-type]
+        yield engine
+
+
+def run(engine: BatchInferenceEngine, request: GenerationRequest, progress: Progress | None) -> list[GenerationEvent]:
+    engine.add(engine.prepare(request, progress))
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+def told(events: list[GenerationEvent]) -> tuple[str, list[int], list[object], object]:
+    logprobs = [(entry.token, entry.text_offset) for event in events for entry in event.logprobs]
+    tokens = [token for event in events for token in event.tokens]
+    return "".join(event.text for event in events), tokens, logprobs, events[-1].finish_reason
+
+
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS.keys())
+def test_it_goes_on_from_any_token_as_if_nothing_had_happened(
+    engine: BatchInferenceEngine, params: SamplingParams
+) -> None:
+    request = GenerationRequest(id="a", prompt="Once upon a time", params=params, cache_prompt=False)
+    whole = run(engine, request, None)
+    for n_events in range(len(whole)):
+        known, rest = whole[:n_events], whole[n_events:]
+        tokens = [token for event in known for token in event.tokens]
+        progress = Progress(tokens=tokens, age=1.0, queue_seconds=0.1, first_token_seconds=0.2)
+        assert told(run(engine, request, progress)) == told(rest)
+
+
+def test_a_stop_string_that_began_before_still_ends_the_text(engine: BatchInferenceEngine) -> None:
+    free = GenerationRequest(id="a", prompt="Hello", params=KINDS["greedy"])
+    text, tokens, *_ = told(run(engine, free, None))
+    assert len(text) > 4
+    stop = text[1:4]
+    stopped = GenerationRequest(
+        id="a", prompt="Hello", params=SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=(stop,))
+    )
+    whole = run(engine, stopped, None)
+    assert told(whole)[3] is FinishReason.STOP
+    for n in range(1, len(whole)):
+        known = [token for event in whole[:n] for token in event.tokens]
+        progress = Progress(tokens=known, age=0, queue_seconds=0, first_token_seconds=0)
+        assert told(run(engine, stopped, progress)) == told(whole[n:])
+    assert tokens[: len(told(whole)[1])] == told(whole)[1]
+
+
+def test_times_count_from_the_first_arrival(engine: BatchInferenceEngine) -> None:
+    request = GenerationRequest(id="a", prompt="Hello", params=KINDS["greedy"], timeout=100, queue_timeout=1)
+    progress = Progress(tokens=[50, 51], age=50.0, queue_seconds=2.0, first_token_seconds=3.0)
+    usage = run(engine, request, progress)[-1].usage
+    assert usage
+    assert usage.completion_tokens == 12
+    assert (usage.queue_seconds, usage.first_token_seconds) == pytest.approx((2.0, 3.0))
+    assert usage.total_seconds >= 50
+
+
+def test_a_timeout_that_passed_meanwhile_ends_it(engine: BatchInferenceEngine) -> None:
+    request = GenerationRequest(id="a", prompt="Hello", params=KINDS["greedy"], timeout=10)
+    progress = Progress(tokens=[50], age=11.0, queue_seconds=0, first_token_seconds=0)
+    began = perf_counter()
+    (event,) = run(engine, request, progress)
+    assert (event.finish_reason, event.text) == (FinishReason.TIMEOUT, "")
+    assert perf_counter() - began < 5
