@@ -8,16 +8,17 @@ import contextlib
 import itertools
 import logging
 import os
-import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cppbatch.cluster.client import Health, WorkerState
+from cppbatch.cluster.intake_threads import IntakeThreads
+from cppbatch.cluster.mailbox import Mailbox
+from cppbatch.cluster.step_loop import StepLoop
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
@@ -28,10 +29,6 @@ from cppbatch.engine.sequence import Sequence
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
 log = logging.getLogger("cppbatch.engine")
-
-_INTAKE_THREADS = 2  # for tokenising, and as many for grammars, so that a slow one holds up nobody else's text
-
-Command = Callable[[BatchInferenceEngine], object]
 
 
 class LocalEngine:
@@ -51,14 +48,12 @@ class LocalEngine:
         self._engine: BatchInferenceEngine | None = None
         self._health = Health(status="loading")
         self._closing = False  # takes no more requests, and stops loading
-        self._stopping = False  # the thread ends after the step it is in
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._steps = StepLoop(lambda events: self._tell(self._deliver, events))
         # The engine knows requests by a number of ours: an id may be used again while its last events are on the way.
         self._numbers = map(str, itertools.count())
         self._streams: dict[str, _Stream] = {}
-        self._events: dict[str, asyncio.Queue[GenerationEvent | QueueFull]] = {}
-        self._intake = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="cppbatch-intake")
-        self._grammars = ThreadPoolExecutor(_INTAKE_THREADS, thread_name_prefix="cppbatch-grammars")
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._intake = IntakeThreads()
         # A daemon: an impatient second Ctrl-C must not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
         self._thread.start()
@@ -89,30 +84,26 @@ class LocalEngine:
         if request.id in self._streams:
             raise InvalidRequest("id", f"{request.id!r} is the id of a request that is still running")
         stream = self._streams[request.id] = _Stream(next(self._numbers))
-        self._events[stream.number] = stream.events
+        self._mailboxes[stream.number] = stream.mailbox
         running = False
         try:
             sequence = await self._prepare(msgspec.structs.replace(request, id=stream.number))
             if stream.cancelled:
                 yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
                 return
-            self._commands.put(lambda engine: self._add(engine, sequence))
+            self._steps.do(lambda engine: self._add(engine, sequence))
             running = True
             while running:
-                event = await stream.events.get()
-                if isinstance(event, QueueFull):
-                    running = False
-                    raise event
+                event = await stream.mailbox.get()
                 running = event.finish_reason is None
                 yield msgspec.structs.replace(event, request_id=request.id)
         finally:
-            del self._streams[request.id], self._events[stream.number]
+            del self._streams[request.id], self._mailboxes[stream.number]
             if running:
-                self._commands.put(lambda engine: engine.cancel(stream.number))
+                self._steps.do(lambda engine: engine.cancel(stream.number))
 
     async def _prepare(self, request: GenerationRequest) -> Sequence:
-        """On another thread: tokenising a long text takes a while, and so does compiling a grammar."""
-        threads = self._grammars if request.params.is_constrained else self._intake
+        threads = self._intake.of(request.params)
         return await self._loop.run_in_executor(threads, self._ready().prepare, request)
 
     async def cancel(self, request_id: str) -> None:
@@ -120,13 +111,13 @@ class LocalEngine:
         self._ready()
         if stream := self._streams.get(request_id):
             stream.cancelled = True
-            self._commands.put(lambda engine: engine.cancel(stream.number))
+            self._steps.do(lambda engine: engine.cancel(stream.number))
 
     async def stats(self) -> EngineStats:
         """Counters and state."""
         self._ready()
         answer: asyncio.Future[EngineStats] = self._loop.create_future()
-        self._commands.put(lambda engine: self._tell(_resolve, answer, engine.stats()))
+        self._steps.do(lambda engine: self._tell(_resolve, answer, engine.stats()))
         return await answer
 
     async def workers(self) -> list[WorkerState]:
@@ -140,14 +131,13 @@ class LocalEngine:
     async def close(self) -> None:
         """Ends the engine after the step it is in; aborts a model that is still loading."""
         self._closing = True
-        for threads in (self._intake, self._grammars):  # they read the model that goes next
-            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._intake.close)  # it reads the model that goes next
         await asyncio.to_thread(self._end_thread)
         atexit.unregister(self._end_thread)
 
     def _end_thread(self) -> None:
-        self._closing = self._stopping = True
-        self._commands.put(lambda engine: None)  # wakes an idle thread
+        self._closing = True
+        self._steps.stop()
         self._thread.join()
 
     async def __aenter__(self) -> LocalEngine:
@@ -168,16 +158,16 @@ class LocalEngine:
 
     def _deliver(self, events: list[GenerationEvent]) -> None:
         for event in events:
-            if queue := self._events.get(event.request_id):  # none: its iterator was closed
-                queue.put_nowait(event)
+            if mailbox := self._mailboxes.get(event.request_id):  # none: its iterator was closed
+                mailbox.put(event)
 
     def _refuse(self, number: str, error: QueueFull) -> None:
-        if queue := self._events.get(number):
-            queue.put_nowait(error)
+        if mailbox := self._mailboxes.get(number):
+            mailbox.fail(error)
 
     def _deliver_to_all(self, reason: FinishReason, error: str | None) -> None:
         self._deliver(
-            [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._events]
+            [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._mailboxes]
         )
 
     # --- the engine's thread ------------------------------------------------------------------------------------
@@ -193,7 +183,7 @@ class LocalEngine:
         self._health = Health(status="ok", progress=1.0)
         self._tell(_resolve, self._loaded, None)
         try:
-            self._serve(engine)
+            self._steps.run(engine)
             self._health = Health(status="closed")
         except Exception as error:  # a bug: say so, end what runs, and answer from then on
             log.exception("the engine failed")
@@ -205,26 +195,15 @@ class LocalEngine:
             engine.close()
 
     def _answer_after_failure(self, engine: BatchInferenceEngine) -> None:
-        while not self._stopping:
+        while not self._steps.stopping:
             try:
-                self._commands.get()(engine)
+                self._steps.wait(engine)
             except Exception:  # its books may be half-written
                 log.exception("the failed engine cannot do this any more")
 
     def _progress(self, fraction: float) -> bool:
         self._health = Health(status="loading", progress=fraction)
         return not self._closing
-
-    def _serve(self, engine: BatchInferenceEngine) -> None:
-        while not self._stopping:
-            if not engine.has_work:
-                self._commands.get()(engine)
-            while not self._commands.empty():
-                self._commands.get()(engine)
-            if events := engine.step():
-                self._tell(self._deliver, events)
-        while not self._commands.empty():  # somebody waits for an answer
-            self._commands.get()(engine)
 
     def _add(self, engine: BatchInferenceEngine, sequence: Sequence) -> None:
         if self._health.status == "ok":
@@ -243,11 +222,11 @@ class LocalEngine:
 
 
 class _Stream:
-    """One submitted request: its number in the engine, and the events that its iterator has not read yet."""
+    """One submitted request: its number in the engine, and what its iterator has not read yet."""
 
     def __init__(self, number: str) -> None:
         self.number = number
-        self.events: asyncio.Queue[GenerationEvent | QueueFull] = asyncio.Queue()
+        self.mailbox = Mailbox()
         self.cancelled = False
 
 

@@ -1,0 +1,46 @@
+"""A request on its way through a worker, with what another worker would need to go on with it."""
+
+from __future__ import annotations
+
+from array import array
+from time import perf_counter
+
+import msgspec
+
+from cppbatch.cluster.mailbox import Mailbox
+from cppbatch.cluster.messages import Check, Submit
+from cppbatch.engine.params import actual_seed
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, Progress
+
+
+class Flight:
+    """`crashes`: how many workers in a row have died while they had it in hand."""
+
+    def __init__(self, number: int, request: GenerationRequest, *, only_check: bool = False) -> None:
+        params = msgspec.structs.replace(request.params, seed=actual_seed(request.params.seed))  # the same everywhere
+        self.number = number
+        self.request = msgspec.structs.replace(request, id=str(number), params=params)
+        self.only_check = only_check
+        self.mailbox = Mailbox()
+        self.crashes = 0
+        self._tokens = array("i")
+        self._arrived_at = perf_counter()
+        self._first_token_at = 0.0
+
+    def message(self) -> Check | Submit:
+        """What a worker is told."""
+        if self.only_check:
+            return Check(self.number, self.request)
+        progress = Progress(
+            tokens=self._tokens.tolist(),
+            age=perf_counter() - self._arrived_at,
+            first_token_seconds=max(0.0, self._first_token_at - self._arrived_at),
+        )
+        return Submit(self.number, self.request, progress)
+
+    def take(self, event: GenerationEvent) -> None:
+        """Notes what is told, and passes it on."""
+        if not self._tokens:
+            self._first_token_at = perf_counter()
+        self._tokens.extend(event.tokens)
+        self.mailbox.put(event)

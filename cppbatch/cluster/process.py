@@ -1,0 +1,290 @@
+"""An engine in a worker process of its own: when it dies, another one goes on where it was, and no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from cppbatch.cluster.client import Health, WorkerState
+from cppbatch.cluster.flight import Flight
+from cppbatch.cluster.messages import (
+    AskStats,
+    Cancel,
+    Checked,
+    Events,
+    FromWorker,
+    Refused,
+    Stats,
+)
+from cppbatch.cluster.replay import MOST_CRASHES, Replay
+from cppbatch.cluster.supervisor import Supervisor
+from cppbatch.config import EngineConfig, engine_config
+from cppbatch.engine.metrics import EngineStats
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
+
+_NO_LIMIT = 2**31 - 1
+_RECENT = 64
+_STATS_PATIENCE_S = 1.0
+
+
+class EngineProcess:
+    """An `EngineClient` whose engine is another process. Made and used inside a running event loop.
+
+    Requests and the tokens they have had are kept here, so a new worker can go on with them. Used as
+    `async with EngineProcess("model.gguf") as engine:`, which waits until the model is loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | EngineConfig,
+        *,
+        name: str = "0",
+        step_timeout: float = 300.0,
+        runtime: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Starts a worker that loads a GGUF file; `settings` as in `BatchInferenceEngine`. Raises `ConfigError`.
+
+        `name`: tells it from others. `step_timeout`: seconds after which a step counts as hung. `runtime`: tests,
+        `module:function` that makes another computation in the model's place.
+        """
+        self.config = engine_config(model, settings)
+        self.name = name
+        self._most_flights = self.config.n_parallel + self.config.max_queue
+        unlimited = msgspec.structs.replace(self.config, max_queue=_NO_LIMIT)  # the limit is kept here
+        self._supervisor = Supervisor(unlimited, self, step_timeout=step_timeout, runtime=runtime)
+        self._replay = Replay()
+        self._by_id: dict[str, Flight] = {}
+        self._numbers = itertools.count()
+        self._ends: deque[float] = deque(maxlen=_RECENT)  # when requests ended
+        self._asked: list[asyncio.Future[None]] = []
+        self._last_stats: EngineStats | None = None
+        self._closed = False
+        self._task = asyncio.ensure_future(self._supervise())
+        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loaded.add_done_callback(lambda future: future.exception())  # looked at, so asyncio does not complain
+
+    async def loaded(self) -> None:
+        """Waits until the model is loaded. Raises what loading raised."""
+        await asyncio.shield(self._loaded)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises `EngineClosed` before it is loaded."""
+        if self._supervisor.info is None:
+            raise EngineClosed("the model is not loaded")
+        return self._supervisor.info
+
+    def health(self) -> Health:
+        """How the engine is now."""
+        return Health(status="closed") if self._closed else self._supervisor.health
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._replay.flights)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    async def check(self, request: GenerationRequest) -> None:
+        """Raises `InvalidRequest` for a request that `submit` would refuse."""
+        flight = self._take_off(request, only_check=True)
+        try:
+            await flight.mailbox.get()
+        finally:
+            self._land(flight)
+
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Runs a request, yielding its events; see `EngineClient.submit`."""
+        if request.id in self._by_id:
+            raise InvalidRequest("id", f"{request.id!r} is the id of a request that is still running")
+        if self.in_flight >= self._most_flights:
+            raise QueueFull(self.config.max_queue, self._seconds_per_request())
+        flight = self._by_id[request.id] = self._take_off(request)
+        try:
+            ended = False
+            while not ended:
+                event = await flight.mailbox.get()
+                ended = event.finish_reason is not None
+                yield msgspec.structs.replace(event, request_id=request.id)
+        finally:
+            del self._by_id[request.id]
+            self._land(flight)
+
+    def _take_off(self, request: GenerationRequest, *, only_check: bool = False) -> Flight:
+        if not self.health().takes_requests:
+            raise EngineClosed(f"the engine takes no requests: it is {self.health().status}")
+        if request.params.logits_processor is not None:
+            message = "is a function of this process, and the engine is another one; use LocalEngine"
+            raise InvalidRequest("logits_processor", message)
+        flight = Flight(next(self._numbers), request, only_check=only_check)
+        self._replay.add(flight)
+        self._send_what_may_run()
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        """Whoever wanted it has all, or has gone."""
+        if flight.number in self._replay.flights:
+            self._cancel(flight)
+            self._replay.ended(flight)
+            self._send_what_may_run()  # it may have been on trial
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request within a step."""
+        if flight := self._by_id.get(request_id):
+            if self._cancel(flight):
+                return  # the worker writes its last event
+            self._replay.ended(flight)
+            flight.mailbox.put(GenerationEvent(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+
+    def _cancel(self, flight: Flight) -> bool:
+        """False when no worker knows of it."""
+        worker = self._supervisor.worker
+        if worker is None or not self._replay.is_sent(flight):
+            return False
+        worker.send(Cancel(flight.number))
+        return True
+
+    def _send_what_may_run(self) -> None:
+        if worker := self._supervisor.worker:
+            for flight in self._replay.to_send():
+                try:
+                    worker.send(flight.message())
+                except UnicodeEncodeError as error:
+                    self._fail(flight, InvalidRequest("prompt", f"has half of a surrogate pair: {error}"))
+
+    def _fail(self, flight: Flight, error: Exception) -> None:
+        self._replay.ended(flight)
+        flight.mailbox.fail(error)
+
+    def _seconds_per_request(self) -> float:
+        """How soon one of those that wait has likely gone, from 1 to 60 s."""
+        if len(self._ends) < 2:
+            return 1.0
+        return min(60.0, max(1.0, (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)))
+
+    # --- what the supervisor tells ------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        try:
+            await self._supervisor.run()
+        except (CppBatchError, OSError) as error:
+            self._supervisor.health = Health(status="failed", error=str(error))
+            self._loaded.set_exception(error)
+
+    def worker_ready(self) -> None:
+        """Sends what waits for it."""
+        if not self._loaded.done():
+            self._loaded.set_result(None)
+        self._send_what_may_run()
+
+    def worker_says(self, message: FromWorker) -> None:
+        """Passes it on to whom it concerns."""
+        if isinstance(message, Events):
+            for event in message.events:
+                self._take(event)
+            self._send_what_may_run()
+        elif isinstance(message, Stats):
+            self._last_stats = message.stats
+            self._answer()
+        elif isinstance(message, Refused):
+            if flight := self._replay.flights.get(message.number):
+                self._fail(flight, InvalidRequest(message.field, message.message))
+        elif isinstance(message, Checked) and (flight := self._replay.flights.get(message.number)):
+            self._replay.ended(flight)
+            flight.mailbox.put(GenerationEvent(request_id=flight.request.id, finish_reason=FinishReason.STOP))
+
+    def _take(self, event: GenerationEvent) -> None:
+        flight = self._replay.flights.get(int(event.request_id))
+        if flight is None:  # its reader has gone
+            return
+        self._supervisor.made_progress()
+        self._replay.proved_harmless(flight)
+        if event.finish_reason:
+            self._replay.ended(flight)
+            self._ends.append(perf_counter())
+        flight.take(event)
+
+    def worker_died(self, at_work: set[int], hopeless: str | None) -> None:
+        """Fails whom it must; the others go on in the next worker."""
+        for flight in self._replay.crashed(at_work):
+            self._supervisor.made_progress()  # the next one should do better
+            self._end(flight, f"the engine died {MOST_CRASHES} times in a row while it worked on this request")
+        if hopeless:
+            for flight in list(self._replay.flights.values()):
+                self._replay.ended(flight)
+                self._end(flight, hopeless)
+        self._answer()
+
+    @staticmethod
+    def _end(flight: Flight, error: str) -> None:
+        flight.mailbox.put(GenerationEvent(request_id=flight.request.id, finish_reason=FinishReason.ERROR, error=error))
+
+    # --- looking at it, ending it -------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        """Counters and state of the worker, as it last told. Raises `EngineClosed` before it ever did."""
+        if (stats := await self._ask()) is None:
+            raise EngineClosed(f"the engine does not answer: it is {self.health().status}")
+        return stats
+
+    async def workers(self) -> list[WorkerState]:
+        """This one alone."""
+        stats = await self._ask()
+        worker = self._supervisor.worker
+        state = WorkerState(
+            name=self.name,
+            pid=worker.pid if worker else None,
+            health=self.health(),
+            in_flight=self.in_flight,
+            restarts=self._supervisor.restarts,
+            stats=stats,
+        )
+        return [state]
+
+    async def _ask(self) -> EngineStats | None:
+        """The worker's figures; the last ones while it is amid a long step or does not live."""
+        if worker := self._supervisor.worker:
+            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._asked.append(answer)
+            worker.send(AskStats())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(answer, _STATS_PATIENCE_S)
+        return self._last_stats
+
+    def _answer(self) -> None:
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_result(None)
+        self._asked = []
+
+    async def close(self) -> None:
+        """Ends the worker at once; requests that still run get a last event (cancelled)."""
+        self._closed = True
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        for flight in list(self._replay.flights.values()):
+            self._replay.ended(flight)
+            flight.mailbox.put(GenerationEvent(request_id=flight.request.id, finish_reason=FinishReason.CANCELLED))
+
+    async def __aenter__(self) -> EngineProcess:
+        try:
+            await self.loaded()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()

@@ -1,0 +1,222 @@
+"""A worker process: an engine, and the link to the server's process. `python -m cppbatch.cluster.worker` starts it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from cppbatch.cluster.black_box import BlackBox
+from cppbatch.cluster.intake_threads import IntakeThreads
+from cppbatch.cluster.link import WorkerLink
+from cppbatch.cluster.messages import (
+    AskStats,
+    Cancel,
+    Check,
+    Checked,
+    Events,
+    FromWorker,
+    Loaded,
+    LoadFailed,
+    Loading,
+    Log,
+    Refused,
+    Stats,
+    Submit,
+    ToWorker,
+    WorkerSetup,
+)
+from cppbatch.cluster.step_loop import StepLoop
+from cppbatch.config import EngineConfig
+from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.engine.runtime import Runtime
+from cppbatch.engine.sequence import Sequence
+from cppbatch.errors import CppBatchError, InvalidRequest
+
+log = logging.getLogger("cppbatch.worker")
+
+Progress = Callable[[float], bool]
+
+
+class Worker:
+    """Does what the messages say. The main thread steps, another one receives, a few prepare requests."""
+
+    def __init__(self, engine: BatchInferenceEngine, link: WorkerLink, box: BlackBox) -> None:
+        self._engine = engine
+        self._link = link
+        self._box = box
+        self._steps = StepLoop(lambda events: link.send(Events(events)), beat=box.beat)
+        self._intake = IntakeThreads()
+        self._slots = _Slots()
+        self._cancelled: set[int] = set()  # while they were being prepared
+        self._preparing: set[int] = set()
+        self._last_running: list[int] = []
+        engine.on_plan = self._note_who_runs
+        engine.survives_failures = False
+
+    def run(self) -> None:
+        """For ever: the server's process ends it."""
+        threading.Thread(target=self._receive, name="cppbatch-receiver", daemon=True).start()
+        self._steps.run(self._engine)
+
+    def _note_who_runs(self) -> None:
+        running = [int(sequence.id) for sequence in self._engine.running]
+        if running != self._last_running:
+            self._box.runs(running)
+            self._last_running = running
+
+    # --- the receiver's thread --------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._handle(self._link.receive())
+        except Exception:
+            _die(self._link, "a message could not be handled")
+
+    def _handle(self, message: ToWorker) -> None:
+        if isinstance(message, (Submit, Check)):
+            self._preparing.add(message.number)
+            self._intake.of(message.request.params).submit(self._prepare, message)
+        elif isinstance(message, Cancel):
+            number = message.number
+            self._steps.do(lambda engine: self._cancel(engine, number))
+        elif isinstance(message, AskStats):
+            self._steps.do(lambda engine: self._link.send(Stats(engine.stats())))
+
+    # --- a preparing thread -----------------------------------------------------------------------------------------
+
+    def _prepare(self, message: Submit | Check) -> None:
+        """The box knows of it meanwhile: some texts and grammars kill a process while they are read."""
+        number = message.number
+        slot = self._slots.mine()
+        self._box.prepares(slot, number)
+        try:
+            sequence = self._engine.prepare(message.request, message.progress if isinstance(message, Submit) else None)
+        except InvalidRequest as error:
+            refused = Refused(number, error.field, error.message)
+            self._steps.do(lambda engine: self._done(number, refused))
+        except Exception:
+            _die(self._link, "preparing a request failed")
+        else:
+            if isinstance(message, Submit):
+                self._steps.do(lambda engine: self._add(engine, number, sequence))
+            else:
+                self._steps.do(lambda engine: self._done(number, Checked(number)))
+        finally:
+            self._box.prepares(slot, -1)
+
+    # --- between two steps ------------------------------------------------------------------------------------------
+
+    def _add(self, engine: BatchInferenceEngine, number: int, sequence: Sequence) -> None:
+        self._preparing.discard(number)
+        if number in self._cancelled:
+            self._cancelled.discard(number)
+            event = GenerationEvent(request_id=sequence.id, finish_reason=FinishReason.CANCELLED)
+            self._link.send(Events([event]))
+        else:
+            engine.add(sequence)
+
+    def _done(self, number: int, message: FromWorker) -> None:
+        self._preparing.discard(number)
+        self._cancelled.discard(number)
+        self._link.send(message)
+
+    def _cancel(self, engine: BatchInferenceEngine, number: int) -> None:
+        if not engine.cancel(str(number)) and number in self._preparing:
+            self._cancelled.add(number)
+
+
+class _Slots:
+    """Gives each preparing thread a place of its own in the black box."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[int, int] = {}
+
+    def mine(self) -> int:
+        with self._lock:
+            return self._known.setdefault(threading.get_ident(), len(self._known))
+
+
+class _Sender(logging.Handler):
+    """Sends log records to the server's process, which knows how they are to be written."""
+
+    def __init__(self, link: WorkerLink) -> None:
+        super().__init__()
+        self._link = link
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._link.send(Log(record.levelno, record.name, self.format(record)))
+        except Exception:
+            self.handleError(record)
+
+
+def _die(link: WorkerLink, why: str) -> NoReturn:
+    """For bugs: like a crash, so that whoever brought it about is found out, and nobody else suffers."""
+    log.exception(why)
+    link.flush()
+    os._exit(1)
+
+
+def _end_with_parent(folder: str) -> None:
+    """The standard input ends when the server's process does, however that happens: then nobody needs this one."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="cppbatch-parent", daemon=True).start()
+
+
+def _runtime(setup: WorkerSetup, progress: Progress) -> Runtime | None:
+    if setup.runtime is None:
+        return None
+    module, _, function = setup.runtime.partition(":")
+    make: Callable[[EngineConfig, Progress], Runtime] = getattr(importlib.import_module(module), function)
+    return make(setup.config, progress)
+
+
+def main() -> None:
+    """Reads its setup from the standard input, loads the model, serves."""
+    for name in (signal.SIGINT, signal.SIGTERM):  # both go to the server's process too, which says when to end
+        signal.signal(name, signal.SIG_IGN)
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)
+    _end_with_parent(setup.folder)
+    link = WorkerLink(setup)
+    logging.basicConfig(level=setup.log_level, handlers=[_Sender(link)])
+    box = BlackBox(Path(setup.folder) / "box")
+
+    def progress(fraction: float) -> bool:
+        box.beat()
+        link.send(Loading(fraction))
+        return True
+
+    try:
+        engine = BatchInferenceEngine(setup.config, progress=progress, runtime=_runtime(setup, progress))
+    except CppBatchError as error:
+        link.send(LoadFailed(type(error).__name__, str(error)))
+        link.flush()
+        return
+    link.send(Loaded(engine.info))
+    try:
+        Worker(engine, link, box).run()
+    except Exception:
+        _die(link, "the engine failed")
+
+
+if __name__ == "__main__":
+    main()
