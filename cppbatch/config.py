@@ -45,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that llama.cpp computes at once within a step (-ub)."""
     n_gpu_layers: int = -1
     """Layers kept on the GPU; -1: all, 0: none (-ngl)."""
+    device: int | None = None
+    """The one GPU to use, by llama.cpp's number; None: all there are (--devices)."""
     n_threads: int = 0
     """Compute threads; 0: one for each physical core that this process may use (-t)."""
     flash_attn: FlashAttention = "auto"
@@ -98,6 +100,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or up to {_MOST_THREADS}")
         if not -1 <= self.n_gpu_layers <= _INT32_MAX:
             raise ConfigError(f"-ngl is {self.n_gpu_layers}; it must be -1 (all layers), 0 (none) or more")
+        if self.device is not None and not 0 <= self.device <= _INT32_MAX:
+            raise ConfigError(f"device is {self.device}; devices are numbered from 0")
         for name, flag in (("swap_space", "--swap-space"), ("prefix_cache_ram", "--prefix-cache-ram")):
             if not 0 <= getattr(self, name) <= _INT32_MAX:
                 raise ConfigError(f"{flag} is {getattr(self, name)}; it must be 0 (none) or more MiB")

@@ -44,6 +44,10 @@ class EngineClosed(CppBatchError):
     """The engine is closed, failed, or going down, and takes no new requests."""
 
 
+class GenerationFailed(CppBatchError):
+    """The engine could not finish a request, through no fault of the request's that it knew beforehand."""
+
+
 class LlamaError(CppBatchError):
     """A call into llama.cpp was refused or failed."""
 

@@ -1,4 +1,4 @@
-"""LocalEngine: every request ends in one terminal event, and nothing hangs."""
+"""LocalEngine, and what EngineProcess shares with it: every request ends in one terminal event, nothing hangs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, LocalEngine, SamplingParams
 from cppbatch.cluster import local
+from cppbatch.cluster.process import EngineProcess
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
 from tests import tiny_models
 
 SETTINGS = {"n_ctx": 1024, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off"}
 
 
-@pytest.fixture
-async def engine(tiny_llama):
-    async with LocalEngine(tiny_llama, **SETTINGS) as engine:
+@pytest.fixture(params=[LocalEngine, EngineProcess])
+async def engine(tiny_llama, request):
+    async with request.param(tiny_llama, **SETTINGS) as engine:
         yield engine
 
 

@@ -54,7 +54,7 @@ class EngineClient(Protocol):
         ...
 
     async def check(self, request: GenerationRequest) -> None:
-        """Raises `InvalidRequest` or `EngineClosed` for a request that `submit` would refuse."""
+        """Raises `InvalidRequest`, `EngineClosed` or `GenerationFailed` for a request that `submit` would refuse."""
         ...
 
     def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:

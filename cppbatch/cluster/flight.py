@@ -19,7 +19,7 @@ class Flight:
     def __init__(self, number: int, request: GenerationRequest, *, only_check: bool = False) -> None:
         params = msgspec.structs.replace(request.params, seed=actual_seed(request.params.seed))  # the same everywhere
         self.number = number
-        self.request = msgspec.structs.replace(request, id=str(number), params=params)
+        self.request = msgspec.structs.replace(request, params=params)
         self.only_check = only_check
         self.mailbox = Mailbox()
         self.crashes = 0
@@ -29,14 +29,15 @@ class Flight:
 
     def message(self) -> Check | Submit:
         """What a worker is told."""
+        request = msgspec.structs.replace(self.request, id=str(self.number))
         if self.only_check:
-            return Check(self.number, self.request)
+            return Check(self.number, request)
         progress = Progress(
             tokens=self._tokens.tolist(),
             age=perf_counter() - self._arrived_at,
             first_token_seconds=max(0.0, self._first_token_at - self._arrived_at),
         )
-        return Submit(self.number, self.request, progress)
+        return Submit(self.number, request, progress)
 
     def take(self, event: GenerationEvent) -> None:
         """Notes what is told, and passes it on."""

@@ -74,6 +74,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Requests may come."""
 
     info: ModelInfo
+    stats: EngineStats
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):

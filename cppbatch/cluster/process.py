@@ -30,7 +30,7 @@ from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
-from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
+from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 
 _NO_LIMIT = 2**31 - 1
 _RECENT = 64
@@ -100,7 +100,8 @@ class EngineProcess:
         """Raises `InvalidRequest` for a request that `submit` would refuse."""
         flight = self._take_off(request, only_check=True)
         try:
-            await flight.mailbox.get()
+            if (answer := await flight.mailbox.get()).error:
+                raise GenerationFailed(answer.error)
         finally:
             self._land(flight)
 
@@ -182,8 +183,9 @@ class EngineProcess:
             self._supervisor.health = Health(status="failed", error=str(error))
             self._loaded.set_exception(error)
 
-    def worker_ready(self) -> None:
+    def worker_ready(self, stats: EngineStats) -> None:
         """Sends what waits for it."""
+        self._last_stats = stats
         if not self._loaded.done():
             self._loaded.set_result(None)
         self._send_what_may_run()
@@ -209,10 +211,13 @@ class EngineProcess:
         if flight is None:  # its reader has gone
             return
         self._supervisor.made_progress()
-        self._replay.proved_harmless(flight)
+        makes_way = self._replay.got_token(flight)
         if event.finish_reason:
             self._replay.ended(flight)
             self._ends.append(perf_counter())
+        elif makes_way:
+            self._cancel(flight)
+            self._replay.take_back(flight, next(self._numbers))
         flight.take(event)
 
     def worker_died(self, at_work: set[int], hopeless: str | None) -> None:
@@ -234,7 +239,8 @@ class EngineProcess:
 
     async def stats(self) -> EngineStats:
         """Counters and state of the worker, as it last told. Raises `EngineClosed` before it ever did."""
-        if (stats := await self._ask()) is None:
+        stats = None if self._closed else await self._ask()
+        if stats is None:
             raise EngineClosed(f"the engine does not answer: it is {self.health().status}")
         return stats
 
@@ -245,6 +251,7 @@ class EngineProcess:
         state = WorkerState(
             name=self.name,
             pid=worker.pid if worker else None,
+            device=self.config.device,
             health=self.health(),
             in_flight=self.in_flight,
             restarts=self._supervisor.restarts,

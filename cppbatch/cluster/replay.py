@@ -11,12 +11,12 @@ MOST_CRASHES = 3
 
 
 class Replay:
-    """The requests that have not ended, in order of arrival.
+    """The requests that have not ended, and which of them the worker has.
 
     After one crash all of them go on together: mostly the cause was none of them. Those that were in hand at the next
-    one too, and had got no token in between, are suspects. Suspects are sent one at a time, with nobody beside them but
-    those who have proved harmless since: a token after a crash proves it, since a text depends on nothing but its
-    request, and so does what it does to a worker.
+    one too, and had got no token in between, are suspects. Each suspect is sent alone, until it gets a token: what a
+    request does depends on nothing beside it, so that proves it harmless, and a crash proves it guilty. Then it makes
+    way for the next suspect, and when there are none left all go on together again.
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,17 @@ class Replay:
         """Whether the worker knows of it."""
         return flight.number not in self._held
 
-    def proved_harmless(self, flight: Flight) -> None:
-        """It has got a token."""
+    def got_token(self, flight: Flight) -> bool:
+        """It is no suspect any more. True when it was one, and has to make way for another: see `take_back`."""
         flight.crashes = 0
-        self._suspects.pop(flight.number, None)
+        was_suspect = self._suspects.pop(flight.number, None) is not None
+        return was_suspect and bool(self._suspects)
+
+    def take_back(self, flight: Flight, number: int) -> None:
+        """It goes on later, under another number, so that what the worker still says of it now is of no concern."""
+        self.ended(flight)
+        flight.number = number
+        self.add(flight)
 
     def ended(self, flight: Flight) -> None:
         """It is over, in whatever way."""

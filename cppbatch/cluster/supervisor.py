@@ -14,6 +14,7 @@ from cppbatch.cluster.client import Health
 from cppbatch.cluster.messages import FromWorker, Loaded, LoadFailed, Loading, Log
 from cppbatch.cluster.worker_process import WorkerDied, WorkerProcess
 from cppbatch.config import EngineConfig
+from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.errors import CppBatchError, ModelError
 
@@ -30,7 +31,7 @@ _PLAIN_ERRORS = (errors.LibraryError, errors.ModelError, errors.ConfigError, err
 class Owner(Protocol):
     """Whom a supervisor tells what happens."""
 
-    def worker_ready(self) -> None:
+    def worker_ready(self, stats: EngineStats) -> None:
         """Requests may be sent."""
 
     def worker_says(self, message: FromWorker) -> None:
@@ -54,6 +55,7 @@ class Supervisor:
         self.restarts = 0
         self._failures = 0  # in a row
         self._has_worked = False
+        self._may_repack = config.use_extra_bufts
 
     def made_progress(self) -> None:
         """The worker did what it is there for."""
@@ -68,8 +70,9 @@ class Supervisor:
                 await self._one_life()
             except WorkerDied as death:
                 why, at_work = str(death), death.at_work
-                if self._falls_back(why):
-                    why = f"{why}; the next one does without the fast CPU path"
+                if self._tries_the_other_path(why):
+                    path = "with" if self._config.use_extra_bufts else "without"
+                    why = f"{why}; the next one tries it {path} the fast CPU path"
                 elif self.info is None:
                     message = f"the process that was loading {self._config.model_path} died: {why}"
                     raise ModelError(f"{message}. What llama.cpp had to say is in the lines above") from death
@@ -83,11 +86,12 @@ class Supervisor:
         """A worker from its start to its death. Raises `WorkerDied`, or why the model could not be loaded."""
         worker = await WorkerProcess.start(self._config, self._runtime)
         try:
-            self.info = await worker.watched(self._load(worker), _LOAD_PATIENCE_S)
+            loaded = await worker.watched(self._load(worker), _LOAD_PATIENCE_S)
+            self.info = loaded.info
             self.worker = worker
             self.health = Health(status="ok", progress=1.0)
             ready_at = time.monotonic()
-            self._owner.worker_ready()
+            self._owner.worker_ready(loaded.stats)
             try:
                 await worker.watched(self._listen(worker), self._step_timeout)
             finally:
@@ -97,11 +101,11 @@ class Supervisor:
         finally:
             await worker.end()
 
-    async def _load(self, worker: WorkerProcess) -> ModelInfo:
+    async def _load(self, worker: WorkerProcess) -> Loaded:
         while True:
             message = await worker.receive()
             if isinstance(message, Loaded):
-                return message.info
+                return message
             if isinstance(message, LoadFailed):
                 raise _error(message)
             if isinstance(message, Loading):
@@ -117,11 +121,13 @@ class Supervisor:
             else:
                 self._owner.worker_says(message)
 
-    def _falls_back(self, why: str) -> bool:
-        """Whether to try without repacked weights: the self-check's tiny models may miss what this one hits."""
-        if self._has_worked or not self._config.use_extra_bufts or not why.endswith(_BAD_CODE):
+    def _tries_the_other_path(self, why: str) -> bool:
+        """Before anything has worked: without repacked weights, as the self-check's tiny models may miss what this one
+        hits; and when that was not it, with them again."""
+        is_plain = not self._config.use_extra_bufts
+        if self._has_worked or not self._may_repack or not why.endswith(_BAD_CODE) or (is_plain and self.info is None):
             return False
-        self._config = msgspec.structs.replace(self._config, use_extra_bufts=False)
+        self._config = msgspec.structs.replace(self._config, use_extra_bufts=is_plain)
         return True
 
     async def _recover(self, why: str, at_work: set[int]) -> None:

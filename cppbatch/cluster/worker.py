@@ -211,7 +211,7 @@ def main() -> None:
         link.send(LoadFailed(type(error).__name__, str(error)))
         link.flush()
         return
-    link.send(Loaded(engine.info))
+    link.send(Loaded(engine.info, engine.stats()))
     try:
         Worker(engine, link, box).run()
     except Exception:

@@ -58,10 +58,15 @@ class WorkerProcess:
             log_level=logging.getLogger("cppbatch").getEffectiveLevel(),
             runtime=runtime,
         )
-        box = BlackBox(folder / "box")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cppbatch.cluster.worker", stdin=asyncio.subprocess.PIPE
-        )
+        try:
+            box = BlackBox(folder / "box")
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "cppbatch.cluster.worker", stdin=asyncio.subprocess.PIPE
+            )
+        except BaseException:
+            link.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         assert process.stdin
         process.stdin.write(msgspec.json.encode(setup) + b"\n")
         return cls(folder, link, box, process)

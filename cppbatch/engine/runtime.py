@@ -48,7 +48,11 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
     """
     use_extra_bufts = config.use_extra_bufts and safe_use_extra_bufts()
     model = Model(
-        config.model_path, n_gpu_layers=config.n_gpu_layers, use_extra_bufts=use_extra_bufts, progress=progress
+        config.model_path,
+        n_gpu_layers=config.n_gpu_layers,
+        device=config.device,
+        use_extra_bufts=use_extra_bufts,
+        progress=progress,
     )
     try:
         if not model.can_generate:

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 Progress = Callable[[float], bool]
 
 
+def _check_device(device: int) -> None:
+    """llama.cpp would take the CPU without a word."""
+    gpus = [gpu.name for gpu in Backend.get().devices() if "GPU" in gpu.kind]
+    if device >= len(gpus):
+        raise ModelError(f"there is no GPU {device}: llama.cpp sees {', '.join(gpus) or 'none'} here (--devices)")
+
+
 class Model:
     """A loaded GGUF model: weights, vocabulary, metadata. A context manager; `close` frees its contexts first."""
 
@@ -30,13 +37,14 @@ class Model:
         path: str | Path,
         *,
         n_gpu_layers: int = -1,
+        device: int | None = None,
         use_extra_bufts: bool = True,
         progress: Progress | None = None,
     ) -> None:
         """Loads `path`.
 
-        `n_gpu_layers`: layers kept on the GPU, -1 for all. `use_extra_bufts`: let llama.cpp repack weights for
-        this CPU. `progress` is called with 0.0 to 1.0 while loading; loading stops when it returns False.
+        `n_gpu_layers`: layers kept on the GPU, -1 for all. `device`: the one GPU to use, None for all.
+        `use_extra_bufts`: let llama.cpp repack weights for this CPU. `progress` is called with 0.0 to 1.0 while loading; loading stops when it returns False.
         Raises `ModelError` with llama.cpp's own reason when the file cannot be loaded.
         """
         self.path = Path(path)
@@ -47,6 +55,9 @@ class Model:
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = use_extra_bufts
+        if device is not None:
+            _check_device(device)
+            params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
         reporter = _Reporter(progress)
         params.progress_callback = reporter.callback
         with Backend.get().errors() as lines:

@@ -1,0 +1,105 @@
+"""Runtimes for worker processes that come to grief: `EngineProcess(..., runtime="tests.failing_runtimes:...")`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cppbatch.config import EngineConfig
+from cppbatch.engine.runtime import Runtime, load_runtime
+from cppbatch.errors import DecodeFailed
+from cppbatch.llama import Batch
+
+POISON = 2
+"""A token that the model of these runtimes cannot stand: the end token, which is computed only as part of a prompt."""
+
+Progress = Callable[[float], bool]
+
+
+class _Wrapped:
+    """A context (or vocabulary) of which one thing is different."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _Poisoned(_Wrapped):
+    """What happens when the poison is computed is `harm`."""
+
+    def __init__(self, real: Any, harm: Callable[[], object]) -> None:
+        super().__init__(real)
+        self._harm = harm
+
+    def decode(self, batch: Batch) -> None:
+        if np.any(batch.tokens[: batch.n_tokens] == POISON):
+            self._harm()
+        self._real.decode(batch)
+
+
+def _with_context(runtime: Runtime, context: Any) -> Runtime:
+    return Runtime(context, runtime.vocab, runtime.info, runtime.sharing, runtime.close)
+
+
+def aborts(config: EngineConfig, progress: Progress) -> Runtime:
+    """As llama.cpp does on a failed assertion."""
+    runtime = load_runtime(config, progress)
+    return _with_context(runtime, _Poisoned(runtime.context, os.abort))
+
+
+def hangs(config: EngineConfig, progress: Progress) -> Runtime:
+    """As a driver does at times."""
+    runtime = load_runtime(config, progress)
+    return _with_context(runtime, _Poisoned(runtime.context, lambda: time.sleep(1000)))
+
+
+def fails(config: EngineConfig, progress: Progress) -> Runtime:
+    """As llama_decode does when the device fails."""
+    runtime = load_runtime(config, progress)
+
+    def fail() -> None:
+        raise DecodeFailed(-3, "compute failed")
+
+    return _with_context(runtime, _Poisoned(runtime.context, fail))
+
+
+class _DeadlyVocab(_Wrapped):
+    """Dies of a text while it is tokenised."""
+
+    def tokenize(self, text: str, **options: Any) -> Any:
+        if "poison" in text:
+            ctypes.string_at(0)
+        return self._real.tokenize(text, **options)
+
+
+def dies_of_texts(config: EngineConfig, progress: Progress) -> Runtime:
+    """As llama.cpp does when a regular expression recurses too deeply."""
+    runtime = load_runtime(config, progress)
+    vocab: Any = _DeadlyVocab(runtime.vocab)
+    return Runtime(runtime.context, vocab, runtime.info, runtime.sharing, runtime.close)
+
+
+def dies_while_loading(config: EngineConfig, progress: Progress) -> Runtime:
+    """As a build for another CPU does."""
+    progress(0.5)
+    os.kill(os.getpid(), signal.SIGILL)
+    raise AssertionError
+
+
+def dies_on_the_fast_path(config: EngineConfig, progress: Progress) -> Runtime:
+    """As a build with broken AMX code does, where the self-check's tiny models have not hit it."""
+    runtime = load_runtime(msgspec.structs.replace(config, use_extra_bufts=False), progress)
+    if not config.use_extra_bufts:
+        return runtime
+    context: Any = _Wrapped(runtime.context)
+    context.decode = lambda batch: ctypes.string_at(0)
+    return _with_context(runtime, context)

@@ -1,0 +1,360 @@
+"""EngineProcess: whatever becomes of its worker, every request ends as if nothing had happened, but for the culprit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch.cluster import link, supervisor
+from cppbatch.cluster.process import EngineProcess
+from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
+from tests import tiny_models
+from tests.failing_runtimes import POISON
+
+SETTINGS: dict[str, Any] = {
+    "n_ctx": 2048, "n_parallel": 16, "n_threads": 1, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between restarts: the tests need not wait."""
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process and no file."""
+    folder = tempfile.mkdtemp(prefix="t")  # short, for the sockets
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    yield
+    assert not [child for child in psutil.Process().children() if "cppbatch.cluster.worker" in child.cmdline()]
+    os.rmdir(folder)
+
+
+@contextlib.asynccontextmanager
+async def opened(model: Path, runtime: str | None = None, **settings: Any) -> AsyncIterator[EngineProcess]:
+    runtime = runtime and f"tests.failing_runtimes:{runtime}"
+    async with EngineProcess(model, runtime=runtime, **SETTINGS | settings) as engine:
+        yield engine
+
+
+def request(
+    name: object, prompt: str | list[int] | None = None, max_tokens: int = 40, **params: Any
+) -> GenerationRequest:
+    params = {"temperature": 0, "ignore_eos": True, **params}
+    text = f"{name} and {name}" if prompt is None else prompt
+    return GenerationRequest(id=str(name), prompt=text, params=SamplingParams(max_tokens=max_tokens, **params))
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.2},
+    {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"temperature": 1.0, "json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 12}},
+    {"temperature": 1.0, "typical_p": 0.9, "dry_multiplier": 0.8},
+    {"logprobs": 2, "echo": True},
+]
+
+
+def sixteen() -> list[GenerationRequest]:
+    """Of all kinds, with seeds."""
+    kinds = [{"seed": i, "ignore_eos": "json_schema" not in KINDS[i % 6], **KINDS[i % 6]} for i in range(16)]
+    return [request(i, max_tokens=100, **kind) for i, kind in enumerate(kinds)]
+
+
+async def run(engine: EngineProcess, its: GenerationRequest) -> list[GenerationEvent]:
+    return [event async for event in engine.submit(its)]
+
+
+async def together(engine: EngineProcess, requests: list[GenerationRequest]) -> list[list[GenerationEvent]]:
+    return await asyncio.wait_for(asyncio.gather(*(run(engine, its) for its in requests)), 60)
+
+
+def told(events: list[GenerationEvent]) -> tuple[object, ...]:
+    """All that a client sees but for the times."""
+    tokens = [token for event in events for token in event.tokens]
+    logprobs = [(entry.token, entry.text_offset) for event in events for entry in event.logprobs]
+    last = events[-1]
+    assert last.usage
+    counts = last.usage.prompt_tokens, last.usage.completion_tokens
+    return "".join(event.text for event in events), tokens, logprobs, last.finish_reason, last.seed, counts
+
+
+def pid_of(engine: EngineProcess) -> int | None:
+    worker = engine._supervisor.worker
+    return worker.pid if worker else None
+
+
+async def until(condition: Any, seconds: float = 30) -> None:
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it does not come to pass")
+
+
+# --- workers that die -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_clients_do_not_notice_that_workers_die_or_hang(tiny_llama: Path, how: signal.Signals) -> None:
+    async with opened(tiny_llama, step_timeout=2) as engine:
+        undisturbed = [told(events) for events in await together(engine, sixteen())]
+        n_told = 0
+
+        async def one(its: GenerationRequest) -> list[GenerationEvent]:
+            nonlocal n_told
+            events = []
+            async for event in engine.submit(its):
+                events.append(event)
+                n_told += 1
+                if n_told in (150, 600):
+                    os.kill(pid_of(engine) or 0, how)
+            return events
+
+        disturbed = await asyncio.wait_for(asyncio.gather(*(one(its) for its in sixteen())), 60)
+        assert [told(events) for events in disturbed] == undisturbed
+        (state,) = await engine.workers()
+        assert (state.restarts, state.health.status) == (2, "ok")
+        assert (await engine.stats()).running == 0
+
+
+async def test_requests_that_come_while_there_is_no_worker_wait_for_the_next(tiny_llama: Path) -> None:
+    async with opened(tiny_llama) as engine:
+        os.kill(pid_of(engine) or 0, signal.SIGKILL)
+        await until(lambda: engine.health().status == "restarting")
+        assert (await engine.stats()).running == 0  # as it last told
+        (events,) = await together(engine, [request("late")])
+        assert told(events)[3] is FinishReason.LENGTH
+        await engine.check(request("also late"))
+
+
+async def test_a_cancel_while_there_is_no_worker_ends_the_request(tiny_llama: Path) -> None:
+    async with opened(tiny_llama) as engine:
+        os.kill(pid_of(engine) or 0, signal.SIGKILL)
+        await until(lambda: pid_of(engine) is None)
+        task = asyncio.ensure_future(run(engine, request("a")))
+        await asyncio.sleep(0)
+        await engine.cancel("a")
+        (event,) = await asyncio.wait_for(task, 10)
+        assert event.finish_reason is FinishReason.CANCELLED
+        assert engine.in_flight == 0
+
+
+# --- requests that kill workers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", ["aborts", "fails", "hangs"])
+async def test_a_request_that_brings_its_worker_down_fails_alone(tiny_llama: Path, runtime: str) -> None:
+    async with opened(tiny_llama, runtime, step_timeout=2) as engine:
+        neighbours = sixteen()[:15]
+        undisturbed = [told(events) for events in await together(engine, neighbours)]
+        *others, poisonous = await together(engine, [*neighbours, request("bad", [5, 6, POISON, 7])])
+        assert poisonous[-1].finish_reason is FinishReason.ERROR
+        assert "3 times in a row" in (poisonous[-1].error or "")
+        assert [told(events) for events in others] == undisturbed
+        assert engine._supervisor.restarts == 3
+        assert told((await together(engine, neighbours))[0]) == undisturbed[0]
+
+
+async def test_a_text_that_kills_the_tokeniser_fails_alone(tiny_llama: Path) -> None:
+    async with opened(tiny_llama, "dies_of_texts") as engine:
+        texts = [*(request(i, max_tokens=200) for i in range(6)), request("bad", "this is poison")]
+        *others, poisonous = await together(engine, texts)
+        assert poisonous[-1].finish_reason is FinishReason.ERROR
+        assert all(events[-1].finish_reason is FinishReason.LENGTH for events in others)
+        with pytest.raises(GenerationFailed, match="3 times in a row"):
+            await engine.check(request("bad", "this is poison"))
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+async def test_what_keeps_a_model_from_loading_is_raised_as_in_this_process(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"page\.gguf"):
+        async with opened(tiny_models.not_gguf(tmp_path / "page.gguf")):
+            pass
+
+
+async def test_a_death_while_loading_is_the_error_and_not_a_loop(tiny_llama: Path) -> None:
+    with pytest.raises(ModelError, match="died: killed by SIGILL"):
+        async with opened(tiny_llama, "dies_while_loading", use_extra_bufts=False) as engine:
+            pytest.fail(f"it loaded: {engine.health()}")
+
+
+async def test_a_build_whose_fast_path_kills_the_worker_is_used_without_it(tiny_llama: Path) -> None:
+    async with opened(tiny_llama, "dies_on_the_fast_path") as engine:
+        (events,) = await together(engine, [request("a")])
+        assert told(events)[3] is FinishReason.LENGTH
+        assert engine._supervisor.restarts == 1
+
+
+@pytest.fixture
+def model(tiny_llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
+
+
+async def test_workers_that_keep_dying_fail_their_requests_and_a_later_one_brings_it_back(model: Path) -> None:
+    hidden = model.with_suffix(".hidden")
+    async with opened(model) as engine:
+        os.rename(model, hidden)
+        os.kill(pid_of(engine) or 0, signal.SIGKILL)
+        await until(lambda: engine.health().status == "restarting")
+        (events,) = await together(engine, [request("a")])
+        assert events[-1].finish_reason is FinishReason.ERROR
+        assert "could not be loaded again" in (events[-1].error or "")
+        assert engine.health().status == "failed"
+        with pytest.raises(EngineClosed, match="failed"):
+            await run(engine, request("b"))
+        os.rename(hidden, model)
+        await until(lambda: engine.health().status == "ok")
+        (events,) = await together(engine, [request("a")])
+        assert told(events)[3] is FinishReason.LENGTH
+
+
+async def test_health_tells_how_far_loading_is_and_nothing_is_taken_meanwhile(tiny_llama: Path) -> None:
+    engine = EngineProcess(tiny_llama, **SETTINGS)
+    assert engine.health().status == "loading"
+    for use in (run(engine, request("a")), engine.check(request("a"))):
+        with pytest.raises(EngineClosed, match="loading"):
+            await use
+    with pytest.raises(EngineClosed):
+        engine.info  # noqa: B018
+    await engine.loaded()
+    assert engine.health() == supervisor.Health(status="ok", progress=1.0)
+    await engine.close()
+
+
+async def test_closing_while_loading_ends_the_worker(tiny_llama: Path) -> None:
+    engine = EngineProcess(tiny_llama, **SETTINGS)
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(engine.close(), 5)
+    assert engine.health().status == "closed"
+
+
+# --- what cannot be sent ----------------------------------------------------------------------------------------------
+
+
+async def test_what_only_this_process_has_is_refused(tiny_llama: Path) -> None:
+    async with opened(tiny_llama) as engine:
+        with pytest.raises(InvalidRequest, match="LocalEngine"):
+            await run(engine, request("a", logits_processor=lambda tokens, logits: None))
+        with pytest.raises(InvalidRequest, match="surrogate"):
+            await run(engine, request("a", "half \ud800 of one"))
+        (events,) = await together(engine, [request("a")])
+        assert told(events)[3] is FinishReason.LENGTH
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_back(tiny_llama: Path) -> None:
+    async with opened(tiny_llama, n_parallel=1, max_queue=2) as engine:
+        running = [asyncio.ensure_future(run(engine, request(i, max_tokens=300))) for i in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="2 requests wait") as refused:
+            await run(engine, request("one too many"))
+        assert 1 <= refused.value.retry_after <= 60
+        for events in await asyncio.gather(*running):
+            assert told(events)[3] is FinishReason.LENGTH
+
+
+# --- the link ---------------------------------------------------------------------------------------------------------
+
+
+async def test_without_sockets_in_files_the_link_is_loopback_and_encrypted(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tiny_llama) as engine:
+        undisturbed = [told(events) for events in await together(engine, sixteen())]
+    monkeypatch.setattr("cppbatch.cluster.worker_process.can_use_files", lambda folder: False)
+    async with opened(tiny_llama) as engine:
+        worker = engine._supervisor.worker
+        assert worker
+        endpoint = worker._link.endpoint
+        assert endpoint.startswith("tcp://127.0.0.1:")
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:  # without the keys
+            stranger.linger = 0
+            stranger.connect(endpoint)
+            stranger.send(b"not a message")
+            assert [told(events) for events in await together(engine, sixteen())] == undisturbed
+        assert engine._supervisor.restarts == 0
+
+
+async def test_a_worker_that_breaks_the_protocol_is_replaced(tiny_llama: Path) -> None:
+    async with opened(tiny_llama) as engine:
+        worker = engine._supervisor.worker
+        assert worker
+        running = asyncio.ensure_future(together(engine, [request("a", max_tokens=200)]))
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.connect(worker._link.endpoint)
+            socket.send(b"not a message")
+            ((*_, last),) = await running
+        assert last.finish_reason is FinishReason.LENGTH
+        await until(lambda: engine._supervisor.restarts == 1)
+
+
+def test_short_paths_are_for_files_and_long_ones_are_not() -> None:
+    assert link.can_use_files(Path("/tmp/x"))
+    assert not link.can_use_files(Path("/" + "x" * 200))
+
+
+# --- the server's process ---------------------------------------------------------------------------------------------
+
+PARENT = """
+import asyncio, sys
+from cppbatch.cluster.process import EngineProcess
+
+async def main():
+    async with EngineProcess(sys.argv[1], n_ctx=256, n_parallel=2, n_threads=1) as engine:
+        assert "llama_cpp" not in sys.modules
+        (worker,) = await engine.workers()
+        print(worker.pid, engine._supervisor.worker._folder, flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_ends_with_the_servers_process_which_needs_no_llama_cpp(tiny_llama: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(tiny_llama)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        pid, folder = parent.stdout.readline().split()
+        worker = psutil.Process(int(pid))
+        parent.kill()
+        worker.wait(10)
+        assert not Path(folder).exists()
+
+
+def test_interrupting_the_whole_group_leaves_the_worker_to_the_servers_process(tiny_llama: Path) -> None:
+    """Ctrl-C goes to every process of the terminal; the server's decides when its worker ends."""
+    command = [sys.executable, "-c", PARENT, str(tiny_llama)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        assert parent.stdout
+        worker = psutil.Process(int(parent.stdout.readline().split()[0]))
+        worker.send_signal(signal.SIGINT)
+        worker.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert worker.is_running()
+        assert worker.status() != psutil.STATUS_ZOMBIE
+        parent.kill()
+        worker.wait(10)
+
+
+def test_errors_of_the_library_keep_their_kind() -> None:
+    error = supervisor._error(supervisor.LoadFailed("LibraryError", "no library"))
+    assert type(error) is LibraryError
+    assert str(error) == "no library"

@@ -1,0 +1,230 @@
+"""Several workers: who gets which request. Most of it without any process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch.cluster.affinity import Affinity
+from cppbatch.cluster.client import Health
+from cppbatch.cluster.deployment import Deployment
+from cppbatch.cluster.group import EngineGroup
+from cppbatch.config import EngineConfig, available_threads
+from cppbatch.errors import ConfigError, InvalidRequest, ModelError
+
+LONG = "All of them begin with these words, which are worth reading only once. " * 40  # 2,800 letters
+
+
+class Worker:
+    """Notes what it gets; each request runs until it is let go."""
+
+    config = EngineConfig(model_path="", n_parallel=16)
+
+    def __init__(self) -> None:
+        self.prompts: list[str | list[int]] = []
+        self.in_flight = 0
+        self.status: Any = "ok"
+        self.go = asyncio.Event()
+
+    def health(self) -> Health:
+        return Health(status=self.status, progress=0.5, error=None if self.status == "ok" else "trouble")
+
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        self.prompts.append(request.prompt)
+        self.in_flight += 1
+        await self.go.wait()
+        self.in_flight -= 1
+        yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.STOP)
+
+
+class Fleet:
+    """Three such workers behind a group."""
+
+    def __init__(self) -> None:
+        self.workers = [Worker() for _ in range(3)]
+        engines: Any = self.workers
+        self.group = EngineGroup(engines)
+        self._n = 0
+
+    async def send(self, prompt: str | list[int], **options: Any) -> asyncio.Task[None]:
+        self._n += 1
+        request = GenerationRequest(id=f"r{self._n}", prompt=prompt, **options)
+
+        async def run() -> None:
+            async for _ in self.group.submit(request):
+                pass
+
+        task = asyncio.create_task(run())
+        await asyncio.sleep(0)
+        return task
+
+    @property
+    def loads(self) -> list[int]:
+        return [worker.in_flight for worker in self.workers]
+
+    async def finish(self) -> None:
+        for worker in self.workers:
+            worker.go.set()
+        await asyncio.sleep(0.01)
+        assert self.loads == [0, 0, 0]
+        for worker in self.workers:
+            worker.go.clear()
+
+
+@pytest.fixture
+async def fleet() -> Fleet:
+    return Fleet()
+
+
+async def test_each_request_goes_where_the_fewest_are(fleet: Fleet) -> None:
+    for i in range(9):
+        await fleet.send(f"{i}, another one")
+    assert fleet.loads == [3, 3, 3]
+
+
+async def test_a_request_follows_its_prefix_until_that_queue_is_longer_by_a_margin(fleet: Fleet) -> None:
+    await fleet.send("busy 0")
+    await fleet.send(LONG + "first")
+    assert fleet.loads == [1, 1, 0]
+    for i in range(4):
+        await fleet.send(LONG + str(i))
+    assert fleet.loads == [1, 5, 0]
+    assert fleet.group._margin == 4
+    await fleet.send(LONG + "one too many")
+    assert fleet.loads == [1, 5, 1]
+
+
+async def test_a_short_prefix_is_not_worth_any_queueing(fleet: Fleet) -> None:
+    await fleet.send(LONG[:70])
+    await fleet.send(LONG[:70])
+    assert fleet.loads == [1, 1, 0]
+
+
+async def test_a_short_prefix_decides_between_equals(fleet: Fleet) -> None:
+    await fleet.send("busy 0")
+    await fleet.send(LONG[:70])
+    await fleet.finish()
+    await fleet.send(LONG[:70])
+    assert fleet.loads == [0, 1, 0]
+
+
+async def test_those_that_must_not_share_a_prefix_do_not_follow_it(fleet: Fleet) -> None:
+    await fleet.send("busy 0")
+    await fleet.send(LONG, cache_salt="a")
+    await fleet.finish()
+    await fleet.send(LONG, cache_salt="b")
+    await fleet.finish()
+    await fleet.send(LONG, cache_prompt=False)
+    assert [len(worker.prompts) for worker in fleet.workers] == [3, 1, 0]
+
+
+async def test_token_ids_have_prefixes_as_well(fleet: Fleet) -> None:
+    await fleet.send("busy 0")
+    await fleet.send(list(range(600)))
+    await fleet.send([*range(500), 1])
+    assert fleet.loads == [1, 2, 0]
+
+
+async def test_a_worker_that_failed_gets_nothing(fleet: Fleet) -> None:
+    await fleet.send(LONG)
+    fleet.workers[0].status = "failed"
+    for i in range(6):
+        await fleet.send(LONG + str(i))
+    assert len(fleet.workers[0].prompts) == 1
+    assert fleet.group.health() == Health(status="restarting", progress=0.5, error="trouble")
+
+
+async def test_health_is_that_of_the_slowest_to_load_and_of_the_best_afterwards(fleet: Fleet) -> None:
+    assert fleet.group.health().status == "ok"
+    fleet.workers[1].status = "loading"
+    assert fleet.group.health().status == "loading"
+    for worker in fleet.workers:
+        worker.status = "failed"
+    assert fleet.group.health() == Health(status="failed", progress=0.5, error="trouble")
+
+
+async def test_an_id_is_used_by_one_request_at_a_time(fleet: Fleet) -> None:
+    request = GenerationRequest(id="same", prompt="x")
+    running = asyncio.ensure_future(anext(fleet.group.submit(request)))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest, match="still running"):
+        await anext(fleet.group.submit(request))
+    fleet.workers[0].go.set()
+    await running
+
+
+def test_what_is_remembered_of_prefixes_is_bounded() -> None:
+    affinity = Affinity()
+    for i in range(5000):
+        affinity.note(GenerationRequest(id="a", prompt=f"{i} {LONG}"), i)
+    assert len(affinity._known) <= 16384
+    assert affinity.find(GenerationRequest(id="a", prompt=f"4999 {LONG}"))
+    assert affinity.find(GenerationRequest(id="a", prompt=f"0 {LONG}")) is None
+
+
+# --- how many, and where ----------------------------------------------------------------------------------------------
+
+CONFIG = EngineConfig(model_path="m.gguf")
+
+
+def test_each_device_has_a_worker_and_they_share_the_cores() -> None:
+    configs = Deployment(devices=(0, 2)).configs(CONFIG)
+    assert [config.device for config in configs] == [0, 2]
+    assert [config.n_threads for config in configs] == [max(1, available_threads() // 2)] * 2
+
+
+def test_more_workers_than_devices_take_turns() -> None:
+    assert [config.device for config in Deployment(workers=3, devices=(1, 0)).configs(CONFIG)] == [1, 0, 1]
+
+
+def test_one_worker_has_what_it_was_told() -> None:
+    assert Deployment().configs(CONFIG) == [CONFIG]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"workers": 0}, {"workers": 65}, {"devices": (-1,)}, {"step_timeout": 0.5}, {"in_process": True, "workers": 2}],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        Deployment(**settings)
+
+
+async def test_a_device_that_is_not_there_is_an_error(tiny_llama: Path) -> None:
+    engine = Deployment(devices=(7,)).start(EngineConfig(model_path=str(tiny_llama), n_ctx=256, n_parallel=2))
+    with pytest.raises(ModelError, match="there is no GPU 7"):
+        await engine.loaded()
+    await engine.close()
+
+
+async def test_two_real_workers_share_the_work_and_survive_each_others_death(tiny_llama: Path) -> None:
+    config = EngineConfig(model_path=str(tiny_llama), n_ctx=2048, n_parallel=4, flash_attn="off")
+    group = Deployment(workers=2).start(config)
+    assert isinstance(group, EngineGroup)
+    await group.loaded()
+
+    async def one(i: int) -> str:
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        request = GenerationRequest(id=str(i), prompt=f"{i} times {i}", params=params)
+        return "".join([event.text async for event in group.submit(request)])
+
+    try:
+        texts = await asyncio.gather(*(one(i) for i in range(8)))
+        states = await group.workers()
+        assert [state.name for state in states] == ["0", "1"]
+        assert len({state.pid for state in states}) == 2
+        assert all(state.stats and state.stats.finished == {"length": 4} for state in states)
+        assert (await group.stats()).finished == {"length": 8}
+        again = asyncio.gather(*(one(i) for i in range(8)))
+        await asyncio.sleep(0.05)
+        os.kill(states[1].pid or 0, signal.SIGKILL)
+        assert await asyncio.wait_for(again, 30) == texts
+    finally:
+        await group.close()
