@@ -109,6 +109,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_LONGEST_STEP_MS}"
             )
+        self._check_choices()
+
+    def _check_choices(self) -> None:
         choices = {
             "flash_attn": FlashAttention,
             "kv_layout": KvLayout,

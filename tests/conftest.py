@@ -56,6 +56,12 @@ def f16_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
+def f32_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model with weights that, with a float cache, give practically the same logits in every batch."""
+    return requantize(default_model, tmp_path_factory.mktemp("f32") / "default-F32.gguf", "F32")
+
+
+@pytest.fixture(scope="session")
 def llama_model(tiny_llama: Path) -> Iterator[Model]:
     with Model(tiny_llama) as model:
         yield model

@@ -70,6 +70,13 @@ class ServerProcess:
             time.sleep(0.05)
         raise AssertionError(f"still busy after {seconds} s: {stats}")
 
+    def wait_line(self, part: str, seconds: float = 10) -> None:
+        """Until it says this."""
+        end = time.monotonic() + seconds
+        while not any(part in line for line in self.lines):
+            assert time.monotonic() < end, f"it does not say {part!r} but {self.lines}"
+            time.sleep(0.01)
+
     def interrupt(self) -> None:
         """Ctrl-C."""
         self.process.send_signal(signal.SIGINT)

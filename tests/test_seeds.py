@@ -12,7 +12,6 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.config import KvLayout
-from cppbatch.llama.quantize import requantize
 
 N = 16
 PROMPTS = [f"{opening} number {i}:" for i, opening in enumerate(["Story", "A list of", "Dear", "The theorem"] * 4)]
@@ -32,11 +31,6 @@ PARAMS = [SamplingParams(seed=1000 + i, max_tokens=16, **KINDS[i % len(KINDS)]) 
 def open_engine(model: Path, layout: KvLayout = "unified", **settings: int) -> BatchInferenceEngine:
     floats = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
     return BatchInferenceEngine(model, kv_layout=layout, **floats, **{"n_ctx": 4096, "n_parallel": N, **settings})  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def f32_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return requantize(default_model, tmp_path_factory.mktemp("f32") / "default-F32.gguf", "F32")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 
@@ -99,9 +99,7 @@ def engine_options(command: Command) -> Command:
     def with_config(model: str | None, verbose: bool, **arguments: Any) -> Any:
         from cppbatch.models.pull import choose_model
 
-        logging.basicConfig(
-            level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-        )
+        _set_up_logs(verbose, arguments.pop("log_format", None))
         settings = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
         EngineConfig(model_path="", **settings)  # complains about flags before a model is fetched
         return command(config=EngineConfig(model_path=str(choose_model(model)), **settings), **arguments)
@@ -110,3 +108,15 @@ def engine_options(command: Command) -> Command:
     for add in reversed([_MODEL, *_ENGINE]):
         wrapped = add(wrapped)
     return wrapped
+
+
+def _set_up_logs(verbose: bool, log_format: Literal["text", "json"] | None) -> None:
+    """With a `log_format`, as a server's."""
+    if log_format:
+        from cppbatch.server.logs import set_up
+
+        set_up(log_format, verbose=verbose)
+        return
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )

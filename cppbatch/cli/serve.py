@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import click
 
-from cppbatch.cli.options import engine_options, option
+from cppbatch.cli.deployment_options import deployment_options
+from cppbatch.cli.options import engine_options
+from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
+
+if TYPE_CHECKING:
+    from cppbatch.cluster.deployment import Deployment
+    from cppbatch.server.listener import Address
+    from cppbatch.server.settings import ServerSettings
 
 
 @click.command()
+@server_options  # these first, so that they complain before a model is fetched
+@deployment_options
 @engine_options
-@option("--host", env="HOST", default="127.0.0.1", help="Address to listen on.")
-@option("--port", env="PORT", type=click.IntRange(0, 65535), default=8080, help="Port; 0: any free one.")
-@option("--api-key", env="API_KEY", default=None, help="Key that clients must send as a bearer token.")
-def serve(config: EngineConfig, host: str, port: int, api_key: str | None) -> None:
+def serve(config: EngineConfig, deployment: Deployment, settings: ServerSettings, address: Address) -> None:
     """Serves a model over HTTP with an OpenAI-compatible API."""
     from cppbatch.server.serve import serve as run
 
     click.echo(f"loading {config.model_path} ...")
-    asyncio.run(run(config, host=host, port=port, api_key=api_key, say=click.echo))
+    asyncio.run(run(config, deployment, settings, address, say=click.echo))

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest
@@ -47,6 +48,15 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineClient(Protocol):
     """An engine as asyncio code sees it."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it was started with; of several workers, each."""
+        ...
+
+    async def loaded(self) -> None:
+        """Waits until requests are taken. Raises what loading raised."""
+        ...
 
     @property
     def info(self) -> ModelInfo:

@@ -75,6 +75,8 @@ class BatchInferenceEngine:
         self._kept: dict[str, list[GenerationEvent]] = {}  # came up while somebody waited for other requests
         self._next_id = 0
         self._closed = False
+        self.survives_failures = True
+        """When a batch cannot be computed, end its sequences and go on with the others; else `step` raises."""
         self.on_plan: Callable[[], object] = lambda: None
         """Called in every step when it is known who runs, before llama.cpp computes anything."""
 
@@ -201,6 +203,8 @@ class BatchInferenceEngine:
         try:
             self._context.decode(self._batch)
         except LlamaError as error:
+            if not self.survives_failures:
+                raise
             log.error("a step of %d tokens failed: %s", self._batch.n_tokens, error)
             for sequence, _ in plan.chunks:
                 sequence.error = str(error)
@@ -259,7 +263,7 @@ class BatchInferenceEngine:
             else:
                 self._tell(sequence)
         self._metrics.forced_tokens = self._outputs.n_forced
-        self._metrics.lap("advance")
+        self._metrics.end_step()
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
@@ -272,7 +276,14 @@ class BatchInferenceEngine:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = perf_counter()
-        self._tell(sequence, finish_reason=reason, seed=sequence.seed, usage=sequence.usage(), error=sequence.error)
+        self._tell(
+            sequence,
+            finish_reason=reason,
+            seed=sequence.seed,
+            usage=sequence.usage(),
+            error=sequence.error,
+            error_field=sequence.error_field,
+        )
         del self._sequences[sequence.id]
         self._metrics.finished[reason] += 1
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.params import actual_seed
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.sampling.grammar import GrammarCompiler
 from cppbatch.engine.sampling.recipe import check_ids, make_recipe
@@ -17,8 +17,6 @@ from cppbatch.engine.vocabulary import Tokens
 from cppbatch.errors import InvalidRequest
 
 Prompt = str | list[int]
-
-_FRESH_SEEDS = 2**32  # few enough for every JSON parser
 
 
 class Intake:
@@ -44,7 +42,7 @@ class Intake:
         recipe = make_recipe(request.params, self._vocab, limit)
         constraint = self._grammars.constraint(request.params)
         max_new = limit - n if wanted is None else wanted
-        sequence = Sequence(request, prompt, max_new=max_new, seed=_seed(request.params.seed), now=arrived_at)
+        sequence = Sequence(request, prompt, max_new=max_new, seed=actual_seed(request.params.seed), now=arrived_at)
         sequence.recipe, sequence.constraint = recipe, constraint
         return sequence
 
@@ -70,7 +68,3 @@ class Intake:
         if len(tokens) == 0:  # some vocabularies make nothing of some texts
             raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
         return tokens
-
-
-def _seed(wanted: int | None) -> int:
-    return secrets.randbelow(_FRESH_SEEDS) if wanted is None or wanted == -1 else wanted % 2**64

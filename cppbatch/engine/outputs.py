@@ -28,7 +28,7 @@ class Outputs:
         if sequence.max_new == 0:
             return FinishReason.LENGTH
         if choice.error is not None:
-            sequence.error = choice.error
+            sequence.error, sequence.error_field = choice.error, choice.error_field
             return FinishReason.ERROR
         if self._ends(sequence, choice.token):
             return FinishReason.STOP
@@ -62,7 +62,7 @@ class Outputs:
             at = sequence.echoed + sequence.text.n_characters
             sequence.news.logprobs.append(msgspec.structs.replace(logprob, text_offset=at))
         if sequence.constraint and not sequence.constraint.accept(token):
-            sequence.error = sequence.constraint.error
+            sequence.error, sequence.error_field = sequence.constraint.error, sequence.params.grammar_field
             return FinishReason.ERROR
         if self.say(sequence) or (sequence.constraint and sequence.constraint.is_done):
             return FinishReason.STOP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-3  # dividing logits by less would overflow float32
 MOST_LOGPROBS = 20
 _LONGEST_STOP, _MOST_STOP_LETTERS = 512, 16_384
+_FRESH_SEEDS = 2**32  # few enough for every JSON parser
 _MOST_BREAKERS = 32  # each is looked for in the whole vocabulary
 _LONGEST_BREAKER = 40  # letters: llama.cpp cuts DRY's breakers there
 
@@ -26,7 +28,7 @@ SAMPLERS = (
 GRAMMARS = ("json_schema", "guided_regex", "guided_choice", "grammar")
 """Fields of `SamplingParams` that say what the text must look like; at most one may be given."""
 
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "dynatemp_range": (0, 100),
     "dynatemp_exponent": (0.01, 100),
@@ -46,7 +48,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "dry_multiplier": (0, 1000),
     "dry_base": (0, 1000),
 }
-_INTEGER_RANGES = {
+INTEGER_RANGES = {
     "top_k": (0, INT32_MAX),
     "mirostat": (0, 2),
     "penalty_last_n": (-1, INT32_MAX),
@@ -54,7 +56,7 @@ _INTEGER_RANGES = {
     "dry_penalty_last_n": (-1, INT32_MAX),
     "min_tokens": (0, INT32_MAX),
 }
-_OPTIONAL_INTEGER_RANGES = {
+OPTIONAL_INTEGER_RANGES = {
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, MOST_LOGPROBS),
 }
@@ -156,11 +158,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The text follows this grammar: llama.cpp's GBNF (with a `root` rule) or llguidance's Lark (with `start`)."""
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
+        for name, (low, high) in RANGES.items():
             number(self, name, low, high)
-        for name, bounds in _INTEGER_RANGES.items():
+        for name, bounds in INTEGER_RANGES.items():
             number(self, name, *bounds, integer=True)
-        for name, bounds in _OPTIONAL_INTEGER_RANGES.items():
+        for name, bounds in OPTIONAL_INTEGER_RANGES.items():
             if getattr(self, name) is not None:
                 number(self, name, *bounds, integer=True)
         for name in ("ignore_eos", "include_stop", "skip_special_tokens", "echo"):
@@ -194,12 +196,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_constrained(self) -> bool:
         """Whether a grammar says what the text looks like, and when it ends."""
-        return any(getattr(self, name) is not None for name in GRAMMARS)
+        return self.grammar_field is not None
+
+    @property
+    def grammar_field(self) -> str | None:
+        """Which of `GRAMMARS` is given."""
+        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of the prompt are wanted, for which all of it must be computed."""
         return self.echo and self.logprobs is not None
+
+
+def actual_seed(wanted: int | None) -> int:
+    """The seed to use, 0 to 2**64 - 1: a fresh one when none is wanted."""
+    return secrets.randbelow(_FRESH_SEEDS) if wanted is None or wanted == -1 else wanted % 2**64
 
 
 def _check_lengths(params: SamplingParams) -> None:

@@ -10,6 +10,13 @@ from cppbatch.engine.params import SamplingParams, instance, number
 
 _LONGEST_TIMEOUT = 30 * 24 * 3600  # seconds
 
+OPTION_RANGES = {
+    "priority": (-100, 100),
+    "timeout": (0, _LONGEST_TIMEOUT),
+    "queue_timeout": (0, _LONGEST_TIMEOUT),
+}
+"""What numbers `GenerationRequest` takes, but for the params'."""
+
 
 class FinishReason(str, Enum):
     """Why a request ended."""
@@ -44,10 +51,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of different salts never share a prefix (whether one is cached can be seen in the time it takes)."""
 
     def __post_init__(self) -> None:
-        number(self, "priority", -100, 100, integer=True)
+        number(self, "priority", *OPTION_RANGES["priority"], integer=True)
         for name in ("timeout", "queue_timeout"):
             if getattr(self, name) is not None:
-                number(self, name, 0, _LONGEST_TIMEOUT)
+                number(self, name, *OPTION_RANGES[name])
         instance(self, "cache_prompt", bool, "true or false")
         instance(self, "cache_salt", str, "a string")
 
@@ -59,10 +66,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Those its events have told."""
     age: float
     """Since it arrived."""
-    queue_seconds: float
-    """From arrival to admission."""
     first_token_seconds: float
-    """From arrival to the first token."""
+    """From arrival to the first token; how long it had waited before that is not known any more."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +117,8 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Set in the last event."""
     error: str | None = None
     """What went wrong, when the finish reason is `error`."""
+    error_field: str | None = None
+    """The field of the request that is to blame for it; None: the engine is."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,10 +61,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_at", "arrived_at", "cells", "constraint", "echoed", "error", "finish_reason", "finished_at",
-        "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt", "n_said", "n_tokens", "news",
-        "params", "pause_at", "prompt_logprobs", "rank", "recipe", "request", "sampler", "saved", "seed", "seq_id",
-        "status", "text", "tokens",
+        "admitted_at", "arrived_at", "cells", "constraint", "echoed", "error", "error_field", "finish_reason",
+        "finished_at", "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt", "n_said",
+        "n_tokens", "news", "params", "pause_at", "prompt_logprobs", "rank", "recipe", "request", "sampler", "saved",
+        "seed", "seq_id", "status", "text", "tokens",
     )  # fmt: skip
 
     recipe: Recipe
@@ -98,6 +98,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self.error_field: str | None = None  # of the request, when that is to blame
         self.arrived_at = now
         self.admitted_at = self.first_token_at = self.finished_at = 0.0
 
@@ -149,8 +150,7 @@ class Sequence:
         self.n_tokens += len(progress.tokens)
         self.arrived_at = now - progress.age
         if progress.tokens:
-            self.admitted_at = self.arrived_at + progress.queue_seconds
-            self.first_token_at = self.arrived_at + progress.first_token_seconds
+            self.admitted_at = self.first_token_at = self.arrived_at + progress.first_token_seconds
             if self.constraint:
                 self.constraint.rebuild(progress.tokens)
 

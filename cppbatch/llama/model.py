@@ -44,7 +44,8 @@ class Model:
         """Loads `path`.
 
         `n_gpu_layers`: layers kept on the GPU, -1 for all. `device`: the one GPU to use, None for all.
-        `use_extra_bufts`: let llama.cpp repack weights for this CPU. `progress` is called with 0.0 to 1.0 while loading; loading stops when it returns False.
+        `use_extra_bufts`: let llama.cpp repack weights for this CPU. `progress` is called with 0.0 to 1.0 while
+        loading; loading stops when it returns False.
         Raises `ModelError` with llama.cpp's own reason when the file cannot be loaded.
         """
         self.path = Path(path)

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from cppbatch.engine.collect import mean_logprob
 from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
-from cppbatch.errors import EngineClosed
-from cppbatch.server.errors import GenerationFailed
+from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.server.logprobs import chat_logprobs, completion_logprobs
 
 Json = dict[str, Any]
@@ -34,7 +33,10 @@ class Answer:
         self._last: dict[int, GenerationEvent] = {}
 
     def note(self, index: int, event: GenerationEvent) -> None:
-        """Remembers how a choice ended. Raises `GenerationFailed` or `EngineClosed` when it was not finished."""
+        """Remembers how a choice ended. When it was not finished, raises `InvalidRequest` if that is the request's own
+        doing, else `GenerationFailed` or `EngineClosed`."""
+        if event.error_field:
+            raise InvalidRequest(event.error_field, event.error or "the text cannot go on")
         if event.finish_reason is FinishReason.ERROR:
             raise GenerationFailed(event.error or "the generation failed")
         if event.finish_reason is FinishReason.CANCELLED:  # not by its client, who would not be listening

@@ -2,95 +2,53 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import hmac
 import time
-from collections.abc import Iterator
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Middleware
 
 from cppbatch.cluster.client import EngineClient
-from cppbatch.server.errors import error_middleware, error_object, json_response
+from cppbatch.server import lifecycle
+from cppbatch.server.admission import LIMITS, SLOTS, admission_middleware
+from cppbatch.server.connections import connection_middleware
+from cppbatch.server.cors import allow_origins
+from cppbatch.server.errors import error_middleware
+from cppbatch.server.keys import key_middleware
+from cppbatch.server.lifecycle import IN_FLIGHT, InFlight, availability_middleware
+from cppbatch.server.limits import Slots
+from cppbatch.server.logs import access_middleware, add_request_id
+from cppbatch.server.metrics import METRICS, ServerMetrics, metrics_middleware
 from cppbatch.server.routes import CLIENT, STARTED, routes
+from cppbatch.server.settings import ServerSettings
 
 
-class InFlight:
-    """The requests that are being answered."""
-
-    def __init__(self) -> None:
-        self.n = 0
-        self.draining = False
-        """No new requests: the server is going down."""
-        self._none_left = asyncio.Event()
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """Counts a request for as long as it is being answered."""
-        self.n += 1
-        try:
-            yield
-        finally:
-            self.n -= 1
-            if self.n == 0:
-                self._none_left.set()
-
-    async def drain(self) -> None:
-        """Waits until the last of them is answered."""
-        self.draining = True
-        while self.n:
-            self._none_left.clear()
-            await self._none_left.wait()
-
-
-IN_FLIGHT = web.AppKey("in_flight", InFlight)
-
-_LARGEST_BODY = 16 << 20  # bytes; 16 MiB hold a prompt of millions of tokens
-_OPEN_PATHS = frozenset({"/health"})
-
-
-def create_app(client: EngineClient, *, api_key: str | None = None) -> web.Application:
-    """The application that serves this engine. With an `api_key`, all but /health wants it as a bearer token."""
-    keys = [_key_middleware(api_key)] if api_key else []
-    middlewares: list[Middleware] = [error_middleware, *keys, availability_middleware]
-    app = web.Application(middlewares=middlewares, client_max_size=_LARGEST_BODY)
+def create_app(client: EngineClient, settings: ServerSettings | None = None) -> web.Application:
+    """The application that serves this engine. Without settings: for everybody, with the usual limits."""
+    settings = settings or ServerSettings()
+    app = web.Application(middlewares=_middlewares(settings), client_max_size=settings.limits.max_body)
     app[CLIENT] = client
+    app[METRICS] = ServerMetrics()
     app[IN_FLIGHT] = InFlight()
+    app[LIMITS] = settings.limits
+    app[SLOTS] = Slots(settings.limits)
     app[STARTED] = int(time.time())
     app.add_routes(routes)
+    app.add_routes(lifecycle.routes)
+    app.on_response_prepare.append(add_request_id)
+    if settings.cors_origins:
+        allow_origins(app, settings.cors_origins)
     return app
 
 
-@web.middleware
-async def availability_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Says why there is no service: the model is still loading, or the server is going down."""
-    state = request.app[CLIENT].health()
-    if request.path in _OPEN_PATHS:
-        return await handler(request)
-    if state.status == "loading":
-        return _unavailable(f"the model is still loading ({state.progress:.0%}); try again soon", "loading")
-    if request.app[IN_FLIGHT].draining:
-        return _unavailable("the server is going down", "shutting_down")
-    with request.app[IN_FLIGHT].one():
-        return await handler(request)
-
-
-def _unavailable(message: str, code: str) -> web.Response:
-    response = json_response(error_object(message, "server_error", code=code), 503)
-    response.headers["Retry-After"] = "1"
-    return response
-
-
-def _key_middleware(api_key: str) -> Middleware:
-    expected = f"Bearer {api_key}".encode()
-
-    @web.middleware
-    async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path in _OPEN_PATHS or hmac.compare_digest(given, expected):
-            return await handler(request)
-        message = "this server wants its API key: Authorization: Bearer KEY"
-        return json_response(error_object(message, "authentication_error", code="invalid_api_key"), 401)
-
-    return check_key
+def _middlewares(settings: ServerSettings) -> list[Middleware]:
+    """What a request passes on its way to its handler, first to last."""
+    keys = [key_middleware(settings.keys)] if settings.keys else []
+    return [
+        metrics_middleware,
+        connection_middleware,
+        access_middleware,
+        error_middleware,
+        *keys,
+        availability_middleware,
+        admission_middleware,
+    ]

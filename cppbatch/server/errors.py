@@ -8,13 +8,22 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
+from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 
 log = logging.getLogger("cppbatch.server")
 
 
-class GenerationFailed(CppBatchError):
-    """The engine could not finish a request."""
+class TooManyRequests(CppBatchError):
+    """As many requests are being answered as may be at once."""
+
+
+_EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
+    QueueFull: (429, "rate_limit_error", "queue_full"),
+    TooManyRequests: (429, "rate_limit_error", "too_many_requests"),
+    EngineClosed: (503, "server_error", "unavailable"),
+    GenerationFailed: (500, "server_error", "generation_failed"),
+}
+"""With their status, type and code. `InvalidRequest` is not among them: it names its field."""
 
 
 def error_object(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, object]:
@@ -25,14 +34,11 @@ def error_object(message: str, kind: str, *, param: str | None = None, code: str
 def describe(error: BaseException) -> tuple[int, dict[str, object]]:
     """The HTTP status and the error object for an exception; logs what nobody expected."""
     if isinstance(error, InvalidRequest):
-        code = "model_not_found" if error.field == "model" else None
-        return 400, error_object(str(error), "invalid_request_error", param=error.field, code=code)
-    if isinstance(error, QueueFull):
-        return 429, error_object(str(error), "rate_limit_error", code="queue_full")
-    if isinstance(error, EngineClosed):
-        return 503, error_object(str(error), "server_error", code="unavailable")
-    if isinstance(error, GenerationFailed):
-        return 500, error_object(str(error), "server_error", code="generation_failed")
+        model = "model_not_found" if error.field == "model" else None
+        return 400, error_object(str(error), "invalid_request_error", param=error.field, code=model)
+    for expected, (status, kind, code) in _EXPECTED.items():
+        if isinstance(error, expected):
+            return status, error_object(str(error), kind, code=code)
     if isinstance(error, web.HTTPException):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return error.status, error_object(error.text or error.reason, kind)
@@ -63,6 +69,10 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
             response.headers["Retry-After"] = "5"
         if isinstance(error, QueueFull):
             response.headers["Retry-After"] = f"{error.retry_after:.0f}"
+        if isinstance(error, TooManyRequests):
+            response.headers["Retry-After"] = "1"
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            response.force_close()  # the rest of it is not waited for
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
         return response

@@ -15,6 +15,8 @@ from cppbatch.errors import InvalidRequest
 
 _MOST_SEQUENCES = 1024
 
+_EVENTS_AHEAD = 2  # of each request, that a slow reader has not taken yet; then its requests wait
+
 Event = tuple[int, GenerationEvent]
 
 
@@ -42,18 +44,28 @@ async def run(client: EngineClient, requests: list[GenerationRequest]) -> AsyncG
     Nothing starts before every prompt is known to be good, so that an answer is refused whole or not at all. When one
     of them raises all the same, the others are cancelled and the exception is raised here.
     """
-    if len(requests) > 1:
-        for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
-            await client.check(request)
-    events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+    if len(requests) == 1:
+        async with contextlib.aclosing(client.submit(requests[0])) as stream:
+            async for event in stream:
+                yield 0, event
+        return
+    for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
+        await client.check(request)
+    async with contextlib.aclosing(_merged(client, requests)) as merged:
+        async for item in merged:
+            yield item
+
+
+async def _merged(client: EngineClient, requests: list[GenerationRequest]) -> AsyncGenerator[Event, None]:
+    events: asyncio.Queue[Event | Exception] = asyncio.Queue(_EVENTS_AHEAD * len(requests))
 
     async def pump(index: int, request: GenerationRequest) -> None:
         try:
             async with contextlib.aclosing(client.submit(request)) as stream:
                 async for event in stream:
-                    events.put_nowait((index, event))
+                    await events.put((index, event))
         except Exception as error:
-            events.put_nowait(error)
+            await events.put(error)
 
     tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
     left = len(tasks)

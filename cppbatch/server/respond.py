@@ -36,19 +36,23 @@ async def send_stream(
         response = web.StreamResponse(headers=_HEADERS)
         await response.prepare(request)
         try:
-            await _send_events(response, first, events, answer)
+            await _send_events(request, response, first, events, answer)
             if include_usage:
-                await _send(response, answer.usage_chunk())
+                await _send(request, response, answer.usage_chunk())
         except ConnectionResetError:
             raise
         except Exception as error:
-            await _send(response, describe(error)[1])
+            await _send(request, response, describe(error)[1])
         await response.write(b"data: [DONE]\n\n")
     return response
 
 
 async def _send_events(
-    response: web.StreamResponse, first: Event, rest: AsyncGenerator[Event, None], answer: Answer
+    request: web.Request,
+    response: web.StreamResponse,
+    first: Event,
+    rest: AsyncGenerator[Event, None],
+    answer: Answer,
 ) -> None:
     opened: set[int] = set()
 
@@ -62,14 +66,15 @@ async def _send_events(
             chunks.append(answer.delta(index, event))
         if event.finish_reason:
             chunks.append(answer.closing(index))
-        await _send(response, *chunks)
+        await _send(request, response, *chunks)
 
     await send(*first)
     async for index, event in rest:
         await send(index, event)
 
 
-async def _send(response: web.StreamResponse, *chunks: Json | None) -> None:
+async def _send(request: web.Request, response: web.StreamResponse, *chunks: Json | None) -> None:
     lines = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks if chunk is not None]
     if lines:
         await response.write(b"".join(lines))
+        await request.writer.drain()  # `write` alone would let 64 KiB wait for a client that does not read

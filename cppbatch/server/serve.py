@@ -4,40 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable
 
 from aiohttp import web
 
-from cppbatch.cluster.local import LocalEngine
+from cppbatch.cluster.client import EngineClient
+from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
-from cppbatch.errors import ConfigError
-from cppbatch.server.app import IN_FLIGHT, create_app
+from cppbatch.server.app import create_app
+from cppbatch.server.connections import most_connections
+from cppbatch.server.lifecycle import IN_FLIGHT
+from cppbatch.server.listener import Address, Listener, listen
+from cppbatch.server.settings import ServerSettings
+
+log = logging.getLogger("cppbatch.server")
 
 Say = Callable[[str], None]
 
 
-async def serve(config: EngineConfig, *, host: str, port: int, api_key: str | None, say: Say) -> None:
+async def serve(
+    config: EngineConfig, deployment: Deployment, settings: ServerSettings, address: Address, *, say: Say
+) -> None:
     """Serves until SIGINT or SIGTERM, then finishes what runs. A second signal ends the process at once.
 
-    Listens while the model loads (/health tells how far). `say` gets the lines for the person at the terminal.
-    Raises `ConfigError` when the address is taken, and whatever loading raises.
+    Listens while the model loads (/health tells how far), and while it drains. `say` gets the lines for the person at
+    the terminal. Raises `ConfigError` when the address is taken, and whatever loading raises.
     """
     stop = asyncio.Event()
     _on_signals(stop)
-    engine = LocalEngine(config)
+    engine = deployment.start(config)
+    app = create_app(engine, settings)
     try:
-        runner = await _listen(engine, host, port, api_key)
+        listener = await _listen(app, settings, address)
+    except BaseException:
+        await engine.close()
+        raise
+    async with listener:
         try:
             await _loaded(engine, stop)
-            _announce(engine, runner, api_key, say)
+            _announce(engine, listener, settings, say)
             await stop.wait()
-            await _drain(runner, say)
+            await _drain(app, settings.drain_timeout, say)
         finally:
-            await runner.cleanup()
-    finally:
-        await engine.close()
+            await engine.close()  # before the connections: whoever still waits for an answer is told
 
 
 def _on_signals(stop: asyncio.Event) -> None:
@@ -55,22 +67,17 @@ def _on_signals(stop: asyncio.Event) -> None:
             signal.signal(name, lambda *_: loop.call_soon_threadsafe(received))
 
 
-async def _listen(engine: LocalEngine, host: str, port: int, api_key: str | None) -> web.AppRunner:
-    # handler_cancellation: a client that goes away cancels its request, streamed or not.
-    runner = web.AppRunner(create_app(engine, api_key=api_key), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except (OSError, OverflowError) as error:
-        await runner.cleanup()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({reason}). Choose another --port, or end the program that uses this one"
-        ) from error
-    return runner
+async def _listen(app: web.Application, settings: ServerSettings, address: Address) -> Listener:
+    idle_timeout = settings.limits.idle_timeout
+    listener = await listen(app, address, most=most_connections(), idle_timeout=idle_timeout)
+    if not (listener.is_private or settings.keys):
+        log.warning(
+            "anybody who can reach %s may use this server: give it an --api-key, or --host 127.0.0.1", listener.url
+        )
+    return listener
 
 
-async def _loaded(engine: LocalEngine, stop: asyncio.Event) -> None:
+async def _loaded(engine: EngineClient, stop: asyncio.Event) -> None:
     """Waits for the model. A signal meanwhile ends the process: there is no request to finish."""
     loading, stopping = asyncio.ensure_future(engine.loaded()), asyncio.ensure_future(stop.wait())
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -80,24 +87,20 @@ async def _loaded(engine: LocalEngine, stop: asyncio.Event) -> None:
     loading.result()
 
 
-def _announce(engine: LocalEngine, runner: web.AppRunner, api_key: str | None, say: Say) -> None:
-    info, config = engine.info, engine.config
-    host, port = runner.addresses[0][:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def _announce(engine: EngineClient, listener: Listener, settings: ServerSettings, say: Say) -> None:
+    info, config, url = engine.info, engine.config, listener.url
     body = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
-    key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if api_key else ""
+    key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if settings.keys else ""
     cells = f"{info.n_ctx} KV cells, {info.kv_layout}"
     say(f"{info.name} ({info.description}): {config.n_parallel} sequences at once over {cells}")
     say(f"ready at {url}  (OpenAI-compatible API under {url}/v1; Ctrl-C drains and stops)")
     say(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 
 
-async def _drain(runner: web.AppRunner, say: Say) -> None:
+async def _drain(app: web.Application, seconds: float, say: Say) -> None:
     """Takes no new requests and waits until those that are being answered are done."""
-    in_flight = runner.app[IN_FLIGHT]
-    in_flight.draining = True
-    for site in list(runner.sites):
-        await site.stop()
+    in_flight = app[IN_FLIGHT]
     if in_flight.n:
-        say(f"finishing {in_flight.n} request(s); Ctrl-C again stops at once")
-    await in_flight.drain()
+        say(f"finishing {in_flight.n} request(s), for {seconds:g} s at most; Ctrl-C again stops at once")
+    if left := await in_flight.drain(seconds):
+        say(f"cut off {left} request(s) that did not end within {seconds:g} s (--drain-timeout)")

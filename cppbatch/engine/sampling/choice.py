@@ -23,11 +23,27 @@ class Choice(NamedTuple):
     token: int
     logprob: TokenLogprob | None = None
     error: str | None = None
+    error_field: str | None = None
+    """The request's field that is to blame for the error, if one is."""
 
 
 def nothing_left(row: Row) -> str:
     """Why no token of this row can be chosen."""
     return f"no token can be sampled: the largest logit of this row is {row.max()}"
+
+
+def at_fault(sequence: Sequence, row: Row) -> str | None:
+    """Which of the request's fields is why this row gave no token; None: the logits themselves, or llama.cpp."""
+    params = sequence.params
+    if params.logits_processor is not None:
+        return "logits_processor"
+    if sequence.constraint and sequence.constraint.error:
+        return params.grammar_field
+    if row.max() != -np.inf:  # NaN
+        return None
+    if params.suppress_tokens:
+        return "suppress_tokens"
+    return params.grammar_field or ("stop_token_ids" if params.stop_token_ids else None)
 
 
 def choose_greedily(row: Row) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.sampling.choice import Choice, choose_greedily, choose_randomly, nothing_left
+from cppbatch.engine.sampling.choice import Choice, at_fault, choose_greedily, choose_randomly, nothing_left
 from cppbatch.engine.sampling.draw import IMPOSSIBLE
 from cppbatch.engine.sampling.edits import apply_bans_and_biases, apply_penalties
 from cppbatch.engine.sampling.recipe import Kind
@@ -31,6 +31,8 @@ def sample_candidates(
         for i, place in zip(drawn, choose_randomly(sequences, drawn, logits, ids), strict=True):
             places[i] = place
     return [
-        Choice(int(ids[i, place])) if place != IMPOSSIBLE else Choice(IMPOSSIBLE, error=nothing_left(logits[i]))
+        Choice(int(ids[i, place]))
+        if place != IMPOSSIBLE
+        else Choice(IMPOSSIBLE, None, nothing_left(logits[i]), at_fault(sequences[i], logits[i]))
         for i, place in enumerate(places)
     ]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from cppbatch.config import available_threads
-from cppbatch.engine.params import GRAMMARS, SamplingParams
+from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.sampling.finite import has_finite_instance
 from cppbatch.engine.sampling.grammar_check import CheckFailed, GrammarChecker
 from cppbatch.engine.sampling.grammar_child import LIMITS
@@ -41,7 +41,7 @@ class GrammarCompiler:
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """A request's constraint, None if it has none. Raises `InvalidRequest` with the reason for a bad grammar."""
-        field = next((name for name in GRAMMARS if getattr(params, name) is not None), None)
+        field = params.grammar_field
         if field is None:
             return None
         value = getattr(params, field)

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from cppbatch.engine.sampling.chains import Chains
 from cppbatch.engine.sampling.choice import (
     Choice,
+    at_fault,
     choose_greedily,
     choose_randomly,
     keys_of,
@@ -53,7 +54,12 @@ class Sampler:
         self._apply_grammars(sequences, logits, errors)
         tokens = [IMPOSSIBLE] * len(sequences)
         self._choose(sequences, logits, tokens, errors)
-        return [self._choice(i, sequences[i], tokens[i], errors.get(i), likelihoods.get(i)) for i in range(len(tokens))]
+        return [
+            Choice(tokens[i], None, errors[i], at_fault(sequence, logits[i]))
+            if i in errors
+            else self._choice(sequence, tokens[i], likelihoods.get(i))
+            for i, sequence in enumerate(sequences)
+        ]
 
     def _apply_grammars(self, sequences: list[Sequence], logits: Rows, errors: dict[int, str]) -> None:
         constrained = {i: s.constraint for i, s in enumerate(sequences) if s.constraint and i not in errors}
@@ -85,12 +91,8 @@ class Sampler:
         seeds = keys_of(sequences, rows) >> np.uint64(32)
         return self._chains.sample([(sequences[i], logits[i], int(seed)) for i, seed in zip(rows, seeds, strict=True)])
 
-    def _choice(
-        self, i: int, sequence: Sequence, token: int, error: str | None, likelihoods: Likelihoods | None
-    ) -> Choice:
-        if error is not None or likelihoods is None:
-            return Choice(token, None, error)
-        return Choice(token, describe(likelihoods, token, sequence, self._vocab))
+    def _choice(self, sequence: Sequence, token: int, likelihoods: Likelihoods | None) -> Choice:
+        return Choice(token, describe(likelihoods, token, sequence, self._vocab) if likelihoods else None)
 
     def close(self) -> None:
         """Ends the threads."""

@@ -1,0 +1,89 @@
+"""API keys: who may use the server, and by which short name the logs know them."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+
+from cppbatch.errors import ConfigError
+from cppbatch.server.errors import error_object, json_response
+
+KEY = web.RequestKey("api_key", str)
+"""`request[KEY]`: the label of the key that a request came with; absent when no keys are asked for."""
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+_USABLE = re.compile(r"[\x21-\x7e]+")  # what goes into a header as it is
+_LABEL_LENGTH = 8
+
+
+class Keys:
+    """The keys that are let in. Only their digests are kept."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        """Raises `ConfigError` for a key that no client could send; the message does not repeat it."""
+        self._digests: list[bytes] = []
+        for i, key in enumerate(keys, 1):
+            if not _USABLE.fullmatch(key):
+                raise ConfigError(f"API key {i} is empty, or has spaces or characters other than visible ASCII")
+            self._digests.append(_digest(key))
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def label_of(self, given: str) -> str | None:
+        """The short name of a key that is one of these, else None. Takes as long for any key that is given."""
+        digest, found = _digest(given), False
+        for known in self._digests:
+            found |= hmac.compare_digest(known, digest)
+        return digest.hex()[:_LABEL_LENGTH] if found else None
+
+
+def read_keys(path: str) -> list[str]:
+    """The keys in a file, one a line; empty lines and those that begin with # are none. Raises `ConfigError`."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file in UTF-8"
+        raise ConfigError(f"cannot read the API keys in {path} ({reason})") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    if not keys:
+        raise ConfigError(f"there is no API key in {path}; write one a line, or leave --api-key-file out")
+    return keys
+
+
+def key_middleware(keys: Keys) -> Middleware:
+    """Refuses requests without one of the keys, except for `OPEN_PATHS` and what browsers ask before they send one."""
+
+    @web.middleware
+    async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+        for given in _given(request):
+            if label := keys.label_of(given):
+                request[KEY] = label
+        if KEY in request or request.path in OPEN_PATHS or _is_preflight(request):
+            return await handler(request)
+        message = "this server wants its API key: Authorization: Bearer KEY"
+        return json_response(error_object(message, "authentication_error", code="invalid_api_key"), 401)
+
+    return check_key
+
+
+def _given(request: web.Request) -> list[str]:
+    """The keys that a request has: as a bearer token, as OpenAI's clients send it, or alone, as Anthropic's do."""
+    scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    alone = request.headers.get("x-api-key")
+    return [*([token.strip()] if scheme.lower() == "bearer" else []), *([alone] if alone is not None else [])]
+
+
+def _is_preflight(request: web.Request) -> bool:
+    return request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,107 @@
+"""What one request, and one client, may ask of the server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+
+from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.server.errors import TooManyRequests
+from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
+
+_MOST = 2**31 - 1
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Names are those of the flags. Raises `ConfigError` for values out of range."""
+
+    max_body_mb: int = 16
+    """MiB of a request's body. 16 hold a prompt of millions of tokens."""
+    max_n: int = MOST_CHOICES
+    """Completions of one prompt."""
+    max_tokens: int | None = None
+    """Tokens of one completion; also for requests that name no number. None: as many as the context holds."""
+    request_timeout: float | None = None
+    """Seconds that a request may take; a request's own `timeout` may be shorter. None: no limit."""
+    max_concurrent: int = 0
+    """Requests that are answered at once; 0: as many as come (the engine's queue has its own limit)."""
+    max_concurrent_per_key: int = 0
+    """As many of one API key, or, without keys, of one address; 0: no limit."""
+    idle_timeout: float = 60
+    """Seconds without a byte after which a client that should send its body, or read its answer, is cut off."""
+
+    def __post_init__(self) -> None:
+        self._check("max_body_mb", 1, 4096)
+        self._check("max_n", 1, MOST_CHOICES)
+        self._check("max_concurrent", 0, _MOST)
+        self._check("max_concurrent_per_key", 0, _MOST)
+        self._check("idle_timeout", 0.1, 86400)
+        if self.max_tokens is not None:
+            self._check("max_tokens", 1, _MOST)
+        if self.request_timeout is not None:
+            self._check("request_timeout", 0.1, 86400)
+
+    def _check(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if not low <= value <= high:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is {value}; it must be from {low} to {high}")
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of a request's body."""
+        return self.max_body_mb << 20
+
+    def check(self, body: SamplingFields) -> None:
+        """Raises `InvalidRequest` for a request that asks for more than it may."""
+        for field in ("n", "best_of"):
+            self._refuse_more(field, getattr(body, field), self.max_n, "--max-n")
+        for field in ("max_tokens", "max_completion_tokens"):
+            self._refuse_more(field, getattr(body, field, None), self.max_tokens, "--max-tokens")
+
+    def _refuse_more(self, field: str, asked: int | None, limit: int | None, flag: str) -> None:
+        if asked is not None and limit is not None and asked > limit:
+            raise InvalidRequest(field, f"is {asked}; this server allows {limit} ({flag})")
+
+    def default_tokens(self, usual: int | None) -> int | None:
+        """`max_tokens` of a request that names none, where `usual` is the endpoint's own default."""
+        given = [tokens for tokens in (usual, self.max_tokens) if tokens is not None]
+        return min(given, default=None)
+
+    def timeout(self, asked: float | None) -> float | None:
+        """The `timeout` of a request that asked for this one."""
+        given = [seconds for seconds in (asked, self.request_timeout) if seconds is not None]
+        return min(given, default=None)
+
+
+class Slots:
+    """The requests that are being answered, of all clients and of each."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._all = 0
+        self._of: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def one(self, client: str) -> Iterator[None]:
+        """Takes a place for one request of this client. Raises `TooManyRequests`."""
+        most, most_of_one = self._limits.max_concurrent, self._limits.max_concurrent_per_key
+        if most and self._all >= most:
+            raise TooManyRequests(f"{most} requests are being answered, the most at once (--max-concurrent); try later")
+        if most_of_one and self._of[client] >= most_of_one:
+            raise TooManyRequests(
+                f"{most_of_one} of your requests are being answered, the most at once (--max-concurrent-per-key); "
+                "wait for one of them to end"
+            )
+        self._all += 1
+        self._of[client] += 1
+        try:
+            yield
+        finally:
+            self._all -= 1
+            self._of[client] -= 1
+            if not self._of[client]:
+                del self._of[client]  # addresses come and go

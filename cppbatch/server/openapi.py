@@ -1,0 +1,163 @@
+"""The OpenAPI document: what every route takes and gives, from the types that read and write it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cppbatch import __version__
+from cppbatch.cluster.client import Health
+from cppbatch.engine.metrics import EngineStats
+from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
+from cppbatch.engine.request import OPTION_RANGES
+from cppbatch.server.sampling_fields import MOST_CHOICES
+from cppbatch.server.schemas import ChatRequest, CompletionRequest
+from cppbatch.server.shapes import (
+    ChatAnswer,
+    CompletionAnswer,
+    ErrorAnswer,
+    Model,
+    ModelList,
+    ReadyAnswer,
+    ServerFigures,
+)
+
+Json = dict[str, Any]
+
+_REFS = "#/components/schemas/{name}"
+_TEXT: Json = {"type": "string"}
+_EVENT: Json = {
+    "type": "object",
+    "description": "With `stream`: an event. Its data is a chunk as JSON, as in OpenAI's API, or at the end [DONE]",
+    "properties": {"data": _TEXT},
+    "required": ["data"],
+}
+
+_STATUS = {
+    400: "The request is malformed, or asks for what cannot be; `param` names the field",
+    401: "The server wants an API key, and the request has none that it knows",
+    404: "There is no such model",
+    413: "The body is larger than the server takes",
+    429: "As many requests wait or are answered as may; Retry-After says when to come again",
+    500: "The engine could not finish the request",
+    503: "The model is still loading, the server is going down, or the engine is no more",
+}
+_GENERATING = (400, 401, 413, 429, 500, 503)
+
+
+class Endpoint(NamedTuple):
+    """A route as the document has it. `answer`: the schema of its success, by media type."""
+
+    summary: str
+    answer: dict[str, Json]
+    errors: tuple[int, ...] = ()
+    body: type | None = None
+    unavailable: type = ErrorAnswer
+    """What a 503 has."""
+
+
+def _ref(kind: type) -> Json:
+    return {"$ref": _REFS.format(name=kind.__name__)}
+
+
+def _json(schema: Json) -> dict[str, Json]:
+    return {"application/json": schema}
+
+
+_STATS = {"anyOf": [{"allOf": [_ref(EngineStats), _ref(ServerFigures)]}, _ref(ServerFigures)]}
+
+ENDPOINTS = {
+    ("get", "/health"): Endpoint(
+        "200 when requests are served, 503 with the state when not; needs no API key", _json(_ref(Health)), (503,),
+        unavailable=Health,
+    ),
+    ("get", "/ready"): Endpoint(
+        "200 when a request that comes now is taken, 503 when not; needs no API key", _json(_ref(ReadyAnswer)), (503,),
+        unavailable=ReadyAnswer,
+    ),
+    ("get", "/stats"): Endpoint("Counters, the last minute, and each worker", _json(_STATS), (401, 503)),
+    ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": _TEXT}, (401,)),
+    ("get", "/openapi.json"): Endpoint("This document", _json({"type": "object"}), (401, 503)),
+    ("get", "/v1/models"): Endpoint("The loaded model, as a list of one", _json(_ref(ModelList)), (401, 503)),
+    ("get", "/v1/models/{id}"): Endpoint("The loaded model by its id", _json(_ref(Model)), (401, 404, 503)),
+    ("post", "/v1/completions"): Endpoint(
+        "Continues one or more prompts", {**_json(_ref(CompletionAnswer)), "text/event-stream": _EVENT}, _GENERATING,
+        CompletionRequest,
+    ),
+    ("post", "/v1/chat/completions"): Endpoint(
+        "Continues a conversation with the assistant's next message",
+        {**_json(_ref(ChatAnswer)), "text/event-stream": _EVENT}, _GENERATING, ChatRequest,
+    ),
+}  # fmt: skip
+"""By method and path, as the routes have them; tests/test_openapi.py compares them."""
+
+
+@lru_cache(maxsize=1)
+def document() -> bytes:
+    """The document, as JSON."""
+    paths: dict[str, Json] = {}
+    for (method, path), endpoint in ENDPOINTS.items():
+        paths.setdefault(path, {})[method] = _operation(path, endpoint)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "cppbatch", "version": __version__, "description": "OpenAI's API over a GGUF model"},
+            "paths": paths,
+            "components": {
+                "schemas": _schemas(),
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{}, {"key": []}],  # keys are asked for where the server was given some
+        }
+    )
+
+
+def _operation(path: str, endpoint: Endpoint) -> Json:
+    answers: Json = {"200": {"description": "Success", "content": _content(endpoint.answer)}}
+    for status in endpoint.errors:
+        kind = endpoint.unavailable if status == 503 else ErrorAnswer
+        answers[str(status)] = {"description": _STATUS[status], "content": _content(_json(_ref(kind)))}
+    operation: Json = {"summary": endpoint.summary, "responses": answers}
+    if "{id}" in path:
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": _TEXT}]
+    if endpoint.body:
+        operation["requestBody"] = {"required": True, "content": _content(_json(_ref(endpoint.body)))}
+    return operation
+
+
+def _content(schemas: dict[str, Json]) -> Json:
+    return {kind: {"schema": schema} for kind, schema in schemas.items()}
+
+
+def _schemas() -> Json:
+    """The schemas of all types, with the ranges that `SamplingParams` and `GenerationRequest` check."""
+    bodies = (CompletionRequest, ChatRequest)
+    answers = (Health, EngineStats, ServerFigures, ReadyAnswer, ModelList, CompletionAnswer, ChatAnswer, ErrorAnswer)
+    _, schemas = msgspec.json.schema_components([*bodies, *answers], ref_template=_REFS)
+    for body in bodies:
+        for name, (low, high) in _ranges(body).items():
+            _limit(schemas[body.__name__]["properties"][name], low, high)
+    return schemas
+
+
+def _ranges(body: type[CompletionRequest | ChatRequest]) -> dict[str, tuple[float, float]]:
+    """By the names that the client uses."""
+    ranges: dict[str, tuple[float, float]] = {**RANGES, **INTEGER_RANGES, **OPTIONAL_INTEGER_RANGES, **OPTION_RANGES}
+    aliases = {alias: ranges[ours] for ours, alias in body._ALIASES.items() if ours in ranges}
+    if "logprobs" in body._ALIASES:  # there it is true or false
+        del ranges["logprobs"]
+    tokens = [name for name in ("max_tokens", "max_completion_tokens") if name in body.__struct_fields__]
+    return {
+        **ranges,
+        **aliases,
+        **dict.fromkeys(tokens, (0.0, INT32_MAX)),
+        **dict.fromkeys(("n", "best_of"), (1.0, MOST_CHOICES)),
+    }
+
+
+def _limit(schema: Json, low: float, high: float) -> None:
+    for kind in schema["anyOf"]:
+        if kind["type"] != "null":
+            kind |= {"minimum": low, "maximum": high}

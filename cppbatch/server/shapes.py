@@ -1,0 +1,153 @@
+"""The shapes of answers: models and statistics as they are made here, the others as the OpenAPI document shows them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from cppbatch.cluster.client import WorkerState
+from cppbatch.engine.request import FinishReason
+from cppbatch.server.recent import LastMinute
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What was wrong, for the person who reads it."""
+
+    message: str
+    type: str
+    """invalid_request_error, authentication_error, rate_limit_error or server_error."""
+    param: str | None
+    """The field at fault."""
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Every answer that is no success."""
+
+    error: ErrorDetail
+
+
+class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /ready`."""
+
+    ready: bool
+    status: str
+    """draining, or as in /health."""
+
+
+class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What `GET /stats` has beside the sums over all engines (`EngineStats`), which are missing while none answers."""
+
+    last_minute: LastMinute
+    workers: list[WorkerState]
+
+
+class ModelWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the engines that run a model."""
+
+    name: str
+    device: int | None
+    """The GPU it runs on, if it was told which."""
+    status: str
+
+
+class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """More about a model than OpenAI's object tells."""
+
+    description: str
+    n_ctx: int
+    """KV cells of each worker."""
+    kv_layout: str
+    sampling: str
+    n_ctx_train: int
+    max_sequence: int
+    """Most tokens of prompt and answer together."""
+    n_params: int
+    n_vocab: int
+    size: int
+    """Bytes."""
+    workers: list[ModelWorker]
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, as in OpenAI's API."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    """When the server started, in seconds since 1970."""
+    owned_by: Literal["cppbatch"] = "cppbatch"
+    meta: ModelMeta
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """`usage.prompt_tokens_details`."""
+
+    cached_tokens: int
+
+
+class AnswerUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of all choices; the prompt's once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    seed: int
+    """With which the text can be had again."""
+
+
+class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/completions`, not streamed (`cppbatch.server.answers`)."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: AnswerUsage
+
+
+class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """What the assistant says."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One message."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    seed: int
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`, not streamed (`cppbatch.server.answers`)."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: AnswerUsage

@@ -1,0 +1,254 @@
+"""Clients that send nothing, stop halfway, read nothing, or come by the thousand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from cppbatch import LocalEngine
+from cppbatch.errors import ConfigError
+from cppbatch.server import listener as listener_module
+from cppbatch.server.app import create_app
+from cppbatch.server.connections import most_connections
+from cppbatch.server.listener import Listener, tls_context
+from tests.listening import HeldEngine, Streams, connect, ended, head, listening, post, until
+
+HELLO = {"prompt": "Hello", "max_tokens": 2}
+
+
+@pytest.fixture
+async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
+    async with HeldEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
+        yield engine
+
+
+async def is_served(listener: Listener) -> bool:
+    reader, writer = await connect(listener)
+    writer.write(head("GET", "/health"))
+    line = await asyncio.wait_for(reader.readline(), 2)
+    writer.close()
+    return b" 200 " in line
+
+
+@pytest.mark.parametrize("sent", [b"", b"GE", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+async def test_a_connection_without_a_whole_request_head_is_closed(engine: HeldEngine, sent: bytes) -> None:
+    async with listening(create_app(engine), head_timeout=0.2) as listener:
+        reader, writer = await connect(listener)
+        writer.write(sent)
+        assert await ended(reader, 1) == b""
+        assert await is_served(listener)
+
+
+async def test_a_trickle_of_header_bytes_does_not_help(engine: HeldEngine) -> None:
+    async with listening(create_app(engine), head_timeout=0.3) as listener:
+        reader, writer = await connect(listener)
+        writer.write(b"GET /health HTTP/1.1\r\nX: ")
+        closing = asyncio.create_task(ended(reader, 2))
+        while not closing.done():
+            writer.write(b"y")
+            await asyncio.sleep(0.02)
+        assert await closing == b""
+
+
+async def test_a_body_that_stalls_is_given_up_and_a_slow_one_is_not(engine: HeldEngine) -> None:
+    engine.go_on.set()
+    async with listening(create_app(engine), idle_timeout=0.4) as listener:
+        whole = post("/v1/completions", HELLO)
+        reader, writer = await connect(listener)
+        writer.write(whole[:-1])
+        assert await ended(reader, 2) == b""
+        reader, writer = await connect(listener)
+        for i in range(0, len(whole), 8):
+            writer.write(whole[i : i + 8])
+            await asyncio.sleep(0.05)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
+        writer.close()
+
+
+async def test_a_connection_that_is_idle_after_a_request_is_closed(
+    engine: HeldEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "_KEEPALIVE_SECONDS", 0.3)
+    async with listening(create_app(engine), head_timeout=0.1) as listener:
+        reader, writer = await connect(listener)
+        for _ in range(4):  # longer together than either limit
+            writer.write(head("GET", "/health"))
+            assert b" 200 " in await reader.readuntil(b"}")
+            await asyncio.sleep(0.15)
+        assert await ended(reader, 1) == b""
+        writer.close()
+
+
+async def test_a_request_that_takes_long_is_no_idle_connection(engine: HeldEngine) -> None:
+    async with listening(create_app(engine), idle_timeout=0.1, head_timeout=0.1) as listener:
+        reader, writer = await connect(listener)
+        writer.write(post("/v1/completions", HELLO))
+        await asyncio.sleep(0.5)
+        engine.go_on.set()
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
+        writer.close()
+
+
+async def test_many_silent_connections_lock_nobody_out(engine: HeldEngine) -> None:
+    async with listening(create_app(engine), most=50) as listener:
+        reader, busy = await connect(listener)
+        busy.write(post("/v1/completions", HELLO))
+        await until(lambda: engine.n_held == 1)
+        silent = [await connect(listener) for _ in range(300)]
+        assert await is_served(listener)
+        gone = [asyncio.create_task(ended(reader, 2)) for reader, _ in silent[:240]]
+        await asyncio.gather(*gone)  # the oldest made room
+        engine.go_on.set()
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)  # the one that was busy did not
+        for _, writer in (*silent, (None, busy)):
+            writer.close()
+
+
+async def test_when_all_connections_are_busy_a_new_one_is_closed(engine: HeldEngine) -> None:
+    async with listening(create_app(engine), most=3) as listener:
+        busy = [await connect(listener) for _ in range(3)]
+        for _, writer in busy:
+            writer.write(post("/v1/completions", HELLO))
+        await until(lambda: engine.n_held == 3)
+        reader, writer = await connect(listener)
+        assert await ended(reader, 1) == b""
+        engine.go_on.set()
+        for reader, writer in busy:
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
+            writer.close()
+        await asyncio.sleep(0.05)
+        assert await is_served(listener)
+
+
+def test_the_cap_leaves_files_for_the_process() -> None:
+    import resource
+
+    most = most_connections()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard
+    assert 0 < most <= 8192
+
+
+# --- clients that do not read -----------------------------------------------------------------------------------------
+
+
+async def deaf(listener: Listener, body: object) -> Streams:
+    """A client that reads only a few kilobytes ahead of its application, which reads nothing."""
+    host, port = listener.url.split("://")[1].split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
+    writer.write(post("/v1/completions", body))
+    return reader, writer
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_its_cells_are_freed(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cppbatch")
+    async with (
+        LocalEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1, prefix_cache=False) as engine,
+        listening(create_app(engine), idle_timeout=0.4) as listener,
+    ):
+        body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, "logprobs": 20, "n": 4, "stream": True}
+        reader, writer = await deaf(listener, body)
+        await until(lambda: "it read nothing of its answer" in caplog.text)
+        await until(lambda: not engine._streams)
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting, stats.kv_cells_used) == (0, 0, 0)
+        assert b"[DONE]" not in await ended(reader)
+        assert "/v1/completions 499" in caplog.text
+        assert await is_served(listener)
+        writer.close()
+
+
+async def test_a_whole_answer_that_is_not_read_is_given_up_too() -> None:
+    async def large(_request: web.Request) -> web.Response:
+        return web.Response(body=bytes(32 << 20))
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", large)
+    async with listening(app, idle_timeout=0.3) as listener:
+        reader, writer = await deaf(listener, {})
+        await asyncio.sleep(1)
+        assert len(await ended(reader)) < 16 << 20
+        writer.close()
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_it(tiny_llama: Path) -> None:
+    async with (
+        LocalEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1) as engine,
+        listening(create_app(engine), idle_timeout=0.5) as listener,
+    ):
+        body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "logprobs": 20, "stream": True}
+        reader, writer = await deaf(listener, body)
+        came = b""
+        while b"[DONE]" not in came[-100:]:
+            data = await asyncio.wait_for(reader.read(16384), 2)
+            assert data, "it was cut off"
+            came += data
+            await asyncio.sleep(0.005)
+        events = [line for line in came.split(b"\n") if b"data: {" in line]
+        assert json.loads(events[-1].split(b"data: ", 1)[1])["choices"][0]["finish_reason"] == "length"
+        writer.close()
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost".split()
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert), "-keyout", str(key)]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_with_a_certificate_it_speaks_https(engine: HeldEngine, tmp_path: Path) -> None:
+    engine.go_on.set()
+    cert, key = certificate(tmp_path, "server")
+    tls = tls_context(str(cert), str(key))
+    async with listening(create_app(engine), tls=tls, head_timeout=0.5) as listener:
+        assert listener.url.startswith("https://127.0.0.1:")
+        trusting = ssl.create_default_context(cafile=str(cert))
+        async with aiohttp.ClientSession() as http:
+            for body in (HELLO, {**HELLO, "stream": True}):
+                async with http.post(f"{listener.url}/v1/completions", json=body, ssl=trusting) as answer:
+                    assert answer.status == 200
+                    assert "finish_reason" in await answer.text()
+        reader, writer = await connect(listener)  # silent before the handshake
+        assert await ended(reader, 2) == b""
+        writer.close()
+
+
+def test_bad_certificates_are_errors_that_say_why(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "one")
+    _, other = certificate(tmp_path, "two")
+    (tmp_path / "text").write_text("no certificate")
+    locked = tmp_path / "locked.key"
+    command = ["openssl", "rsa", "-aes256", "-passout", "pass:secret", "-in", str(key), "-out", str(locked)]
+    subprocess.run(command, check=True, capture_output=True)
+    for files, reason in (
+        ((cert, other), "does not belong"),
+        ((cert, tmp_path / "none"), "No such file"),
+        ((tmp_path / "text", None), "text"),
+        ((cert, None), "one.pem"),  # without its key
+        ((cert, locked), "locked.key"),
+        ((None, key), "--ssl-keyfile"),
+    ):
+        with pytest.raises(ConfigError, match=reason) as error:
+            tls_context(*(str(file) if file else None for file in files))
+        print(error.value)
+    assert tls_context(None, None) is None

@@ -1,0 +1,163 @@
+"""API keys, and who else is let in."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from cppbatch import LocalEngine
+from cppbatch.errors import ConfigError
+from cppbatch.server.app import create_app
+from cppbatch.server.keys import Keys, read_keys
+from cppbatch.server.settings import ServerSettings
+
+SECRETS = ["first-s3cret", "second-s3cret"]
+HELLO = {"prompt": "Hello", "max_tokens": 2}
+
+
+@pytest.fixture
+async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
+    async with LocalEngine(tiny_llama, n_ctx=256, n_parallel=2, n_threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def http(engine: LocalEngine) -> AsyncIterator[TestClient[Any, Any]]:
+    settings = ServerSettings(keys=Keys(SECRETS), cors_origins=("https://app.example",))
+    async with TestClient(TestServer(create_app(engine, settings))) as client:
+        yield client
+
+
+GOOD = [
+    {"Authorization": "Bearer first-s3cret"},
+    {"Authorization": "bearer  second-s3cret"},
+    {"x-api-key": "second-s3cret"},
+    {"Authorization": "Basic dTpw", "x-api-key": "first-s3cret"},
+]
+BAD = [
+    {},
+    {"Authorization": "Bearer wrong"},
+    {"Authorization": "first-s3cret"},
+    {"Authorization": "Bearer"},
+    {"Authorization": "Bearer first-s3cre"},
+    {"Authorization": "Bearer first-s3crets"},
+    {"x-api-key": "\udcff\udcfe"},
+    {"x-api-key": "é"},
+]
+
+
+@pytest.mark.parametrize("headers", GOOD)
+async def test_any_of_the_keys_opens_in_either_header(http: TestClient[Any, Any], headers: dict[str, str]) -> None:
+    async with http.post("/v1/completions", json=HELLO, headers=headers) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("headers", BAD)
+async def test_no_other_key_does(http: TestClient[Any, Any], headers: dict[str, str]) -> None:
+    for path in ("/v1/completions", "/v1/models", "/stats", "/metrics", "/nothing"):
+        async with http.post(path, json=HELLO, headers=headers) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_health_and_ready_are_open(http: TestClient[Any, Any]) -> None:
+    for path in ("/health", "/ready"):
+        async with http.get(path) as answer:
+            assert answer.status == 200
+
+
+async def test_a_key_is_in_no_log_and_no_answer(http: TestClient[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    wrong = "wr0ng-key"
+    said = ""
+    for key in (*SECRETS, wrong):
+        for path in ("/v1/completions", f"/v1/models?api_key={key}", "/metrics", "/nothing"):
+            for headers in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                async with http.get(path, headers=headers) as answer:
+                    said += await answer.text() + str(answer.headers)
+                async with http.post(path, data=b"{", headers=headers) as answer:
+                    said += await answer.text() + str(answer.headers)
+    ours = [record for record in caplog.records if record.name != "aiohttp.access"]  # the test server's own
+    said += "".join(json.dumps(record.__dict__, default=str) for record in ours)
+    labels = [Keys(SECRETS).label_of(key) for key in SECRETS]
+    assert all(label and label in said for label in labels)
+    assert not [key for key in (*SECRETS, wrong) if key in said]
+
+
+def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\ufeff# those of the team\n\n  first-s3cret \nsecond-s3cret\r\n   # not this\n", encoding="utf-8")
+    assert read_keys(str(path)) == SECRETS
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"# none\n\n", b"\xff\xfe\x00"], ids=["missing", "empty", "none", "bytes"]
+)
+def test_a_file_without_keys_is_an_error_that_names_it(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "keys.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"keys\.txt"):
+        read_keys(str(path))
+
+
+@pytest.mark.parametrize("key", ["", "two words", "schlüssel", "line\nbreak"])
+def test_a_key_that_no_header_can_hold_is_refused_unrepeated(key: str) -> None:
+    with pytest.raises(ConfigError, match="API key 2") as refused:
+        Keys(["good", key])
+    assert not key or key not in str(refused.value)
+
+
+# --- other origins ----------------------------------------------------------------------------------------------------
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+async def test_a_page_of_a_named_origin_may_ask_with_a_key(http: TestClient[Any, Any]) -> None:
+    origin = {"Origin": "https://app.example"}
+    async with http.options("/v1/completions", headers={**origin, **PREFLIGHT}) as answer:
+        assert answer.status == 200
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://app.example"
+        assert "AUTHORIZATION" in answer.headers["Access-Control-Allow-Headers"]
+    key = {"Authorization": "Bearer first-s3cret"}
+    bodies = [HELLO, {**HELLO, "stream": True}, {"prompt": 5}]
+    for body, headers, status in [
+        *((body, key, 400 if body["prompt"] == 5 else 200) for body in bodies),
+        (HELLO, {}, 401),
+    ]:
+        async with http.post("/v1/completions", json=body, headers={**origin, **headers}) as answer:
+            assert answer.status == status
+            assert answer.headers["Access-Control-Allow-Origin"] == "https://app.example"
+            assert "X-Request-Id" in answer.headers["Access-Control-Expose-Headers"]
+            assert answer.headers["Vary"] == "Origin"
+
+
+async def test_a_page_of_another_origin_may_not(http: TestClient[Any, Any]) -> None:
+    origin = {"Origin": "https://evil.example"}
+    async with http.options("/v1/completions", headers={**origin, **PREFLIGHT}) as answer:
+        assert answer.status == 403
+    async with http.get("/health", headers=origin) as answer:
+        assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+async def test_unless_origins_are_named_none_may_and_a_star_is_all(engine: LocalEngine) -> None:
+    origin = {"Origin": "https://any.example"}
+    async with TestClient(TestServer(create_app(engine))) as http:
+        async with http.options("/v1/completions", headers={**origin, **PREFLIGHT}) as answer:
+            assert answer.status == 405
+        async with http.get("/v1/models", headers=origin) as answer:
+            assert "Access-Control-Allow-Origin" not in answer.headers
+    app = create_app(engine, ServerSettings(cors_origins=("*",)))
+    async with TestClient(TestServer(app)) as http, http.get("/v1/models", headers=origin) as answer:
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://any.example"
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://example.org/page", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--cors-origin"):
+        ServerSettings(cors_origins=(origin,))

@@ -1,0 +1,244 @@
+"""What one request, and one client, may ask of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from cppbatch import LocalEngine
+from cppbatch.errors import ConfigError
+from cppbatch.server.app import create_app
+from cppbatch.server.errors import TooManyRequests
+from cppbatch.server.keys import Keys
+from cppbatch.server.limits import Limits, Slots
+from cppbatch.server.settings import ServerSettings
+from tests.listening import HeldEngine, connect, ended, head, listening, post, until
+
+Http = TestClient[Any, Any]
+PATHS = {
+    "/v1/completions": {"prompt": "Hello", "ignore_eos": True},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True},
+}
+
+
+@pytest.fixture
+async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
+    async with HeldEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
+        yield engine
+
+
+def limited(engine: LocalEngine, keys: Keys | None = None, **limits: object) -> Http:
+    return TestClient(TestServer(create_app(engine, ServerSettings(keys=keys or Keys(), limits=Limits(**limits)))))
+
+
+async def ask(http: Http, path: str, body: object, **options: Any) -> tuple[int, Any]:
+    async with http.post(path, json=body, **options) as answer:
+        return answer.status, await answer.json()
+
+
+# --- the fields of a request ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_larger_max_tokens_than_allowed_is_a_400_that_names_it(engine: HeldEngine, path: str) -> None:
+    async with limited(engine, max_tokens=8) as http:
+        status, answer = await ask(http, path, {**PATHS[path], "max_tokens": 9})
+        assert (status, answer["error"]["param"]) == (400, "max_tokens")
+        assert "--max-tokens" in answer["error"]["message"]
+        if "chat" in path:
+            status, answer = await ask(http, path, {**PATHS[path], "max_completion_tokens": 9})
+            assert (status, answer["error"]["param"]) == (400, "max_completion_tokens")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_request_without_max_tokens_gets_as_many_as_are_allowed(engine: HeldEngine, path: str) -> None:
+    engine.go_on.set()
+    async with limited(engine, max_tokens=8) as http:
+        for given, made in (({}, 8), ({"max_tokens": 8}, 8), ({"max_tokens": 3}, 3)):
+            status, answer = await ask(http, path, {**PATHS[path], **given})
+            assert (status, answer["usage"]["completion_tokens"]) == (200, made)
+
+
+async def test_more_choices_than_allowed_are_a_400_that_names_the_field(engine: HeldEngine) -> None:
+    async with limited(engine, max_n=2) as http:
+        for field in ("n", "best_of"):
+            status, answer = await ask(http, "/v1/completions", {"prompt": "x", field: 3})
+            assert (status, answer["error"]["param"]) == (400, field)
+
+
+async def test_a_request_ends_after_the_servers_timeout_or_its_own_shorter_one(tiny_llama: Path) -> None:
+    async with (
+        LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine,
+        limited(engine, request_timeout=0.1) as http,
+    ):
+        for given in ({}, {"timeout": 3600}, {"timeout": 0.05}):
+            body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, **given}
+            status, answer = await ask(http, "/v1/completions", body)
+            assert (status, answer["choices"][0]["finish_reason"]) == (200, "timeout")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_body_mb", 0), ("max_n", 129), ("max_tokens", 0), ("request_timeout", float("nan")), ("idle_timeout", 0)],
+)
+def test_limits_out_of_range_are_refused_by_their_flag(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        Limits(**{name: value})
+
+
+# --- bodies and headers -----------------------------------------------------------------------------------------------
+
+
+async def test_a_declared_gigabyte_is_refused_unread(engine: HeldEngine) -> None:
+    async with listening(create_app(engine)) as listener:
+        reader, writer = await connect(listener)
+        writer.write(head("POST", "/v1/completions", f"Content-Length: {1 << 30}"))
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 1)
+        assert b" 413 " in answer
+        assert b"--max-body-mb" in answer
+        assert b"Connection: close" in answer
+        writer.close()
+
+
+async def test_an_upload_without_end_grows_no_memory_and_is_cut_off(engine: HeldEngine) -> None:
+    mebibyte = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
+    async with listening(create_app(engine, ServerSettings(limits=Limits(max_body_mb=2)))) as listener:
+        reader, writer = await connect(listener)
+        writer.write(head("POST", "/v1/completions", "Transfer-Encoding: chunked"))
+        tracemalloc.start()
+
+        async def insist() -> None:
+            while True:
+                writer.write(mebibyte)
+                await writer.drain()
+
+        upload = asyncio.create_task(insist())
+        assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"}}"), 2)
+        with pytest.raises(ConnectionError):  # the answer had a moment to be read
+            await asyncio.wait_for(upload, 4)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 16 << 20
+        writer.close()
+
+
+async def test_a_body_that_unpacks_to_more_than_allowed_is_refused(engine: HeldEngine) -> None:
+    import gzip
+
+    bomb = gzip.compress(b" " * (64 << 20), 1)
+    async with limited(engine, max_body_mb=1) as http:
+        headers = {"Content-Encoding": "gzip"}
+        async with http.post("/v1/completions", data=bomb, headers=headers) as answer:
+            assert answer.status == 413
+
+
+async def test_megabytes_of_headers_are_refused(engine: HeldEngine) -> None:
+    many = [f"X-{i}: {'y' * 8000}" for i in range(500)]
+    for headers in (["X-Long: " + "y" * (4 << 20)], many, [f"X-{i}: y" for i in range(100_000)]):
+        async with listening(create_app(engine)) as listener:
+            reader, writer = await connect(listener)
+            writer.write(head("GET", "/health", *headers))
+            answer = await ended(reader)
+            assert not answer or b" 400 " in answer
+            writer.close()
+            async with TestClient(TestServer(create_app(engine))) as http, http.get("/health") as fine:
+                assert fine.status == 200
+
+
+# --- how many at once -------------------------------------------------------------------------------------------------
+
+
+async def test_one_keys_requests_are_limited_and_the_others_go_on(engine: HeldEngine) -> None:
+    body = {"prompt": "Hello", "max_tokens": 2}
+    async with limited(engine, Keys(["a-key", "b-key"]), max_concurrent_per_key=2) as http:
+
+        def send(key: str) -> asyncio.Task[tuple[int, Any]]:
+            return asyncio.create_task(ask(http, "/v1/completions", body, headers={"x-api-key": key}))
+
+        running = [send("a-key"), send("a-key"), send("b-key")]
+        await until(lambda: engine.n_held == 3)
+        async with http.post("/v1/completions", json=body, headers={"x-api-key": "a-key"}) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+            error = (await answer.json())["error"]
+            assert error["code"] == "too_many_requests"
+            assert "--max-concurrent-per-key" in error["message"]
+        engine.go_on.set()
+        assert [status for status, _ in await asyncio.gather(*running)] == [200] * 3
+        assert (await send("a-key"))[0] == 200
+
+
+async def test_a_place_is_free_again_however_its_request_ends(engine: HeldEngine) -> None:
+    app = create_app(engine, ServerSettings(limits=Limits(max_concurrent=1, max_concurrent_per_key=1)))
+    good, bad = {"prompt": "Hello", "max_tokens": 2}, {"prompt": 5}
+    async with listening(app) as listener:
+        _, writer = await connect(listener)  # goes away while it runs
+        writer.write(post("/v1/completions", good))
+        await until(lambda: engine.n_held == 1)
+        reader, second = await connect(listener)
+        second.write(post("/v1/completions", good))
+        assert b" 429 " in await reader.readuntil(b"}}")
+        writer.transport.abort()
+        await until(lambda: engine.n_held == 0)
+        engine.go_on.set()
+        for body, status in ((bad, 400), (good, 200), ({**good, "stream": True}, 200), (good, 200)):
+            reader, writer = await connect(listener)
+            writer.write(post("/v1/completions", body))
+            assert b" %d " % status in await reader.readline()
+            writer.close()
+            await until(lambda: not engine._streams)
+
+
+def test_slots_forget_clients_that_are_gone() -> None:
+    slots = Slots(Limits(max_concurrent_per_key=1))
+    for i in range(3):
+        with slots.one(f"10.0.0.{i}"), pytest.raises(TooManyRequests), slots.one(f"10.0.0.{i}"):
+            pass
+    assert not slots._of
+
+
+async def test_a_client_that_is_slow_to_send_takes_nobodys_place(engine: HeldEngine) -> None:
+    engine.go_on.set()
+    app = create_app(engine, ServerSettings(limits=Limits(max_concurrent=1)))
+    async with listening(app) as listener:
+        _, slow = await connect(listener)
+        slow.write(post("/v1/completions", {"prompt": "Hello"})[:-3])
+        await asyncio.sleep(0.05)
+        reader, writer = await connect(listener)
+        writer.write(post("/v1/completions", {"prompt": "Hello", "max_tokens": 2}))
+        assert b" 200 " in await reader.readline()
+        slow.close()
+        writer.close()
+
+
+async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine) -> None:
+    """The queue between them is bounded: see `generation.run`."""
+    from cppbatch import SamplingParams
+    from cppbatch.server.generation import expand, run
+
+    engine.go_on.set()
+    taken = 0
+    submit = engine.submit
+
+    async def counted(request: Any) -> Any:
+        nonlocal taken
+        async for event in submit(request):
+            taken += 1
+            yield event
+            await asyncio.sleep(0)
+
+    engine.submit = counted
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    events = run(engine, expand("x", ["Hello"], params, 3, {}, ranked=False))
+    await anext(events)
+    await asyncio.sleep(0.3)
+    assert taken <= 1 + 2 * 3 + 3
+    await events.aclose()
+    await until(lambda: not engine._streams)
+    assert json.dumps((await engine.stats()).running) == "0"
