@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cppbatch.cluster.local import LocalEngine
+    from cppbatch.cluster.process import EngineProcess
     from cppbatch.config import EngineConfig
     from cppbatch.engine.engine import BatchInferenceEngine, generate_batch
     from cppbatch.engine.params import SamplingParams
@@ -25,6 +26,7 @@ __version__ = version("cppbatch")
 
 # Imported when first used: `cppbatch --help` and a front-end without a model need no llama.cpp.
 _HOMES = {
+    "EngineProcess": "cppbatch.cluster.process",
     "LocalEngine": "cppbatch.cluster.local",
     "EngineConfig": "cppbatch.config",
     "BatchInferenceEngine": "cppbatch.engine.engine",
@@ -44,6 +46,7 @@ __all__ = [
     "Completion",
     "CppBatchError",
     "EngineConfig",
+    "EngineProcess",
     "FinishReason",
     "GenerationEvent",
     "GenerationRequest",

@@ -1,0 +1,49 @@
+"""Counting values by size: cheap to add to, and to be added up over engines."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+
+SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Bounds for times of steps and their parts."""
+ROWS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0)
+"""Bounds for batch sizes."""
+
+
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+    """How many values were of which size."""
+
+    bounds: list[float]
+    """Upper bounds of the bins, each inclusive."""
+    counts: list[int]
+    """Values in each bin; one more than bounds: the last bin has what is larger than all of them."""
+    sum: float
+    """Of the values."""
+
+
+class Bins:
+    """A histogram that is being counted."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Counts a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def histogram(self) -> Histogram:
+        """What was counted so far."""
+        return Histogram(bounds=list(self._bounds), counts=list(self._counts), sum=self._sum)
+
+
+def merged(histograms: list[Histogram]) -> Histogram:
+    """All their values in one; their bounds are the same."""
+    counts = zip(*(each.counts for each in histograms), strict=True)
+    return Histogram(
+        bounds=histograms[0].bounds, counts=[sum(of_bin) for of_bin in counts], sum=sum(each.sum for each in histograms)
+    )

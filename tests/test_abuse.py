@@ -1,0 +1,158 @@
+"""Clients that cost a server much: its memory stays bounded, and a normal request is answered within two seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.server_process import ServerProcess
+
+MIB = 1 << 20
+NORMAL = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many_files() -> Iterator[None]:
+    """The clients' sockets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[ServerProcess]:
+    with ServerProcess("-m", tiny_llama, "-np", "16", "-c", "8192", "-t", "1") as process:
+        yield process.wait_ready()
+
+
+def memory(server: ServerProcess) -> dict[str, float]:
+    """MiB of the server's process and of its worker."""
+    process = psutil.Process(server.process.pid)
+    (worker,) = [child for child in process.children() if "cppbatch.cluster.worker" in child.cmdline()]
+    return {"server": process.memory_info().rss / MIB, "worker": worker.memory_info().rss / MIB}
+
+
+@contextlib.asynccontextmanager
+async def watched(server: ServerProcess, name: str, most: float) -> AsyncIterator[None]:
+    """Prints the largest memory meanwhile, and fails when it grows by more than `most` MiB."""
+    before = peak = memory(server)
+
+    async def watch() -> None:
+        nonlocal peak
+        while True:
+            now = memory(server)
+            peak = {name: max(peak[name], now[name]) for name in now}
+            await asyncio.sleep(0.1)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        shown = ", ".join(f"{part} {before[part]:.0f} -> {peak[part]:.0f} MiB" for part in before)
+        print(f"\n{name}: {shown}")
+    grown = sum(peak[part] - before[part] for part in before)
+    assert grown < most, f"it grew by {grown:.0f} MiB"
+    assert server.process.poll() is None
+
+
+async def a_normal_request_is_answered(server: ServerProcess, **more: object) -> None:
+    """By a client of its own, three times."""
+    async with aiohttp.ClientSession() as session:
+        for _ in range(3):
+            began = time.monotonic()
+            async with session.post(f"{server.url}/v1/completions", json={**NORMAL, **more}) as answer:
+                body = await answer.json()
+                seconds = time.monotonic() - began
+                assert answer.status == 200, body
+            print(f"\na normal request took {seconds:.2f} s", end="")
+            assert seconds < 2
+
+
+def address(server: ServerProcess) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+async def test_2000_connections_that_send_nothing(server: ServerProcess) -> None:
+    async with watched(server, "2,000 silent connections", most=200):
+        connections = [await asyncio.open_connection(*address(server)) for _ in range(2000)]
+        await a_normal_request_is_answered(server)
+        for _, writer in connections:
+            writer.close()
+
+
+async def test_200_readers_that_do_not_read(server: ServerProcess) -> None:
+    body = json.dumps({"prompt": "Go on", "max_tokens": 200, "stream": True, "ignore_eos": True, "logprobs": 5})
+    request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    async with watched(server, "200 readers that do not read", most=300):
+        connections = [await asyncio.open_connection(*address(server), limit=1) for _ in range(200)]
+        for _, writer in connections:
+            writer.write(request)
+        await asyncio.sleep(1)
+        await a_normal_request_is_answered(server, priority=-100)
+        await asyncio.to_thread(server.wait_idle, 60)  # the engine waits for nobody
+        await a_normal_request_is_answered(server)
+        for _, writer in connections:
+            writer.close()
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
+async def test_a_body_of_1_gb(server: ServerProcess, declared: bool) -> None:
+    chunk = b"x" * MIB
+    head = "Content-Length: 1073741824" if declared else "Transfer-Encoding: chunked"
+    async with watched(server, f"a body of 1 GB, {'declared' if declared else 'chunked'}", most=100):
+        reader, writer = await asyncio.open_connection(*address(server))
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
+        n_sent = 0
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1024):
+                writer.write(chunk if declared else b"%x\r\n%s\r\n" % (len(chunk), chunk))
+                await writer.drain()
+                n_sent += 1
+        with contextlib.suppress(ConnectionError):
+            answer = await asyncio.wait_for(reader.read(1000), 10)
+            assert answer.startswith(b"HTTP/1.1 413")
+        print(f"\ncut off after {n_sent} MiB", end="")
+        assert n_sent < 1024
+        await a_normal_request_is_answered(server)
+        writer.close()
+
+
+async def test_10000_requests_at_once(server: ServerProcess) -> None:
+    """What the queue does not take is told to come back; whoever has priority does not wait behind the others."""
+    statuses: dict[int, int] = {}
+    body = {"prompt": "Hello", "max_tokens": 16, "ignore_eos": True}
+    async with watched(server, "10,000 requests at once", most=700):
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=240)) as session:
+
+            async def one() -> None:
+                try:
+                    async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+                        await answer.read()
+                        statuses[answer.status] = statuses.get(answer.status, 0) + 1
+                        if answer.status == 429:
+                            assert int(answer.headers["Retry-After"]) >= 1
+                except aiohttp.ClientConnectionError:  # one of more connections than there may be
+                    statuses[0] = statuses.get(0, 0) + 1
+
+            running = [asyncio.create_task(one()) for _ in range(10_000)]
+            await asyncio.sleep(5)
+            await a_normal_request_is_answered(server, priority=-100)
+            await asyncio.gather(*running)
+    print(f"\n{statuses} (0: not connected)")
+    assert set(statuses) <= {200, 429, 0}
+    assert statuses[200] >= 4096
+    stats = await asyncio.to_thread(server.wait_idle)
+    assert stats["kv_cells_used"] == 0

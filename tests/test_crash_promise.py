@@ -1,0 +1,87 @@
+"""The promise on the real model, over HTTP: workers die and hang under 16 streams, and no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.server_process import ServerProcess
+
+N = 16
+OPENINGS = ["Story", "A list of", "Dear", "The theorem"]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {},  # llama.cpp's defaults
+    {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.4},
+    {"temperature": 1.2, "top_k": 0, "top_p": 0.9},
+    {"temperature": 0.8, "typical_p": 0.9, "dry_multiplier": 0.8},
+    {"temperature": 0.8, "response_format": {"type": "json_object", "schema": {"type": "array", "minItems": 30}}},
+]
+
+
+@pytest.fixture(scope="module")
+def server(f32_model: Path) -> Iterator[ServerProcess]:
+    floats = ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
+    with ServerProcess("-m", f32_model, "-np", N, "-c", "4096", "--step-timeout", "10", *floats) as process:
+        yield process.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ServerProcess) -> list[str]:
+    return asyncio.run(sixteen_streams(server.url, lambda n_chunks: None))
+
+
+async def sixteen_streams(url: str, disturb: Callable[[int], None]) -> list[str]:
+    """Half greedy, half seeded. `disturb` is told how many chunks all of them have had so far."""
+    n_chunks = 0
+
+    async def one(session: aiohttp.ClientSession, i: int) -> str:
+        nonlocal n_chunks
+        prompt = f"{OPENINGS[i % 4]} number {i}:"
+        body = {"prompt": prompt, "max_tokens": 64, "stream": True, "seed": i, **KINDS[i % len(KINDS)]}
+        text, finish_reason = "", None
+        async with session.post(f"{url}/v1/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix(b"data: "))
+                assert "error" not in chunk, chunk
+                (choice,) = chunk["choices"]
+                text += choice["text"]
+                finish_reason = choice["finish_reason"]
+                n_chunks += 1
+                disturb(n_chunks)
+        assert finish_reason in ("length", "stop")
+        return text
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=250)) as session:
+        return list(await asyncio.gather(*(one(session, i) for i in range(N))))
+
+
+@pytest.mark.parametrize(("how", "times"), [(signal.SIGKILL, 5), (signal.SIGSTOP, 2)], ids=["killed", "stopped"])
+def test_sixteen_streams_end_with_the_text_they_would_have_had(
+    server: ServerProcess, undisturbed: list[str], how: signal.Signals, times: int
+) -> None:
+    restarts = server.get("/stats")["workers"][0]["restarts"]
+    moments = set(random.Random(int(how)).sample(range(20, sum(map(len, undisturbed)) // 8), times))
+
+    def disturb(n_chunks: int) -> None:
+        if n_chunks in moments:
+            os.kill(server.get("/stats")["workers"][0]["pid"], how)
+            moments.remove(n_chunks)
+
+    assert asyncio.run(sixteen_streams(server.url, disturb)) == undisturbed
+    assert not moments, "it was over before the last death"
+    state = server.get("/stats")["workers"][0]
+    assert (state["restarts"] - restarts, state["health"]["status"]) == (times, "ok")
+    server.wait_idle()

@@ -1,0 +1,132 @@
+"""The OpenAPI document: of every route, of the ranges that are checked, and of what the server really answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import schemathesis
+from aiohttp import hdrs
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from cppbatch.engine.params import RANGES, SamplingParams
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.app import create_app
+from cppbatch.server.limits import Limits
+from cppbatch.server.openapi import document
+from cppbatch.server.schemas import ChatRequest, CompletionRequest
+from cppbatch.server.settings import ServerSettings
+from tests.app_thread import AppThread
+
+Json = dict[str, Any]
+
+DOCUMENT: Json = msgspec.json.decode(document())
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+EXAMPLES = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[AppThread]:
+    limits = Limits(max_tokens=8, max_n=4)
+    engine = {"model": tiny_llama, "n_ctx": 2048, "n_parallel": 8, "n_threads": 1}
+    app = AppThread(engine, lambda client: create_app(client, ServerSettings(limits=limits)))
+    yield app
+    app.stop()
+
+
+def schema_of(kind: type) -> Json:
+    properties: Json = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
+    return properties
+
+
+def test_every_route_is_in_the_document_and_the_other_way_round() -> None:
+    app = create_app(object())  # type: ignore[arg-type]
+    routes = {
+        (route.method.lower(), route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource and route.method not in (hdrs.METH_HEAD, hdrs.METH_OPTIONS)
+    }
+    assert routes == {(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_the_document_has_the_ranges_that_are_checked(name: str, kind: type) -> None:
+    (number,) = (each for each in schema_of(kind)[name]["anyOf"] if each["type"] != "null")
+    for bound, outside in ((number["minimum"], -0.001), (number["maximum"], 0.001)):
+        assert getattr(SamplingParams(**{name: bound}), name) == bound
+        with pytest.raises(InvalidRequest, match=name):
+            SamplingParams(**{name: bound + outside})
+
+
+def test_names_that_others_use_have_the_ranges_too() -> None:
+    assert schema_of(ChatRequest)["top_logprobs"]["anyOf"][0]["maximum"] == 20
+    assert schema_of(ChatRequest)["logprobs"]["anyOf"][0] == {"type": "boolean"}
+    assert schema_of(CompletionRequest)["logprobs"]["anyOf"][0]["maximum"] == 20
+    assert schema_of(CompletionRequest)["repeat_penalty"] == schema_of(CompletionRequest)["repetition_penalty"]
+    assert schema_of(CompletionRequest)["priority"]["anyOf"][0] == {"type": "integer", "minimum": -100, "maximum": 100}
+
+
+def test_the_document_is_served(server: AppThread) -> None:
+    assert schemathesis.openapi.from_url(f"{server.url}/openapi.json").raw_schema == DOCUMENT
+
+
+@SCHEMA.parametrize()
+@settings(max_examples=40, **EXAMPLES)
+def test_answers_are_as_documented(case: schemathesis.Case, server: AppThread) -> None:
+    check(case, server)
+
+
+@SCHEMA.include(method="POST").parametrize()
+@settings(max_examples=100, **EXAMPLES)
+def test_answers_to_a_good_prompt_with_any_options_are_as_documented(
+    case: schemathesis.Case, server: AppThread
+) -> None:
+    tame(case)
+    check(case, server)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@SCHEMA.parametrize()
+@settings(max_examples=2000, **EXAMPLES)
+def test_answers_are_as_documented_for_long(case: schemathesis.Case, server: AppThread) -> None:
+    check(case, server)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@SCHEMA.include(method="POST").parametrize()
+@settings(max_examples=2000, **EXAMPLES)
+def test_answers_to_a_good_prompt_with_any_options_are_as_documented_for_long(
+    case: schemathesis.Case, server: AppThread
+) -> None:
+    tame(case)
+    check(case, server)
+
+
+def tame(case: schemathesis.Case) -> None:
+    """Gives a request what it needs to get as far as the engine; what else it asks for stays."""
+    if isinstance(case.body, dict):
+        case.body |= {"prompt": "abc", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
+        for name in ("model", "n", "best_of", "max_completion_tokens", "tools", "functions", "tool_choice", "suffix"):
+            case.body.pop(name, None)
+
+
+def check(case: schemathesis.Case, server: AppThread) -> None:
+    case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=30)
