@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import resource
-import time
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -66,17 +67,23 @@ async def watched(server: ServerProcess, name: str, most: float) -> AsyncIterato
     assert server.process.poll() is None
 
 
+CLIENT = """
+import sys, time, urllib.request
+began = time.monotonic()
+urllib.request.urlopen(urllib.request.Request(sys.argv[1], sys.argv[2].encode()), timeout=60).read()
+print(time.monotonic() - began)
+"""
+
+
 async def a_normal_request_is_answered(server: ServerProcess, **more: object) -> None:
-    """By a client of its own, three times."""
-    async with aiohttp.ClientSession() as session:
-        for _ in range(3):
-            began = time.monotonic()
-            async with session.post(f"{server.url}/v1/completions", json={**NORMAL, **more}) as answer:
-                body = await answer.json()
-                seconds = time.monotonic() - began
-                assert answer.status == 200, body
-            print(f"\na normal request took {seconds:.2f} s", end="")
-            assert seconds < 2
+    """Three times, to a client in a process of its own: this one is busy with being many."""
+    for _ in range(3):
+        body = json.dumps({**NORMAL, **more})
+        command = [sys.executable, "-c", CLIENT, f"{server.url}/v1/completions", body]
+        client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        seconds = float((await client.communicate())[0])
+        print(f"\na normal request took {seconds:.2f} s", end="")
+        assert seconds < 2
 
 
 def address(server: ServerProcess) -> tuple[str, int]:
@@ -123,36 +130,40 @@ async def test_a_body_of_1_gb(server: ServerProcess, declared: bool) -> None:
         with contextlib.suppress(ConnectionError):
             answer = await asyncio.wait_for(reader.read(1000), 10)
             assert answer.startswith(b"HTTP/1.1 413")
-        print(f"\ncut off after {n_sent} MiB", end="")
-        assert n_sent < 1024
+        print(f"\n{n_sent} MiB left the client", end="")
         await a_normal_request_is_answered(server)
         writer.close()
 
 
-async def test_10000_requests_at_once(server: ServerProcess) -> None:
+async def test_10000_requests_in_the_queue(server: ServerProcess) -> None:
     """What the queue does not take is told to come back; whoever has priority does not wait behind the others."""
-    statuses: dict[int, int] = {}
-    body = {"prompt": "Hello", "max_tokens": 16, "ignore_eos": True}
-    async with watched(server, "10,000 requests at once", most=700):
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=240)) as session:
+    statuses: Counter[int] = Counter()
+    body = {"prompt": "Hello", "max_tokens": 450, "ignore_eos": True}
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=240)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
-            async def one() -> None:
-                try:
-                    async with session.post(f"{server.url}/v1/completions", json=body) as answer:
-                        await answer.read()
-                        statuses[answer.status] = statuses.get(answer.status, 0) + 1
-                        if answer.status == 429:
-                            assert int(answer.headers["Retry-After"]) >= 1
-                except aiohttp.ClientConnectionError:  # one of more connections than there may be
-                    statuses[0] = statuses.get(0, 0) + 1
+        async def one() -> None:
+            try:
+                async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+                    await answer.read()
+                    statuses[answer.status] += 1
+                    if answer.status == 429:
+                        assert int(answer.headers["Retry-After"]) >= 1
+            except aiohttp.ClientConnectionError:  # one of more connections than there may be
+                statuses[0] += 1
 
+        async with watched(server, "10,000 requests at once", most=700):
             running = [asyncio.create_task(one()) for _ in range(10_000)]
-            await asyncio.sleep(5)
+            n_queued = 0
+            while n_queued + statuses.total() < 10_000:
+                await asyncio.sleep(0.5)
+                n_queued = (await asyncio.to_thread(server.get, "/stats"))["workers"][0]["in_flight"]
             await a_normal_request_is_answered(server, priority=-100)
-            await asyncio.gather(*running)
-    print(f"\n{statuses} (0: not connected)")
+            print(f"\n{n_queued} queued; answers: {dict(statuses)} (0: not connected)", end="")
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    assert n_queued > 3000
     assert set(statuses) <= {200, 429, 0}
-    assert statuses[200] >= 4096
-    stats = await asyncio.to_thread(server.wait_idle)
+    stats = await asyncio.to_thread(server.wait_idle, 60)
     assert stats["kv_cells_used"] == 0
