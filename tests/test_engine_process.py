@@ -18,11 +18,13 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.cluster import link, supervisor
 from cppbatch.cluster.process import EngineProcess
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
+from cppbatch.server.app import create_app
 from tests import tiny_models
 from tests.failing_runtimes import POISON
 
@@ -358,3 +360,23 @@ def test_errors_of_the_library_keep_their_kind() -> None:
     error = supervisor._error(supervisor.LoadFailed("LibraryError", "no library"))
     assert type(error) is LibraryError
     assert str(error) == "no library"
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------------------
+
+
+async def test_over_http_the_culprit_gets_a_500_and_its_neighbours_their_answers(tiny_llama: Path) -> None:
+    async with opened(tiny_llama, "aborts") as engine, TestClient(TestServer(create_app(engine))) as http:
+
+        async def ask(prompt: str | list[int]) -> tuple[int, dict[str, Any]]:
+            body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+            async with http.post("/v1/completions", json=body) as answer:
+                return answer.status, await answer.json()
+
+        prompts = [f"{i} and {i}" for i in range(15)]
+        undisturbed = [answer["choices"][0]["text"] for _, answer in [await ask(prompt) for prompt in prompts]]
+        *others, (status, error) = await asyncio.gather(*map(ask, prompts), ask([5, 6, POISON, 7]))
+        assert (status, error["error"]["code"]) == (500, "generation_failed")
+        assert [answer["choices"][0]["text"] for _, answer in others] == undisturbed
+        async with http.get("/health") as answer:
+            assert (answer.status, (await answer.json())["status"]) == (200, "ok")
