@@ -159,6 +159,28 @@ async def test_a_cancel_while_there_is_no_worker_ends_the_request(tiny_llama: Pa
         assert engine.in_flight == 0
 
 
+async def test_a_cancel_that_the_worker_did_not_live_to_carry_out_ends_the_request(tiny_llama: Path) -> None:
+    async with opened(tiny_llama) as engine:
+        events = engine.submit(request("a", max_tokens=1500))
+        await anext(events)
+        os.kill(pid_of(engine) or 0, signal.SIGSTOP)
+        await engine.cancel("a")
+        os.kill(pid_of(engine) or 0, signal.SIGKILL)
+        rest = [event async for event in events]
+        assert rest[-1].finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_bug_in_the_supervision_ends_requests_and_says_so(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tiny_llama) as engine:
+        monkeypatch.setattr(engine, "worker_says", lambda message: 1 / 0)
+        (events,) = await together(engine, [request("a")])
+        assert events[-1].finish_reason is FinishReason.ERROR
+        assert "ZeroDivisionError" in (events[-1].error or "")
+        assert engine.health().status == "failed"
+
+
 # --- requests that kill workers ---------------------------------------------------------------------------------------
 
 
@@ -248,6 +270,8 @@ async def test_closing_while_loading_ends_the_worker(tiny_llama: Path) -> None:
     await asyncio.sleep(0.1)
     await asyncio.wait_for(engine.close(), 5)
     assert engine.health().status == "closed"
+    with pytest.raises(EngineClosed, match="closed while it loaded"):
+        await asyncio.wait_for(engine.loaded(), 1)
 
 
 # --- what cannot be sent ----------------------------------------------------------------------------------------------

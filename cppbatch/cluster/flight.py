@@ -23,6 +23,7 @@ class Flight:
         self.only_check = only_check
         self.mailbox = Mailbox()
         self.crashes = 0
+        self.cancelled = False
         self._tokens = array("i")
         self._arrived_at = perf_counter()
         self._first_token_at = 0.0

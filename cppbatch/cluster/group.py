@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from cppbatch.cluster.affinity import Affinity
 from cppbatch.cluster.client import Health, WorkerState
+from cppbatch.cluster.opened import Opened
 from cppbatch.cluster.process import EngineProcess
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats, add_up
@@ -18,7 +19,7 @@ from cppbatch.errors import InvalidRequest
 _TOKENS_PER_PLACE = 64  # of a prefix, for which it is worth queueing behind one more request
 
 
-class EngineGroup:
+class EngineGroup(Opened):
     """Sends each request to the worker with the fewest, or, if its queue is not much longer, where its prefix is."""
 
     def __init__(self, engines: Sequence[EngineProcess]) -> None:

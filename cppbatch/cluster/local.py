@@ -18,6 +18,7 @@ import msgspec
 from cppbatch.cluster.client import Health, WorkerState
 from cppbatch.cluster.intake_threads import IntakeThreads
 from cppbatch.cluster.mailbox import Mailbox
+from cppbatch.cluster.opened import Opened
 from cppbatch.cluster.step_loop import StepLoop
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
@@ -31,7 +32,7 @@ from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 log = logging.getLogger("cppbatch.engine")
 
 
-class LocalEngine:
+class LocalEngine(Opened):
     """An `EngineClient` whose engine is a thread here. Made and used inside a running event loop.
 
     The thread takes commands between steps and hands the loop one list of events a step, so neither waits for the
@@ -139,17 +140,6 @@ class LocalEngine:
         self._closing = True
         self._steps.stop()
         self._thread.join()
-
-    async def __aenter__(self) -> LocalEngine:
-        try:
-            await self.loaded()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
 
     def _ready(self) -> BatchInferenceEngine:
         if self._engine is None or self._health.status != "ok" or self._closing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -15,29 +16,24 @@ import msgspec
 
 from cppbatch.cluster.client import Health, WorkerState
 from cppbatch.cluster.flight import Flight
-from cppbatch.cluster.messages import (
-    AskStats,
-    Cancel,
-    Checked,
-    Events,
-    FromWorker,
-    Refused,
-    Stats,
-)
+from cppbatch.cluster.messages import AskStats, Cancel, Checked, Events, FromWorker, Refused, Stats
+from cppbatch.cluster.opened import Opened
 from cppbatch.cluster.replay import MOST_CRASHES, Replay
 from cppbatch.cluster.supervisor import Supervisor
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
-from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+
+log = logging.getLogger("cppbatch.cluster")
 
 _NO_LIMIT = 2**31 - 1
 _RECENT = 64
 _STATS_PATIENCE_S = 1.0
 
 
-class EngineProcess:
+class EngineProcess(Opened):
     """An `EngineClient` whose engine is another process. Made and used inside a running event loop.
 
     Requests and the tokens they have had are kept here, so a new worker can go on with them. Used as
@@ -143,10 +139,9 @@ class EngineProcess:
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
         if flight := self._by_id.get(request_id):
-            if self._cancel(flight):
-                return  # the worker writes its last event
-            self._replay.ended(flight)
-            flight.mailbox.put(GenerationEvent(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+            flight.cancelled = True
+            if not self._cancel(flight):  # else the worker writes its last event
+                self._end(flight, FinishReason.CANCELLED)
 
     def _cancel(self, flight: Flight) -> bool:
         """False when no worker knows of it."""
@@ -179,9 +174,13 @@ class EngineProcess:
     async def _supervise(self) -> None:
         try:
             await self._supervisor.run()
-        except (CppBatchError, OSError) as error:
+        except Exception as error:
+            if self._loaded.done():  # only a bug gets here: nobody may wait for ever because of it
+                log.exception("the supervision of the worker failed")
             self._supervisor.health = Health(status="failed", error=str(error))
-            self._loaded.set_exception(error)
+            self._end_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            if not self._loaded.done():
+                self._loaded.set_exception(error)
 
     def worker_ready(self, stats: EngineStats) -> None:
         """Sends what waits for it."""
@@ -203,8 +202,7 @@ class EngineProcess:
             if flight := self._replay.flights.get(message.number):
                 self._fail(flight, InvalidRequest(message.field, message.message))
         elif isinstance(message, Checked) and (flight := self._replay.flights.get(message.number)):
-            self._replay.ended(flight)
-            flight.mailbox.put(GenerationEvent(request_id=flight.request.id, finish_reason=FinishReason.STOP))
+            self._end(flight, FinishReason.STOP)
 
     def _take(self, event: GenerationEvent) -> None:
         flight = self._replay.flights.get(int(event.request_id))
@@ -215,7 +213,7 @@ class EngineProcess:
         if event.finish_reason:
             self._replay.ended(flight)
             self._ends.append(perf_counter())
-        elif makes_way:
+        elif makes_way and not flight.cancelled:
             self._cancel(flight)
             self._replay.take_back(flight, next(self._numbers))
         flight.take(event)
@@ -224,16 +222,22 @@ class EngineProcess:
         """Fails whom it must; the others go on in the next worker."""
         for flight in self._replay.crashed(at_work):
             self._supervisor.made_progress()  # the next one should do better
-            self._end(flight, f"the engine died {MOST_CRASHES} times in a row while it worked on this request")
+            reason = f"the engine died {MOST_CRASHES} times in a row while it worked on this request"
+            self._end(flight, FinishReason.ERROR, reason)
+        for flight in [flight for flight in self._replay.flights.values() if flight.cancelled]:
+            self._end(flight, FinishReason.CANCELLED)
         if hopeless:
-            for flight in list(self._replay.flights.values()):
-                self._replay.ended(flight)
-                self._end(flight, hopeless)
+            self._end_all(FinishReason.ERROR, hopeless)
         self._answer()
 
-    @staticmethod
-    def _end(flight: Flight, error: str) -> None:
-        flight.mailbox.put(GenerationEvent(request_id=flight.request.id, finish_reason=FinishReason.ERROR, error=error))
+    def _end(self, flight: Flight, reason: FinishReason, error: str | None = None) -> None:
+        """Writes its last event, in place of the worker."""
+        self._replay.ended(flight)
+        flight.mailbox.put(GenerationEvent(request_id=flight.request.id, finish_reason=reason, error=error))
+
+    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        for flight in list(self._replay.flights.values()):
+            self._end(flight, reason, error)
 
     # --- looking at it, ending it -------------------------------------------------------------------------------
 
@@ -281,17 +285,6 @@ class EngineProcess:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        for flight in list(self._replay.flights.values()):
-            self._replay.ended(flight)
-            flight.mailbox.put(GenerationEvent(request_id=flight.request.id, finish_reason=FinishReason.CANCELLED))
-
-    async def __aenter__(self) -> EngineProcess:
-        try:
-            await self.loaded()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
+        self._end_all(FinishReason.CANCELLED)
+        if not self._loaded.done():
+            self._loaded.set_exception(EngineClosed("the engine was closed while it loaded the model"))

@@ -107,7 +107,7 @@ class WorkerProcess:
             await asyncio.sleep(seconds / _TICKS)
             missed = missed + 1 if self._box.beats == beats else 0
             beats = self._box.beats
-        return f"no step has ended for {seconds:.0f} s (--step-timeout)"
+        return f"it showed no sign of life for {seconds:.0f} s"
 
     async def watched(self, work: Coroutine[Any, Any, Result], patience: float) -> Result:
         """What `work` returns. Raises `WorkerDied` when the process dies before, or hangs for `patience` seconds."""
