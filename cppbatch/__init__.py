@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from cppbatch.cluster.local import LocalEngine
     from cppbatch.cluster.process import EngineProcess
     from cppbatch.config import EngineConfig
-    from cppbatch.engine.engine import BatchInferenceEngine, generate_batch
+    from cppbatch.engine.engine import BatchInferenceEngine
+    from cppbatch.engine.generate_batch import generate_batch
     from cppbatch.engine.params import SamplingParams
     from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
     from cppbatch.errors import CppBatchError, InvalidRequest
@@ -30,7 +31,7 @@ _HOMES = {
     "LocalEngine": "cppbatch.cluster.local",
     "EngineConfig": "cppbatch.config",
     "BatchInferenceEngine": "cppbatch.engine.engine",
-    "generate_batch": "cppbatch.engine.engine",
+    "generate_batch": "cppbatch.engine.generate_batch",
     "Completion": "cppbatch.engine.request",
     "FinishReason": "cppbatch.engine.request",
     "GenerationEvent": "cppbatch.engine.request",

@@ -13,6 +13,7 @@ from typing import Any
 
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.collect import collect, expand, likeliest, n_candidates, params_for_each
+from cppbatch.engine.events import Events
 from cppbatch.engine.fill import refill
 from cppbatch.engine.intake import Intake, Prompt
 from cppbatch.engine.kv_pool import KVPool
@@ -71,8 +72,7 @@ class BatchInferenceEngine:
         self._outputs = Outputs(self._vocab)
         self._metrics = Metrics()
         self._sequences: dict[str, Sequence] = {}
-        self._events: list[GenerationEvent] = []
-        self._kept: dict[str, list[GenerationEvent]] = {}  # came up while somebody waited for other requests
+        self._events = Events()
         self._next_id = 0
         self._closed = False
         self.survives_failures = True
@@ -160,14 +160,12 @@ class BatchInferenceEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute anything or return events."""
-        return self._scheduler.has_work or bool(self._events or self._kept)
+        return self._scheduler.has_work or bool(self._events)
 
     def step(self) -> list[GenerationEvent]:
         """Computes one batch and returns what is new, of every request, in order."""
         self._compute()
-        events = [*itertools.chain(*self._kept.values()), *self._events]
-        self._kept, self._events = {}, []
-        return events
+        return self._events.take()
 
     def _compute(self) -> None:
         self._metrics.begin_step()
@@ -225,7 +223,7 @@ class BatchInferenceEngine:
             yield
         except BaseException:
             self.kv.rebuild()
-            for request_id in {event.request_id for event in self._events if event.finish_reason}:
+            for request_id in self._events.ended():
                 self._sequences.pop(request_id, None)  # its end is told already
             for sequence in self._sequences.values():
                 sequence.start_over()
@@ -289,7 +287,7 @@ class BatchInferenceEngine:
 
     def _tell(self, sequence: Sequence, **end: Any) -> None:
         news, sequence.news = sequence.news, News()
-        self._events.append(
+        self._events.new.append(
             GenerationEvent(request_id=sequence.id, text=news.text, tokens=news.tokens, logprobs=news.logprobs, **end)
         )
 
@@ -349,21 +347,18 @@ class BatchInferenceEngine:
         try:
             while ids:
                 self._compute()
-                for event in self._events:
-                    self._kept.setdefault(event.request_id, []).append(event)
-                self._events = []
+                self._events.keep()
                 # Gone without a word here: somebody else's `step` has taken the last event.
-                ids &= self._sequences.keys() | self._kept.keys()
-                for request_id in [i for i in ids if i in self._kept]:
-                    for event in self._kept.pop(request_id):
+                ids &= {i for i in ids if i in self._sequences or i in self._events}
+                for request_id in [i for i in ids if i in self._events]:
+                    for event in self._events.take_of(request_id):
                         if event.finish_reason:
                             ids.discard(request_id)
                         yield event
         finally:
             for request_id in ids:
                 self.cancel(request_id)
-                self._kept.pop(request_id, None)
-            self._events = [event for event in self._events if event.request_id not in ids]
+            self._events.drop(ids)
 
     # --- looking at it, ending it -------------------------------------------------------------------------------
 
@@ -393,16 +388,3 @@ class BatchInferenceEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def generate_batch(
-    model: str | Path,
-    prompts: AnySequence[Prompt],
-    params: SamplingParams | AnySequence[SamplingParams] | None = None,
-    *,
-    progress: bool = False,
-    **settings: Any,
-) -> list[Completion]:
-    """`BatchInferenceEngine.generate` in one line: loads a model, continues every prompt, frees the model."""
-    with BatchInferenceEngine(model, **settings) as engine:
-        return engine.generate(prompts, params, progress=progress)
