@@ -18,7 +18,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.engine.params import GRAMMARS, SAMPLERS
 from cppbatch.server.app import create_app
-from cppbatch.server.schemas import ChatRequest, CompletionRequest, parse
+from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
+from cppbatch.server.parse import parse
 
 Http = TestClient[Any, Any]
 Json = dict[str, Any]

@@ -218,9 +218,9 @@ async def test_a_client_that_is_slow_to_send_takes_nobodys_place(engine: HeldEng
 
 
 async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine) -> None:
-    """The queue between them is bounded: see `generation.run`."""
-    from cppbatch import SamplingParams
-    from cppbatch.server.generation import expand, run
+    """The queue between them is bounded: see `run_each`."""
+    from cppbatch import GenerationRequest, SamplingParams
+    from cppbatch.server.run import run
 
     engine.go_on.set()
     taken = 0
@@ -235,7 +235,7 @@ async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine) -> None:
 
     engine.submit = counted
     params = SamplingParams(max_tokens=100, ignore_eos=True)
-    events = run(engine, expand("x", ["Hello"], params, 3, {}, ranked=False))
+    events = run(engine, [GenerationRequest(id=f"x-{i}", prompt="Hello", params=params) for i in range(3)])
     await anext(events)
     await asyncio.sleep(0.3)
     assert taken <= 1 + 2 * 3 + 3

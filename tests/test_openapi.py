@@ -22,8 +22,8 @@ from cppbatch.engine.params import RANGES, SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.app import create_app
 from cppbatch.server.limits import Limits
+from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
 from cppbatch.server.openapi import document
-from cppbatch.server.schemas import ChatRequest, CompletionRequest
 from cppbatch.server.settings import ServerSettings
 from tests.app_thread import AppThread
 

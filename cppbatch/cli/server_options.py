@@ -52,6 +52,10 @@ _OPTIONS = [
         "--drain-timeout", env="DRAIN_TIMEOUT", type=float, default=30,
         help="Seconds that running requests have to end in after Ctrl-C or SIGTERM.",
     ),
+    option(
+        "--alias", "aliases", env="ALIAS", multiple=True, metavar="NAME",
+        help="A further name that the model answers to; may be given several times.",
+    ),
     option("--log-format", env="LOG_FORMAT", type=click.Choice(["text", "json"]), default="text", help="Of the log."),
 ]  # fmt: skip
 
@@ -77,6 +81,7 @@ def server_options(command: Command) -> Command:
             keys=Keys([*api_keys, *(read_keys(api_key_file) if api_key_file else [])]),
             limits=limits,
             cors_origins=arguments.pop("cors_origins"),
+            aliases=arguments.pop("aliases"),
             drain_timeout=arguments.pop("drain_timeout"),
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)

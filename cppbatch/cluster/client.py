@@ -10,7 +10,7 @@ import msgspec
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import GenerationEvent, GenerationRequest
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +65,12 @@ class EngineClient(Protocol):
 
     async def check(self, request: GenerationRequest) -> None:
         """Raises `InvalidRequest`, `EngineClosed` or `GenerationFailed` for a request that `submit` would refuse."""
+        ...
+
+    async def tokenize(
+        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+    ) -> list[TokenPiece]:
+        """A text's tokens, or what these ids stand for; as in `BatchInferenceEngine.tokens`. Raises as `check` does."""
         ...
 
     def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:

@@ -8,7 +8,7 @@ from time import perf_counter
 import msgspec
 
 from cppbatch.cluster.mailbox import Mailbox
-from cppbatch.cluster.messages import Check, Submit
+from cppbatch.cluster.messages import Check, Checked, Submit, Tokenize, Tokenized
 from cppbatch.engine.params import actual_seed
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, Progress
 
@@ -16,11 +16,13 @@ from cppbatch.engine.request import GenerationEvent, GenerationRequest, Progress
 class Flight:
     """`crashes`: how many workers in a row have died while they had it in hand."""
 
-    def __init__(self, number: int, request: GenerationRequest, *, only_check: bool = False) -> None:
+    def __init__(self, number: int, request: GenerationRequest, question: Check | Tokenize | None = None) -> None:
+        """`question`: asked in place of running the request; `answer` is what a worker says to it."""
         params = msgspec.structs.replace(request.params, seed=actual_seed(request.params.seed))  # the same everywhere
         self.number = number
         self.request = msgspec.structs.replace(request, params=params)
-        self.only_check = only_check
+        self._question = question
+        self.answer: Checked | Tokenized | None = None
         self.mailbox = Mailbox()
         self.crashes = 0
         self.cancelled = False
@@ -28,16 +30,16 @@ class Flight:
         self._arrived_at = perf_counter()
         self._first_token_at = 0.0
 
-    def message(self) -> Check | Submit:
+    def message(self) -> Check | Tokenize | Submit:
         """What a worker is told."""
-        request = msgspec.structs.replace(self.request, id=str(self.number))
-        if self.only_check:
-            return Check(self.number, request)
+        if self._question:
+            return msgspec.structs.replace(self._question, number=self.number)
         progress = Progress(
             tokens=self._tokens.tolist(),
             age=perf_counter() - self._arrived_at,
             first_token_seconds=max(0.0, self._first_token_at - self._arrived_at),
         )
+        request = msgspec.structs.replace(self.request, id=str(self.number))
         return Submit(self.number, request, progress)
 
     def take(self, event: GenerationEvent) -> None:

@@ -13,7 +13,7 @@ from cppbatch.cluster.process import EngineProcess
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import GenerationEvent, GenerationRequest
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.errors import InvalidRequest
 
 _TOKENS_PER_PLACE = 64  # of a prefix, for which it is worth queueing behind one more request
@@ -57,6 +57,12 @@ class EngineGroup(Opened):
     async def check(self, request: GenerationRequest) -> None:
         """Raises `InvalidRequest` for a request that `submit` would refuse."""
         await self._least_loaded().check(request)
+
+    async def tokenize(
+        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+    ) -> list[TokenPiece]:
+        """As in `EngineClient`."""
+        return await self._least_loaded().tokenize(text, add_special=add_special, parse_special=parse_special)
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Sequence
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
@@ -78,6 +80,13 @@ class LocalEngine(Opened):
     async def check(self, request: GenerationRequest) -> None:
         """Raises `InvalidRequest` for a request that `submit` would refuse."""
         await self._prepare(request)
+
+    async def tokenize(
+        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+    ) -> list[TokenPiece]:
+        """As in `EngineClient`."""
+        tokens = partial(self._ready().tokens, text, add_special=add_special, parse_special=parse_special)
+        return await self._loop.run_in_executor(self._intake.of(SamplingParams()), tokens)
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""

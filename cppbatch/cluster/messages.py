@@ -7,7 +7,7 @@ import msgspec
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, Progress
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, Progress, TokenPiece
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +43,15 @@ class Check(msgspec.Struct, frozen=True, tag=True):
     request: GenerationRequest
 
 
+class Tokenize(msgspec.Struct, frozen=True, tag=True):
+    """Send `Tokenized`."""
+
+    number: int
+    text: str | list[int]
+    add_special: bool
+    parse_special: bool
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """End this."""
 
@@ -53,7 +62,7 @@ class AskStats(msgspec.Struct, frozen=True, tag=True):
     """Send `Stats`."""
 
 
-ToWorker = Submit | Check | Cancel | AskStats
+ToWorker = Submit | Check | Tokenize | Cancel | AskStats
 
 # --- from the worker --------------------------------------------------------------------------------------------------
 
@@ -104,6 +113,13 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class Tokenized(msgspec.Struct, frozen=True, tag=True):
+    """A text's tokens, or what these ids stand for."""
+
+    number: int
+    tokens: list[TokenPiece]
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """Counters and state."""
 
@@ -118,7 +134,7 @@ class Log(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Checked | Stats | Log
+FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Checked | Tokenized | Stats | Log
 
 encode = msgspec.msgpack.Encoder().encode
 _for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

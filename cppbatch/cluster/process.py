@@ -16,14 +16,25 @@ import msgspec
 
 from cppbatch.cluster.client import Health, WorkerState
 from cppbatch.cluster.flight import Flight
-from cppbatch.cluster.messages import AskStats, Cancel, Checked, Events, FromWorker, Refused, Stats
+from cppbatch.cluster.messages import (
+    AskStats,
+    Cancel,
+    Check,
+    Checked,
+    Events,
+    FromWorker,
+    Refused,
+    Stats,
+    Tokenize,
+    Tokenized,
+)
 from cppbatch.cluster.opened import Opened
 from cppbatch.cluster.replay import MOST_CRASHES, Replay
 from cppbatch.cluster.supervisor import Supervisor
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 
 log = logging.getLogger("cppbatch.cluster")
@@ -94,10 +105,25 @@ class EngineProcess(Opened):
 
     async def check(self, request: GenerationRequest) -> None:
         """Raises `InvalidRequest` for a request that `submit` would refuse."""
-        flight = self._take_off(request, only_check=True)
+        await self._ask_worker(request, Check(0, request))
+
+    async def tokenize(
+        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+    ) -> list[TokenPiece]:
+        """As in `EngineClient`."""
+        question = Tokenize(0, text, add_special, parse_special)
+        answer = await self._ask_worker(GenerationRequest(id="", prompt=text), question)
+        return answer.tokens if isinstance(answer, Tokenized) else []
+
+    async def _ask_worker(self, request: GenerationRequest, question: Check | Tokenize) -> Checked | Tokenized | None:
+        flight = self._take_off(request, question)
         try:
-            if (answer := await flight.mailbox.get()).error:
-                raise GenerationFailed(answer.error)
+            end = await flight.mailbox.get()
+            if end.finish_reason is FinishReason.CANCELLED:
+                raise EngineClosed("the engine was closed")
+            if end.error:
+                raise GenerationFailed(end.error)
+            return flight.answer
         finally:
             self._land(flight)
 
@@ -118,13 +144,13 @@ class EngineProcess(Opened):
             del self._by_id[request.id]
             self._land(flight)
 
-    def _take_off(self, request: GenerationRequest, *, only_check: bool = False) -> Flight:
+    def _take_off(self, request: GenerationRequest, question: Check | Tokenize | None = None) -> Flight:
         if not self.health().takes_requests:
             raise EngineClosed(f"the engine takes no requests: it is {self.health().status}")
         if request.params.logits_processor is not None:
             message = "is a function of this process, and the engine is another one; use LocalEngine"
             raise InvalidRequest("logits_processor", message)
-        flight = Flight(next(self._numbers), request, only_check=only_check)
+        flight = Flight(next(self._numbers), request, question)
         self._replay.add(flight)
         self._send_what_may_run()
         return flight
@@ -201,7 +227,8 @@ class EngineProcess(Opened):
         elif isinstance(message, Refused):
             if flight := self._replay.flights.get(message.number):
                 self._fail(flight, InvalidRequest(message.field, message.message))
-        elif isinstance(message, Checked) and (flight := self._replay.flights.get(message.number)):
+        elif isinstance(message, (Checked, Tokenized)) and (flight := self._replay.flights.get(message.number)):
+            flight.answer = message
             self._end(flight, FinishReason.STOP)
 
     def _take(self, event: GenerationEvent) -> None:

@@ -32,12 +32,15 @@ from cppbatch.cluster.messages import (
     Refused,
     Stats,
     Submit,
+    Tokenize,
+    Tokenized,
     ToWorker,
     WorkerSetup,
 )
 from cppbatch.cluster.step_loop import StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Sequence
@@ -85,9 +88,10 @@ class Worker:
             _die(self._link, "a message could not be handled")
 
     def _handle(self, message: ToWorker) -> None:
-        if isinstance(message, (Submit, Check)):
+        if isinstance(message, (Submit, Check, Tokenize)):
             self._preparing.add(message.number)
-            self._intake.of(message.request.params).submit(self._prepare, message)
+            params = SamplingParams() if isinstance(message, Tokenize) else message.request.params
+            self._intake.of(params).submit(self._prepare, message)
         elif isinstance(message, Cancel):
             number = message.number
             self._steps.do(lambda engine: self._cancel(engine, number))
@@ -96,25 +100,37 @@ class Worker:
 
     # --- a preparing thread -----------------------------------------------------------------------------------------
 
-    def _prepare(self, message: Submit | Check) -> None:
+    def _prepare(self, message: Submit | Check | Tokenize) -> None:
         """The box knows of it meanwhile: some texts and grammars kill a process while they are read."""
         number = message.number
         slot = self._slots.mine()
         self._box.prepares(slot, number)
         try:
-            sequence = self._engine.prepare(message.request, message.progress if isinstance(message, Submit) else None)
+            then = self._prepared(message)
         except InvalidRequest as error:
             refused = Refused(number, error.field, error.message)
             self._steps.do(lambda engine: self._done(number, refused))
         except Exception:
             _die(self._link, "preparing a request failed")
         else:
-            if isinstance(message, Submit):
-                self._steps.do(lambda engine: self._add(engine, number, sequence))
-            else:
-                self._steps.do(lambda engine: self._done(number, Checked(number)))
+            self._steps.do(then)
         finally:
             self._box.prepares(slot, -1)
+
+    def _prepared(self, message: Submit | Check | Tokenize) -> Callable[[BatchInferenceEngine], None]:
+        """What is to be done with it between two steps."""
+        number, engine = message.number, self._engine
+        answer: FromWorker
+        if isinstance(message, Submit):
+            sequence = engine.prepare(message.request, message.progress)
+            return lambda engine: self._add(engine, number, sequence)
+        if isinstance(message, Check):
+            engine.prepare(message.request)
+            answer = Checked(number)
+        else:
+            special = {"add_special": message.add_special, "parse_special": message.parse_special}
+            answer = Tokenized(number, engine.tokens(message.text, **special))
+        return lambda engine: self._done(number, answer)
 
     # --- between two steps ------------------------------------------------------------------------------------------
 

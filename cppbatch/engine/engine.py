@@ -21,7 +21,14 @@ from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.outputs import Outputs
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, Progress
+from cppbatch.engine.request import (
+    Completion,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    Progress,
+    TokenPiece,
+)
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Choice, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
@@ -103,6 +110,14 @@ class BatchInferenceEngine:
             sequence.resume(progress, perf_counter())
             self._outputs.resume(sequence)
         return sequence
+
+    def tokens(self, text: Prompt, *, add_special: bool = True, parse_special: bool = True) -> list[TokenPiece]:
+        """A text's tokens, or what these ids stand for. Any thread may call this, until the engine is closed.
+
+        `add_special` adds BOS where the model wants it, `parse_special` reads control tokens as such. Raises
+        `InvalidRequest` for unknown ids.
+        """
+        return self._intake.tokens(text, add_special=add_special, parse_special=parse_special)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `QueueFull`, `EngineClosed`."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed
-from cppbatch.engine.request import GenerationRequest
+from cppbatch.engine.request import GenerationRequest, TokenPiece
 from cppbatch.engine.sampling.grammar import GrammarCompiler
 from cppbatch.engine.sampling.recipe import check_ids, make_recipe
 from cppbatch.engine.sequence import Sequence
@@ -36,7 +36,9 @@ class Intake:
         if n >= limit:
             raise InvalidRequest("prompt", f"has {n} tokens, and {self._limit_text()} for prompt and answer")
         wanted = request.params.max_tokens
-        if wanted is not None and n + wanted > limit:
+        if wanted is not None and request.fit:
+            wanted = min(wanted, limit - n)
+        elif wanted is not None and n + wanted > limit:
             message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
             raise InvalidRequest("max_tokens", message)
         recipe = make_recipe(request.params, self._vocab, limit)
@@ -45,6 +47,15 @@ class Intake:
         sequence = Sequence(request, prompt, max_new=max_new, seed=actual_seed(request.params.seed), now=arrived_at)
         sequence.recipe, sequence.constraint = recipe, constraint
         return sequence
+
+    def tokens(self, text: Prompt, *, add_special: bool, parse_special: bool) -> list[TokenPiece]:
+        """A text's tokens, or what these ids stand for. Raises `InvalidRequest` for unknown ids."""
+        if isinstance(text, str):
+            ids = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special).tolist()
+        else:
+            check_ids("tokens", text, self._vocab.n_tokens)
+            ids = text
+        return [TokenPiece(token, self._vocab.piece(token, special=True)) for token in ids]
 
     def close(self) -> None:
         """Ends what it has started."""

@@ -5,6 +5,14 @@ from __future__ import annotations
 import msgspec
 
 
+class FillIn(msgspec.Struct, frozen=True, kw_only=True):
+    """The control tokens, as they are written, of a model that can fill in between two texts."""
+
+    prefix: str
+    suffix: str
+    middle: str
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What others need to know of the loaded model."""
 
@@ -27,3 +35,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     bos: str
     eos: str
     chat_template: str | None
+    fill_in: FillIn | None = None
+    """None: it was not trained for that."""

@@ -45,6 +45,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from arrival to the end at most; None: no limit."""
     queue_timeout: float | None = None
     """Seconds to wait at most before it first runs."""
+    fit: bool = False
+    """Fewer than `max_tokens` where the context holds no more after the prompt; else that is refused."""
     cache_prompt: bool = True
     """Take the beginning of the prompt from the prefix cache, and leave this one there for others."""
     cache_salt: str = ""
@@ -55,7 +57,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("timeout", "queue_timeout"):
             if getattr(self, name) is not None:
                 number(self, name, *OPTION_RANGES[name])
-        instance(self, "cache_prompt", bool, "true or false")
+        for name in ("fit", "cache_prompt"):
+            instance(self, name, bool, "true or false")
         instance(self, "cache_salt", str, "a string")
 
 
@@ -83,6 +86,14 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """From arrival to the first token (TTFT); 0 if there was none."""
     total_seconds: float
     """From arrival to the end."""
+
+
+class TokenPiece(msgspec.Struct, frozen=True):
+    """A token of a text."""
+
+    id: int
+    piece: bytes
+    """Its bytes: perhaps half a character; control tokens as they are written."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,11 +12,12 @@ import numpy.typing as npt
 from cppbatch.config import EngineConfig, Sharing, available_threads
 from cppbatch.engine.kv_pool import Memory
 from cppbatch.engine.layout import choose_flash_attn, choose_layout
-from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.model_info import FillIn, ModelInfo
 from cppbatch.engine.vocabulary import Tokens
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, DeviceCandidates, Model, find_candidates_on_device, find_sharing
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
+from cppbatch.llama.vocab import Vocab
 
 
 class Computation(Memory, Protocol):
@@ -87,6 +88,11 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
         raise
 
 
+def _fill_in(vocab: Vocab) -> FillIn | None:
+    tokens = vocab.fill_in
+    return tokens and FillIn(prefix=vocab.text(tokens[0]), suffix=vocab.text(tokens[1]), middle=vocab.text(tokens[2]))
+
+
 def _info(model: Model, context: Context) -> ModelInfo:
     return ModelInfo(
         name=model.path.stem,
@@ -103,4 +109,5 @@ def _info(model: Model, context: Context) -> ModelInfo:
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
         chat_template=model.chat_template,
+        fill_in=_fill_in(model.vocab),
     )

@@ -16,8 +16,8 @@ class Tokens(Protocol):
     suppressed: frozenset[int]
     """Tokens that the model's file says must never come."""
 
-    def tokenize(self, text: str, *, add_special: bool = True) -> npt.NDArray[np.int32]:
-        """The ids of a text, int32[n]."""
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> npt.NDArray[np.int32]:
+        """The ids of a text, int32[n], with BOS where the model wants it, and control tokens read as such."""
         ...
 
     def piece(self, token: int, *, special: bool = False) -> bytes:

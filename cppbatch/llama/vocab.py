@@ -49,6 +49,9 @@ class Vocab:
         """Id of the beginning-of-sequence token, -1 if there is none; likewise `eos` and `eot`."""
         self.eos: int = C.llama_vocab_eos(handle)
         self.eot: int = C.llama_vocab_eot(handle)
+        fill_in = (C.llama_vocab_fim_pre(handle), C.llama_vocab_fim_suf(handle), C.llama_vocab_fim_mid(handle))
+        self.fill_in: tuple[int, int, int] | None = None if -1 in fill_in else fill_in
+        """Ids of the tokens before the prefix, the suffix and the middle, for models that can fill in."""
         self.adds_bos: bool = C.llama_vocab_get_add_bos(handle)
         is_eog = C.llama_vocab_is_eog
         self.eog = frozenset(token for token in range(self.n_tokens) if is_eog(handle, token))

@@ -10,9 +10,9 @@ from aiohttp.typedefs import Handler
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.connections import connection_of
 from cppbatch.server.keys import KEY
-from cppbatch.server.limits import Limits, Slots
+from cppbatch.server.limits import Slots
+from cppbatch.server.serving import SERVING
 
-LIMITS = web.AppKey("limits", Limits)
 SLOTS = web.AppKey("slots", Slots)
 
 _WITHOUT_BODY = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
@@ -28,7 +28,7 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
     with contextlib.ExitStack() as held:
         if request.method not in _WITHOUT_BODY:
             with connection.reading() if connection else contextlib.nullcontext():
-                await _read_body(request, request.app[LIMITS].max_body_mb)
+                await _read_body(request, request.app[SERVING].limits.max_body_mb)
             held.enter_context(request.app[SLOTS].one(request.get(KEY) or request.remote or ""))
         if connection:
             held.enter_context(connection.answering())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from cppbatch.cluster.client import EngineClient
-from cppbatch.server import lifecycle
-from cppbatch.server.admission import LIMITS, SLOTS, admission_middleware
+from cppbatch.server import figures, lifecycle
+from cppbatch.server.admission import SLOTS, admission_middleware
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import allow_origins
 from cppbatch.server.errors import error_middleware
@@ -18,7 +16,8 @@ from cppbatch.server.lifecycle import IN_FLIGHT, InFlight, availability_middlewa
 from cppbatch.server.limits import Slots
 from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.metrics import METRICS, ServerMetrics, metrics_middleware
-from cppbatch.server.routes import CLIENT, STARTED, routes
+from cppbatch.server.openai import routes as openai
+from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
 
 
@@ -26,14 +25,12 @@ def create_app(client: EngineClient, settings: ServerSettings | None = None) -> 
     """The application that serves this engine. Without settings: for everybody, with the usual limits."""
     settings = settings or ServerSettings()
     app = web.Application(middlewares=_middlewares(settings), client_max_size=settings.limits.max_body)
-    app[CLIENT] = client
+    app[SERVING] = Serving(client, settings)
     app[METRICS] = ServerMetrics()
     app[IN_FLIGHT] = InFlight()
-    app[LIMITS] = settings.limits
     app[SLOTS] = Slots(settings.limits)
-    app[STARTED] = int(time.time())
-    app.add_routes(routes)
-    app.add_routes(lifecycle.routes)
+    for family in (lifecycle, figures, openai):
+        app.add_routes(family.routes)
     app.on_response_prepare.append(add_request_id)
     if settings.cors_origins:
         allow_origins(app, settings.cors_origins)

@@ -34,8 +34,8 @@ def error_object(message: str, kind: str, *, param: str | None = None, code: str
 def describe(error: BaseException) -> tuple[int, dict[str, object]]:
     """The HTTP status and the error object for an exception; logs what nobody expected."""
     if isinstance(error, InvalidRequest):
-        model = "model_not_found" if error.field == "model" else None
-        return 400, error_object(str(error), "invalid_request_error", param=error.field, code=model)
+        status, code = (404, "model_not_found") if error.field == "model" else (400, None)  # as OpenAI does
+        return status, error_object(str(error), "invalid_request_error", param=error.field, code=code)
     for expected, (status, kind, code) in _EXPECTED.items():
         if isinstance(error, expected):
             return status, error_object(str(error), kind, code=code)

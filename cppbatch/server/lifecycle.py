@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler
 
 from cppbatch.errors import EngineClosed
 from cppbatch.server.errors import error_object, json_response
-from cppbatch.server.routes import CLIENT
+from cppbatch.server.serving import SERVING
 
 
 class InFlight:
@@ -57,14 +57,14 @@ routes = web.RouteTableDef()
 @routes.get("/health")
 async def health(request: web.Request) -> web.Response:
     """503 while the model loads (with how far it is) or when the engine is no more; else 200, also on the way down."""
-    state = request.app[CLIENT].health()
+    state = request.app[SERVING].client.health()
     return json_response(state, 200 if state.takes_requests else 503)
 
 
 @routes.get("/ready")
 async def ready(request: web.Request) -> web.Response:
     """200 when a request that comes now is taken; else 503 with the state."""
-    state = request.app[CLIENT].health()
+    state = request.app[SERVING].client.health()
     draining = request.app[IN_FLIGHT].draining
     is_ready = state.takes_requests and not draining
     status = "draining" if draining else state.status
@@ -76,7 +76,7 @@ async def availability_middleware(request: web.Request, handler: Handler) -> web
     """Says why there is no service: the model is still loading, the engine is no more, or the server is going down."""
     if request.path in _ABOUT_THE_SERVER or request.method == hdrs.METH_OPTIONS:
         return await handler(request)
-    state = request.app[CLIENT].health()
+    state = request.app[SERVING].client.health()
     in_flight = request.app[IN_FLIGHT]
     if state.status == "loading":
         return _unavailable(f"the model is still loading ({state.progress:.0%}); try again soon", "loading")

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from cppbatch.cluster.client import WorkerState
 from cppbatch.engine.request import GenerationEvent, Usage
-from cppbatch.server.generation import Event
 from cppbatch.server.recent import Recent
+from cppbatch.server.run import Event
 from cppbatch.server.worker_figures import WorkerFigures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -12,28 +12,12 @@ from cppbatch.cluster.client import Health
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
-from cppbatch.server.sampling_fields import MOST_CHOICES
-from cppbatch.server.schemas import ChatRequest, CompletionRequest
-from cppbatch.server.shapes import (
-    ChatAnswer,
-    CompletionAnswer,
-    ErrorAnswer,
-    Model,
-    ModelList,
-    ReadyAnswer,
-    ServerFigures,
-)
+from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json, ref
+from cppbatch.server.openai.endpoints import ENDPOINTS as OPENAI
+from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
+from cppbatch.server.shapes import ReadyAnswer, ServerFigures
 
 Json = dict[str, Any]
-
-_REFS = "#/components/schemas/{name}"
-_TEXT: Json = {"type": "string"}
-_EVENT: Json = {
-    "type": "object",
-    "description": "With `stream`: an event. Its data is a chunk as JSON, as in OpenAI's API, or at the end [DONE]",
-    "properties": {"data": _TEXT},
-    "required": ["data"],
-}
 
 _STATUS = {
     400: "The request is malformed, or asks for what cannot be; `param` names the field",
@@ -44,52 +28,24 @@ _STATUS = {
     500: "The engine could not finish the request",
     503: "The model is still loading, the server is going down, or the engine is no more",
 }
-_GENERATING = (400, 401, 413, 429, 500, 503)
 
-
-class Endpoint(NamedTuple):
-    """A route as the document has it. `answer`: the schema of its success, by media type."""
-
-    summary: str
-    answer: dict[str, Json]
-    errors: tuple[int, ...] = ()
-    body: type | None = None
-    unavailable: type = ErrorAnswer
-    """What a 503 has."""
-
-
-def _ref(kind: type) -> Json:
-    return {"$ref": _REFS.format(name=kind.__name__)}
-
-
-def _json(schema: Json) -> dict[str, Json]:
-    return {"application/json": schema}
-
-
-_STATS = {"anyOf": [{"allOf": [_ref(EngineStats), _ref(ServerFigures)]}, _ref(ServerFigures)]}
+_STATS = {"anyOf": [{"allOf": [ref(EngineStats), ref(ServerFigures)]}, ref(ServerFigures)]}
 
 ENDPOINTS = {
     ("get", "/health"): Endpoint(
-        "200 when requests are served, 503 with the state when not; needs no API key", _json(_ref(Health)), (503,),
+        "200 when requests are served, 503 with the state when not; needs no API key", json(ref(Health)), (503,),
         unavailable=Health,
     ),
     ("get", "/ready"): Endpoint(
-        "200 when a request that comes now is taken, 503 when not; needs no API key", _json(_ref(ReadyAnswer)), (503,),
+        "200 when a request that comes now is taken, 503 when not; needs no API key", json(ref(ReadyAnswer)), (503,),
         unavailable=ReadyAnswer,
     ),
-    ("get", "/stats"): Endpoint("Counters, the last minute, and each worker", _json(_STATS), (401, 503)),
-    ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": _TEXT}, (401,)),
-    ("get", "/openapi.json"): Endpoint("This document", _json({"type": "object"}), (401, 503)),
-    ("get", "/v1/models"): Endpoint("The loaded model, as a list of one", _json(_ref(ModelList)), (401, 503)),
-    ("get", "/v1/models/{id}"): Endpoint("The loaded model by its id", _json(_ref(Model)), (401, 404, 503)),
-    ("post", "/v1/completions"): Endpoint(
-        "Continues one or more prompts", {**_json(_ref(CompletionAnswer)), "text/event-stream": _EVENT}, _GENERATING,
-        CompletionRequest,
+    ("get", "/stats"): Endpoint(
+        "Counters, the last minute, and each worker", json(_STATS), (401, 503), types=(EngineStats, ServerFigures)
     ),
-    ("post", "/v1/chat/completions"): Endpoint(
-        "Continues a conversation with the assistant's next message",
-        {**_json(_ref(ChatAnswer)), "text/event-stream": _EVENT}, _GENERATING, ChatRequest,
-    ),
+    ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": TEXT}, (401,)),
+    ("get", "/openapi.json"): Endpoint("This document", json({"type": "object"}), (401, 503)),
+    **OPENAI,
 }  # fmt: skip
 """By method and path, as the routes have them; tests/test_openapi.py compares them."""
 
@@ -117,13 +73,13 @@ def document() -> bytes:
 def _operation(path: str, endpoint: Endpoint) -> Json:
     answers: Json = {"200": {"description": "Success", "content": _content(endpoint.answer)}}
     for status in endpoint.errors:
-        kind = endpoint.unavailable if status == 503 else ErrorAnswer
-        answers[str(status)] = {"description": _STATUS[status], "content": _content(_json(_ref(kind)))}
+        kind = endpoint.unavailable if status == 503 else endpoint.error
+        answers[str(status)] = {"description": _STATUS[status], "content": _content(json(ref(kind)))}
     operation: Json = {"summary": endpoint.summary, "responses": answers}
     if "{id}" in path:
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": _TEXT}]
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": TEXT}]
     if endpoint.body:
-        operation["requestBody"] = {"required": True, "content": _content(_json(_ref(endpoint.body)))}
+        operation["requestBody"] = {"required": True, "content": _content(json(ref(endpoint.body)))}
     return operation
 
 
@@ -133,16 +89,17 @@ def _content(schemas: dict[str, Json]) -> Json:
 
 def _schemas() -> Json:
     """The schemas of all types, with the ranges that `SamplingParams` and `GenerationRequest` check."""
-    bodies = (CompletionRequest, ChatRequest)
-    answers = (Health, EngineStats, ServerFigures, ReadyAnswer, ModelList, CompletionAnswer, ChatAnswer, ErrorAnswer)
-    _, schemas = msgspec.json.schema_components([*bodies, *answers], ref_template=_REFS)
+    bodies = [endpoint.body for endpoint in ENDPOINTS.values() if endpoint.body]
+    answers = [kind for each in ENDPOINTS.values() for kind in (*each.types, each.unavailable, each.error)]
+    _, schemas = msgspec.json.schema_components([*bodies, *answers], ref_template=REFS)
     for body in bodies:
-        for name, (low, high) in _ranges(body).items():
-            _limit(schemas[body.__name__]["properties"][name], low, high)
+        if issubclass(body, SamplingFields):
+            for name, (low, high) in _ranges(body).items():
+                _limit(schemas[body.__name__]["properties"][name], low, high)
     return schemas
 
 
-def _ranges(body: type[CompletionRequest | ChatRequest]) -> dict[str, tuple[float, float]]:
+def _ranges(body: type[SamplingFields]) -> dict[str, tuple[float, float]]:
     """By the names that the client uses."""
     ranges: dict[str, tuple[float, float]] = {**RANGES, **INTEGER_RANGES, **OPTIONAL_INTEGER_RANGES, **OPTION_RANGES}
     aliases = {alias: ranges[ours] for ours, alias in body._ALIASES.items() if ours in ranges}

@@ -1,4 +1,4 @@
-"""Sends an answer, whole or as server-sent events."""
+"""Sends a reply, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -9,72 +9,71 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.engine.request import GenerationEvent
-from cppbatch.server.answers import Answer, Json
-from cppbatch.server.errors import describe, json_response
-from cppbatch.server.generation import Event
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.errors import json_response
+from cppbatch.server.metrics import METRICS, endpoint_of
+from cppbatch.server.plan import Plan
+from cppbatch.server.reply import Frame, Reply
+from cppbatch.server.run import Event, run
+from cppbatch.server.serving import SERVING
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def send_whole(events: AsyncGenerator[Event, None], answer: Answer, n_completions: int) -> web.Response:
-    """Waits for every completion and answers with all of them, or the best."""
-    completions: list[list[GenerationEvent]] = [[] for _ in range(n_completions)]
+async def answer(request: web.Request, plan: Plan) -> web.StreamResponse:
+    """Runs the plan and sends its reply."""
+    events = observed(request, run(request.app[SERVING].client, plan.requests), len(plan.requests))
+    try:
+        if plan.stream:
+            return await send_stream(request, events, plan.reply)
+        return json_response(plan.reply.whole(await gather(events, plan)))
+    except InvalidRequest as error:  # named as the client does
+        raise InvalidRequest(plan.renames.get(error.field, error.field), error.message) from error
+
+
+def observed(request: web.Request, events: AsyncGenerator[Event, None], n: int) -> AsyncGenerator[Event, None]:
+    """The events of an HTTP request's `n` completions, counted for /metrics."""
+    return request.app[METRICS].observe(events, endpoint_of(request), n)
+
+
+async def gather(events: AsyncGenerator[Event, None], plan: Plan) -> list[list[GenerationEvent]]:
+    """Waits for every completion: all events of each. Raises what the reply makes of a failed one."""
+    completions: list[list[GenerationEvent]] = [[] for _ in plan.requests]
     async with contextlib.aclosing(events):
         async for index, event in events:
-            answer.note(index, event)
+            plan.reply.note(index, event)
             completions[index].append(event)
-    return json_response(answer.whole(completions))
+    return completions
 
 
-async def send_stream(
-    request: web.Request, events: AsyncGenerator[Event, None], answer: Answer, *, include_usage: bool
-) -> web.StreamResponse:
+async def send_stream(request: web.Request, events: AsyncGenerator[Event, None], reply: Reply) -> web.StreamResponse:
     """Sends each event as it comes. Errors before the first one get a status of their own, later ones an event."""
     async with contextlib.aclosing(events):
         first = await anext(events)
-        answer.note(*first)  # raises if that is already the end of it
+        reply.note(*first)  # raises if that is already the end of it
         response = web.StreamResponse(headers=_HEADERS)
         await response.prepare(request)
         try:
-            await _send_events(request, response, first, events, answer)
-            if include_usage:
-                await _send(request, response, answer.usage_chunk())
+            await _send(request, response, [*reply.opening(), *reply.frames(*first)])
+            async for index, event in events:
+                reply.note(index, event)
+                await _send(request, response, reply.frames(index, event))
+            last = reply.ending()
         except ConnectionResetError:
             raise
         except Exception as error:
-            await _send(request, response, describe(error)[1])
-        await response.write(b"data: [DONE]\n\n")
+            last = reply.failure(error)
+        await _send(request, response, last)
     return response
 
 
-async def _send_events(
-    request: web.Request,
-    response: web.StreamResponse,
-    first: Event,
-    rest: AsyncGenerator[Event, None],
-    answer: Answer,
-) -> None:
-    opened: set[int] = set()
-
-    async def send(index: int, event: GenerationEvent) -> None:
-        answer.note(index, event)
-        chunks: list[Json | None] = []
-        if index not in opened:
-            opened.add(index)
-            chunks.append(answer.opening(index))
-        if event.text or event.logprobs:
-            chunks.append(answer.delta(index, event))
-        if event.finish_reason:
-            chunks.append(answer.closing(index))
-        await _send(request, response, *chunks)
-
-    await send(*first)
-    async for index, event in rest:
-        await send(index, event)
-
-
-async def _send(request: web.Request, response: web.StreamResponse, *chunks: Json | None) -> None:
-    lines = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks if chunk is not None]
-    if lines:
-        await response.write(b"".join(lines))
+async def _send(request: web.Request, response: web.StreamResponse, frames: list[Frame]) -> None:
+    if frames:
+        await response.write(b"".join(map(_encoded, frames)))
         await request.writer.drain()  # `write` alone would let 64 KiB wait for a client that does not read
+
+
+def _encoded(frame: Frame) -> bytes:
+    name = f"event: {frame.event}\n".encode() if frame.event else b""
+    data = frame.data.encode() if isinstance(frame.data, str) else msgspec.json.encode(frame.data)
+    return name + b"data: " + data + b"\n\n"

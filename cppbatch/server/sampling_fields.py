@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from cppbatch.engine.collect import n_candidates
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import GRAMMARS, SamplingParams
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 
@@ -132,18 +132,28 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return candidates
 
     def params(self, **defaults: Any) -> SamplingParams:
-        """The fields as `SamplingParams`; `defaults` where the client gave none. Raises `InvalidRequest`."""
+        """The fields as `SamplingParams`; `defaults` where the client gave none. Raises `InvalidRequest`.
+
+        Of `GRAMMARS`, the defaults are what the endpoint itself has to ask for.
+        """
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         aliases = {ours: alias for ours, alias in self._ALIASES.items() if getattr(self, alias) is not None}
         given |= {ours: getattr(self, alias) for ours, alias in aliases.items()}
-        if self.response_format and (schema := self.response_format.wanted()) is not None:
-            if given["json_schema"] is not None:
-                raise InvalidRequest("json_schema", "cannot be used together with response_format")
-            given["json_schema"] = schema
+        for name in (name for name in GRAMMARS if name in defaults and given[name] is not None):
+            raise InvalidRequest(name, "cannot be used together with response_format or a tool call that is required")
         try:
             return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
         except InvalidRequest as error:  # names the field as the client does
             raise InvalidRequest(aliases.get(error.field, error.field), error.message) from error
+
+    def schema(self) -> dict[str, Any] | bool | None:
+        """What `response_format` wants, None for free text. Raises `InvalidRequest`."""
+        return self.response_format.wanted() if self.response_format else None
+
+    @property
+    def names_length(self) -> bool:
+        """Whether the client says itself how long the text may be."""
+        return self.max_tokens is not None
 
     def options(self) -> dict[str, Any]:
         """What the client gave of `GenerationRequest`'s other fields: priority, timeouts, caching."""

@@ -20,6 +20,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     cors_origins: tuple[str, ...] = ()
     """The origins whose pages may use the server from a browser; `*`: all."""
+    aliases: tuple[str, ...] = ()
+    """Further names that the model answers to, for clients whose model name is fixed."""
     drain_timeout: float = 30
     """Seconds that running requests have to end in when the server goes down."""
 

@@ -1,13 +1,12 @@
-"""The shapes of answers: models and statistics as they are made here, the others as the OpenAPI document shows them."""
+"""The shapes of answers that are no family's own."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from cppbatch.cluster.client import WorkerState
-from cppbatch.engine.request import FinishReason
 from cppbatch.server.recent import LastMinute
 
 
@@ -86,68 +85,3 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[Model]
-
-
-class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """`usage.prompt_tokens_details`."""
-
-    cached_tokens: int
-
-
-class AnswerUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of all choices; the prompt's once."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One text."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: FinishReason
-    seed: int
-    """With which the text can be had again."""
-
-
-class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/completions`, not streamed (`cppbatch.server.answers`)."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: AnswerUsage
-
-
-class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the assistant says."""
-
-    role: Literal["assistant"]
-    content: str
-
-
-class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One message."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: FinishReason
-    seed: int
-
-
-class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/chat/completions`, not streamed (`cppbatch.server.answers`)."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: AnswerUsage

@@ -1,41 +1,17 @@
-"""From one HTTP request to the engine's requests and their merged events."""
+"""Runs the engine's requests of one HTTP request and merges their events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from cppbatch.cluster.client import EngineClient
-from cppbatch.engine.collect import expand as expand_params
-from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent, GenerationRequest
-from cppbatch.errors import InvalidRequest
-
-_MOST_SEQUENCES = 1024
 
 _EVENTS_AHEAD = 2  # of each request, that a slow reader has not taken yet; then its requests wait
 
 Event = tuple[int, GenerationEvent]
-
-
-def expand(
-    name: str, prompts: list[str | list[int]], params: SamplingParams, n: int, options: dict[str, Any], *, ranked: bool
-) -> list[GenerationRequest]:
-    """A request for each prompt and each of its `n` completions, in that order.
-
-    `options`: other fields of `GenerationRequest`, for all. `ranked`: with the log-probabilities by which the
-    completions will be. Raises `InvalidRequest` when there are too many.
-    """
-    if len(prompts) * n > _MOST_SEQUENCES:
-        message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MOST_SEQUENCES}"
-        raise InvalidRequest("prompt", message)
-    return [
-        GenerationRequest(id=f"{name}-{p * n + i}", prompt=prompt, params=its, **options)
-        for p, prompt in enumerate(prompts)
-        for i, its in enumerate(expand_params([params], n, ranked=ranked))
-    ]
 
 
 async def run(client: EngineClient, requests: list[GenerationRequest]) -> AsyncGenerator[Event, None]:
@@ -51,13 +27,21 @@ async def run(client: EngineClient, requests: list[GenerationRequest]) -> AsyncG
         return
     for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
         await client.check(request)
-    async with contextlib.aclosing(_merged(client, requests)) as merged:
-        async for item in merged:
-            yield item
+    async with contextlib.aclosing(run_each(client, requests)) as merged:
+        async for index, outcome in merged:
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield index, outcome
 
 
-async def _merged(client: EngineClient, requests: list[GenerationRequest]) -> AsyncGenerator[Event, None]:
-    events: asyncio.Queue[Event | Exception] = asyncio.Queue(_EVENTS_AHEAD * len(requests))
+async def run_each(
+    client: EngineClient, requests: list[GenerationRequest]
+) -> AsyncGenerator[tuple[int, GenerationEvent | Exception], None]:
+    """Runs the requests at once and yields (index, event) as events come; closing it cancels all of them.
+
+    One that cannot run ends with the exception in place of its last event; the others go on.
+    """
+    events: asyncio.Queue[tuple[int, GenerationEvent | Exception]] = asyncio.Queue(_EVENTS_AHEAD * len(requests))
 
     async def pump(index: int, request: GenerationRequest) -> None:
         try:
@@ -65,17 +49,15 @@ async def _merged(client: EngineClient, requests: list[GenerationRequest]) -> As
                 async for event in stream:
                     await events.put((index, event))
         except Exception as error:
-            await events.put(error)
+            await events.put((index, error))
 
     tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
     left = len(tasks)
     try:
         while left:
-            item = await events.get()
-            if isinstance(item, Exception):
-                raise item
-            left -= item[1].finish_reason is not None
-            yield item
+            index, event = await events.get()
+            left -= isinstance(event, Exception) or event.finish_reason is not None
+            yield index, event
     finally:
         for task in tasks:
             task.cancel()

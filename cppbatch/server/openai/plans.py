@@ -1,0 +1,54 @@
+"""From OpenAI's requests to plans: what to generate, and how to tell it. Batch jobs use them too."""
+
+from __future__ import annotations
+
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.openai.replies import ChatReply, CompletionReply
+from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
+from cppbatch.server.plan import Plan
+from cppbatch.server.requests import Prompt, requests_of
+from cppbatch.server.serving import Serving
+
+_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none of its own
+
+
+async def completion_plan(body: CompletionRequest, serving: Serving) -> Plan:
+    """`/v1/completions`. Raises `InvalidRequest`."""
+    serving.check(body)
+    schema = body.schema()
+    form = {} if schema is None else {"json_schema": schema}
+    params = body.params(max_tokens=serving.limits.default_tokens(_COMPLETION_TOKENS), **form)
+    reply = CompletionReply(body, serving.info.name)
+    prompts: list[Prompt] = body.prompts()
+    if body.suffix:
+        prompts = [_filled_in(serving, prompt, body.suffix) for prompt in prompts]
+    requests = requests_of(serving, body, reply.id, prompts, params)
+    return Plan(requests, reply, stream=bool(body.stream))
+
+
+def _filled_in(serving: Serving, prompt: Prompt, suffix: str) -> str:
+    """A prompt for what stands between two texts, in the model's own form."""
+    tokens = serving.info.fill_in
+    if tokens is None:
+        raise InvalidRequest("suffix", f"cannot be used: {serving.info.name} was not trained to fill in")
+    if not isinstance(prompt, str):
+        raise InvalidRequest("suffix", "needs a prompt that is text, not token ids")
+    return f"{tokens.prefix}{prompt}{tokens.suffix}{suffix}{tokens.middle}"
+
+
+async def chat_plan(body: ChatRequest, serving: Serving) -> Plan:
+    """`/v1/chat/completions`. Raises `InvalidRequest`."""
+    serving.check(body)
+    chat = await serving.chat()
+    turn = chat.turn(
+        body.conversation(),
+        tools=body.functions(),
+        choice=body.choice(),
+        schema=body.schema(),
+        variables=body.template_variables(),
+        goes_on=None if body.add_generation_prompt is None else not body.add_generation_prompt,
+    )
+    params = body.params(max_tokens=serving.limits.default_tokens(None), **turn.params)
+    reply = ChatReply(body, serving.info.name, turn)
+    requests = requests_of(serving, body, reply.id, [turn.prompt], params)
+    return Plan(requests, reply, stream=bool(body.stream), renames=turn.renames)

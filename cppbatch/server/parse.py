@@ -1,0 +1,57 @@
+"""Request bodies: JSON to the family's types."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from cppbatch.errors import InvalidRequest
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def parse(body: bytes, kind: type[Body]) -> Body:
+    """Reads a request's JSON. Raises `InvalidRequest` naming the field at fault."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+    except RecursionError:
+        raise InvalidRequest("body", "is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(body, error) from error
+
+
+def convert(value: Any, kind: type[Body], field: str) -> Body:
+    """What was read from JSON as one of our types. Raises `InvalidRequest` naming the field within `field`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        invalid = _invalid(error)
+        inner = "" if invalid.field == "body" else invalid.field
+        name = f"{field}{inner}" if inner.startswith("[") or not inner else f"{field}.{inner}"
+        raise InvalidRequest(name, invalid.message) from error
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
+    """msgspec's "Expected `float`, got `str` - at `$.temperature`" with the field on its own."""
+    message, _, path = str(error).partition(" - at `$")
+    field = path.rstrip("`").removeprefix(".")
+    if not field and (missing := re.search(r"missing required field `(\w+)`", message)):
+        return InvalidRequest(missing[1], "is required")
+    return InvalidRequest(field or "body", message[:1].lower() + message[1:])
+
+
+def _not_json(body: bytes, error: Exception) -> InvalidRequest:
+    """Python's json writes NaN and Infinity, which JSON does not have: name the field that is one."""
+    with contextlib.suppress(ValueError):  # really not JSON
+        fields = json.loads(body)
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                return InvalidRequest(name, f"is {value}; it must be a finite number")
+    return InvalidRequest("body", f"is not valid JSON: {error}")

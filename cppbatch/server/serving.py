@@ -1,0 +1,67 @@
+"""What every handler needs to turn a request's body into the engine's requests."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from cppbatch.chat.format import ChatFormat
+from cppbatch.chat.template import ChatTemplate
+from cppbatch.cluster.client import EngineClient
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.limits import Limits
+from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server.settings import ServerSettings
+
+
+class Serving:
+    """The engine and the rules of this server."""
+
+    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+        self.client = client
+        self.settings = settings
+        self.started = int(time.time())
+        self._chat: ChatFormat | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """What one request may ask for."""
+        return self.settings.limits
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises `EngineClosed` before it is loaded."""
+        return self.client.info
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that the model answers to, its own one first."""
+        return (self.info.name, *self.settings.aliases)
+
+    def check(self, body: SamplingFields) -> None:
+        """Raises `InvalidRequest` for a model that is not here, and for more than the limits allow."""
+        self.check_model(body.model)
+        self.limits.check(body)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `InvalidRequest` for a model that is not here."""
+        if name is not None and name not in self.names:
+            here = ", ".join(map(repr, self.names))
+            raise InvalidRequest("model", f"there is no {name!r} here; this server has {here} (--alias adds names)")
+
+    async def chat(self) -> ChatFormat:
+        """How the model holds conversations. Raises `InvalidRequest` when its template is broken."""
+        if self._chat is None:
+            template = ChatTemplate(self.info.chat_template, bos=self.info.bos, eos=self.info.eos)
+            self._chat = ChatFormat(template, await self._ids_of(ChatFormat(template).markers))
+        return self._chat
+
+    async def _ids_of(self, markers: tuple[str, ...]) -> dict[str, int]:
+        """Of those that are one token each."""
+        known = [(marker, await self.client.tokenize(marker, add_special=False)) for marker in markers]
+        return {marker: tokens[0].id for marker, tokens in known if len(tokens) == 1}
+
+
+SERVING = web.AppKey("serving", Serving)
