@@ -15,13 +15,13 @@ from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.collect import collect, expand, likeliest, n_candidates, params_for_each
 from cppbatch.engine.events import Events
 from cppbatch.engine.fill import refill
-from cppbatch.engine.intake import Intake, Prompt
+from cppbatch.engine.intake import Intake
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.outputs import Outputs
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, Progress
+from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, Progress, Prompt
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Choice, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
