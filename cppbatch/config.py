@@ -15,6 +15,8 @@ KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Sampling = Literal["auto", "host", "backend"]
+Pooling = Literal["mean", "cls", "last", "rank"]
+"""How one vector is made of a sequence: its tokens' mean, its first or its last token, or a reranker's scores."""
 Sharing = Literal["cells", "copy", "whole", "none"]
 """How a model's memory lets one sequence take another's prefix.
 
@@ -73,6 +75,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = "auto"
     """backend: the device finds the likeliest tokens, and whole rows of logits leave it only for requests that need
     them; host: all of it on the CPU; auto: backend with a GPU, if it can (--sampling)."""
+    pooling: Pooling | None = None
+    """Give vectors in place of text, pooled like this; None: as the model's file says, which is not at all for one that
+    generates text (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling,
+    and what is kept between steps, do not apply."""
     use_extra_bufts: bool = True
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""
 
@@ -119,6 +125,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "cache_type_k": CacheType,
             "cache_type_v": CacheType,
         }
+        if self.pooling is not None:
+            choices["pooling"] = Pooling
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")

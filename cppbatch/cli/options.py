@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import click
 
-from cppbatch.config import CacheType, EngineConfig
+from cppbatch.config import CacheType, EngineConfig, Pooling
 
 Command = Callable[..., Any]
 
@@ -88,6 +88,10 @@ _ENGINE = [
     option(
         "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
         help="How long a step may take while anybody decodes; 0: 2.5 times a step without prompts.",
+    ),
+    option(
+        "--pooling", env="POOLING", type=click.Choice(get_args(Pooling)), default=_DEFAULTS.pooling,
+        help="Give vectors in place of text, pooled like this; embedding models and rerankers do so by themselves.",
     ),
 ]  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from cppbatch.engine.request import GenerationRequest
+from cppbatch.engine.request import GenerationRequest, Pair
 
 _SHORTEST = 64  # letters; of token ids a quarter of that
 _LETTERS_PER_TOKEN = 4
@@ -38,9 +38,9 @@ class Affinity:
 
 def _beginnings(request: GenerationRequest) -> Iterator[tuple[int, Beginning]]:
     """Each with its length in letters, the shortest first; none when the prompt is not to be shared."""
-    if not request.cache_prompt:
-        return
     prompt = request.prompt
+    if not request.cache_prompt or request.task == "embed" or isinstance(prompt, Pair):
+        return
     letters = 1 if isinstance(prompt, str) else _LETTERS_PER_TOKEN
     length = _SHORTEST
     while length <= len(prompt) * letters:

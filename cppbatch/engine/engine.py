@@ -15,7 +15,7 @@ from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.collect import collect, expand, likeliest, n_candidates, params_for_each
 from cppbatch.engine.events import Events
 from cppbatch.engine.fill import refill
-from cppbatch.engine.intake import Intake, Prompt
+from cppbatch.engine.intake import Intake
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
@@ -27,6 +27,7 @@ from cppbatch.engine.request import (
     GenerationEvent,
     GenerationRequest,
     Progress,
+    Prompt,
     TokenPiece,
 )
 from cppbatch.engine.runtime import Runtime, load_runtime
@@ -111,7 +112,9 @@ class BatchInferenceEngine:
             self._outputs.resume(sequence)
         return sequence
 
-    def tokens(self, text: Prompt, *, add_special: bool = True, parse_special: bool = True) -> list[TokenPiece]:
+    def tokens(
+        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+    ) -> list[TokenPiece]:
         """A text's tokens, or what these ids stand for. Any thread may call this, until the engine is closed.
 
         `add_special` adds BOS where the model wants it, `parse_special` reads control tokens as such. Raises

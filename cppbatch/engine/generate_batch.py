@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cppbatch.engine.engine import BatchInferenceEngine
-from cppbatch.engine.intake import Prompt
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import Completion
+from cppbatch.engine.request import Completion, Prompt
 
 
 def generate_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from time import perf_counter
 
 import numpy as np
@@ -9,14 +10,14 @@ import numpy.typing as npt
 
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed
-from cppbatch.engine.request import GenerationRequest, TokenPiece
+from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece
 from cppbatch.engine.sampling.grammar import GrammarCompiler
 from cppbatch.engine.sampling.recipe import check_ids, make_recipe
 from cppbatch.engine.sequence import Sequence
 from cppbatch.engine.vocabulary import Tokens
 from cppbatch.errors import InvalidRequest
 
-Prompt = str | list[int]
+_PLACES = re.compile(r"\{(query|document)\}")
 
 
 class Intake:
@@ -31,8 +32,13 @@ class Intake:
     def prepare(self, request: GenerationRequest) -> Sequence:
         """Tokenises, validates, compiles a grammar. Raises `InvalidRequest` naming the field."""
         arrived_at = perf_counter()
+        self._check_task(request)
         prompt = self._tokens(request.prompt)
         limit, n = self._info.max_sequence, len(prompt)
+        if request.task == "embed":
+            if n > limit:
+                raise InvalidRequest("prompt", f"has {n} tokens, and {self._limit_text()}")
+            return Sequence(request, prompt, max_new=0, seed=0, now=arrived_at)
         if n >= limit:
             raise InvalidRequest("prompt", f"has {n} tokens, and {self._limit_text()} for prompt and answer")
         wanted = request.params.max_tokens
@@ -48,7 +54,7 @@ class Intake:
         sequence.recipe, sequence.constraint = recipe, constraint
         return sequence
 
-    def tokens(self, text: Prompt, *, add_special: bool, parse_special: bool) -> list[TokenPiece]:
+    def tokens(self, text: str | list[int], *, add_special: bool, parse_special: bool) -> list[TokenPiece]:
         """A text's tokens, or what these ids stand for. Raises `InvalidRequest` for unknown ids."""
         if isinstance(text, str):
             ids = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special).tolist()
@@ -61,10 +67,21 @@ class Intake:
         """Ends what it has started."""
         self._grammars.close()
 
+    def _check_task(self, request: GenerationRequest) -> None:
+        info = self._info
+        if info.pooling and request.task == "generate":
+            kind = "a reranker" if info.pooling == "rank" else f"an embedding model (--pooling {info.pooling})"
+            raise InvalidRequest("model", f"{info.name} runs as {kind} and gives no text; use one that generates text")
+        if request.task == "embed" and not info.pooling:
+            message = "generates text; for embeddings use an embedding model, or start this one with --pooling mean"
+            raise InvalidRequest("model", f"{info.name} {message}")
+
     def _limit_text(self) -> str:
         limit = self._info.max_sequence
         if limit == self._info.n_ctx_train:
             return f"this model takes {limit}"
+        if self._info.pooling:
+            return f"a step, in which it must be computed whole, holds {limit} (raise -b, and -c to no less, for more)"
         shared = "raise -c" if limit == self._n_ctx else "raise -c or lower -np"
         return f"this context holds {limit} ({shared} for more)"
 
@@ -74,8 +91,19 @@ class Intake:
         elif isinstance(prompt, list):
             check_ids("prompt", prompt, self._vocab.n_tokens)
             tokens = np.array(prompt, np.int32)
+        elif isinstance(prompt, Pair) and self._info.pooling:
+            tokens = self._pair(prompt)
         else:
             raise InvalidRequest("prompt", f"is {prompt!r}; it must be a string or a list of token ids")
         if len(tokens) == 0:  # some vocabularies make nothing of some texts
             raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
         return tokens
+
+    def _pair(self, pair: Pair) -> npt.NDArray[np.int32]:
+        if self._info.pooling != "rank":
+            message = f"is a pair of texts, which is for rerankers; {self._info.name} embeds one text at a time"
+            raise InvalidRequest("prompt", message)
+        if template := self._info.rerank_template:
+            text = _PLACES.sub(lambda place: str(getattr(pair, place[1])), template)
+            return self._vocab.tokenize(text, add_special=False)
+        return self._vocab.tokenize_pair(pair.query, pair.document)

@@ -37,3 +37,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     fill_in: FillIn | None = None
     """None: it was not trained for that."""
+    pooling: str | None = None
+    """None: it generates text. Else it gives vectors: mean, cls or last; or it is a reranker: rank."""
+    n_embd: int = 0
+    """Numbers in a vector; of a reranker, its scores for a pair of texts."""
+    rerank_template: str | None = None
+    """How a reranker wants a pair of texts, with {query} and {document} in it; None: as one text after the other."""
+    labels: list[str] = []
+    """What a reranker's scores mean, where its file says so: one for each, but mostly none."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal, get_args
 
 import msgspec
 
 from cppbatch.engine.params import SamplingParams, instance, number
+from cppbatch.errors import InvalidRequest
 
 _LONGEST_TIMEOUT = 30 * 24 * 3600  # seconds
 
@@ -31,13 +33,28 @@ class FinishReason(str, Enum):
     ERROR = "error"
 
 
+class Pair(msgspec.Struct, frozen=True):
+    """Two texts for a reranker, which says how well the document answers the query."""
+
+    query: str
+    document: str
+
+
+Prompt = str | list[int] | Pair
+"""Text; token ids, which are used as they are; or what a reranker compares."""
+
+Task = Literal["generate", "embed"]
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to be continued. Raises `InvalidRequest` naming the bad field."""
+    """One prompt to be continued, or to be made a vector of. Raises `InvalidRequest` naming the bad field."""
 
     id: str
     """Names the request in events; unique among those that run."""
-    prompt: str | list[int]
-    """Text, or token ids that are used as they are."""
+    prompt: Prompt
+    task: Task = "generate"
+    """What the loaded model does: "embed" if `ModelInfo.pooling` is set, else "generate". An embedding request has one
+    event, its last, with the `embedding`; `params`, `cache_prompt` and `cache_salt` do not matter to it."""
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = 0
     """Lower runs first, -100 to 100. Every 10 seconds of waiting make up for one, so nobody starves."""
@@ -59,6 +76,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
                 number(self, name, *OPTION_RANGES[name])
         for name in ("fit", "cache_prompt"):
             instance(self, name, bool, "true or false")
+        if self.task not in get_args(Task):
+            raise InvalidRequest("task", f"is {self.task!r}; it must be one of {', '.join(get_args(Task))}")
         instance(self, "cache_salt", str, "a string")
 
 
@@ -120,6 +139,10 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """New token ids: those of a stop string too, but not an end or stop token."""
     logprobs: list[TokenLogprob] = []
     """Of the new tokens, if the request asks for it; with `echo`, the prompt's come first."""
+    embedding: bytes | None = None
+    """The vector of an embedding request that ended with `stop`: `ModelInfo.n_embd` numbers, float32 little-endian, as
+    llama.cpp pools them, not normalised. Of a reranker its scores as they are, the first of which is the relevance.
+    `cppbatch.engine.vectors` reads it."""
     finish_reason: FinishReason | None = None
     """Set in the last event, and only there."""
     seed: int | None = None

@@ -20,6 +20,10 @@ class Tokens(Protocol):
         """The ids of a text, int32[n], with BOS where the model wants it, and control tokens read as such."""
         ...
 
+    def tokenize_pair(self, query: str, document: str) -> npt.NDArray[np.int32]:
+        """The ids of two texts as a reranker reads them, int32[n]."""
+        ...
+
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """A token's bytes; `special`: control tokens too."""
         ...

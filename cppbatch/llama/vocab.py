@@ -18,7 +18,7 @@ from cppbatch.llama.library import C
 from cppbatch.llama.sampler import DrySampler
 
 _MOST_DRY_SAMPLERS = 16
-_VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE = 0, 1, 2
+_VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM = 0, 1, 2, 3
 _INT32_MAX = 2**31 - 1
 
 
@@ -53,6 +53,7 @@ class Vocab:
         self.fill_in: tuple[int, int, int] | None = None if -1 in fill_in else fill_in
         """Ids of the tokens before the prefix, the suffix and the middle, for models that can fill in."""
         self.adds_bos: bool = C.llama_vocab_get_add_bos(handle)
+        self._between_pair, self._after_pair = _pair_marks(handle)
         is_eog = C.llama_vocab_is_eog
         self.eog = frozenset(token for token in range(self.n_tokens) if is_eog(handle, token))
         """Ids of every token that ends a generation."""
@@ -80,6 +81,16 @@ class Vocab:
         if add_special and self.adds_bos and len(tokens) > 1 and tokens[0] == tokens[1] == self.bos:
             tokens = tokens[1:]
         return tokens
+
+    def tokenize_pair(self, query: str, document: str) -> npt.NDArray[np.int32]:
+        """The ids of two texts as rerankers read them: BOS, query, EOS, SEP, document, EOS, int32[n].
+
+        Of these marks, those that the vocabulary says it adds; in the texts no such mark is read as one token.
+        """
+        before = [self.bos] if self.adds_bos else []
+        texts = [self.tokenize(text, add_special=False, parse_special=False) for text in (query, document)]
+        parts = (before, texts[0], self._between_pair, texts[1], self._after_pair)
+        return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
     def _tokenize(self, raw: bytes, room: int, add_special: bool, parse_special: bool) -> npt.NDArray[np.int32]:
         out = np.empty(room, np.int32)
@@ -155,6 +166,19 @@ class Vocab:
     def close(self) -> None:
         """Called by the model when it goes: the vocabulary is part of it."""
         self._handle = self._grammar_tokenizer = None
+
+
+def _pair_marks(handle: Any) -> tuple[list[int], list[int]]:
+    """What comes between two texts, and after them.
+
+    BERT's own vocabularies have no EOS. SEP ends each text there, the second one too, as the models were trained;
+    llama.cpp's server leaves that last one out.
+    """
+    sep, eos = C.llama_vocab_sep(handle), C.llama_vocab_eos(handle)
+    if C.llama_vocab_type(handle) == _VOCAB_TYPE_WPM:
+        return [sep], [sep]
+    end = [eos if eos >= 0 else sep] if C.llama_vocab_get_add_eos(handle) else []
+    return [*end, *([sep] if C.llama_vocab_get_add_sep(handle) else [])], end
 
 
 def _suppressed(handle: Any) -> frozenset[int]:

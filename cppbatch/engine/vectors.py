@@ -1,0 +1,31 @@
+"""Embeddings as numpy vectors. Its own module: who only talks to an engine needs no llama.cpp."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.errors import InvalidRequest
+
+Vector = npt.NDArray[np.float32]
+
+
+def vector_of(embedding: bytes) -> Vector:
+    """`GenerationEvent.embedding` as float32[n_embd]; read-only."""
+    return np.frombuffer(embedding, "<f4").astype(np.float32, copy=False)
+
+
+def normalised(vectors: Vector, dimensions: int | None = None) -> Vector:
+    """Vectors of length 1, float32[..., dimensions], so that a dot product is their cosine similarity.
+
+    `vectors`: float32[..., n_embd]. `dimensions`: keep the first so many of each (models trained for it, by Matryoshka
+    representation learning, lose little); None: all. A vector of zeros stays one. Raises `InvalidRequest` for more
+    dimensions than there are, or less than one.
+    """
+    n_embd = vectors.shape[-1]
+    if dimensions is not None and not 1 <= dimensions <= n_embd:
+        raise InvalidRequest("dimensions", f"is {dimensions}; this model's vectors have {n_embd}, give 1 to {n_embd}")
+    kept = vectors[..., :dimensions].astype(np.float64)  # squares of large numbers would overflow float32
+    lengths = np.linalg.norm(kept, axis=-1, keepdims=True)
+    result: Vector = (kept / np.where(lengths, lengths, 1)).astype(np.float32)
+    return result
