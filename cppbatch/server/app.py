@@ -19,6 +19,7 @@ from cppbatch.server.metrics import METRICS, ServerMetrics, metrics_middleware
 from cppbatch.server.openai import routes as openai
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
+from cppbatch.server.vectors import routes as vectors
 
 
 def create_app(client: EngineClient, settings: ServerSettings | None = None) -> web.Application:
@@ -29,7 +30,7 @@ def create_app(client: EngineClient, settings: ServerSettings | None = None) -> 
     app[METRICS] = ServerMetrics()
     app[IN_FLIGHT] = InFlight()
     app[SLOTS] = Slots(settings.limits)
-    for family in (lifecycle, figures, openai):
+    for family in (lifecycle, figures, openai, vectors):
         app.add_routes(family.routes)
     app.on_response_prepare.append(add_request_id)
     if settings.cors_origins:

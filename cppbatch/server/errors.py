@@ -17,6 +17,13 @@ class TooManyRequests(CppBatchError):
     """As many requests are being answered as may be at once."""
 
 
+class ModelNotFound(InvalidRequest):
+    """There is no such model here: a 404, as OpenAI has it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("model", message)
+
+
 _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
     QueueFull: (429, "rate_limit_error", "queue_full"),
     TooManyRequests: (429, "rate_limit_error", "too_many_requests"),
@@ -34,7 +41,7 @@ def error_object(message: str, kind: str, *, param: str | None = None, code: str
 def describe(error: BaseException) -> tuple[int, dict[str, object]]:
     """The HTTP status and the error object for an exception; logs what nobody expected."""
     if isinstance(error, InvalidRequest):
-        status, code = (404, "model_not_found") if error.field == "model" else (400, None)  # as OpenAI does
+        status, code = (404, "model_not_found") if isinstance(error, ModelNotFound) else (400, None)
         return status, error_object(str(error), "invalid_request_error", param=error.field, code=code)
     for expected, (status, kind, code) in _EXPECTED.items():
         if isinstance(error, expected):

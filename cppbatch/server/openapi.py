@@ -16,6 +16,7 @@ from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json, ref
 from cppbatch.server.openai.endpoints import ENDPOINTS as OPENAI
 from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
 from cppbatch.server.shapes import ReadyAnswer, ServerFigures
+from cppbatch.server.vectors.endpoints import ENDPOINTS as VECTORS
 
 Json = dict[str, Any]
 
@@ -46,6 +47,7 @@ ENDPOINTS = {
     ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": TEXT}, (401,)),
     ("get", "/openapi.json"): Endpoint("This document", json({"type": "object"}), (401, 503)),
     **OPENAI,
+    **VECTORS,
 }  # fmt: skip
 """By method and path, as the routes have them; tests/test_openapi.py compares them."""
 

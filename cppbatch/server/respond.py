@@ -22,7 +22,7 @@ _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control":
 
 async def answer(request: web.Request, plan: Plan) -> web.StreamResponse:
     """Runs the plan and sends its reply."""
-    events = observed(request, run(request.app[SERVING].client, plan.requests), len(plan.requests))
+    events = observed(request, run(request.app[SERVING].client, plan.requests, check=plan.stream), len(plan.requests))
     try:
         if plan.stream:
             return await send_stream(request, events, plan.reply)

@@ -14,19 +14,22 @@ _EVENTS_AHEAD = 2  # of each request, that a slow reader has not taken yet; then
 Event = tuple[int, GenerationEvent]
 
 
-async def run(client: EngineClient, requests: list[GenerationRequest]) -> AsyncGenerator[Event, None]:
+async def run(
+    client: EngineClient, requests: list[GenerationRequest], *, check: bool = True
+) -> AsyncGenerator[Event, None]:
     """Runs the requests at once and yields (index, event) as events come; closing it cancels all of them.
 
-    Nothing starts before every prompt is known to be good, so that an answer is refused whole or not at all. When one
-    of them raises all the same, the others are cancelled and the exception is raised here.
+    `check`: nothing starts before every prompt is known to be good, so that a stream is refused whole or not at all.
+    When one of them raises all the same, the others are cancelled and the exception is raised here.
     """
     if len(requests) == 1:
         async with contextlib.aclosing(client.submit(requests[0])) as stream:
             async for event in stream:
                 yield 0, event
         return
-    for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
-        await client.check(request)
+    if check:
+        for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
+            await client.check(request)
     async with contextlib.aclosing(run_each(client, requests)) as merged:
         async for index, outcome in merged:
             if isinstance(outcome, Exception):

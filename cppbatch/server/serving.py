@@ -10,7 +10,7 @@ from cppbatch.chat.format import ChatFormat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.cluster.client import EngineClient
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.errors import InvalidRequest
+from cppbatch.server.errors import ModelNotFound
 from cppbatch.server.limits import Limits
 from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.server.settings import ServerSettings
@@ -49,7 +49,7 @@ class Serving:
         """Raises `InvalidRequest` for a model that is not here."""
         if name is not None and name not in self.names:
             here = ", ".join(map(repr, self.names))
-            raise InvalidRequest("model", f"there is no {name!r} here; this server has {here} (--alias adds names)")
+            raise ModelNotFound(f"there is no {name!r} here; this server has {here} (--alias adds names)")
 
     async def chat(self) -> ChatFormat:
         """How the model holds conversations. Raises `InvalidRequest` when its template is broken."""

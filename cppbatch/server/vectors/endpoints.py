@@ -1,0 +1,14 @@
+"""The routes of embedding models and rerankers, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from cppbatch.server.endpoint import generating
+from cppbatch.server.vectors.schemas import EmbeddingRequest, RerankRequest
+from cppbatch.server.vectors.shapes import EmbeddingAnswer, RerankAnswer
+
+ENDPOINTS = {
+    ("post", "/v1/embeddings"): generating("A vector for each input", EmbeddingRequest, EmbeddingAnswer, streams=False),
+    ("post", "/v1/rerank"): generating(
+        "Documents by how well they answer a query", RerankRequest, RerankAnswer, streams=False
+    ),
+}

@@ -1,0 +1,90 @@
+"""From the engine's vectors to answers."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+
+import numpy as np
+
+from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.engine.vectors import Vector, normalised, vector_of
+from cppbatch.errors import GenerationFailed
+from cppbatch.server.reply import Frame, Reply
+from cppbatch.server.requests import new_id
+from cppbatch.server.vectors.schemas import EmbeddingRequest, RerankRequest
+from cppbatch.server.vectors.shapes import (
+    Embedding,
+    EmbeddingAnswer,
+    RankedDocument,
+    RerankAnswer,
+    RerankResult,
+    VectorUsage,
+)
+
+
+class VectorReply(Reply):
+    """Every input has one event, with a vector in it; there is nothing to stream."""
+
+    def __init__(self, prefix: str, model: str) -> None:
+        super().__init__()
+        self.id = new_id(prefix)
+        self._model = model
+
+    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
+        """As in `Reply`."""
+        raise NotImplementedError("vectors are not streamed")
+
+    def _vectors(self) -> Vector:
+        """float32[n, n_embd], in the inputs' order. Raises `GenerationFailed` when the time was not enough for all."""
+        late = sum(event.finish_reason is FinishReason.TIMEOUT for event in self.ends.values())
+        if late:
+            raise GenerationFailed(f"the timeout came before {late} of {len(self.ends)} vectors were computed")
+        return np.stack([vector_of(self.ends[i].embedding or b"") for i in range(len(self.ends))])
+
+    def _usage(self) -> VectorUsage:
+        tokens = self.tokens().prompt
+        return VectorUsage(prompt_tokens=tokens, total_tokens=tokens)
+
+
+class EmbeddingReply(VectorReply):
+    """`/v1/embeddings`."""
+
+    def __init__(self, body: EmbeddingRequest, model: str) -> None:
+        super().__init__("embd-", model)
+        self._body = body
+
+    def whole(self, completions: list[list[GenerationEvent]]) -> EmbeddingAnswer:
+        """As in `Reply`."""
+        vectors = normalised(self._vectors(), self._body.dimensions)
+        as_text = self._body.encoding_format == "base64"
+        data = [
+            Embedding(index=index, embedding=_base64(vector) if as_text else vector.tolist())
+            for index, vector in enumerate(vectors)
+        ]
+        return EmbeddingAnswer(data=data, model=self._model, usage=self._usage())
+
+
+class RerankReply(VectorReply):
+    """`/v1/rerank`."""
+
+    def __init__(self, body: RerankRequest, model: str) -> None:
+        super().__init__("rerank-", model)
+        self._body = body
+
+    def whole(self, completions: list[list[GenerationEvent]]) -> RerankAnswer:
+        """As in `Reply`."""
+        scores = self._vectors()[:, 0]
+        texts = self._body.texts() if self._body.return_documents else None
+        results = [
+            RerankResult(
+                index=int(i),
+                relevance_score=float(scores[i]),
+                document=RankedDocument(text=texts[i]) if texts else None,
+            )
+            for i in np.argsort(-scores, kind="stable")[: self._body.top_n]
+        ]
+        return RerankAnswer(id=self.id, model=self._model, results=results, usage=self._usage())
+
+
+def _base64(vector: Vector) -> str:
+    return b64encode(vector.astype("<f4").tobytes()).decode()
