@@ -9,6 +9,7 @@ import msgspec
 from cppbatch.chat.tools import MODES, ToolChoice
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.chat import effort_variables
 from cppbatch.server.sampling_fields import SamplingFields
 
 Json = dict[str, Any]
@@ -192,9 +193,4 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def template_variables(self) -> Json:
         """What the chat template gets beside messages and tools."""
-        variables: Json = {}
-        if self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
-            if self.reasoning_effort == "none":  # templates that know no degrees
-                variables["enable_thinking"] = False
-        return variables | (self.chat_template_kwargs or {})
+        return effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
