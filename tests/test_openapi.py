@@ -33,7 +33,7 @@ Json = dict[str, Any]
 DOCUMENT: Json = msgspec.json.decode(document())
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-TOOLS = ("tools", "functions", "tool_choice")
+TOOLS = ("tools", "functions", "tool_choice", "response_format")
 STORED = ("previous_response_id", "conversation", "background")
 EXAMPLES = {
     "deadline": None,

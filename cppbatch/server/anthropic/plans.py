@@ -26,6 +26,8 @@ async def messages_plan(body: MessagesRequest, serving: Serving) -> Plan:
     reply = MessageReply(body.model, turn, params)
     requests = requests_of(serving, body, reply.id, [turn.prompt], params)
     renames = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in turn.renames.items()}
+    if body.schema() is not None:
+        renames["json_schema"] = _FORMAT
     return Plan(requests, reply, stream=bool(body.stream), renames=_RENAMES | renames)
 
 
@@ -37,12 +39,7 @@ async def prompt_tokens(body: CountTokensRequest, serving: Serving) -> int:
 
 
 async def _turn(body: CountTokensRequest, serving: Serving) -> Turn:
+    messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
     chat = await serving.chat()
     with naming(_NAMES):
-        return chat.turn(
-            conversation(body),
-            tools=body.functions(),
-            choice=body.choice(),
-            schema=body.schema(),
-            variables=body.template_variables(),
-        )
+        return chat.turn(messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables())

@@ -124,8 +124,10 @@ class CountTokensRequest(SingleAnswerFields, kw_only=True):
 
     def schema(self) -> Json | bool | None:
         """The schema of the answer, None for free text. Raises `InvalidRequest`."""
+        if self.response_format:
+            raise InvalidRequest("response_format", "belongs to another API; here it is output_config.format")
         form = (self.output_config and self.output_config.format) or self.output_format
-        return form.schema if form else super().schema()
+        return form.schema if form else None
 
     def template_variables(self) -> Json:
         """What the chat template gets beside messages and tools."""

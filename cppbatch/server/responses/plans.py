@@ -19,18 +19,14 @@ async def response_plan(body: ResponsesRequest, serving: Serving) -> Plan:
     """`/v1/responses`. Raises `InvalidRequest`."""
     serving.check(body)
     body.check_stateless()
-    messages = conversation(body)
+    messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
     chat = await serving.chat()
     with naming(_NAMES):
-        turn = chat.turn(
-            messages,
-            tools=body.functions(),
-            choice=body.choice(),
-            schema=body.schema(),
-            variables=body.template_variables(),
-        )
+        turn = chat.turn(messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables())
     params = body.params(max_tokens=serving.limits.default_tokens(None), **turn.params)
     reply = ResponseReply(body, body.model or serving.info.name, turn, params)
     requests = requests_of(serving, body, reply.id, [turn.prompt], params)
     renames = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in turn.renames.items()}
+    if schema is not None:
+        renames["json_schema"] = _FORMAT
     return Plan(requests, reply, stream=bool(body.stream), renames=_RENAMES | renames)

@@ -192,7 +192,9 @@ class ResponsesRequest(SingleAnswerFields, kw_only=True):
 
     def schema(self) -> Json | bool | None:
         """As in `SamplingFields`, of `text.format`."""
-        return super().schema() if self.format.type == "text" else self.format.wanted()
+        if self.response_format:
+            raise InvalidRequest("response_format", "belongs to another API; here it is text.format")
+        return self.format.wanted()
 
     def template_variables(self) -> Json:
         """What the chat template gets beside messages and tools."""
@@ -203,4 +205,6 @@ def _function(field: str, tool: ResponseTool) -> Json:
     if tool.type != "function":
         message = f"is {tool.type!r}; this server has no tools of its own: give functions of yours (type function)"
         raise InvalidRequest(f"{field}.type", message)
+    if not tool.name:
+        raise InvalidRequest(f"{field}.name", "is required")
     return {"type": "function", "function": {k: v for k, v in msgspec.to_builtins(tool).items() if k != "type"}}

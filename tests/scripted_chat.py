@@ -1,0 +1,126 @@
+"""A chat format whose messages are written in the test, and servers that use it: tool calls without a clever model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from aiohttp import web
+
+from cppbatch import LocalEngine
+from cppbatch.chat.format import ChatFormat, Turn
+from cppbatch.chat.pieces import CallArguments, CallStart, Piece, Reasoning, Text
+from cppbatch.errors import LlamaError
+from cppbatch.llama import Batch
+from cppbatch.server.app import create_app
+from cppbatch.server.serving import SERVING
+from cppbatch.server.settings import ServerSettings
+from tests.app_thread import AppThread
+
+Json = dict[str, Any]
+
+ENDS = {"guided_regex": "[a-z]{12}"}
+"""Params with which a tiny model ends its text."""
+SCRIPT: list[Piece] = [
+    Reasoning("Let me "),
+    Reasoning("think."),
+    Text("I shall "),
+    Text("look."),
+    CallStart(0, "call_a", "weather"),
+    CallArguments(0, '{"city": '),
+    CallArguments(0, '"Paris"}'),
+    CallStart(1, "call_b", "time"),
+    CallArguments(1, "{}"),
+]
+"""Thoughts, text and two calls."""
+
+
+class ScriptedReader:
+    """Gives a piece for each bit of text, and at its end the rest."""
+
+    def __init__(self, script: list[Piece]) -> None:
+        self._left = list(script)
+
+    def push(self, _text: str) -> list[Piece]:
+        return [self._left.pop(0)] if self._left else []
+
+    def close(self) -> list[Piece]:
+        return self._left
+
+
+class ScriptedFormat:
+    """Remembers what it was asked for, and reads the script whatever the model says."""
+
+    def __init__(self, script: list[Piece], **params: object) -> None:
+        self._script, self._params = script, params
+        self.asked: Json = {}
+
+    def turn(self, messages: list[Json], **asked: object) -> Turn:
+        self.asked = {"messages": messages, **asked}
+        return Turn(prompt=str(messages), parser=lambda: ScriptedReader(self._script), params=self._params)
+
+
+class ChatServer(AppThread):
+    """A server of a tiny model."""
+
+    def __init__(self, model: Path, settings: ServerSettings | None = None, **engine: object) -> None:
+        def make_app(client: LocalEngine) -> web.Application:
+            self.app = create_app(client, settings)
+            return self.app
+
+        super().__init__({"model": model, "n_parallel": 4, "n_threads": 1, "n_ctx": 1024, **engine}, make_app)
+
+    def use(self, form: ChatFormat | ScriptedFormat | None) -> None:
+        """From now on the model holds conversations like this; None: as it does itself."""
+        self.app[SERVING]._chat = form  # type: ignore[assignment]
+
+    def fail_in_midstream(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+        """Lets the next request's decodes fail: after a few steps, and when the event is set."""
+        context, steps, go_on = self.engine._engine._context, itertools.count(), threading.Event()
+        decode = context.decode
+
+        def fail_later(batch: Batch) -> None:
+            if next(steps) > 3:
+                assert go_on.wait(30)
+                raise LlamaError("the device is on fire")
+            decode(batch)
+
+        monkeypatch.setattr(context, "decode", fail_later)
+        return go_on
+
+    def events(self, path: str, body: Json) -> list[tuple[str, Json]]:
+        """The server-sent events of a request: names and data."""
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps({**body, "stream": True}).encode())
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return list(_parsed(answer.read().decode()))
+
+
+def _parsed(text: str) -> Iterator[tuple[str, Json]]:
+    *events, rest = text.split("\n\n")
+    assert rest == ""
+    for event in events:
+        name, data = event.split("\n")
+        yield name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+def strictly(kind: Any, data: object, *more: str) -> Any:
+    """The data as a client's type, which knows each of its fields, but for those named in `more`."""
+    value = pydantic.TypeAdapter(kind).validate_python(data, strict=True)
+    assert not (unknown := _unknown(value) - set(more)), f"{unknown} in {data}"
+    return value
+
+
+def _unknown(value: object) -> set[str]:
+    if isinstance(value, (list, tuple)):
+        return set().union(*map(_unknown, value))
+    if not isinstance(value, pydantic.BaseModel):
+        return set()
+    inner = [_unknown(each) for each in vars(value).values()]
+    return set(value.model_extra or {}).union(*inner)

@@ -1,0 +1,465 @@
+"""Anthropic's API: what its own client makes of the answers, and what the model is given."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import msgspec
+import pytest
+from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+
+from cppbatch.chat.format import ChatFormat, PlainReader, Turn
+from cppbatch.chat.pieces import CallArguments, CallStart, Text
+from cppbatch.chat.template import ChatTemplate
+from cppbatch.chat.tools import ToolChoice
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.anthropic.conversation import conversation
+from cppbatch.server.anthropic.schemas import MessagesRequest
+from cppbatch.server.keys import Keys
+from cppbatch.server.limits import Limits
+from cppbatch.server.settings import ServerSettings
+from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
+
+Json = dict[str, Any]
+
+ALIAS = "claude-here"
+HELLO: Json = {"model": "tiny-llama", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
+GREEDY = {"temperature": 0}
+WEATHER = {"name": "weather", "description": "How it is.", "input_schema": {"type": "object"}}
+TIME = {"name": "time", "input_schema": {"type": "object"}}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[ChatServer]:
+    server = ChatServer(tiny_llama, ServerSettings(aliases=(ALIAS,)))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _own_format(server: ChatServer) -> None:
+    server.use(None)
+
+
+@pytest.fixture
+def client(server: ChatServer) -> anthropic.Anthropic:
+    return client_of(server)
+
+
+def client_of(server: ChatServer, key: str = "x") -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
+
+
+def ask(client: anthropic.Anthropic, **fields: Any) -> Message:
+    """Fields that the client has no argument for go into the body all the same."""
+    extra = {name: fields.pop(name) for name in ("temperature", "top_k", "top_p", "timeout") if name in fields}
+    return client.messages.create(**{**HELLO, **fields}, extra_body=extra)
+
+
+def streamed(client: anthropic.Anthropic, **fields: Any) -> Message:
+    with client.messages.stream(**{**HELLO, **fields}, extra_body=GREEDY) as stream:
+        return stream.get_final_message()
+
+
+def like(message: Message) -> Json:
+    """A message without what differs each time it is asked for."""
+    shown: Json = message.model_dump(exclude={"id", "usage"})
+    for block in shown["content"]:
+        block.pop("parsed_output", None)
+    return shown
+
+
+# --- the client and its types -----------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_a_whole_message_of_the_clients_types(client: anthropic.Anthropic) -> None:
+    message = ask(client, **GREEDY)
+    strictly(Message, message.to_dict())
+    assert message.id.startswith("msg_")
+    assert (message.model, message.role, message.stop_reason) == ("tiny-llama", "assistant", "max_tokens")
+    (block,) = message.content
+    assert block.type == "text"
+    assert block.text
+    assert message.usage.output_tokens == 8
+
+
+def test_a_streamed_message_is_the_same_as_a_whole_one(client: anthropic.Anthropic) -> None:
+    whole, again = ask(client, **GREEDY), streamed(client)
+    assert like(whole) == like(again)
+    assert whole.usage.output_tokens == again.usage.output_tokens
+    assert total_input(whole) == total_input(again)
+    assert again.usage.cache_read_input_tokens == total_input(again) - 1  # asked a second time
+    assert whole._request_id
+
+
+def total_input(message: Message) -> int:
+    return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
+def test_a_model_answers_to_its_aliases_and_says_the_name_that_was_asked_for(client: anthropic.Anthropic) -> None:
+    assert ask(client, model=ALIAS).model == ALIAS
+
+
+def test_thoughts_text_and_calls_are_blocks_streamed_or_not(server: ChatServer, client: anthropic.Anthropic) -> None:
+    server.use(ScriptedFormat(SCRIPT, **ENDS))
+    whole, again = ask(client, max_tokens=40, tools=[WEATHER, TIME]), streamed(client, max_tokens=40)
+    for message in (whole, again):
+        thoughts, text, weather, time = message.content
+        assert (thoughts.type, thoughts.thinking, thoughts.signature) == ("thinking", "Let me think.", "")
+        assert (text.type, text.text) == ("text", "I shall look.")
+        assert (weather.type, weather.id, weather.name) == ("tool_use", "call_a", "weather")
+        assert (weather.input, time.input) == ({"city": "Paris"}, {})
+        assert message.stop_reason == "tool_use"
+        assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
+        strictly(Message, message.to_dict(), "parsed_output")
+
+
+def test_every_event_of_a_stream_is_one_of_the_clients_types_in_order(server: ChatServer) -> None:
+    server.use(ScriptedFormat(SCRIPT, **ENDS))
+    events = server.events("/v1/messages", {**HELLO, "max_tokens": 40})
+    for name, data in events:
+        assert strictly(RawMessageStreamEvent, data).type == name
+    names = [name.removeprefix("content_block_") for name, _ in events]
+    assert names[0] == "message_start"
+    assert names[-2:] == ["message_delta", "message_stop"]
+    assert names[1:-2] == [*["start", "delta", "delta", "stop"] * 3, "start", "delta", "stop"]
+    assert [data["index"] for _, data in events[1:-2]] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 3
+    kinds = {data["delta"]["type"] for name, data in events if name == "content_block_delta"}
+    assert kinds == {"text_delta", "thinking_delta", "input_json_delta"}
+
+
+def test_a_call_that_was_cut_off_is_left_out(server: ChatServer, client: anthropic.Anthropic) -> None:
+    server.use(ScriptedFormat([Text("So: "), CallStart(0, "call_a", "weather"), CallArguments(0, '{"city": "Par')]))
+    message = ask(client)
+    assert [block.type for block in message.content] == ["text"]
+    assert message.stop_reason == "max_tokens"
+
+
+# --- how a message ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_sequence_that_came_is_told_and_no_part_of_the_text(
+    client: anthropic.Anthropic, *, stream: bool
+) -> None:
+    text = ask(client, max_tokens=20, **GREEDY).content[0].text
+    stop = text[5:8]
+    fields: Json = {"max_tokens": 20, "stop_sequences": ["never this", stop[1:], stop, stop[-1:] * 9]}
+    message = streamed(client, **fields) if stream else ask(client, **fields, **GREEDY)
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+    assert message.content[0].text == text[: text.index(stop)]
+
+
+def test_a_text_that_ends_by_itself_is_the_end_of_the_turn(server: ChatServer, client: anthropic.Anthropic) -> None:
+    server.use(ScriptedFormat([Text("Hi.")], **ENDS))
+    message = ask(client, max_tokens=40)
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+
+
+def test_max_tokens_may_exceed_the_context_but_the_prompt_may_not(client: anthropic.Anthropic) -> None:
+    message = ask(client, max_tokens=12_000)
+    assert message.stop_reason == "model_context_window_exceeded"
+    with pytest.raises(anthropic.BadRequestError, match=r"messages: has 5[0-9]* tokens"):
+        ask(client, messages=[{"role": "user", "content": "x" * 5000}])
+
+
+def test_a_message_whose_time_is_up_is_paused(client: anthropic.Anthropic) -> None:
+    assert ask(client, max_tokens=1000, timeout=0.05).stop_reason == "pause_turn"
+
+
+def test_tokens_are_counted_as_the_message_would_have_them(client: anthropic.Anthropic) -> None:
+    fields: Json = {"system": "Be brief.", "messages": [{"role": "user", "content": "the cat sat on the mat"}]}
+    counted = client.messages.count_tokens(model="tiny-llama", **fields)
+    strictly(MessageTokensCount, counted.to_dict())
+    assert counted.input_tokens == total_input(ask(client, **fields))
+    longer = client.messages.count_tokens(model="tiny-llama", messages=HELLO["messages"] * 50)
+    assert longer.input_tokens > counted.input_tokens
+
+
+# --- what the model is given ------------------------------------------------------------------------------------------
+
+
+def read(messages: list[Json], **fields: object) -> list[Json]:
+    return conversation(msgspec.convert({**HELLO, "messages": messages, **fields}, MessagesRequest))
+
+
+def test_a_conversation_with_tools_and_thoughts_becomes_openais() -> None:
+    messages = [
+        {"role": "user", "content": "How is the weather?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Where?", "signature": "s"},
+                {"type": "redacted_thinking", "data": "..."},
+                {"type": "text", "text": "I shall look."},
+                {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}},
+                {"type": "tool_use", "id": "toolu_2", "name": "time", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Here you are."},
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "Sunny."}]},
+                {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no clock", "is_error": True},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_3", "name": "time", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_3"}]},
+    ]
+    calls = [("toolu_1", "weather", '{"city":"Paris"}'), ("toolu_2", "time", "{}"), ("toolu_3", "time", "{}")]
+    first, second, third = [
+        {"id": name, "type": "function", "function": {"name": tool, "arguments": arguments}}
+        for name, tool, arguments in calls
+    ]
+    system = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+    assert read(messages, system=system) == [
+        {"role": "system", "content": "Be brief.\nBe kind."},
+        {"role": "user", "content": "How is the weather?"},
+        {
+            "role": "assistant",
+            "content": "I shall look.",
+            "reasoning_content": "Where?",
+            "tool_calls": [first, second],
+        },
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "Sunny."},
+        {"role": "tool", "tool_call_id": "toolu_2", "content": "Error: no clock"},
+        {"role": "user", "content": "Here you are."},
+        {"role": "assistant", "content": None, "tool_calls": [third]},
+        {"role": "tool", "tool_call_id": "toolu_3", "content": ""},
+    ]
+
+
+def test_messages_of_one_role_in_a_row_are_one() -> None:
+    texts = [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d")]
+    merged = read([{"role": role, "content": text} for role, text in texts])
+    assert merged == [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "cd"}]
+
+
+NEITHER: Json = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": {}}]}
+UNREADABLE = {
+    "no messages": ([], "messages"),
+    "an image": ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "messages[0].content[0]"),
+    "a document": ([{"role": "user", "content": [{"type": "document", "source": {}}]}], "messages[0].content[0]"),
+    "an image that a tool gave": ([{"role": "user", "content": [NEITHER]}], "messages[0].content[0].content[0]"),
+    "a call by the user": ([{"role": "user", "content": [{"type": "tool_use"}]}], "messages[0].content[0]"),
+    "a text without text": ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    "a call without a name": (
+        [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "input": {}}]}],
+        "messages[0].content[0].name",
+    ),
+    "nothing": ([{"role": "user", "content": []}], "messages[0].content"),
+}
+
+
+@pytest.mark.parametrize(("messages", "field"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_what_is_no_text_is_refused_with_the_place_where_it_stands(messages: list[Json], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(messages)
+    assert refused.value.field == field
+
+
+CHOICES = {
+    "auto": ({"type": "auto"}, ToolChoice()),
+    "any": ({"type": "any"}, ToolChoice(mode="required")),
+    "none": ({"type": "none"}, ToolChoice(mode="none")),
+    "one by name": ({"type": "tool", "name": "time"}, ToolChoice(mode="required", name="time", parallel=False)),
+    "one at a time": ({"type": "auto", "disable_parallel_tool_use": True}, ToolChoice(parallel=False)),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), CHOICES.values(), ids=CHOICES.keys())
+def test_tools_thinking_and_a_schema_reach_the_template(
+    server: ChatServer, client: anthropic.Anthropic, given: Json, expected: ToolChoice
+) -> None:
+    server.use(form := ScriptedFormat([Text("Hi.")], **ENDS))
+    ask(
+        client,
+        tools=[WEATHER, TIME],
+        tool_choice=given,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "array"}}},
+    )
+    assert [tool["function"]["name"] for tool in form.asked["tools"]] == ["weather", "time"]
+    assert form.asked["tools"][0]["function"]["description"] == "How it is."
+    assert form.asked["choice"] == expected
+    assert form.asked["schema"] == {"type": "array"}
+    assert form.asked["variables"] == {"enable_thinking": True, "reasoning_effort": "low"}
+
+
+def test_thinking_can_be_switched_off_and_is_else_the_templates_affair(
+    server: ChatServer, client: anthropic.Anthropic
+) -> None:
+    server.use(form := ScriptedFormat([Text("Hi.")], **ENDS))
+    ask(client, thinking={"type": "disabled"})
+    assert form.asked["variables"] == {"enable_thinking": False}
+    ask(client)
+    assert form.asked["variables"] == {}
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "no max_tokens": ({"max_tokens": None}, "max_tokens"),
+    "no tokens wanted": ({"max_tokens": 0}, "max_tokens"),
+    "a tool of Anthropic's": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    "a tool without a schema": ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    "a tool without a name": ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
+    "two tools of one name": ({"tools": [TIME, TIME]}, "tools[1].name"),
+    "a call of no tool": ({"tools": [TIME], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+    "a call without tools": ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    "an empty stop sequence": ({"stop_sequences": [""]}, "stop_sequences"),
+    "several answers": ({"n": 2}, "n"),
+    "a schema that is none": (
+        {"output_format": {"type": "json_schema", "schema": {"type": 5}}},
+        "output_config.format",
+    ),
+    "another API's field": ({"response_format": {"type": "json_object"}}, "response_format"),
+}
+
+
+@pytest.mark.parametrize(("fields", "field"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_bad_request_is_the_clients_bad_request_error(client: anthropic.Anthropic, fields: Json, field: str) -> None:
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(**HELLO, extra_body=fields)
+    assert refused.value.type == "invalid_request_error"
+    assert refused.value.request_id
+    error = strictly(ErrorResponse, refused.value.body)
+    assert error.error.message.startswith(f"{field}:")
+
+
+def test_an_unknown_model_is_the_clients_not_found_error(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="--alias") as refused:
+        ask(client, model="claude-nine")
+    assert strictly(ErrorResponse, refused.value.body).error.type == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status", "kind"),
+    [
+        ("/v1/messages/nothing", "POST", 404, "not_found_error"),
+        ("/v1/messages", "GET", 405, "invalid_request_error"),
+        ("/v1/messages", "POST", 413, "request_too_large"),
+    ],
+)
+def test_errors_of_the_server_itself_have_anthropics_shape_too(
+    server: ChatServer, path: str, method: str, status: int, kind: str
+) -> None:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    body = b"x" if status != 413 else None
+    headers = {} if body else {"Content-Length": str(1 << 30)}
+    connection.request(method, path, body, headers)
+    answer = connection.getresponse()
+    error = json.loads(answer.read())
+    assert (answer.status, error["type"], error["error"]["type"]) == (status, "error", kind)
+    assert error["error"]["message"]
+
+
+def test_other_paths_keep_openais_shape(server: ChatServer) -> None:
+    for path in ("/v1/messagesx", "/v1/chat/completions"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{server.url}{path}", b"{", timeout=30)
+        assert set(json.loads(refused.value.read())["error"]) == {"message", "type", "param", "code"}
+
+
+def test_keys_and_limits_are_the_clients_own_errors(tiny_llama: Path) -> None:
+    settings = ServerSettings(keys=Keys(["right"]), limits=Limits(max_tokens=8))
+    server = ChatServer(tiny_llama, settings, n_parallel=1, max_queue=1)
+    try:
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            ask(client_of(server, "wrong"))
+        strictly(ErrorResponse, refused.value.body)
+        with pytest.raises(anthropic.BadRequestError, match="--max-tokens"):
+            ask(client_of(server, "right"), max_tokens=9)
+        assert ask(client_of(server, "right")).usage.output_tokens == 8
+    finally:
+        server.stop()
+
+
+def test_too_many_at_once_are_the_clients_rate_limit_error(tiny_llama: Path) -> None:
+    server = ChatServer(tiny_llama, ServerSettings(limits=Limits(max_concurrent=1)))
+    client = client_of(server)
+    try:
+        with client.messages.stream(**{**HELLO, "max_tokens": 1000}) as stream:
+            next(iter(stream))
+            with pytest.raises(anthropic.RateLimitError) as refused:
+                ask(client)
+        assert strictly(ErrorResponse, refused.value.body).error.type == "rate_limit_error"
+    finally:
+        server.stop()
+
+
+def test_an_error_in_midstream_is_raised_by_the_client(
+    server: ChatServer, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = server.fail_in_midstream(monkeypatch)
+    with client.messages.stream(**{**HELLO, "max_tokens": 100}) as stream:
+        next(iter(stream))
+        go_on.set()
+        with pytest.raises(anthropic.APIStatusError, match="on fire") as failed:
+            stream.until_done()
+    assert strictly(ErrorResponse, failed.value.body).error.type == "api_error"
+
+
+# --- the default model ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real(default_model: Path) -> Iterator[anthropic.Anthropic]:
+    server = ChatServer(default_model, ServerSettings(aliases=(ALIAS,)))
+    yield client_of(server)
+    server.stop()
+
+
+def real_ask(client: anthropic.Anthropic, question: str, **fields: Any) -> Message:
+    messages = [{"role": "user", "content": question}]
+    return ask(client, model=ALIAS, max_tokens=32, messages=messages, **GREEDY, **fields)
+
+
+def test_the_default_model_answers_anthropics_client(real: anthropic.Anthropic) -> None:
+    message = real_ask(real, "What is 2+2? Answer with a number.")
+    assert "4" in message.content[0].text
+    assert message.stop_reason in ("end_turn", "max_tokens")
+
+
+def test_the_default_model_stops_at_a_stop_sequence(real: anthropic.Anthropic) -> None:
+    message = real_ask(real, "Count from 1 to 9: 1, 2, 3, ...", stop_sequences=["5"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "5")
+    assert message.content[0].text.rstrip(" ,\n").endswith("4")
+
+
+def test_the_default_model_answers_in_json(real: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+    message = real_ask(real, "What is 3+4?", output_config={"format": form})
+    assert set(json.loads(message.content[0].text)) == {"n"}
+
+
+class Continuing(ChatFormat):
+    """Goes on with the last message."""
+
+    def turn(self, messages: list[Json], **_asked: Any) -> Turn:
+        prompt = self.template.render(messages[:-1])
+        return Turn(prompt=prompt + messages[-1]["content"], parser=PlainReader, prefilled=True)
+
+
+def test_an_assistants_message_at_the_end_is_continued(default_model: Path) -> None:
+    server = ChatServer(default_model)
+    try:
+        server.use(Continuing(ChatTemplate(None, bos="", eos="")))
+        messages = [
+            {"role": "user", "content": "What is the capital of France?"},
+            {"role": "assistant", "content": "The capital of France is"},
+        ]
+        message = ask(client_of(server), model=default_model.stem, messages=messages, **GREEDY)
+        assert message.content[0].text.startswith(" Paris")
+    finally:
+        server.stop()

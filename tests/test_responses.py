@@ -1,0 +1,406 @@
+"""OpenAI's responses: what its own client makes of the answers, and what the model is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pydantic
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+
+from cppbatch.chat.pieces import Text
+from cppbatch.chat.tools import ToolChoice
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.keys import Keys
+from cppbatch.server.limits import Limits
+from cppbatch.server.responses.conversation import conversation
+from cppbatch.server.responses.schemas import ResponsesRequest
+from cppbatch.server.settings import ServerSettings
+from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
+
+Json = dict[str, Any]
+
+HELLO: Json = {"model": "tiny-llama", "input": "hello", "max_output_tokens": 8, "temperature": 0}
+OURS = "store"  # OpenAI's answers have it, its client's type does not
+WEATHER: Json = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
+TIME: Json = {"type": "function", "name": "time", "description": "What time it is.", "parameters": None, "strict": None}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path) -> Iterator[ChatServer]:
+    server = ChatServer(tiny_llama, ServerSettings(aliases=("gpt-here",)))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _own_format(server: ChatServer) -> None:
+    server.use(None)
+
+
+@pytest.fixture
+def client(server: ChatServer) -> openai.OpenAI:
+    return client_of(server)
+
+
+def client_of(server: ChatServer, key: str = "x") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Response:
+    return client.responses.create(**{**HELLO, **fields})
+
+
+def streamed(client: openai.OpenAI, **fields: Any) -> Response:
+    """The response of a stream's last event."""
+    *_, last = client.responses.create(**{**HELLO, **fields}, stream=True)
+    assert last.type in ("response.completed", "response.incomplete")
+    return last.response
+
+
+def like(response: Response) -> Json:
+    """A response without what differs each time it is asked for."""
+    shown: Json = response.model_dump(exclude={"id", "created_at", "completed_at", "usage"})
+    for item in shown["output"]:
+        del item["id"]
+    return shown
+
+
+# --- the client and its types -----------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_a_whole_response_of_the_clients_types(client: openai.OpenAI) -> None:
+    response = ask(client, instructions="Be brief.", metadata={"a": "b"}, user="me", store=True, truncation="auto")
+    strictly(Response, response.to_dict(), OURS)
+    assert response.id.startswith("resp_")
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (response.instructions, response.metadata, response.user) == ("Be brief.", {"a": "b"}, "me")
+    assert (response.temperature, response.max_output_tokens, response.truncation) == (0, 8, "disabled")
+    assert response.store is False
+    (message,) = response.output
+    assert (message.type, message.role, message.status) == ("message", "assistant", "incomplete")
+    assert message.id.startswith("msg_")
+    assert response.output_text
+    assert response.usage.output_tokens == 8
+    assert response.usage.total_tokens == response.usage.input_tokens + 8
+
+
+def test_a_streamed_response_is_the_same_as_a_whole_one(client: openai.OpenAI) -> None:
+    whole, again = ask(client), streamed(client)
+    assert like(whole) == like(again)
+    assert again.usage.input_tokens_details.cached_tokens == whole.usage.input_tokens - 1  # asked a second time
+
+
+def test_a_model_answers_to_its_aliases_and_without_a_name(client: openai.OpenAI) -> None:
+    assert ask(client, model="gpt-here").model == "gpt-here"
+    assert ask(client, model=openai.NOT_GIVEN).model == "tiny-llama"
+
+
+def test_thoughts_text_and_calls_are_items_streamed_or_not(server: ChatServer, client: openai.OpenAI) -> None:
+    server.use(ScriptedFormat(SCRIPT, **ENDS))
+    fields: Json = {"max_output_tokens": 40, "tools": [WEATHER, TIME], "reasoning": {"effort": "low"}}
+    for response in (ask(client, **fields), streamed(client, **fields)):
+        thoughts, message, weather, time = response.output
+        assert (thoughts.type, thoughts.summary, thoughts.content[0].text) == ("reasoning", [], "Let me think.")
+        assert (message.type, message.content[0].text) == ("message", "I shall look.")
+        assert (weather.type, weather.call_id, weather.name) == ("function_call", "call_a", "weather")
+        assert (weather.arguments, time.arguments) == ('{"city": "Paris"}', "{}")
+        assert [item.id.split("_")[0] for item in response.output] == ["rs", "msg", "fc", "fc"]
+        assert {item.status for item in response.output} == {response.status} == {"completed"}
+        assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+        assert [tool.name for tool in response.tools] == ["weather", "time"]
+        assert response.reasoning.effort == "low"
+        strictly(Response, response.to_dict(), OURS)
+
+
+def test_the_clients_own_stream_puts_the_events_together(server: ChatServer, client: openai.OpenAI) -> None:
+    server.use(ScriptedFormat(SCRIPT, **ENDS))
+    with client.responses.stream(**{**HELLO, "max_output_tokens": 40, "tools": [WEATHER]}) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        response = stream.get_final_response()
+    assert text == response.output_text == "I shall look."
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+
+
+EVENTS = """
+created in_progress
+output_item.added content_part.added reasoning_text.delta reasoning_text.delta
+reasoning_text.done content_part.done output_item.done
+output_item.added content_part.added output_text.delta output_text.delta
+output_text.done content_part.done output_item.done
+output_item.added function_call_arguments.delta function_call_arguments.delta
+function_call_arguments.done output_item.done
+output_item.added function_call_arguments.delta function_call_arguments.done output_item.done
+completed
+"""
+
+
+def test_every_event_of_a_stream_is_one_of_the_clients_types_in_order(server: ChatServer) -> None:
+    server.use(ScriptedFormat(SCRIPT, **ENDS))
+    events = server.events("/v1/responses", {**HELLO, "max_output_tokens": 40})
+    for name, data in events:
+        assert strictly(ResponseStreamEvent, data, OURS).type == name
+    assert [name.removeprefix("response.") for name, _ in events] == EVENTS.split()
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    assert events[0][1]["response"]["output"] == []
+    ids = {data["item"]["id"]: data["output_index"] for name, data in events if name.endswith("item.added")}
+    assert list(ids.values()) == [0, 1, 2, 3]
+    assert all(ids[data["item_id"]] == data["output_index"] for _, data in events if "item_id" in data)
+    ended = [data["item"] for name, data in events if name.endswith("item.done")]
+    assert events[-1][1]["response"]["output"] == ended
+
+
+def test_what_is_open_when_the_tokens_run_out_is_incomplete(server: ChatServer, client: openai.OpenAI) -> None:
+    server.use(ScriptedFormat(SCRIPT[:6]))
+    response = streamed(client)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in response.output] == ["completed", "completed", "incomplete"]
+    assert response.output[-1].arguments == '{"city": '
+
+
+def test_a_response_whose_time_is_up_is_incomplete(client: openai.OpenAI) -> None:
+    response = ask(client, max_output_tokens=900, extra_body={"timeout": 0.05, "ignore_eos": True})
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "timeout")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_come_with_the_text(client: openai.OpenAI, *, stream: bool) -> None:
+    fields: Json = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = streamed(client, **fields) if stream else ask(client, **fields)
+    strictly(Response, response.to_dict(), OURS)
+    (text,) = response.output[0].content
+    assert len(text.logprobs) == 8
+    assert bytes(byte for entry in text.logprobs for byte in entry.bytes).decode("utf-8", "replace") == text.text
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in text.logprobs)
+    assert response.top_logprobs == 2
+
+
+def test_log_probabilities_are_in_the_events_too(server: ChatServer) -> None:
+    events = server.events("/v1/responses", {**HELLO, "top_logprobs": 1})
+    for _, data in events:
+        strictly(ResponseStreamEvent, data, OURS)
+    deltas = [entry for name, data in events if name.endswith("text.delta") for entry in data["logprobs"]]
+    (done,) = (data for name, data in events if name == "response.output_text.done")
+    assert deltas == done["logprobs"]
+    assert len(deltas) == 8
+
+
+# --- what the model is given ------------------------------------------------------------------------------------------
+
+
+def read(items: str | list[Json], **fields: object) -> list[Json]:
+    return conversation(msgspec.convert({"input": items, **fields}, ResponsesRequest))
+
+
+def test_a_text_is_the_users_message() -> None:
+    assert read("Hi", instructions="Be brief.") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
+
+
+def test_items_become_messages_and_those_of_one_turn_become_one() -> None:
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "input_text", "text": "How is"}, {"type": "input_text", "text": "it?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Where?"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call", "call_id": "call_2", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "Sunny."},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "Noon."}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Good."}]},
+        {"type": "function_call", "call_id": "call_3", "name": "time", "arguments": "{}"},
+    ]
+    first, second, third = [
+        {"id": name, "type": "function", "function": {"name": tool, "arguments": arguments}}
+        for name, tool, arguments in [
+            ("call_1", "weather", '{"city": "Paris"}'), ("call_2", "time", "{}"), ("call_3", "time", "{}")
+        ]
+    ]  # fmt: skip
+    assert read(items) == [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": "How is\nit?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Where?", "tool_calls": [first, second]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+        {"role": "tool", "tool_call_id": "call_2", "content": "Noon."},
+        {"role": "assistant", "content": None, "reasoning_content": "Good.", "tool_calls": [third]},
+    ]
+
+
+def test_what_a_response_said_can_be_sent_back_as_it_is(server: ChatServer, client: openai.OpenAI) -> None:
+    server.use(ScriptedFormat(SCRIPT, **ENDS))
+    said = ask(client, max_output_tokens=40).output
+    server.use(form := ScriptedFormat([Text("Sunny.")], **ENDS))
+    items = [
+        {"role": "user", "content": "Weather?"},
+        *said,
+        *({"type": "function_call_output", "call_id": name, "output": "Sunny."} for name in ("call_a", "call_b")),
+    ]
+    assert ask(client, input=items, max_output_tokens=40).output_text == "Sunny."
+    assert [message["role"] for message in form.asked["messages"]] == ["user", "assistant", "tool", "tool"]
+    assistant = form.asked["messages"][1]
+    assert (assistant["content"], assistant["reasoning_content"]) == ("I shall look.", "Let me think.")
+    assert [call["id"] for call in assistant["tool_calls"]] == ["call_a", "call_b"]
+
+
+CHOICES = {
+    "auto": ("auto", ToolChoice()),
+    "required": ("required", ToolChoice(mode="required")),
+    "none": ("none", ToolChoice(mode="none")),
+    "one by name": ({"type": "function", "name": "time"}, ToolChoice(mode="required", name="time", parallel=False)),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), CHOICES.values(), ids=CHOICES.keys())
+def test_tools_effort_and_a_schema_reach_the_template(
+    server: ChatServer, client: openai.OpenAI, given: Any, expected: ToolChoice
+) -> None:
+    server.use(form := ScriptedFormat([Text("Hi.")], **ENDS))
+    schema = {"type": "object", "properties": {}}
+    response = ask(
+        client,
+        tools=[WEATHER, TIME],
+        tool_choice=given,
+        reasoning={"effort": "none"},
+        text={"format": {"type": "json_schema", "name": "it", "schema": schema}},
+    )
+    strictly(Response, response.to_dict(), OURS)
+    function = form.asked["tools"][1]["function"]
+    assert function == {"name": "time", "description": "What time it is."}
+    assert form.asked["choice"] == expected
+    assert form.asked["schema"] == schema
+    assert form.asked["variables"] == {"reasoning_effort": "none", "enable_thinking": False}
+    assert response.text.format.schema_ == schema
+
+
+UNREADABLE = {
+    "no items": ([], "input"),
+    "an image": ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0]"),
+    "an unknown role": ([{"role": "king", "content": "x"}], "input[0].role"),
+    "a message without content": ([{"role": "user"}], "input[0].content"),
+    "a call of a built-in tool": ([{"type": "web_search_call", "id": "ws_1"}], "input[0]"),
+    "a reference": ([{"type": "item_reference", "id": "msg_1"}], "input[0]"),
+    "a call without an id": ([{"type": "function_call", "name": "f", "arguments": "{}"}], "input[0].call_id"),
+    "a result without one": ([{"type": "function_call_output", "output": "x"}], "input[0].call_id"),
+}
+
+
+@pytest.mark.parametrize(("items", "field"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_what_is_no_text_is_refused_with_the_place_where_it_stands(items: list[Json], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(items)
+    assert refused.value.field == field
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "an earlier response": ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    "a conversation": ({"conversation": "conv_1"}, "conversation"),
+    "in the background": ({"background": True}, "background"),
+    "a stored prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    "a built-in tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a tool without a name": ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    "a call of no tool": ({"tools": [TIME], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+    "a choice of another kind": ({"tools": [TIME], "tool_choice": {"type": "mcp", "name": "f"}}, "tool_choice"),
+    "a schema that is missing": ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    "a schema that is none": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 5}}}},
+        "text.format",
+    ),
+    "a format of another kind": ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    "another API's field": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "too many tokens": ({"max_output_tokens": 100_000}, "max_output_tokens"),
+    "too long an input": ({"input": "x" * 5000, "max_output_tokens": 1}, "input"),
+    "too many log-probabilities": ({"top_logprobs": 21}, "top_logprobs"),
+    "several answers": ({"n": 2}, "n"),
+}
+
+
+@pytest.mark.parametrize(("fields", "field"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_request_is_the_clients_bad_request_error(
+    client: openai.OpenAI, fields: Json, field: str, *, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**HELLO, stream=stream, extra_body=fields)
+    assert refused.value.param == field
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_what_a_client_sends_to_leave_nothing_stored_is_taken(client: openai.OpenAI) -> None:
+    extra = {"previous_response_id": None, "background": False, "conversation": None, "stream_options": {}, "x": 1}
+    assert ask(client, store=False, include=["reasoning.encrypted_content"], extra_body=extra).output_text
+
+
+def test_an_unknown_model_and_a_stored_response_are_the_clients_not_found_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="--alias"):
+        ask(client, model="gpt-nine")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
+
+
+def test_keys_and_limits_are_the_clients_own_errors(tiny_llama: Path) -> None:
+    server = ChatServer(tiny_llama, ServerSettings(keys=Keys(["right"]), limits=Limits(max_tokens=8, max_concurrent=1)))
+    client = client_of(server, "right")
+    try:
+        with pytest.raises(openai.AuthenticationError):
+            ask(client_of(server, "wrong"))
+        with pytest.raises(openai.BadRequestError, match="--max-tokens"):
+            ask(client, max_output_tokens=9)
+        assert ask(client, max_output_tokens=openai.NOT_GIVEN).usage.output_tokens <= 8
+    finally:
+        server.stop()
+
+
+def test_an_error_in_midstream_is_a_failed_response(
+    server: ChatServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = server.fail_in_midstream(monkeypatch)
+    stream = client.responses.create(**{**HELLO, "max_output_tokens": 100}, stream=True)
+    next(stream)
+    go_on.set()
+    *_, last = stream
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "the device is on fire")
+    assert last.response.output_text
+    strictly(ResponseStreamEvent, last.to_dict(), OURS)
+
+
+# --- the default model ------------------------------------------------------------------------------------------------
+
+
+class Sum(pydantic.BaseModel):
+    """A sum."""
+
+    a: int
+    b: int
+
+
+@pytest.fixture(scope="module")
+def real(default_model: Path) -> Iterator[openai.OpenAI]:
+    server = ChatServer(default_model)
+    yield client_of(server)
+    server.stop()
+
+
+def test_the_default_model_answers_and_streams_the_same(real: openai.OpenAI, default_model: Path) -> None:
+    fields: Json = {"model": default_model.stem, "input": "What is 2+2? Answer with a number."}
+    response = ask(real, **fields)
+    assert "4" in response.output_text
+    with real.responses.stream(**{**HELLO, **fields, "max_output_tokens": 40}) as stream:
+        deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert deltas == stream.get_final_response().output_text
+    assert deltas.startswith(response.output_text)
+
+
+def test_the_default_model_gives_what_the_client_can_parse(real: openai.OpenAI, default_model: Path) -> None:
+    fields: Json = {"model": default_model.stem, "input": "Split 7 into two numbers.", "max_output_tokens": 40}
+    response = real.responses.parse(**{**HELLO, **fields}, text_format=Sum)
+    assert isinstance(response.output_parsed, Sum)
+    assert response.status == "completed"
