@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 Json = dict[str, Any]
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": "hello"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -43,6 +43,30 @@ VALID: list[tuple[str, Json]] = [
         {
             "messages": [USER], "max_tokens": 6,
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+        },
+    ),
+    (MESSAGES, {"model": "tiny-llama", "messages": [USER], "max_tokens": 4, "system": "be", "stop_sequences": ["z"]}),
+    (
+        MESSAGES,
+        {
+            "model": "tiny-llama", "max_tokens": 4, "stream": True, "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b"}]},
+            ],
+        },
+    ),
+    (RESPONSES, {"input": "abc", "max_output_tokens": 4, "instructions": "be", "top_logprobs": 2, "metadata": {}}),
+    (
+        RESPONSES,
+        {
+            "max_output_tokens": 4, "stream": True, "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+            "input": [
+                USER,
+                {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "a", "output": "b"},
+            ],
         },
     ),
 ]  # fmt: skip

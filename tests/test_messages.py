@@ -16,9 +16,7 @@ import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 
-from cppbatch.chat.format import ChatFormat, PlainReader, Turn
 from cppbatch.chat.pieces import CallArguments, CallStart, Text
-from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.anthropic.conversation import conversation
@@ -26,7 +24,7 @@ from cppbatch.server.anthropic.schemas import MessagesRequest
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
-from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
+from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ContinuingFormat, ScriptedFormat, strictly
 
 Json = dict[str, Any]
 
@@ -443,18 +441,10 @@ def test_the_default_model_answers_in_json(real: anthropic.Anthropic) -> None:
     assert set(json.loads(message.content[0].text)) == {"n"}
 
 
-class Continuing(ChatFormat):
-    """Goes on with the last message."""
-
-    def turn(self, messages: list[Json], **_asked: Any) -> Turn:
-        prompt = self.template.render(messages[:-1])
-        return Turn(prompt=prompt + messages[-1]["content"], parser=PlainReader, prefilled=True)
-
-
 def test_an_assistants_message_at_the_end_is_continued(default_model: Path) -> None:
     server = ChatServer(default_model)
     try:
-        server.use(Continuing(ChatTemplate(None, bos="", eos="")))
+        server.use(ContinuingFormat())
         messages = [
             {"role": "user", "content": "What is the capital of France?"},
             {"role": "assistant", "content": "The capital of France is"},

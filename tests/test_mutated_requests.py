@@ -23,6 +23,8 @@ SEED = 20_240_611
 AT_ONCE = 32
 LONGEST = 30.0  # seconds that an answer may take
 UNREAD = 65_536  # bytes that the kernel may hold for a server that does not read them
+LAST = {"message_stop", "error", "response.completed", "response.incomplete"}
+SERVERS_OWN = {"server_error", "api_error", "overloaded_error"}
 NORMAL = b'{"prompt": "Hello", "temperature": 0, "max_tokens": 8, "ignore_eos": true, "cache_prompt": false}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
 
@@ -90,12 +92,13 @@ def complaint(sent: Mutant, answer: bytes) -> str | None:
 
 
 def _stream_complaint(body: bytes) -> str | None:
-    *events, done, rest = body.decode().split("\n\n")
-    if (done, rest) != ("data: [DONE]", ""):
+    *events, rest = body.decode().split("\n\n")
+    *data, last = [event.split("data: ", 1)[1] for event in events]
+    if rest or (last != "[DONE]" and json.loads(last)["type"] not in LAST):
         return f"a stream without its end: {body[-200:]!r}"
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    chunks = [json.loads(each) for each in (*data, last) if each != "[DONE]"]
     errors = [chunk["error"] for chunk in chunks if "error" in chunk]
-    return next((f"in a stream: {error}" for error in errors if error["type"] == "server_error"), None)
+    return next((f"in a stream: {error}" for error in errors if error["type"] in SERVERS_OWN), None)
 
 
 async def storm(server: AppThread, n: int) -> tuple[list[str], Counter[str], float]:
