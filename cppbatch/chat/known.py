@@ -39,9 +39,10 @@ def _read(value: str) -> str:
     try:
         return Path(value).read_text("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
-        names = ", ".join(known_names())
+        names, reason = ", ".join(known_names()), getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--chat-template is {value!r}: it must be one of {names}, or a template, or a file that has one ({error})"
+            f"--chat-template is {value[:200]!r}: it must be one of {names}, or a template's text, or a file that has "
+            f"one ({reason})"
         ) from error
 
 

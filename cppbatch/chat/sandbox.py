@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import time
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ import jinja2.utils
 
 from cppbatch.errors import ConfigError
 
-LONGEST_TEXT = 1 << 26
+LONGEST_TEXT = 1 << 25
 """Characters that a template may write: more than any context holds."""
 LONGEST_RUN = 5.0
 """Seconds that a template may write them in. 20 messages take less than a hundredth of one."""
@@ -37,14 +38,14 @@ def run(template: jinja2.Template, variables: dict[str, Any], *, seconds: float 
     Limits are looked at between the pieces that it writes, so they stop a loop that writes for ever, but neither one
     that writes nothing nor a single huge expression; `range` is limited by the sandbox.
     """
-    pieces: list[str] = []
-    length, deadline = 0, time.monotonic() + seconds
+    text, deadline = io.StringIO(), time.monotonic() + seconds
     for piece in template.generate(variables):
-        length += len(piece)
-        if length > LONGEST_TEXT or time.monotonic() > deadline:
-            raise jinja2.TemplateError(f"stopped after {length} characters; it writes too much or takes too long")
-        pieces.append(piece)
-    return "".join(pieces)
+        text.write(piece)
+        if text.tell() > LONGEST_TEXT:
+            raise jinja2.TemplateError(f"stopped: it writes more than {LONGEST_TEXT} characters")
+        if time.monotonic() > deadline:
+            raise jinja2.TemplateError(f"stopped: it writes for more than {seconds:g} seconds")
+    return text.getvalue()
 
 
 class _Generation(jinja2.ext.Extension):

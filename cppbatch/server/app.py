@@ -18,7 +18,7 @@ from cppbatch.server.lifecycle import IN_FLIGHT, InFlight, availability_middlewa
 from cppbatch.server.limits import Slots
 from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.metrics import METRICS, ServerMetrics, metrics_middleware
-from cppbatch.server.routes import CLIENT, STARTED, routes
+from cppbatch.server.routes import CHAT_TEMPLATE, CLIENT, STARTED, routes
 from cppbatch.server.settings import ServerSettings
 
 
@@ -32,6 +32,7 @@ def create_app(client: EngineClient, settings: ServerSettings | None = None) -> 
     app[LIMITS] = settings.limits
     app[SLOTS] = Slots(settings.limits)
     app[STARTED] = int(time.time())
+    app[CHAT_TEMPLATE] = settings.chat_template or ""
     app.add_routes(routes)
     app.add_routes(lifecycle.routes)
     app.on_response_prepare.append(add_request_id)

@@ -25,6 +25,8 @@ from cppbatch.server.shapes import Model, ModelList, ModelMeta, ModelWorker, Ser
 
 CLIENT = web.AppKey("client", EngineClient)
 STARTED = web.AppKey("started", int)
+CHAT_TEMPLATE = web.AppKey("chat_template", str)
+"""What --chat-template says; "": the model's own."""
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none of its own
 
@@ -87,7 +89,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Continues a conversation with the assistant's next message."""
     info = request.app[CLIENT].info
     body = parse(await request.read(), ChatRequest)
-    prompt = _template(info.chat_template, info.bos, info.eos).render(body.conversation())
+    template = request.app[CHAT_TEMPLATE] or info.chat_template
+    prompt = _template(template, info.bos, info.eos).render(body.conversation())
     params = body.params(max_tokens=request.app[LIMITS].default_tokens(None))
     return await _answer(request, body, [prompt], params, "chat")
 

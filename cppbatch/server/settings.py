@@ -22,6 +22,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The origins whose pages may use the server from a browser; `*`: all."""
     drain_timeout: float = 30
     """Seconds that running requests have to end in when the server goes down."""
+    chat_template: str | None = None
+    """The template itself; None: the model's own."""
 
     def __post_init__(self) -> None:
         for origin in self.cors_origins:
