@@ -22,7 +22,10 @@ WEATHER: Any = {
         "description": "The weather in a city.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 5}},
+            "properties": {
+                "city": {"enum": ["Paris", "Oslo"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 5},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
@@ -102,7 +105,10 @@ def test_the_other_fields_of_a_completion_do_what_they_say(client: openai.OpenAI
 def test_every_role_and_content_in_parts_is_read(client: openai.OpenAI) -> None:
     messages: Any = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "What is the weather "}, {"type": "text", "text": "in Oslo?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is the weather "}, {"type": "text", "text": "in Oslo?"}],
+        },
         {
             "role": "assistant",
             "content": None,
@@ -182,7 +188,10 @@ def test_the_clients_own_helper_reads_calls_and_json(client: openai.OpenAI) -> N
     """`chat.completions.stream` checks every chunk and puts them together."""
     schema: Any = {
         "type": "json_schema",
-        "json_schema": {"name": "n", "schema": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}}},
+        "json_schema": {
+            "name": "n",
+            "schema": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}},
+        },
     }
     with client.chat.completions.stream(
         model=MODEL, messages=HELLO, response_format=schema, max_tokens=64, seed=1
@@ -206,7 +215,10 @@ def test_the_clients_own_helper_reads_calls_and_json(client: openai.OpenAI) -> N
             },
             "tools",
         ),
-        ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
     ],
 )
 def test_a_wrong_field_about_tools_is_named(client: openai.OpenAI, fields: Any, param: str) -> None:

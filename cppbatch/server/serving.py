@@ -54,7 +54,8 @@ class Serving:
     async def chat(self) -> ChatFormat:
         """How the model holds conversations. Raises `InvalidRequest` when its template is broken."""
         if self._chat is None:
-            template = ChatTemplate(self.info.chat_template, bos=self.info.bos, eos=self.info.eos)
+            source = self.settings.chat_template or self.info.chat_template
+            template = ChatTemplate(source, bos=self.info.bos, eos=self.info.eos)
             self._chat = ChatFormat(template, await self._ids_of(ChatFormat(template).markers))
         return self._chat
 
