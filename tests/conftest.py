@@ -48,6 +48,11 @@ def tiny_encoder(tiny_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_reranker(tiny_folder: Path) -> Path:
+    return tiny_models.reranker(tiny_folder / "tiny-reranker.gguf")
+
+
+@pytest.fixture(scope="session")
 def default_model() -> Path:
     return pull_default()
 

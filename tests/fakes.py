@@ -201,6 +201,44 @@ class FakeContext:
         self.closed = True
 
 
+class FakePooledContext(FakeContext):
+    """Computes whole sequences from their first token on, and makes a vector of each: `vector(tokens)`."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self._vectors: dict[int, npt.NDArray[np.float32]] = {}
+
+    def _write(self, batch: Batch, seq_ids: list[int]) -> None:
+        n = batch.n_tokens
+        assert batch.wants_logits[:n].all(), "every token must be an output"
+        self._vectors = {}
+        for seq_id, group in itertools.groupby(range(n), key=seq_ids.__getitem__):
+            places = list(group)
+            assert batch.positions[places].tolist() == list(range(len(places))), "a part of a sequence"
+            assert not self.cells[seq_id], f"seq_id {seq_id} holds tokens already"
+            self.cells[seq_id] += bytes(batch.tokens[places].tolist())
+            self.owned[seq_id] += [next(self._numbers) for _ in places]
+            self._vectors[seq_id] = vector(bytes(self.cells[seq_id]))
+        assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
+
+    def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
+        return self._vectors[seq_id]
+
+    def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
+        raise AssertionError("a pooled context has no logits")
+
+
+BAD = 59
+"""A token of which `FakePooledContext` makes NaN."""
+
+
+def vector(tokens: bytes) -> npt.NDArray[np.float32]:
+    """float32[3] of these tokens; no others have it."""
+    if BAD in tokens:
+        return np.full(3, np.nan, np.float32)
+    return np.array([len(tokens), zlib.crc32(tokens) % 9973, zlib.adler32(tokens) % 9973], np.float32)
+
+
 def fake_engine(
     *,
     n_ctx: int = 64,
@@ -210,13 +248,14 @@ def fake_engine(
     n_ctx_train: int = 4096,
     sharing: Sharing = "none",
     n_more_ids: int = 4,
+    pooling: str | None = None,
     **settings: Any,
 ) -> BatchInferenceEngine:
-    """An engine over a fresh `FakeContext`, which `context_of` gives.
+    """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
 
     `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared.
     """
-    context = FakeContext(
+    context = (FakePooledContext if pooling else FakeContext)(
         n_ctx=n_ctx,
         n_batch=n_batch,
         n_seq_max=n_parallel,
@@ -228,7 +267,7 @@ def fake_engine(
         name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
         kv_layout="unified" if unified else "per-sequence", sampling="host",
         n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
-        max_sequence=min(context.n_ctx_seq, n_ctx_train),
+        max_sequence=min(n_batch if pooling else context.n_ctx_seq, n_ctx_train), pooling=pooling, n_embd=3,
     )  # fmt: skip
     runtime = Runtime(context, FakeVocab(), info, sharing, context.close)
     return BatchInferenceEngine(

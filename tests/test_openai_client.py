@@ -40,7 +40,7 @@ def client(default_model: Path) -> Iterator[openai.OpenAI]:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-# --- models -------------------------------------------------------------------------------------------------------------
+# --- models ---
 
 
 def test_the_model_is_listed_by_each_of_its_names(client: openai.OpenAI) -> None:
@@ -57,7 +57,7 @@ def test_an_alias_is_answered_and_an_unknown_model_is_not(client: openai.OpenAI)
     assert refused.value.code == "model_not_found"
 
 
-# --- completions --------------------------------------------------------------------------------------------------------
+# --- completions ---
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_the_other_fields_of_a_completion_do_what_they_say(client: openai.OpenAI
     assert text(best_of=3, temperature=1)
     four = client.completions.create(model=MODEL, prompt="One, two, three,", max_tokens=1, temperature=0, logprobs=2)
     assert four.choices[0].logprobs
-    token_ids = {" four": 2584}
-    assert text() != text(logit_bias={str(next(iter(token_ids.values()))): -100}) or " four" not in text()
+    assert " four" in text()
+    assert " four" not in text(logit_bias={"TOKEN": -100})
     with pytest.raises(openai.BadRequestError, match="not trained to fill in"):
         text(suffix=" five")
 
 
-# --- chat ---------------------------------------------------------------------------------------------------------------
+# --- chat ---
 
 
 def test_every_role_and_content_in_parts_is_read(client: openai.OpenAI) -> None:
@@ -227,7 +227,7 @@ def test_a_wrong_field_about_tools_is_named(client: openai.OpenAI, fields: Any, 
     assert refused.value.param == param
 
 
-# --- embeddings ---------------------------------------------------------------------------------------------------------
+# --- embeddings ---
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from cppbatch.config import EngineConfig, engine_config
-from cppbatch.engine.collect import collect, expand, likeliest, n_candidates, params_for_each
+from cppbatch.engine.collect import collect, collect_vectors, expand, likeliest, n_candidates, params_for_each
 from cppbatch.engine.events import Events
 from cppbatch.engine.fill import refill
 from cppbatch.engine.intake import Intake
@@ -21,6 +21,8 @@ from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.outputs import Outputs
 from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.pooled_scheduler import PooledScheduler
+from cppbatch.engine.pooling import Pooler
 from cppbatch.engine.request import (
     Completion,
     FinishReason,
@@ -34,6 +36,7 @@ from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Choice, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import News, Sequence, Status
+from cppbatch.engine.vectors import Vector, check_dimensions, normalised
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
 from cppbatch.llama import Batch
 
@@ -72,11 +75,12 @@ class BatchInferenceEngine:
             cache_bytes=config.prefix_cache_ram << 20,
         )
         self._intake = Intake(self._vocab, self.kv.n_ctx, self.info)
+        policy = PooledScheduler if self.info.pooling else Scheduler
         target = config.target_step_ms / 1000 if config.target_step_ms else None
-        self._scheduler = Scheduler(
+        self._scheduler = policy(
             self.kv, step_tokens=context.n_batch, n_parallel=config.n_parallel, target_step_s=target
         )
-        self._sampler = StepSampler(self._vocab, context)
+        self._sampler = Pooler(context) if self.info.pooling else StepSampler(self._vocab, context)
         self._outputs = Outputs(self._vocab)
         self._metrics = Metrics()
         self._sequences: dict[str, Sequence] = {}
@@ -294,6 +298,7 @@ class BatchInferenceEngine:
         sequence.finished_at = perf_counter()
         self._tell(
             sequence,
+            embedding=sequence.embedding,
             finish_reason=reason,
             seed=sequence.seed,
             usage=sequence.usage(),
@@ -330,7 +335,7 @@ class BatchInferenceEngine:
         """
         of = n_candidates(n, best_of)
         wanted = expand(params_for_each(prompts, params), of, ranked=of > n)
-        ids = self._add_all([prompt for prompt in prompts for _ in range(of)], wanted, options, of)
+        ids = self._add_all("prompts", [prompt for prompt in prompts for _ in range(of)], wanted, options, of)
         results = collect(ids, self._run(set(ids)), progress=progress)
         return likeliest(results, n, of) if of > n else results
 
@@ -347,15 +352,36 @@ class BatchInferenceEngine:
         self.add(sequence)  # not before the iteration starts: an iterator that never ran leaves nothing behind
         yield from self._run({sequence.id})
 
+    def embed(
+        self,
+        texts: AnySequence[Prompt],
+        *,
+        normalise: bool = True,
+        dimensions: int | None = None,
+        progress: bool = False,
+        **options: Any,
+    ) -> Vector:
+        """A vector for each text, in order, float32[n, dimensions]; a reranker's scores for each `Pair` of texts.
+
+        `normalise`: to length 1, but not scores. `dimensions`: see `normalised`. `progress`, `options`: as in
+        `generate`. Raises `InvalidRequest` naming the text at fault before anything runs, `GenerationFailed` when one
+        of them gets no vector.
+        """
+        check_dimensions(dimensions, self.info.n_embd)
+        ids = self._add_all("texts", texts, params_for_each(texts, None), {**options, "task": "embed"}, 1)
+        vectors = collect_vectors(ids, self._run(set(ids)), self.info.n_embd, progress=progress)
+        scores = self.info.pooling == "rank"
+        return normalised(vectors, dimensions) if normalise and not scores else vectors[:, :dimensions]
+
     def _add_all(
-        self, prompts: list[Prompt], params: list[SamplingParams], options: dict[str, Any], of_each: int
+        self, what: str, prompts: AnySequence[Prompt], params: list[SamplingParams], options: dict[str, Any], of: int
     ) -> list[str]:
         prepared = []
         for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
             try:
                 prepared.append(self._prepare(prompt, its, **options))
             except InvalidRequest as error:
-                raise InvalidRequest(f"prompts[{i // of_each}]", str(error)) from error
+                raise InvalidRequest(f"{what}[{i // of}]", str(error)) from error
         for sequence in prepared:
             self._queue(sequence)  # however many: who waits for them all is this caller alone
         return [sequence.id for sequence in prepared]

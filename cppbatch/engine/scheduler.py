@@ -62,6 +62,7 @@ class Scheduler:
     def __init__(self, kv: KVPool, *, step_tokens: int, n_parallel: int, target_step_s: float | None = None) -> None:
         self._kv = kv
         self._n_parallel = n_parallel
+        self._step_tokens = step_tokens
         self._budget = StepBudget(step_tokens, target_step_s)
         self._headroom = max(1, min(_MOST_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
         # Both in order of rank.

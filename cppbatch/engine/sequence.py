@@ -61,10 +61,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_at", "arrived_at", "cells", "constraint", "echoed", "error", "error_field", "finish_reason",
-        "finished_at", "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt", "n_said",
-        "n_tokens", "news", "params", "pause_at", "prompt_logprobs", "rank", "recipe", "request", "sampler", "saved",
-        "seed", "seq_id", "status", "text", "tokens",
+        "admitted_at", "arrived_at", "cells", "constraint", "echoed", "embedding", "error", "error_field",
+        "finish_reason", "finished_at", "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt",
+        "n_said", "n_tokens", "news", "params", "pause_at", "prompt_logprobs", "rank", "recipe", "request", "sampler",
+        "saved", "seed", "seq_id", "status", "text", "tokens",
     )  # fmt: skip
 
     recipe: Recipe
@@ -96,6 +96,7 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.sampler: SamplerState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.embedding: bytes | None = None  # what an embedding request is about
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.error_field: str | None = None  # of the request, when that is to blame
@@ -129,7 +130,7 @@ class Sequence:
 
     def n_logits(self, n: int) -> int:
         """For how many of its next `n` pending tokens logits are wanted; they are the last ones."""
-        return n if self.is_scored else int(n == self.n_pending)
+        return n if self.is_scored or self.request.task == "embed" else int(n == self.n_pending)
 
     def computed(self, n: int) -> None:
         """Notes that the next `n` pending tokens are in the cache."""
