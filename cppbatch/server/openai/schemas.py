@@ -130,7 +130,7 @@ class NamedTool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
 
 
 class ChatRequest(SamplingFields, kw_only=True):
