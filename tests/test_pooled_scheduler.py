@@ -164,17 +164,15 @@ def test_scores_of_a_reranker_are_not_normalised() -> None:
 
 
 def test_what_a_model_does_not_do_is_refused_and_said() -> None:
-    with pytest.raises(InvalidRequest, match="model: fake generates text.*--pooling mean"):
+    with pytest.raises(InvalidRequest, match=r"model: fake generates text.*--pooling mean"):
         add(fake_engine(), [1])
-    with pytest.raises(
-        InvalidRequest, match=r"model: fake runs as an embedding model \(--pooling cls\) and gives no text"
-    ):
+    with pytest.raises(InvalidRequest, match=r"model: fake runs as an embedding model \(--pooling cls\) and gives"):
         fake_engine(pooling="cls").add_request([1])
     with pytest.raises(InvalidRequest, match="model: fake runs as a reranker and gives no text"):
         fake_engine(pooling="rank").add_request([1])
     with pytest.raises(InvalidRequest, match="prompt: is a pair of texts, which is for rerankers"):
         fake_engine(pooling="mean").add_request(Pair("a", "b"), task="embed")
-    with pytest.raises(InvalidRequest, match="prompt: is .*it must be a string or a list of token ids"):
+    with pytest.raises(InvalidRequest, match=r"prompt: is .*it must be a string or a list of token ids"):
         fake_engine().add_request(Pair("a", "b"))
     with pytest.raises(InvalidRequest, match="task: is 'sing'; it must be one of generate, embed"):
         fake_engine().add_request([1], task="sing")

@@ -90,16 +90,19 @@ def encoder_only(
     n_scores: int = 0,
     rerank_template: str | None = None,
     n_ctx_train: int = N_CTX_TRAIN,
+    rotary: bool = False,
 ) -> Path:
     """BERT, with mean pooling unless told otherwise: embeds text, cannot continue it.
 
-    `n_scores`: it is a reranker with so many outputs, labelled "0", "1" ...
+    `n_scores`: it is a reranker with so many outputs, labelled "0", "1" ... `rotary`: Nomic's kind, whose SiLU is exact
+    on a CPU, where GELU is looked up in a table of 16-bit floats.
     """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     ascii_marks = [chr(c) for c in range(0x21, 0x7F)]
     pieces = [*special, *("\u2581" + c for c in ascii_marks), *ascii_marks]
-    writer = gguf.GGUFWriter(path, "bert")
+    writer = gguf.GGUFWriter(path, "nomic-bert" if rotary else "bert")
     _add_sizes(writer, n_ctx_train)
+    writer.add_rope_freq_base(10_000.0)
     _add_attention(writer, N_HEAD)
     writer.add_layer_norm_eps(1e-5)
     writer.add_causal_attention(False)
@@ -119,12 +122,14 @@ def encoder_only(
     weights = [
         Weight("token_embd.weight", (len(pieces), N_EMBD), std=0.5),
         Weight("token_types.weight", (2, N_EMBD), std=0.5),
-        Weight("position_embd.weight", (n_ctx_train, N_EMBD), std=0.5),
         *_norm_with_bias("token_embd_norm"),
     ]
+    if not rotary:
+        weights.append(Weight("position_embd.weight", (n_ctx_train, N_EMBD), std=0.5))
     for i in range(2):
         weights += _projections(f"blk.{i}", N_EMBD) + _norm_with_bias(f"blk.{i}.attn_output_norm")
         weights += [matrix(f"blk.{i}.ffn_up", N_FF, N_EMBD), matrix(f"blk.{i}.ffn_down", N_EMBD, N_FF)]
+        weights += [matrix(f"blk.{i}.ffn_gate", N_FF, N_EMBD)] if rotary else []
         weights += _norm_with_bias(f"blk.{i}.layer_output_norm")
     if n_scores:
         writer.add_classifier_output_labels([str(i) for i in range(n_scores)])
