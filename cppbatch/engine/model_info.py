@@ -5,6 +5,16 @@ from __future__ import annotations
 import msgspec
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that was loaded with the model. Its id is its place among them."""
+
+    name: str
+    """The file's name without its ending."""
+    path: str
+    scale: float
+    """What requests get that do not say."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What others need to know of the loaded model."""
 
@@ -27,3 +37,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     bos: str
     eos: str
     chat_template: str | None
+    adapters: tuple[AdapterInfo, ...] = ()

@@ -9,10 +9,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import EngineConfig, Sharing, available_threads
+from cppbatch.config import EngineConfig, Sharing, adapter_name, available_threads
+from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.kv_pool import Memory
 from cppbatch.engine.layout import choose_flash_attn, choose_layout
-from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.vocabulary import Tokens
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, DeviceCandidates, Model, find_candidates_on_device, find_sharing
@@ -25,6 +26,7 @@ class Computation(Memory, Protocol):
     n_batch: int
     candidates: DeviceCandidates | None
 
+    def use_adapters(self, adapters: AdapterSet) -> None: ...
     def decode(self, batch: Batch) -> None: ...
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
 
@@ -60,6 +62,8 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
                 f"{model.path} ({model.description}) cannot generate text: it is an encoder, an embedding model or "
                 "another kind that is no plain decoder. Use a text-generating model"
             )
+        for path, _ in config.lora:
+            model.add_adapter(path)
         on_gpu = config.n_gpu_layers != 0 and Backend.get().supports_gpu
         layout = choose_layout(
             config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent
@@ -81,13 +85,13 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
             found = find_candidates_on_device(context)
             if not found and config.sampling == "backend":
                 raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
-        return Runtime(context, model.vocab, _info(model, context), sharing, model.close)
+        return Runtime(context, model.vocab, _info(model, context, config), sharing, model.close)
     except BaseException:
         model.close()
         raise
 
 
-def _info(model: Model, context: Context) -> ModelInfo:
+def _info(model: Model, context: Context, config: EngineConfig) -> ModelInfo:
     return ModelInfo(
         name=model.path.stem,
         path=str(model.path),
@@ -103,4 +107,5 @@ def _info(model: Model, context: Context) -> ModelInfo:
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
         chat_template=model.chat_template,
+        adapters=tuple(AdapterInfo(name=adapter_name(path), path=path, scale=scale) for path, scale in config.lora),
     )
