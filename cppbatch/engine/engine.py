@@ -221,6 +221,7 @@ class BatchInferenceEngine:
     def _decode(self, plan: StepPlan) -> bool:
         """Computes the batch. When llama.cpp cannot, its sequences end with an error and the others go on."""
         try:
+            self._context.use_adapters(plan.adapters)
             self._context.decode(self._batch)
         except LlamaError as error:
             if not self.survives_failures:

@@ -8,6 +8,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.adapters import adapter_set
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed
 from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece
@@ -47,10 +48,12 @@ class Intake:
         elif wanted is not None and n + wanted > limit:
             message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
             raise InvalidRequest("max_tokens", message)
+        adapters = adapter_set(request.lora, self._info.adapters)
         recipe = make_recipe(request.params, self._vocab, limit)
         constraint = self._grammars.constraint(request.params)
         max_new = limit - n if wanted is None else wanted
-        sequence = Sequence(request, prompt, max_new=max_new, seed=actual_seed(request.params.seed), now=arrived_at)
+        seed = actual_seed(request.params.seed)
+        sequence = Sequence(request, prompt, max_new=max_new, seed=seed, now=arrived_at, adapters=adapters)
         sequence.recipe, sequence.constraint = recipe, constraint
         return sequence
 

@@ -13,6 +13,16 @@ class FillIn(msgspec.Struct, frozen=True, kw_only=True):
     middle: str
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that was loaded with the model. Its id is its place among them."""
+
+    name: str
+    """The file's name without its ending."""
+    path: str
+    scale: float
+    """What requests get that do not say."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What others need to know of the loaded model."""
 
@@ -45,3 +55,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How a reranker wants a pair of texts, with {query} and {document} in it; None: as one text after the other."""
     labels: list[str] = []
     """What a reranker's scores mean, where its file says so: one for each, but mostly none."""
+    adapters: tuple[AdapterInfo, ...] = ()

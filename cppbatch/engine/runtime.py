@@ -9,10 +9,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import EngineConfig, Pooling, Sharing, available_threads
+from cppbatch.config import EngineConfig, Pooling, Sharing, adapter_name, available_threads
+from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.kv_pool import Memory
 from cppbatch.engine.layout import choose_flash_attn, choose_layout
-from cppbatch.engine.model_info import FillIn, ModelInfo
+from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.vocabulary import Tokens
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, DeviceCandidates, Model, find_candidates_on_device, find_sharing
@@ -26,6 +27,7 @@ class Computation(Memory, Protocol):
     n_batch: int
     candidates: DeviceCandidates | None
 
+    def use_adapters(self, adapters: AdapterSet) -> None: ...
     def decode(self, batch: Batch) -> None: ...
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]: ...
@@ -58,8 +60,12 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
     )
     try:
         if pooling := _pooling(config, model):
+            if config.lora:
+                raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
             context = _pooled_context(config, model, pooling)
-            return Runtime(context, model.vocab, _info(model, context, pooling), "none", model.close)
+            return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", model.close)
+        for path, _ in config.lora:
+            model.add_adapter(path)
         on_gpu = _on_gpu(config)
         layout = choose_layout(
             config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent
@@ -81,7 +87,7 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
             found = find_candidates_on_device(context)
             if not found and config.sampling == "backend":
                 raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
-        return Runtime(context, model.vocab, _info(model, context), sharing, model.close)
+        return Runtime(context, model.vocab, _info(model, context, config), sharing, model.close)
     except BaseException:
         model.close()
         raise
@@ -128,7 +134,7 @@ def _pooled_context(config: EngineConfig, model: Model, pooling: Pooling) -> Con
     )
 
 
-def _info(model: Model, context: Context, pooling: Pooling | None = None) -> ModelInfo:
+def _info(model: Model, context: Context, config: EngineConfig, pooling: Pooling | None = None) -> ModelInfo:
     return ModelInfo(
         name=model.path.stem,
         path=str(model.path),
@@ -149,4 +155,5 @@ def _info(model: Model, context: Context, pooling: Pooling | None = None) -> Mod
         n_embd=model.n_scores if pooling == "rank" else model.n_embd,
         rerank_template=model.rerank_template,
         labels=model.labels if pooling == "rank" else [],
+        adapters=tuple(AdapterInfo(name=adapter_name(path), path=path, scale=scale) for path, scale in config.lora),
     )

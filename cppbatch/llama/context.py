@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cppbatch.config import Pooling
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
+from cppbatch.llama.adapters import native_set
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.batch import Batch
 from cppbatch.llama.candidates import DeviceCandidates
@@ -108,6 +109,7 @@ class Context:
         """The likeliest tokens, found on the device, if `use_device_candidates` was called."""
         self._memory = C.llama_get_memory(self._handle)  # None for BERT and the like, as its functions allow
         self._n_embd = model.n_scores if pooling == "rank" else model.n_embd if pooling else 0
+        self._adapters: tuple[tuple[int, float], ...] = ()
         self._n_vocab: int = model.vocab.n_tokens
         self._n_outputs = 0
         self._logits_key: tuple[int, int] = (0, 0)
@@ -122,6 +124,21 @@ class Context:
         if self._handle is None:
             raise LlamaError("the context is closed")
         return self._handle
+
+    def use_adapters(self, adapters: tuple[tuple[int, float], ...]) -> None:
+        """From the next decode on, these LoRA adapters of the model (by place, with a scale) and no others are at work.
+
+        Another set than before makes llama.cpp plan its graph anew in that decode; the same one costs nothing. Raises
+        `OutOfRange` for an adapter that there is none of.
+        """
+        if adapters == self._adapters:
+            return
+        known = self.model.adapters
+        for i, _ in adapters:
+            if not 0 <= i < len(known):
+                raise OutOfRange(f"adapter {i} was asked for; the model has {len(known)}")
+        C.llama_set_adapters_lora(self.handle, *native_set([known[i] for i, _ in adapters], [s for _, s in adapters]))
+        self._adapters = adapters
 
     def decode(self, batch: Batch) -> None:
         """Computes the batch; other Python threads run meanwhile.

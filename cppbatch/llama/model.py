@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cppbatch.config import Pooling
 from cppbatch.errors import LlamaError, ModelError
+from cppbatch.llama.adapters import load_adapter
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C
 from cppbatch.llama.tensors import has_tensor
@@ -54,6 +55,8 @@ class Model:
         """
         self.path = Path(path)
         self._handle: Any = None
+        self.adapters: list[Any] = []
+        """llama.cpp's pointers to its LoRA adapters; `Context.use_adapters` names them by their place here."""
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         if not self.path.is_file():
             raise ModelError(f"there is no model file at {self.path}")
@@ -81,6 +84,13 @@ class Model:
         if self._handle is None:
             raise LlamaError(f"the model {self.path.name} is closed")
         return self._handle
+
+    def add_adapter(self, path: str | Path) -> None:
+        """Loads a LoRA adapter, before any context is made: that leaves room for it in its graph.
+
+        Raises `ModelError`, with llama.cpp's own reason where it has one.
+        """
+        self.adapters.append(load_adapter(self, Path(path)))
 
     def adopt(self, context: Context) -> None:
         """Notes a context that must be freed before this model is."""
@@ -199,7 +209,8 @@ class Model:
             context.close()
         if "vocab" in self.__dict__:  # made by the cached property
             self.vocab.close()
-        C.llama_model_free(self._handle)
+        C.llama_model_free(self._handle)  # its adapters too
+        self.adapters = []
         self._handle = None
 
     def __enter__(self) -> Model:
