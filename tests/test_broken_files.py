@@ -98,6 +98,11 @@ def test_flags_that_make_no_sense_end_with_one_line_that_names_them(run, tiny_ll
     assert out == ""
 
 
+def test_generate_with_vectors_in_place_of_text_says_what_the_model_is(run, tiny_llama):
+    code, _, err = run("generate", "-m", tiny_llama, "-np", "1", "-t", "1", "--pooling", "mean", "-p", "x")
+    assert "runs as an embedding model (--pooling mean) and gives no text" in assert_one_line(code, err)
+
+
 def test_generate_without_a_prompt_says_how_to_give_one(run, tiny_llama):
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1")
     assert code == 2
