@@ -28,7 +28,7 @@ async def answer(request: web.Request, plan: Plan) -> web.StreamResponse:
             return await send_stream(request, events, plan.reply)
         return json_response(plan.reply.whole(await gather(events, plan)))
     except InvalidRequest as error:  # named as the client does
-        raise InvalidRequest(plan.renames.get(error.field, error.field), error.message) from error
+        raise InvalidRequest({"task": "model", **plan.renames}.get(error.field, error.field), error.message) from error
 
 
 def observed(request: web.Request, events: AsyncGenerator[Event, None], n: int) -> AsyncGenerator[Event, None]:
