@@ -124,7 +124,18 @@ def tame(case: schemathesis.Case) -> None:
     """Gives a request what it needs to get as far as the engine; what else it asks for stays."""
     if isinstance(case.body, dict):
         case.body |= {"prompt": "abc", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
-        for name in ("model", "n", "best_of", "max_completion_tokens", "tools", "functions", "tool_choice", "suffix"):
+        case.body |= {"params": [{}, {"temperature": 0}]}  # of /generate/batch
+        for name in (
+            "model",
+            "n",
+            "best_of",
+            "max_completion_tokens",
+            "tools",
+            "functions",
+            "tool_choice",
+            "suffix",
+            "prompts",
+        ):
             case.body.pop(name, None)
 
 

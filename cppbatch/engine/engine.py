@@ -292,6 +292,7 @@ class BatchInferenceEngine:
         self._tell(
             sequence,
             finish_reason=reason,
+            stop=sequence.text.stop,
             seed=sequence.seed,
             usage=sequence.usage(),
             error=sequence.error,

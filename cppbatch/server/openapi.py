@@ -13,6 +13,7 @@ from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json, ref
+from cppbatch.server.generate.endpoints import ENDPOINTS as GENERATE
 from cppbatch.server.openai.endpoints import ENDPOINTS as OPENAI
 from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
 from cppbatch.server.shapes import ReadyAnswer, ServerFigures
@@ -46,6 +47,7 @@ ENDPOINTS = {
     ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": TEXT}, (401,)),
     ("get", "/openapi.json"): Endpoint("This document", json({"type": "object"}), (401, 503)),
     **OPENAI,
+    **GENERATE,
 }  # fmt: skip
 """By method and path, as the routes have them; tests/test_openapi.py compares them."""
 
