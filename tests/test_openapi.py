@@ -125,17 +125,9 @@ def tame(case: schemathesis.Case) -> None:
     if isinstance(case.body, dict):
         case.body |= {"prompt": "abc", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
         case.body |= {"params": [{}, {"temperature": 0}]}  # of /generate/batch
-        for name in (
-            "model",
-            "n",
-            "best_of",
-            "max_completion_tokens",
-            "tools",
-            "functions",
-            "tool_choice",
-            "suffix",
-            "prompts",
-        ):
+        others = ("max_completion_tokens", "n_predict", "tools", "functions", "tool_choice", "suffix", "prompts")
+        others = ("max_completion_tokens", "n_predict", "tools", "functions", "tool_choice", "suffix", "prompts")
+        for name in ("model", "n", "best_of", *others):
             case.body.pop(name, None)
 
 

@@ -30,7 +30,7 @@ _OPTIONS = [
     option("--max-n", env="MAX_N", type=int, default=128, help="Most completions of one prompt."),
     option(
         "--max-prompts-per-batch", env="MAX_PROMPTS_PER_BATCH", type=int, default=256,
-        help="Most prompts, or settings of one prompt, in a /generate/batch.",
+        help="Most prompts, or settings of one prompt, of one request for many.",
     ),
     option(
         "--max-tokens", env="MAX_TOKENS", type=int, default=None,

@@ -24,7 +24,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_n: int = MOST_CHOICES
     """Completions of one prompt."""
     max_prompts_per_batch: int = 256
-    """Prompts, or settings of one prompt, in a `/generate/batch`."""
+    """Prompts, or settings of one prompt, in a `/generate/batch`; prompts in a `/completion`."""
     max_tokens: int | None = None
     """Tokens of one completion; also for requests that name no number. None: as many as the context holds."""
     request_timeout: float | None = None
@@ -61,9 +61,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, body: SamplingFields) -> None:
         """Raises `InvalidRequest` for a request that asks for more than it may."""
-        for field in ("n", "best_of"):
-            self._refuse_more(field, getattr(body, field), self.max_n, "--max-n")
-        for field in ("max_tokens", "max_completion_tokens"):
+        for field in ("n", "n_cmpl", "best_of"):
+            self._refuse_more(field, getattr(body, field, None), self.max_n, "--max-n")
+        for field in ("max_tokens", "max_completion_tokens", "n_predict"):
             self._refuse_more(field, getattr(body, field, None), self.max_tokens, "--max-tokens")
 
     def _refuse_more(self, field: str, asked: int | None, limit: int | None, flag: str) -> None:
