@@ -124,7 +124,10 @@ def tame(case: schemathesis.Case) -> None:
     """Gives a request what it needs to get as far as the engine; what else it asks for stays."""
     if isinstance(case.body, dict):
         case.body |= {"prompt": "abc", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
-        for name in ("model", "n", "best_of", "max_completion_tokens", "tools", "functions", "tool_choice", "suffix"):
+        case.body |= {"params": [{}, {"temperature": 0}]}  # of /generate/batch
+        others = ("max_completion_tokens", "n_predict", "tools", "functions", "tool_choice", "suffix", "prompts")
+        others = ("max_completion_tokens", "n_predict", "tools", "functions", "tool_choice", "suffix", "prompts")
+        for name in ("model", "n", "best_of", *others):
             case.body.pop(name, None)
 
 

@@ -29,6 +29,10 @@ _OPTIONS = [
     option("--max-body-mb", env="MAX_BODY_MB", type=int, default=16, help="Most MiB of a request's body."),
     option("--max-n", env="MAX_N", type=int, default=128, help="Most completions of one prompt."),
     option(
+        "--max-prompts-per-batch", env="MAX_PROMPTS_PER_BATCH", type=int, default=256,
+        help="Most prompts, or settings of one prompt, of one request for many.",
+    ),
+    option(
         "--max-tokens", env="MAX_TOKENS", type=int, default=None,
         help="Most tokens of one completion, also of those that name no number.",
     ),

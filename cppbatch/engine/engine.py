@@ -298,6 +298,7 @@ class BatchInferenceEngine(Calls):
             sequence,
             embedding=sequence.embedding,
             finish_reason=reason,
+            stop=sequence.text.stop,
             seed=sequence.seed,
             usage=sequence.usage(),
             error=sequence.error,

@@ -11,6 +11,10 @@ class FillIn(msgspec.Struct, frozen=True, kw_only=True):
     prefix: str
     suffix: str
     middle: str
+    repository: str = ""
+    """Before the name of the repository that files belong to; "" if the model knows nothing of that."""
+    file: str = ""
+    """Before a file's name, of several; "" as well."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):

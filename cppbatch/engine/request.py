@@ -164,6 +164,8 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     `cppbatch.engine.vectors` reads it."""
     finish_reason: FinishReason | None = None
     """Set in the last event, and only there."""
+    stop: str | None = None
+    """Set in the last event, if a stop string has come: which one."""
     seed: int | None = None
     """Set in the last event: the seed that was used, with which the text can be had again."""
     usage: Usage | None = None

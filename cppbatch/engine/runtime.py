@@ -94,8 +94,11 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
 
 
 def _fill_in(vocab: Vocab) -> FillIn | None:
-    tokens = vocab.fill_in
-    return tokens and FillIn(prefix=vocab.text(tokens[0]), suffix=vocab.text(tokens[1]), middle=vocab.text(tokens[2]))
+    if vocab.fill_in is None:
+        return None
+    prefix, suffix, middle = map(vocab.text, vocab.fill_in)
+    repository, file = map(vocab.text, vocab.fill_in_files)
+    return FillIn(prefix=prefix, suffix=suffix, middle=middle, repository=repository, file=file)
 
 
 def _on_gpu(config: EngineConfig) -> bool:

@@ -13,6 +13,8 @@ from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json, ref
+from cppbatch.server.generate.endpoints import ENDPOINTS as GENERATE
+from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
 from cppbatch.server.openai.endpoints import ENDPOINTS as OPENAI
 from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
 from cppbatch.server.shapes import ReadyAnswer, ServerFigures
@@ -48,6 +50,8 @@ ENDPOINTS = {
     ("get", "/openapi.json"): Endpoint("This document", json({"type": "object"}), (401, 503)),
     **OPENAI,
     **VECTORS,
+    **GENERATE,
+    **LLAMA_SERVER,
 }  # fmt: skip
 """By method and path, as the routes have them; tests/test_openapi.py compares them."""
 
