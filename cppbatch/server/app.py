@@ -8,6 +8,7 @@ from aiohttp.typedefs import Middleware
 from cppbatch.cluster.client import EngineClient
 from cppbatch.server import figures, lifecycle
 from cppbatch.server.admission import SLOTS, admission_middleware
+from cppbatch.server.anthropic import routes as anthropic
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import allow_origins
 from cppbatch.server.errors import error_middleware
@@ -19,6 +20,7 @@ from cppbatch.server.llama_server import routes as llama_server
 from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.metrics import METRICS, ServerMetrics, metrics_middleware
 from cppbatch.server.openai import routes as openai
+from cppbatch.server.responses import routes as responses
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.vectors import routes as vectors
@@ -32,7 +34,7 @@ def create_app(client: EngineClient, settings: ServerSettings | None = None) -> 
     app[METRICS] = ServerMetrics()
     app[IN_FLIGHT] = InFlight()
     app[SLOTS] = Slots(settings.limits)
-    for family in (lifecycle, figures, openai, vectors, generate, llama_server):
+    for family in (lifecycle, figures, openai, responses, anthropic, vectors, generate, llama_server):
         app.add_routes(family.routes)
     app.on_response_prepare.append(add_request_id)
     if settings.cors_origins:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 from cppbatch.chat.format import Reader, Turn
-from cppbatch.chat.pieces import Message, Piece
+from cppbatch.chat.pieces import Message, Piece, Reasoning
 from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.errors import InvalidRequest
 
 
 class Assistant:
@@ -12,8 +17,11 @@ class Assistant:
 
     def __init__(self, turn: Turn) -> None:
         self._reader: Reader = turn.parser()
+        self._thinks = False
         self.message = Message()
         """All of it so far."""
+        self.reasoning_tokens = 0
+        """Tokens of thoughts: counted event by event, and shared out by letters where an event has both."""
         self.finish_reason: str | None = None
         """stop, length, tool_calls or timeout, when it has ended."""
 
@@ -23,7 +31,39 @@ class Assistant:
         if event.finish_reason:
             pieces = [*pieces, *self._reader.close()]
         self.message.add(pieces)
+        self._count(len(event.tokens), pieces)
         if event.finish_reason:
             called = self.message.calls and event.finish_reason is FinishReason.STOP
             self.finish_reason = "tool_calls" if called else event.finish_reason.value
         return pieces
+
+    def _count(self, n_tokens: int, pieces: list[Piece]) -> None:
+        letters = [(len(getattr(piece, "text", "")), isinstance(piece, Reasoning)) for piece in pieces]
+        if total := sum(n for n, _ in letters):
+            self._thinks = letters[-1][1]
+            self.reasoning_tokens += round(n_tokens * sum(n for n, thinks in letters if thinks) / total)
+        elif self._thinks:
+            self.reasoning_tokens += n_tokens
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """A client's degree of reasoning as variables for the chat template."""
+    if effort is None:
+        return {}
+    no_thoughts = {"enable_thinking": False} if effort == "none" else {}  # templates that know no degrees
+    return {"reasoning_effort": effort, **no_thoughts}
+
+
+@contextlib.contextmanager
+def naming(names: dict[str, str]) -> Iterator[None]:
+    """Errors of what is done here name fields as the client does, where OpenAI's chat has other names for them.
+
+    `names`: parts of field names, replaced one after the other.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        field = error.field
+        for ours, theirs in names.items():
+            field = field.replace(ours, theirs)
+        raise InvalidRequest(field, error.message) from error

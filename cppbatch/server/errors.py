@@ -1,4 +1,4 @@
-"""Every error as OpenAI's error object."""
+"""From exceptions to error answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.server.families import error_body
+from cppbatch.server.fault import Fault
 
 log = logging.getLogger("cppbatch.server")
 
@@ -33,26 +35,19 @@ _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
 """With their status, type and code. `InvalidRequest` is not among them: it names its field."""
 
 
-def error_object(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, object]:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def describe(error: BaseException) -> tuple[int, dict[str, object]]:
-    """The HTTP status and the error object for an exception; logs what nobody expected."""
+def fault_of(error: BaseException) -> Fault:
+    """What an exception tells the client; logs what nobody expected."""
     if isinstance(error, InvalidRequest):
         status, code = (404, "model_not_found") if isinstance(error, ModelNotFound) else (400, None)
-        return status, error_object(str(error), "invalid_request_error", param=error.field, code=code)
+        return Fault(status, str(error), "invalid_request_error", error.field, code)
     for expected, (status, kind, code) in _EXPECTED.items():
         if isinstance(error, expected):
-            return status, error_object(str(error), kind, code=code)
+            return Fault(status, str(error), kind, code=code)
     if isinstance(error, web.HTTPException):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return error.status, error_object(error.text or error.reason, kind)
+        return Fault(error.status, error.text or error.reason, kind)
     log.error("a request failed", exc_info=error)
-    return 500, error_object(
-        f"internal error ({type(error).__name__}); the server's log has the details", "server_error"
-    )
+    return Fault(500, f"internal error ({type(error).__name__}); the server's log has the details", "server_error")
 
 
 def json_response(body: object, status: int = 200) -> web.Response:
@@ -60,9 +55,14 @@ def json_response(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
+def error_response(request: web.Request, fault: Fault) -> web.Response:
+    """An error in the shape of the API family that the request's path belongs to."""
+    return json_response(error_body(request.path, fault), fault.status)
+
+
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns whatever a handler raises into an error object."""
+    """Turns whatever a handler raises into an error answer."""
     try:
         return await handler(request)
     except ConnectionResetError:  # the client is gone: there is nobody to tell
@@ -70,9 +70,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except Exception as error:
         if request.match_info.http_exception is error:  # no route, or none for this method
             error.text = f"there is no {request.method} {request.path} here"
-        status, body = describe(error)
-        response = json_response(body, status)
-        if status == 503:
+        response = error_response(request, fault_of(error))
+        if response.status == 503:
             response.headers["Retry-After"] = "5"
         if isinstance(error, QueueFull):
             response.headers["Retry-After"] = f"{error.retry_after:.0f}"

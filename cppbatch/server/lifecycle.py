@@ -10,7 +10,8 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from cppbatch.errors import EngineClosed
-from cppbatch.server.errors import error_object, json_response
+from cppbatch.server.errors import error_response, json_response
+from cppbatch.server.fault import Fault
 from cppbatch.server.serving import SERVING
 
 
@@ -80,18 +81,18 @@ async def availability_middleware(request: web.Request, handler: Handler) -> web
     state = request.app[SERVING].client.health()
     in_flight = request.app[IN_FLIGHT]
     if state.status == "loading":
-        return _unavailable(f"the model is still loading ({state.progress:.0%}); try again soon", "loading")
+        return _unavailable(request, f"the model is still loading ({state.progress:.0%}); try again soon", "loading")
     if request.method in (hdrs.METH_GET, hdrs.METH_HEAD):  # looking does no harm
         return await handler(request)
     if in_flight.draining:
-        return _unavailable("the server is going down", "shutting_down")
+        return _unavailable(request, "the server is going down", "shutting_down")
     if not state.takes_requests:
         raise EngineClosed(f"the engine takes no requests: it is {state.status}")
     with in_flight.one():
         return await handler(request)
 
 
-def _unavailable(message: str, code: str) -> web.Response:
-    response = json_response(error_object(message, "server_error", code=code), 503)
+def _unavailable(request: web.Request, message: str, code: str) -> web.Response:
+    response = error_response(request, Fault(503, message, "server_error", code=code))
     response.headers["Retry-After"] = "1"
     return response

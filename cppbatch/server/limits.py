@@ -63,7 +63,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         """Raises `InvalidRequest` for a request that asks for more than it may."""
         for field in ("n", "n_cmpl", "best_of"):
             self._refuse_more(field, getattr(body, field, None), self.max_n, "--max-n")
-        for field in ("max_tokens", "max_completion_tokens", "n_predict"):
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"):
             self._refuse_more(field, getattr(body, field, None), self.max_tokens, "--max-tokens")
 
     def _refuse_more(self, field: str, asked: int | None, limit: int | None, flag: str) -> None:

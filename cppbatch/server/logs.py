@@ -24,6 +24,7 @@ LogFormat = Literal["text", "json"]
 access_log = logging.getLogger("cppbatch.access")
 
 _HEADER = "X-Request-Id"
+_ANTHROPICS_HEADER = "request-id"  # where Anthropic's clients look for it
 _ID = web.RequestKey("request_id", str)
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CLIENT_GONE = 499  # nginx's number for it; nobody gets to see it as an answer
@@ -97,7 +98,7 @@ def request_id(request: web.Request) -> str:
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """For `Application.on_response_prepare`: every response names its request."""
-    response.headers[_HEADER] = request_id(request)
+    response.headers[_HEADER] = response.headers[_ANTHROPICS_HEADER] = request_id(request)
 
 
 @web.middleware

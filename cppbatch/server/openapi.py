@@ -12,10 +12,12 @@ from cppbatch.cluster.client import Health
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
+from cppbatch.server.anthropic.endpoints import ENDPOINTS as ANTHROPIC
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json, ref
 from cppbatch.server.generate.endpoints import ENDPOINTS as GENERATE
 from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
 from cppbatch.server.openai.endpoints import ENDPOINTS as OPENAI
+from cppbatch.server.responses.endpoints import ENDPOINTS as RESPONSES
 from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
 from cppbatch.server.shapes import ReadyAnswer, ServerFigures
 from cppbatch.server.vectors.endpoints import ENDPOINTS as VECTORS
@@ -49,6 +51,8 @@ ENDPOINTS = {
     ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": TEXT}, (401,)),
     ("get", "/openapi.json"): Endpoint("This document", json({"type": "object"}), (401, 503)),
     **OPENAI,
+    **RESPONSES,
+    **ANTHROPIC,
     **VECTORS,
     **GENERATE,
     **LLAMA_SERVER,
@@ -65,7 +69,11 @@ def document() -> bytes:
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
-            "info": {"title": "cppbatch", "version": __version__, "description": "OpenAI's API over a GGUF model"},
+            "info": {
+                "title": "cppbatch",
+                "version": __version__,
+                "description": "OpenAI's and Anthropic's APIs over a GGUF model",
+            },
             "paths": paths,
             "components": {
                 "schemas": _schemas(),
@@ -107,11 +115,11 @@ def _schemas() -> Json:
 
 def _ranges(body: type[SamplingFields]) -> dict[str, tuple[float, float]]:
     """By the names that the client uses."""
-    ranges: dict[str, tuple[float, float]] = {**RANGES, **INTEGER_RANGES, **OPTIONAL_INTEGER_RANGES, **OPTION_RANGES}
-    aliases = {alias: ranges[ours] for ours, alias in body._ALIASES.items() if ours in ranges}
-    if "logprobs" in body._ALIASES:  # there it is true or false
-        del ranges["logprobs"]
-    tokens = [name for name in ("max_tokens", "max_completion_tokens") if name in body.__struct_fields__]
+    known: dict[str, tuple[float, float]] = {**RANGES, **INTEGER_RANGES, **OPTIONAL_INTEGER_RANGES, **OPTION_RANGES}
+    ranges = {name: bounds for name, bounds in known.items() if name in body.__struct_fields__}
+    aliases = {alias: known[ours] for ours, alias in body._ALIASES.items() if ours in known}
+    lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    tokens = [name for name in lengths if name in body.__struct_fields__]
     return {
         **ranges,
         **aliases,
@@ -121,6 +129,6 @@ def _ranges(body: type[SamplingFields]) -> dict[str, tuple[float, float]]:
 
 
 def _limit(schema: Json, low: float, high: float) -> None:
-    for kind in schema["anyOf"]:
-        if kind["type"] != "null":
+    for kind in schema.get("anyOf", [schema]):
+        if kind.get("type") != "null":
             kind |= {"minimum": low, "maximum": high}

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
-from cppbatch.server.errors import describe
+from cppbatch.server.errors import fault_of
+from cppbatch.server.families import openai_error
 
 Json = dict[str, Any]
 
@@ -67,7 +68,7 @@ class Reply(ABC):
 
     def failure(self, error: Exception) -> list[Frame]:
         """What a stream ends with, when it cannot go on."""
-        return [Frame(describe(error)[1])]
+        return [Frame(openai_error(fault_of(error)))]
 
     def tokens(self) -> Tokens:
         """Token counts of all completions; those of one prompt count that prompt once, as OpenAI does."""

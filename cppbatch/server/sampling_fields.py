@@ -176,6 +176,18 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
 
 
+class SingleAnswerFields(SamplingFields, kw_only=True):
+    """Of APIs that have one answer to a request."""
+
+    @property
+    def n_candidates(self) -> int:
+        """As in `SamplingFields`."""
+        for field in ("n", "best_of"):
+            if (given := getattr(self, field)) not in (None, 1):
+                raise InvalidRequest(field, f"is {given}; this API has one answer to a request")
+        return 1
+
+
 _OWN_FIELDS = ("id", "prompt", "params")
 """Fields of `GenerationRequest` that are no options."""
 

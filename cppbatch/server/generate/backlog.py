@@ -11,8 +11,8 @@ import msgspec
 
 from cppbatch.cluster.client import EngineClient
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
-from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
-from cppbatch.server.errors import describe
+from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
+from cppbatch.server.errors import fault_of
 from cppbatch.server.run import Event
 
 _EVENTS_AHEAD = 2  # of each request, that a slow reader has not taken yet; then they wait
@@ -117,10 +117,5 @@ def _failed(request: GenerationRequest, error: Exception) -> GenerationEvent:
         )
     if isinstance(error, EngineClosed):
         return GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
-    message = str(error) if isinstance(error, CppBatchError) else _unexpected(error)
+    message = fault_of(error).message
     return GenerationEvent(request_id=request.id, finish_reason=FinishReason.ERROR, error=message)
-
-
-def _unexpected(error: Exception) -> str:
-    detail: dict[str, str] = describe(error)[1]["error"]  # type: ignore[assignment]
-    return detail["message"]

@@ -7,7 +7,8 @@ from typing import Any
 
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.errors import describe
+from cppbatch.server.errors import fault_of
+from cppbatch.server.families import openai_error
 from cppbatch.server.generate.items import Item
 from cppbatch.server.reply import DONE, Frame, Json, Reply
 from cppbatch.server.token_logprobs import token_logprobs
@@ -48,7 +49,7 @@ class BatchReply(Reply):
         """Notes that an item cannot be had."""
         if isinstance(error, InvalidRequest):
             error = InvalidRequest(self._items[item].name(error.field), error.message)
-        self._errors[item] = describe(error)[1]["error"]
+        self._errors[item] = openai_error(fault_of(error))["error"]
 
     def note(self, index: int, event: GenerationEvent) -> None:
         """As in `Reply`, but what is wrong is the item's own affair."""

@@ -9,6 +9,7 @@ import msgspec
 from cppbatch.chat.tools import MODES, ToolChoice
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.chat import effort_variables
 from cppbatch.server.sampling_fields import SamplingFields
 
 Json = dict[str, Any]
@@ -195,12 +196,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def template_variables(self) -> Json:
         """What the chat template gets beside messages and tools. Raises `InvalidRequest`."""
-        variables: Json = {}
-        if self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
-            if self.reasoning_effort == "none":  # templates that know no degrees
-                variables["enable_thinking"] = False
-        variables |= self.chat_template_kwargs or {}
+        variables = effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
         if taken := [name for name in _OWN_VARIABLES if name in variables]:
             raise InvalidRequest(f"chat_template_kwargs.{taken[0]}", "has a field of its own in the request")
         return variables

@@ -1,0 +1,1 @@
+"""Anthropic's API: messages, and how many tokens they have."""

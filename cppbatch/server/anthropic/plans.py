@@ -1,0 +1,48 @@
+"""From Anthropic's requests to plans."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cppbatch.chat.format import Turn
+from cppbatch.server.anthropic.conversation import conversation
+from cppbatch.server.anthropic.replies import MessageReply
+from cppbatch.server.anthropic.schemas import CountTokensRequest, MessagesRequest
+from cppbatch.server.chat import naming
+from cppbatch.server.plan import Plan
+from cppbatch.server.requests import requests_of
+from cppbatch.server.serving import Serving
+
+_FORMAT = "output_config.format"
+_NAMES = {"function.parameters": "input_schema", "function.": "", "response_format": _FORMAT}
+_RENAMES = {"prompt": "messages", "stop": "stop_sequences"}
+
+
+async def messages_plan(body: MessagesRequest, serving: Serving) -> Plan:
+    """`/v1/messages`. Raises `InvalidRequest`."""
+    serving.check(body)
+    turn = await _turn(body, serving)
+    params = msgspec.structs.replace(body.params(**turn.params), include_stop=True)  # so that it is seen which it was
+    reply = MessageReply(body.model, turn, params)
+    requests = requests_of(serving, body, reply.id, [turn.prompt], params)
+    renames = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in turn.renames.items()}
+    return Plan(requests, reply, stream=bool(body.stream), renames=_RENAMES | renames)
+
+
+async def prompt_tokens(body: CountTokensRequest, serving: Serving) -> int:
+    """`/v1/messages/count_tokens`: as many as the same `/v1/messages` would have. Raises `InvalidRequest`."""
+    serving.check_model(body.model)
+    turn = await _turn(body, serving)
+    return len(await serving.client.tokenize(turn.prompt))
+
+
+async def _turn(body: CountTokensRequest, serving: Serving) -> Turn:
+    chat = await serving.chat()
+    with naming(_NAMES):
+        return chat.turn(
+            conversation(body),
+            tools=body.functions(),
+            choice=body.choice(),
+            schema=body.schema(),
+            variables=body.template_variables(),
+        )

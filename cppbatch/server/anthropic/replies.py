@@ -1,0 +1,138 @@
+"""Anthropic's message objects, whole and streamed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cppbatch.chat.format import Turn
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import GenerationEvent
+from cppbatch.server.anthropic.errors import anthropic_error
+from cppbatch.server.chat import Assistant
+from cppbatch.server.errors import fault_of
+from cppbatch.server.parts import Change, Part, Parts
+from cppbatch.server.reply import Frame, Json, Reply
+from cppbatch.server.requests import new_id
+
+
+class MessageReply(Reply):
+    """`/v1/messages`. The engine leaves stop strings in the text; here they are cut off, and told."""
+
+    def __init__(self, model: str, turn: Turn, params: SamplingParams) -> None:
+        super().__init__()
+        self.id = new_id("msg_")
+        self._model = model
+        self._most = params.max_tokens
+        self._stops = sorted(params.stop, key=len, reverse=True)  # of two that end a text, the longer one is meant
+        self._assistant = Assistant(turn)
+        self._parts = Parts()
+        self._stop: str | None = None
+
+    def whole(self, completions: list[list[GenerationEvent]]) -> Json:
+        """As in `Reply`."""
+        for event in completions[0]:
+            self._read(event)
+        return self._message(self._blocks(), self._end(), self._usage())
+
+    def opening(self) -> list[Frame]:
+        """As in `Reply`. How many tokens the prompt has is known in the end only."""
+        usage = {"input_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
+        return [_frame("message_start", message=message)]
+
+    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
+        """As in `Reply`."""
+        return [_block_frame(change) for change in self._read(event)]
+
+    def ending(self) -> list[Frame]:
+        """As in `Reply`."""
+        return [_frame("message_delta", delta=self._end(), usage=self._usage()), _frame("message_stop")]
+
+    def failure(self, error: Exception) -> list[Frame]:
+        """As in `Reply`."""
+        return [Frame(anthropic_error(fault_of(error)), "error")]
+
+    def _read(self, event: GenerationEvent) -> list[Change]:
+        """What an event changes; a stop string, which the last event has whole, goes no further."""
+        if event.finish_reason:
+            self._stop = next(filter(event.text.endswith, self._stops), None)
+        if self._stop:
+            event = msgspec.structs.replace(event, text=event.text.removesuffix(self._stop))
+        changes = self._parts.read(self._assistant.read(event))
+        return [*changes, *self._parts.close()] if event.finish_reason else changes
+
+    def _message(self, content: list[Json], end: Json, usage: Json) -> Json:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            **end,
+            "usage": usage,
+        }
+
+    def _blocks(self) -> list[Json]:
+        """All but a call that was cut off: half its arguments are worse than none."""
+        return [_block(part) for part in self._parts.all if part.kind != "call" or _arguments(part) is not None]
+
+    def _end(self) -> Json:
+        return {"stop_reason": self._stop_reason(), "stop_sequence": self._stop}
+
+    def _stop_reason(self) -> str:
+        if self._stop:
+            return "stop_sequence"
+        if self._assistant.finish_reason == "tool_calls":
+            return "tool_use"
+        if self._assistant.finish_reason == "timeout":
+            return "pause_turn"  # the client may send it back to have it continued
+        if self._assistant.finish_reason == "stop":
+            return "end_turn"
+        whole = self._most is None or self.tokens().completion < self._most
+        return "model_context_window_exceeded" if whole else "max_tokens"
+
+    def _usage(self) -> Json:
+        prompt, cached, completion = self.tokens()
+        return {
+            "input_tokens": prompt - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": completion,
+            "output_tokens_details": {"thinking_tokens": self._assistant.reasoning_tokens},
+        }
+
+
+def _block(part: Part) -> Json:
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _arguments(part)}
+
+
+def _arguments(part: Part) -> Json | None:
+    """The arguments of a call, None if they are not whole."""
+    try:
+        return msgspec.json.decode(part.text or "{}", type=Json)
+    except msgspec.DecodeError:
+        return None
+
+
+def _block_frame(change: Change) -> Frame:
+    step, part, text = change
+    if step == "opened":
+        empty = Part(part.index, part.kind, call_id=part.call_id, name=part.name)
+        return _frame("content_block_start", index=part.index, content_block=_block(empty))
+    if step == "closed":
+        return _frame("content_block_stop", index=part.index)
+    if part.kind == "text":
+        delta = {"type": "text_delta", "text": text}
+    elif part.kind == "reasoning":
+        delta = {"type": "thinking_delta", "thinking": text}
+    else:
+        delta = {"type": "input_json_delta", "partial_json": text}
+    return _frame("content_block_delta", index=part.index, delta=delta)
+
+
+def _frame(kind: str, **fields: object) -> Frame:
+    return Frame({"type": kind, **fields}, kind)

@@ -1,0 +1,83 @@
+"""From the items of a response's input to messages, which chat templates know."""
+
+from __future__ import annotations
+
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.responses.schemas import InputItem, InputPart, Json, ResponsesRequest
+
+_ROLES = ("system", "developer", "user", "assistant")
+_NEEDS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""The items that can be read, and what each must have."""
+_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+
+
+def conversation(body: ResponsesRequest) -> list[Json]:
+    """The messages as chat templates want them, `instructions` first. Raises `InvalidRequest`."""
+    messages: list[Json] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise InvalidRequest("input", "is empty; give a text or at least one item")
+    for i, item in enumerate(body.input):
+        _check(f"input[{i}]", item)
+        _add(messages, f"input[{i}]", item)
+    return messages
+
+
+def _check(field: str, item: InputItem) -> None:
+    if item.type not in _NEEDS:
+        message = f"is of type {item.type!r}; what can be read is {', '.join(_NEEDS)}"
+        if item.type == "item_reference":
+            message = "refers to an item, but this server stores nothing; send the item itself"
+        raise InvalidRequest(field, message)
+    for name in _NEEDS[item.type]:
+        if getattr(item, name) is None:
+            raise InvalidRequest(f"{field}.{name}", "is required")
+    if item.type == "message" and item.role not in _ROLES:
+        raise InvalidRequest(f"{field}.role", f"is {item.role!r}; it must be one of {', '.join(_ROLES)}")
+
+
+def _add(messages: list[Json], field: str, item: InputItem) -> None:
+    if item.type == "function_call_output":
+        output = _text(f"{field}.output", item.output)
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+    elif item.type == "function_call":
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif item.type == "reasoning":
+        thoughts = _text(f"{field}.content", item.content) or _text(f"{field}.summary", item.summary)
+        if thoughts:
+            _append(_assistant(messages), "reasoning_content", thoughts)
+    elif item.role == "assistant":
+        _append(_assistant(messages), "content", _text(f"{field}.content", item.content))
+    else:
+        messages.append({"role": item.role, "content": _text(f"{field}.content", item.content)})
+
+
+def _assistant(messages: list[Json]) -> Json:
+    """The assistant's message that the item belongs to: thoughts, texts and calls in a row are one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _append(message: Json, name: str, text: str) -> None:
+    before = message.get(name)
+    message[name] = text if before is None else f"{before}\n{text}"
+
+
+def _text(field: str, content: str | list[InputPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for i, part in enumerate(content):
+        if part.type not in _TEXTS or (part.text is None and part.refusal is None):
+            raise InvalidRequest(f"{field}[{i}]", f"is of type {part.type!r}; only text can be read")
+    return "\n".join(part.text or part.refusal or "" for part in content)

@@ -1,0 +1,13 @@
+"""The route of OpenAI's responses, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from cppbatch.server.endpoint import generating
+from cppbatch.server.responses.schemas import ResponsesRequest
+from cppbatch.server.responses.shapes import ResponseAnswer
+
+ENDPOINTS = {
+    ("post", "/v1/responses"): generating(
+        "Continues a conversation with the assistant's next message, as a response", ResponsesRequest, ResponseAnswer
+    ),
+}

@@ -1,0 +1,36 @@
+"""From requests for a response to plans."""
+
+from __future__ import annotations
+
+from cppbatch.server.chat import naming
+from cppbatch.server.plan import Plan
+from cppbatch.server.requests import requests_of
+from cppbatch.server.responses.conversation import conversation
+from cppbatch.server.responses.replies import ResponseReply
+from cppbatch.server.responses.schemas import ResponsesRequest
+from cppbatch.server.serving import Serving
+
+_FORMAT = "text.format"
+_NAMES = {"function.": "", "messages": "input", "response_format": _FORMAT}
+_RENAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
+
+
+async def response_plan(body: ResponsesRequest, serving: Serving) -> Plan:
+    """`/v1/responses`. Raises `InvalidRequest`."""
+    serving.check(body)
+    body.check_stateless()
+    messages = conversation(body)
+    chat = await serving.chat()
+    with naming(_NAMES):
+        turn = chat.turn(
+            messages,
+            tools=body.functions(),
+            choice=body.choice(),
+            schema=body.schema(),
+            variables=body.template_variables(),
+        )
+    params = body.params(max_tokens=serving.limits.default_tokens(None), **turn.params)
+    reply = ResponseReply(body, body.model or serving.info.name, turn, params)
+    requests = requests_of(serving, body, reply.id, [turn.prompt], params)
+    renames = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in turn.renames.items()}
+    return Plan(requests, reply, stream=bool(body.stream), renames=_RENAMES | renames)

@@ -1,0 +1,20 @@
+"""The route of OpenAI's responses. Nothing is stored, so there is none to fetch or delete one."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from cppbatch.server.parse import parse
+from cppbatch.server.respond import answer
+from cppbatch.server.responses.plans import response_plan
+from cppbatch.server.responses.schemas import ResponsesRequest
+from cppbatch.server.serving import SERVING
+
+routes = web.RouteTableDef()
+
+
+@routes.post("/v1/responses")
+async def responses(request: web.Request) -> web.StreamResponse:
+    """Continues a conversation with the assistant's next message."""
+    body = parse(await request.read(), ResponsesRequest)
+    return await answer(request, await response_plan(body, request.app[SERVING]))
