@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cppbatch.engine.engine import BatchInferenceEngine
     from cppbatch.engine.generate_batch import generate_batch
     from cppbatch.engine.params import SamplingParams
-    from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
+    from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, Pair, TokenLogprob
     from cppbatch.errors import CppBatchError, InvalidRequest
 
 __version__ = version("cppbatch")
@@ -36,6 +36,7 @@ _HOMES = {
     "FinishReason": "cppbatch.engine.request",
     "GenerationEvent": "cppbatch.engine.request",
     "GenerationRequest": "cppbatch.engine.request",
+    "Pair": "cppbatch.engine.request",
     "SamplingParams": "cppbatch.engine.params",
     "TokenLogprob": "cppbatch.engine.request",
     "CppBatchError": "cppbatch.errors",
@@ -53,6 +54,7 @@ __all__ = [
     "GenerationRequest",
     "InvalidRequest",
     "LocalEngine",
+    "Pair",
     "SamplingParams",
     "TokenLogprob",
     "__version__",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,6 +29,8 @@ _INT32_MAX = 2**31 - 1
 _MOST_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _LONGEST_STEP_MS = 60_000
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
+MOST_LORA_SCALE = 1000.0
+"""Of a LoRA adapter, either way: far beyond use, and no float32 overflows."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +82,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Give vectors in place of text, pooled like this; None: as the model's file says, which is not at all for one that
     generates text (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling,
     and what is kept between steps, do not apply."""
+    lora: tuple[tuple[str, float], ...] = ()
+    """LoRA adapters, each a GGUF file and the scale for requests that do not say (--lora FILE=SCALE). Requests call
+    them by their files' names without the ending."""
     use_extra_bufts: bool = True
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""
 
@@ -116,6 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_LONGEST_STEP_MS}"
             )
         self._check_choices()
+        self._check_lora()
 
     def _check_choices(self) -> None:
         choices = {
@@ -130,6 +137,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
+
+    def _check_lora(self) -> None:
+        try:
+            lora = tuple((str(path), float(scale)) for path, scale in self.lora)
+        except (TypeError, ValueError):
+            raise ConfigError(f"lora is {self.lora!r:.200}; it must be pairs of a file and a scale") from None
+        msgspec.structs.force_setattr(self, "lora", lora)
+        names: dict[str, str] = {}
+        for path, scale in lora:
+            if not math.isfinite(scale) or abs(scale) > MOST_LORA_SCALE:
+                message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
+                raise ConfigError(f"--lora {path} has the scale {scale}; {message}")
+            name = adapter_name(path)
+            if name in names:
+                raise ConfigError(f"--lora {names[name]} and {path} are both called {name!r}; rename one of the files")
+            names[name] = path
+
+
+def adapter_name(path: str) -> str:
+    """What requests call a LoRA adapter."""
+    return Path(path).stem
 
 
 def engine_config(model: str | Path | EngineConfig, settings: dict[str, Any]) -> EngineConfig:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from cppbatch.chat.template import ChatTemplate
 from cppbatch.llama import Context, Model
 from cppbatch.llama.quantize import requantize
 from cppbatch.models.pull import pull_default
 from tests import tiny_models
+from tests.conversations import template_of
+from tests.llama_cpp_source import chat_templates
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +48,11 @@ def tiny_encoder(tiny_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_reranker(tiny_folder: Path) -> Path:
+    return tiny_models.reranker(tiny_folder / "tiny-reranker.gguf")
+
+
+@pytest.fixture(scope="session")
 def default_model() -> Path:
     return pull_default()
 
@@ -59,6 +67,12 @@ def f16_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def f32_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model with weights that, with a float cache, give practically the same logits in every batch."""
     return requantize(default_model, tmp_path_factory.mktemp("f32") / "default-F32.gguf", "F32")
+
+
+@pytest.fixture(scope="session")
+def models_templates() -> dict[str, ChatTemplate]:
+    """The chat templates of many models, by name. The first run on a machine fetches them."""
+    return {name: template_of(source) for name, source in chat_templates().items()}
 
 
 @pytest.fixture(scope="session")

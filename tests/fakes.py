@@ -6,6 +6,7 @@ import codecs
 import itertools
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import Sharing
-from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.adapters import AdapterSet
+from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Runtime
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import Batch
@@ -37,9 +39,9 @@ LOGITS = np.random.default_rng(7).permuted(np.tile(np.arange(N_VOCAB, dtype=np.f
 LIKELIEST_FIRST: list[list[int]] = np.argsort(-LOGITS, axis=1).tolist()
 
 
-def mood(tokens: bytes | bytearray) -> int:
-    """The row of LOGITS that follows these tokens: any other token, order or length gives another row."""
-    return zlib.crc32(tokens) % N_MOODS
+def mood(tokens: bytes | bytearray, adapters: AdapterSet = ()) -> int:
+    """The row of LOGITS that follows these tokens: any other token, order, length or adapter gives another row."""
+    return zlib.crc32(tokens, hash(adapters) % 2**32 if adapters else 0) % N_MOODS
 
 
 class FakeVocab:
@@ -88,15 +90,17 @@ class FakeState:
 
     tokens: bytes
     n_bytes: int = 1 << 20
+    adapters: tuple[AdapterSet, ...] = ()
 
 
 class FakeContext:
     """Cells that hold the tokens themselves. Every decode asserts the engine's invariants.
 
     `cells[seq_id]`: the tokens held, by position; `owned[seq_id]`: the numbers of those cells, which sequences may
-    share. `sharing`: what of it works, as in a real context; the rest fails the test. `steps`: for each decode, the
-    number of tokens of every seq_id. `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull` changes
-    nothing, others leave cells half-written, as in llama.cpp.
+    share; `made_with[seq_id]`: the LoRA adapters that each was computed with, which must be those at work. `sharing`:
+    what of it works, as in a real context; the rest fails the test. `steps`: for each decode, the number of tokens of
+    every seq_id; `sets`: the adapters at work. `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull`
+    changes nothing, others leave cells half-written, as in llama.cpp.
     """
 
     def __init__(
@@ -111,6 +115,9 @@ class FakeContext:
         self.sharing = sharing
         self.cells = [bytearray() for _ in range(n_seq_ids)]
         self.owned: list[list[int]] = [[] for _ in range(n_seq_ids)]
+        self.made_with: list[list[AdapterSet]] = [[] for _ in range(n_seq_ids)]
+        self.adapters: AdapterSet = ()
+        self.sets: list[AdapterSet] = []  # of each decode
         self._numbers = itertools.count()
         self.steps: list[dict[int, int]] = []
         self.fail_at: dict[int, LlamaError] = {}
@@ -123,6 +130,9 @@ class FakeContext:
     def n_used(self) -> int:
         return len(set().union(*self.owned))
 
+    def use_adapters(self, adapters: AdapterSet) -> None:
+        self.adapters = adapters
+
     def decode(self, batch: Batch) -> None:
         n = batch.n_tokens
         assert not self.closed, "decode on a closed context"
@@ -131,13 +141,14 @@ class FakeContext:
         assert 0 <= min(seq_ids) <= max(seq_ids) < self.n_seq_max, f"seq_ids out of range: {seq_ids}"
         assert len(list(itertools.groupby(seq_ids))) == len(set(seq_ids)), f"a sequence in parts: {seq_ids}"
         self.steps.append(dict(Counter(seq_ids)))
+        self.sets.append(self.adapters)
         error = self.fail_at.get(len(self.steps))
         if isinstance(error, CacheFull):
             raise error
         self._write(batch, seq_ids)
         if error:
             for seq_id in set(seq_ids):
-                del self.cells[seq_id][-1], self.owned[seq_id][-1]
+                del self.cells[seq_id][-1], self.owned[seq_id][-1], self.made_with[seq_id][-1]
             raise error
 
     def _write(self, batch: Batch, seq_ids: list[int]) -> None:
@@ -153,8 +164,11 @@ class FakeContext:
             assert position == len(cells), f"seq_id {seq_id} holds {len(cells)} tokens and gets position {position}"
             cells.append(token)
             self.owned[seq_id].append(next(self._numbers))
+            made_with = self.made_with[seq_id]
+            assert made_with[-1:] in ([], [self.adapters]), f"{seq_id} is of {made_with[-1]}, not {self.adapters}"
+            made_with.append(self.adapters)
             if batch.wants_logits[i]:
-                self._moods.append(mood(cells))
+                self._moods.append(mood(cells, self.adapters))
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
         assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
 
@@ -168,6 +182,7 @@ class FakeContext:
             return False
         del self.cells[seq_id][start : None if stop < 0 else stop]
         del self.owned[seq_id][start : None if stop < 0 else stop]
+        del self.made_with[seq_id][start : None if stop < 0 else stop]
         return True
 
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
@@ -176,18 +191,20 @@ class FakeContext:
         assert start == 0 <= stop <= len(self.cells[source]), f"{stop} of {len(self.cells[source])} tokens"
         self.cells[target] += self.cells[source][:stop]
         self.owned[target] += self.owned[source][:stop]
+        self.made_with[target] += self.made_with[source][:stop]
 
     def clear(self) -> None:
         for seq_id in range(self.n_seq_ids):
             self.cells[seq_id].clear()
             self.owned[seq_id].clear()
+            self.made_with[seq_id].clear()
 
     def last_position(self, seq_id: int) -> int:
         return len(self.cells[seq_id]) - 1
 
     def save_sequence(self, seq_id: int) -> FakeState:
         assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
-        return FakeState(bytes(self.cells[seq_id]))
+        return FakeState(bytes(self.cells[seq_id]), adapters=tuple(self.made_with[seq_id]))
 
     def restore_sequence(self, seq_id: int, state: FakeState) -> None:
         assert not self.cells[seq_id], f"seq_id {seq_id} holds tokens already"
@@ -195,10 +212,50 @@ class FakeContext:
             raise LlamaError("no room")
         self.cells[seq_id] += state.tokens
         self.owned[seq_id] += [next(self._numbers) for _ in state.tokens]
+        self.made_with[seq_id] += state.adapters
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakePooledContext(FakeContext):
+    """Computes whole sequences from their first token on, and makes a vector of each: `vector(tokens)`."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self._vectors: dict[int, npt.NDArray[np.float32]] = {}
+
+    def _write(self, batch: Batch, seq_ids: list[int]) -> None:
+        n = batch.n_tokens
+        assert batch.wants_logits[:n].all(), "every token must be an output"
+        self._vectors = {}
+        for seq_id, group in itertools.groupby(range(n), key=seq_ids.__getitem__):
+            places = list(group)
+            assert batch.positions[places].tolist() == list(range(len(places))), "a part of a sequence"
+            assert not self.cells[seq_id], f"seq_id {seq_id} holds tokens already"
+            self.cells[seq_id] += bytes(batch.tokens[places].tolist())
+            self.owned[seq_id] += [next(self._numbers) for _ in places]
+            self.made_with[seq_id] += [self.adapters] * len(places)
+            self._vectors[seq_id] = vector(bytes(self.cells[seq_id]))
+        assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
+
+    def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
+        return self._vectors[seq_id]
+
+    def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
+        raise AssertionError("a pooled context has no logits")
+
+
+BAD = 59
+"""A token of which `FakePooledContext` makes NaN."""
+
+
+def vector(tokens: bytes) -> npt.NDArray[np.float32]:
+    """float32[3] of these tokens; no others have it."""
+    if BAD in tokens:
+        return np.full(3, np.nan, np.float32)
+    return np.array([len(tokens), zlib.crc32(tokens) % 9973, zlib.adler32(tokens) % 9973], np.float32)
 
 
 def fake_engine(
@@ -210,13 +267,15 @@ def fake_engine(
     n_ctx_train: int = 4096,
     sharing: Sharing = "none",
     n_more_ids: int = 4,
+    pooling: str | None = None,
+    adapters: Sequence[AdapterInfo] = (),
     **settings: Any,
 ) -> BatchInferenceEngine:
-    """An engine over a fresh `FakeContext`, which `context_of` gives.
+    """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
 
     `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared.
     """
-    context = FakeContext(
+    context = (FakePooledContext if pooling else FakeContext)(
         n_ctx=n_ctx,
         n_batch=n_batch,
         n_seq_max=n_parallel,
@@ -228,7 +287,8 @@ def fake_engine(
         name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
         kv_layout="unified" if unified else "per-sequence", sampling="host",
         n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
-        max_sequence=min(context.n_ctx_seq, n_ctx_train),
+        max_sequence=min(n_batch if pooling else context.n_ctx_seq, n_ctx_train), pooling=pooling, n_embd=3,
+        adapters=tuple(adapters),
     )  # fmt: skip
     runtime = Runtime(context, FakeVocab(), info, sharing, context.close)
     return BatchInferenceEngine(
@@ -271,7 +331,9 @@ def text_of(tokens: list[int], *, final: bool = True) -> str:
     return decoder.decode(b"".join(PIECES[token] for token in tokens), final=final)
 
 
-def reference(prompt: str | list[int], params: SamplingParams) -> tuple[list[int], str, FinishReason]:
+def reference(
+    prompt: str | list[int], params: SamplingParams, adapters: AdapterSet = ()
+) -> tuple[list[int], str, FinishReason]:
     """What the fake model answers to this prompt alone, greedily: tokens, text, finish reason."""
     assert params.max_tokens is not None
     read = FakeVocab().tokenize(prompt).tolist() if isinstance(prompt, str) else list(prompt)
@@ -279,7 +341,7 @@ def reference(prompt: str | list[int], params: SamplingParams) -> tuple[list[int
     ends = EOG.union(params.stop_token_ids)
     while len(tokens) < params.max_tokens:
         never = ends if len(tokens) < params.min_tokens else EOG if params.ignore_eos else frozenset()
-        token = next(t for t in LIKELIEST_FIRST[mood(bytes(read + tokens))] if t not in never)
+        token = next(t for t in LIKELIEST_FIRST[mood(bytes(read + tokens), adapters)] if t not in never)
         if token in ends:
             return tokens, text_of(tokens), FinishReason.STOP
         tokens.append(token)

@@ -21,8 +21,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated": (tiny_models.truncated, "Download it again"),
     "not-gguf": (tiny_models.not_gguf, "Download a .gguf version"),
     "vocab-only": (tiny_models.vocab_only, "Use the model's own GGUF file"),
-    "encoder-only": (tiny_models.encoder_only, "Use a "),
+    "diffusion": (tiny_models.diffusion, "Use another kind"),
+    "encoder-decoder": (tiny_models.encoder_decoder, "Use another kind"),
+    "pooled-somehow": (lambda path: tiny_models.encoder_only(path, pooling=None), "give --pooling"),
 }
+WHOLE_FILES = {"diffusion.gguf", "encoder-decoder.gguf", "pooled-somehow.gguf"}
 
 
 @pytest.fixture(params=BROKEN)
@@ -95,6 +98,11 @@ def test_flags_that_make_no_sense_end_with_one_line_that_names_them(run, tiny_ll
     assert out == ""
 
 
+def test_generate_with_vectors_in_place_of_text_says_what_the_model_is(run, tiny_llama):
+    code, _, err = run("generate", "-m", tiny_llama, "-np", "1", "-t", "1", "--pooling", "mean", "-p", "x")
+    assert "runs as an embedding model (--pooling mean) and gives no text" in assert_one_line(code, err)
+
+
 def test_generate_without_a_prompt_says_how_to_give_one(run, tiny_llama):
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1")
     assert code == 2
@@ -106,8 +114,8 @@ def test_generate_without_a_prompt_says_how_to_give_one(run, tiny_llama):
 
 def test_inspect_refuses_what_is_no_model_with_one_helpful_line(broken, run):
     path, advice = broken
-    if path.name == "encoder-only.gguf":
-        return  # a good GGUF file, only not one that generates
+    if path.name in WHOLE_FILES:
+        return  # only that they cannot run
     code, out, err = run("models", "inspect", path)
     line = assert_one_line(code, err)
     assert str(path) in line
@@ -151,6 +159,7 @@ def test_inspect_reads_every_kind_of_model(kind, request, run):
     code, out, _ = run("models", "inspect", "--json", request.getfixturevalue(f"tiny_{kind}"))
     assert code == 0
     assert json.loads(out)["n_layer"] == 2
+    assert json.loads(out)["pooling"] == {"encoder": "mean"}.get(kind)
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "closes [/nothing]"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cppbatch.llama.library import PINNED_VERSION
+from tests import tiny_models
 from tests.server_process import ServerProcess
 
 ROOT = Path(__file__).parent.parent
@@ -26,16 +27,39 @@ PROGRAMS = blocks("python")
 COMMANDS = [block for block in blocks("bash") if "./scripts/" not in block]  # those two run this test
 
 
+class Servers:
+    """A server for each port that the pages name, started when the first page asks for it."""
+
+    def __init__(self, default_model: Path, folder: Path) -> None:
+        self._arguments: dict[int, list[str | Path]] = {
+            8080: ["-m", default_model],
+            8081: ["-m", default_model, "--pooling", "mean"],
+            8082: ["-m", tiny_models.reranker(folder / "reranker.gguf")],
+        }
+        self._running: dict[int, ServerProcess] = {}
+
+    def url(self, port: int) -> str:
+        if port not in self._running:
+            self._running[port] = ServerProcess(*self._arguments[port]).wait_ready()
+        return self._running[port].url
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            process.stop()
+
+
 @pytest.fixture(scope="module")
-def server(default_model: Path) -> Iterator[ServerProcess]:
-    with ServerProcess("-m", default_model) as process:
-        yield process.wait_ready()
+def servers(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    servers = Servers(default_model, tmp_path_factory.mktemp("docs"))
+    yield servers
+    servers.stop()
 
 
-def run(command: list[str], server: ServerProcess) -> str:
-    here = [part.replace("http://127.0.0.1:8080", server.url) for part in command]
+def run(command: list[str], servers: Servers) -> str:
+    here = [re.sub(r"http://127\.0\.0\.1:(\d+)", lambda url: servers.url(int(url[1])), part) for part in command]
     done = subprocess.run(here, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+    assert '"error"' not in done.stdout, done.stdout
     return done.stdout
 
 
@@ -45,14 +69,14 @@ def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_each_program_runs_and_prints(program: str, server: ServerProcess) -> None:
-    assert run([sys.executable, "-c", program], server).strip()
+def test_each_program_runs_and_prints(program: str, servers: Servers) -> None:
+    assert run([sys.executable, "-c", program], servers).strip()
 
 
 @pytest.mark.parametrize("commands", COMMANDS)
-def test_each_command_runs_and_prints(commands: str, server: ServerProcess) -> None:
+def test_each_command_runs_and_prints(commands: str, servers: Servers) -> None:
     ours = commands.replace(".venv/bin/cppbatch", f"{sys.executable} -m cppbatch")
-    assert run(["bash", "-euo", "pipefail", "-c", ours], server).strip()
+    assert run(["bash", "-euo", "pipefail", "-c", ours], servers).strip()
 
 
 def test_readme_code_and_package_pin_the_same_library() -> None:

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
-from cppbatch.errors import ModelError
+from cppbatch.errors import InvalidRequest
 from tests import tiny_models
 
 KINDS = [
@@ -183,9 +183,12 @@ def test_requests_that_outgrow_a_tiny_cache_get_the_texts_of_an_ample_one(open_e
     assert (stats.swaps > 0) == (swap_space > 0)
 
 
-def test_an_encoder_is_refused_with_its_name(tiny_encoder):
-    with pytest.raises(ModelError, match=r"tiny-encoder.*cannot generate"):
-        BatchInferenceEngine(tiny_encoder, n_ctx=256, n_parallel=1, n_threads=1)
+def test_an_encoder_is_asked_for_text_in_vain(tiny_encoder):
+    with (
+        BatchInferenceEngine(tiny_encoder, n_ctx=256, n_parallel=1, n_threads=1) as engine,
+        pytest.raises(InvalidRequest, match=r"tiny-encoder runs as an embedding model.*gives no text"),
+    ):
+        engine.generate(["hello"])
 
 
 def test_closing_an_engine_ends_what_runs(tiny_llama):

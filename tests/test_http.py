@@ -17,6 +17,7 @@ from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine import engine as engine_module
 from cppbatch.errors import LlamaError
 from cppbatch.server.app import create_app
+from cppbatch.server.settings import ServerSettings
 
 Http = TestClient[Any, Any]
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -220,6 +221,15 @@ def test_a_chat_template_runs_in_a_sandbox_and_its_complaint_is_the_clients() ->
     for source in ("{{ raise_exception('no system role') }}", "{{ messages.__class__.__mro__ }}", "{% if %}"):
         with pytest.raises(InvalidRequest, match="chat template"):
             ChatTemplate(source, bos="", eos="").render(message)
+
+
+async def test_the_chat_template_of_the_settings_takes_the_place_of_the_models(engine: LocalEngine) -> None:
+    settings = ServerSettings(chat_template="{{ raise_exception('mine') }}")
+    async with TestClient(TestServer(create_app(engine, settings))) as http:
+        status, answer = await post(http, "/v1/chat/completions", HELLO)
+    assert status == 400
+    assert answer["error"]["param"] == "messages"
+    assert answer["error"]["message"].endswith("mine")
 
 
 # --- queues, timeouts, the prefix cache -------------------------------------------------------------------------------

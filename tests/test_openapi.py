@@ -130,9 +130,11 @@ def tame(case: schemathesis.Case) -> None:
     if not isinstance(case.body, dict):
         return
     case.body |= {"prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
+    case.body |= {"params": [{}, {"temperature": 0}]}  # of /generate/batch
     if case.path == "/v1/responses":
         case.body.pop("prompt")
-    for name in ("model", "n", "best_of", "max_completion_tokens", "max_output_tokens", "suffix", *TOOLS, *STORED):
+    others = ("max_completion_tokens", "max_output_tokens", "n_predict", "suffix", "prompts", "functions")
+    for name in ("model", "n", "best_of", *others, *TOOLS, *STORED):
         case.body.pop(name, None)
     if case.path.startswith("/v1/messages"):
         case.body["model"] = "tiny-llama"

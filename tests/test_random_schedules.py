@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +15,8 @@ from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, Sampli
 from cppbatch.config import Sharing
 from cppbatch.engine import engine as engine_module
 from cppbatch.engine import intake, kv_pool, prefix_cache
+from cppbatch.engine.adapters import AdapterSet, adapter_set
+from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.errors import DecodeFailed
 from tests.fakes import EOG, context_of, fake_engine, greedy, reference, text_of
 
@@ -54,7 +57,11 @@ def small_scale() -> Iterator[None]:
 class Arrive:
     prompt: list[int]
     params: SamplingParams
-    options: dict[str, object]
+    options: dict[str, Any]
+
+    @property
+    def adapters(self) -> AdapterSet:
+        return adapter_set(self.options["lora"], ADAPTERS)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,9 @@ MEMORIES: st.SearchStrategy[tuple[bool, Sharing]] = st.sampled_from(
 
 BEGINNINGS = (b"", b"", b"\1" * 5, b"\1" * 5 + b"\2" * 4, b"\1" * 5 + b"\3", b"\4\5\6\7\x08\x09")
 
+ADAPTERS = (AdapterInfo(name="x", path="", scale=1), AdapterInfo(name="y", path="", scale=0))
+LORAS = (None, None, None, None, {}, {"x": 0.5}, {"y": 1, "x": 1})
+
 STOPS = ((), (), ("a",), ("ab", "b "), ("aab", "ba"), ("é",), ("🙂", "bé"))
 STOP_TOKENS = ((), (), tuple(range(8)), (33, 42, 60))
 
@@ -112,6 +122,7 @@ def arrivals(draw: st.DrawFn) -> Arrive:
         "queue_timeout": draw(st.sampled_from((None, None, None, 0, 15))),
         "cache_prompt": draw(st.sampled_from((True, True, True, False))),
         "cache_salt": draw(st.sampled_from(("", "", "", "a"))),
+        "lora": draw(st.sampled_from(LORAS)),
     }
     return Arrive([byte % min(EOG) for byte in prompt], params, options)
 
@@ -176,7 +187,7 @@ class Run:
 def check_answer(arrival: Arrive, events: list[GenerationEvent]) -> None:
     tokens = [token for event in events for token in event.tokens]
     text = "".join(event.text for event in events)
-    expected_tokens, expected_text, expected_reason = reference(arrival.prompt, arrival.params)
+    expected_tokens, expected_text, expected_reason = reference(arrival.prompt, arrival.params, arrival.adapters)
     reason, usage = events[-1].finish_reason, events[-1].usage
     if reason in (FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.TIMEOUT):
         assert tokens == expected_tokens[: len(tokens)]
@@ -206,6 +217,7 @@ def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(
         n_parallel=N_PARALLEL,
         unified=unified,
         sharing=sharing,
+        adapters=ADAPTERS,
         **sizes,
     )
     run = Run(engine)
@@ -222,7 +234,8 @@ def test_a_failed_step_ends_those_in_its_batch_and_changes_no_other_text(
     actions: list[Action], memory: tuple[bool, Sharing], failing_step: int
 ) -> None:
     unified, sharing = memory
-    run = Run(fake_engine(n_ctx=N_CTX, n_batch=N_BATCH, n_parallel=N_PARALLEL, unified=unified, sharing=sharing))
+    sizes = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_parallel": N_PARALLEL}
+    run = Run(fake_engine(unified=unified, sharing=sharing, adapters=ADAPTERS, **sizes))
     context = context_of(run.engine)
     context.fail_at[failing_step] = DecodeFailed(-3, "made to fail")
     for action in actions:

@@ -83,17 +83,33 @@ def hybrid(path: PathLike) -> Path:
     return write_gguf(path, writer, [_embedding(), *layers, norm("token_embd_norm", N_EMBD), _output()])
 
 
-def encoder_only(path: PathLike) -> Path:
-    """BERT with mean pooling: embeds text, cannot continue it."""
+def encoder_only(
+    path: PathLike,
+    *,
+    pooling: gguf.PoolingType | None = gguf.PoolingType.MEAN,
+    n_scores: int = 0,
+    rerank_template: str | None = None,
+    n_ctx_train: int = N_CTX_TRAIN,
+    rotary: bool = False,
+) -> Path:
+    """BERT, with mean pooling unless told otherwise: embeds text, cannot continue it.
+
+    `n_scores`: it is a reranker with so many outputs, labelled "0", "1" ... `rotary`: Nomic's kind, whose SiLU is exact
+    on a CPU, where GELU is looked up in a table of 16-bit floats.
+    """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     ascii_marks = [chr(c) for c in range(0x21, 0x7F)]
     pieces = [*special, *("\u2581" + c for c in ascii_marks), *ascii_marks]
-    writer = gguf.GGUFWriter(path, "bert")
-    _add_sizes(writer)
+    writer = gguf.GGUFWriter(path, "nomic-bert" if rotary else "bert")
+    _add_sizes(writer, n_ctx_train)
+    writer.add_rope_freq_base(10_000.0)
     _add_attention(writer, N_HEAD)
     writer.add_layer_norm_eps(1e-5)
     writer.add_causal_attention(False)
-    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    if pooling is not None:
+        writer.add_pooling_type(pooling)
+    if rerank_template:
+        writer.add_chat_template([{"name": "rerank", "template": rerank_template}])
     writer.add_tokenizer_model("bert")
     writer.add_token_list(pieces)
     writer.add_token_types([gguf.TokenType.CONTROL] * 5 + [gguf.TokenType.NORMAL] * (len(pieces) - 5))
@@ -106,13 +122,51 @@ def encoder_only(path: PathLike) -> Path:
     weights = [
         Weight("token_embd.weight", (len(pieces), N_EMBD), std=0.5),
         Weight("token_types.weight", (2, N_EMBD), std=0.5),
-        Weight("position_embd.weight", (N_CTX_TRAIN, N_EMBD), std=0.5),
         *_norm_with_bias("token_embd_norm"),
     ]
+    if not rotary:
+        weights.append(Weight("position_embd.weight", (n_ctx_train, N_EMBD), std=0.5))
     for i in range(2):
         weights += _projections(f"blk.{i}", N_EMBD) + _norm_with_bias(f"blk.{i}.attn_output_norm")
         weights += [matrix(f"blk.{i}.ffn_up", N_FF, N_EMBD), matrix(f"blk.{i}.ffn_down", N_EMBD, N_FF)]
+        weights += [matrix(f"blk.{i}.ffn_gate", N_FF, N_EMBD)] if rotary else []
         weights += _norm_with_bias(f"blk.{i}.layer_output_norm")
+    if n_scores:
+        writer.add_classifier_output_labels([str(i) for i in range(n_scores)])
+        weights += [matrix("cls", N_EMBD, N_EMBD), Weight("cls.bias", (N_EMBD,), std=0.1)]
+        weights += [matrix("cls.output", n_scores, N_EMBD, 3.0), Weight("cls.output.bias", (n_scores,))]
+    return write_gguf(path, writer, weights)
+
+
+def reranker(path: PathLike, **kwargs: Any) -> Path:
+    """BERT with a classification head that gives one score; keyword arguments go to `encoder_only`."""
+    return encoder_only(path, **{"pooling": gguf.PoolingType.RANK, "n_scores": 1, **kwargs})
+
+
+def diffusion(path: PathLike) -> Path:
+    """LLaDA: its layers are Llama's, but it fills in all tokens of a text at once, again and again."""
+    writer = _writer(path, "llada")
+    _add_attention(writer, N_HEAD_KV)
+    writer.add_rope_dimension_count(N_EMBD // N_HEAD)
+    layers = [w for i in range(2) for w in (*_plain_attention(f"blk.{i}"), *_feed_forward(f"blk.{i}"))]
+    return write_gguf(path, writer, [_embedding(), *layers, norm("output_norm", N_EMBD), _output()])
+
+
+def encoder_decoder(path: PathLike) -> Path:
+    """T5: one stack of layers reads a text, another one writes."""
+    writer = _writer(path, "t5")
+    _add_attention(writer, N_HEAD)
+    writer.add_key_length(N_EMBD // N_HEAD)
+    writer.add_value_length(N_EMBD // N_HEAD)
+    writer.add_relative_attn_buckets_count(8)
+    writer.add_decoder_start_token_id(0)
+    weights = [_embedding(), norm("enc.output_norm", N_EMBD), norm("dec.output_norm", N_EMBD), _output()]
+    for i in range(2):
+        for blk, kinds in ((f"enc.blk.{i}", ["attn"]), (f"dec.blk.{i}", ["attn", "cross_attn"])):
+            for kind in kinds:
+                weights += [matrix(f"{blk}.{kind}_{x}", N_EMBD, N_EMBD) for x in "qkvo"]
+                weights += [norm(f"{blk}.{kind}_norm", N_EMBD)]
+            weights += [Weight(f"{blk}.attn_rel_b.weight", (8, N_HEAD), std=0.1), *_feed_forward(blk)]
     return write_gguf(path, writer, weights)
 
 
@@ -151,8 +205,8 @@ def _writer(path: PathLike, arch: str) -> Any:
     return writer
 
 
-def _add_sizes(writer: Any) -> None:
-    writer.add_context_length(N_CTX_TRAIN)
+def _add_sizes(writer: Any, n_ctx_train: int = N_CTX_TRAIN) -> None:
+    writer.add_context_length(n_ctx_train)
     writer.add_embedding_length(N_EMBD)
     writer.add_block_count(2)
 
@@ -186,7 +240,11 @@ def _projections(blk: str, n_kv: int) -> list[Weight]:
 def _attention(blk: str) -> list[Weight]:
     """Attention that normalises each head's queries and keys, as Gemma 3 and LFM2 have it."""
     head_norms = [Weight(f"{blk}.attn_{x}_norm.weight", (N_EMBD // N_HEAD,), mean=1.5) for x in "qk"]
-    return [norm(f"{blk}.attn_norm", N_EMBD), *_projections(blk, N_KV), *head_norms]
+    return [*_plain_attention(blk), *head_norms]
+
+
+def _plain_attention(blk: str) -> list[Weight]:
+    return [norm(f"{blk}.attn_norm", N_EMBD), *_projections(blk, N_KV)]
 
 
 def _feed_forward(blk: str) -> list[Weight]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
-import json
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
+from cppbatch.chat.capabilities import Message, Takes, find_out
+from cppbatch.chat.continuation import cut_after, mark_end
+from cppbatch.chat.known import CHATML
+from cppbatch.chat.messages import as_wanted
+from cppbatch.chat.sandbox import compile_template, run
+from cppbatch.errors import ConfigError, InvalidRequest
 
-from cppbatch.errors import InvalidRequest
-
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""For models that bring no template of their own, as llama.cpp does."""
+_PROBE_SECONDS = 0.25
 
 
 class ChatTemplate:
-    """A Jinja template, run in a sandbox because it comes with a downloaded file.
+    """A Jinja template, compiled once and run in a sandbox because it comes with a downloaded file.
 
     Raises `InvalidRequest` when the template itself is broken.
     """
@@ -30,48 +26,52 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, *, bos: str, eos: str) -> None:
         self.source = source or CHATML
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
         try:
-            self._template = environment.from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise InvalidRequest(
-                "messages", f"cannot be used: this model's chat template is broken ({error})"
-            ) from error
+            self._template = compile_template(self.source)
+        except ConfigError as error:
+            raise InvalidRequest("messages", f"cannot be used with this model: {error}") from error
         self._tokens = {"bos_token": bos, "eos_token": eos}
+
+    @cached_property
+    def takes(self) -> Takes:
+        """What the template supports. Found out at the first use, by rendering with it."""
+        return find_out(self._try)
 
     def render(
         self,
-        messages: list[dict[str, Any]],
+        messages: list[Message],
         *,
         tools: list[dict[str, Any]] | None = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt for the assistant's next turn. Raises `InvalidRequest` with the template's own complaint.
+        """The prompt for the assistant's next turn, or with `continue_final_message` for the rest of the last message.
 
-        `messages` are OpenAI's; `kwargs` go to the template.
+        `messages` and `tools` are OpenAI's, with text only; `kwargs` are further variables for the template
+        (`enable_thinking`, `documents`, ...), none of which may have the name of an argument here. The prompt ends
+        with the beginning of the assistant's turn unless `add_generation_prompt` is False or the last message goes on.
+        Raises `InvalidRequest`: the template's own complaint, or a last message that cannot be continued.
         """
-        if continue_final_message:
-            raise InvalidRequest("continue_final_message", "is not supported by this server")
         if add_generation_prompt is None:
-            add_generation_prompt = True
-        variables = self._tokens | kwargs | {"messages": messages, "tools": tools}
+            add_generation_prompt = not continue_final_message
+        elif add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message",
+                "and add_generation_prompt exclude each other: one goes on with the last message, one begins another",
+            )
+        wanted = [as_wanted(message, self.takes) for message in messages]
+        end = mark_end(wanted) if continue_final_message else ""
+        variables = {"documents": None, **self._tokens, **kwargs, "messages": wanted, "tools": tools or None}
         try:
-            return self._template.render(variables, add_generation_prompt=add_generation_prompt)
+            text = run(self._template, {**variables, "add_generation_prompt": add_generation_prompt})
         except Exception as error:  # a template is a program: it may fail in any way
             raise InvalidRequest("messages", f"do not fit this model's chat template: {error}") from error
+        return cut_after(end, text) if continue_final_message else text
 
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """As the templates of the Hugging Face hub expect it: Jinja's own would escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    def _try(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str | None:
+        variables = {"documents": None, **self._tokens, "messages": messages, "tools": tools}
+        try:
+            return run(self._template, {**variables, "add_generation_prompt": True}, seconds=_PROBE_SECONDS)
+        except Exception:  # a refusal is an answer here
+            return None

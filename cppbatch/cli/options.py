@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import click
@@ -19,6 +21,19 @@ _DEFAULTS = EngineConfig(model_path="")
 def option(*names: str, env: str, **settings: Any) -> Callable[[Command], Command]:
     """An option with its environment variable, CPPBATCH_<env>."""
     return click.option(*names, envvar=f"CPPBATCH_{env}", show_envvar=True, show_default=True, **settings)
+
+
+def _adapters(_context: object, _option: object, given: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    """FILE or FILE=SCALE, each; a file's name may have a = in it."""
+    return tuple(_adapter(each) for each in given)
+
+
+def _adapter(given: str) -> tuple[str, float]:
+    path, _, scale = given.rpartition("=")
+    if path and not Path(given).is_file():
+        with contextlib.suppress(ValueError):  # no number: part of the name
+            return path, float(scale)
+    return given, 1.0
 
 
 _MODEL = option(
@@ -84,6 +99,10 @@ _ENGINE = [
     option(
         "--swap-space", env="SWAP_SPACE", type=int, default=_DEFAULTS.swap_space,
         help="MiB of host memory for sequences that must give up their KV cells; 0: compute them again.",
+    ),
+    option(
+        "--lora", env="LORA", metavar="FILE[=SCALE]", multiple=True, callback=_adapters,
+        help="A LoRA adapter, at scale 1 unless told otherwise; may be given several times. Requests may choose.",
     ),
     option(
         "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,

@@ -29,6 +29,10 @@ _OPTIONS = [
     option("--max-body-mb", env="MAX_BODY_MB", type=int, default=16, help="Most MiB of a request's body."),
     option("--max-n", env="MAX_N", type=int, default=128, help="Most completions of one prompt."),
     option(
+        "--max-prompts-per-batch", env="MAX_PROMPTS_PER_BATCH", type=int, default=256,
+        help="Most prompts, or settings of one prompt, of one request for many.",
+    ),
+    option(
         "--max-tokens", env="MAX_TOKENS", type=int, default=None,
         help="Most tokens of one completion, also of those that name no number.",
     ),
@@ -56,6 +60,10 @@ _OPTIONS = [
         "--alias", "aliases", env="ALIAS", multiple=True, metavar="NAME",
         help="A further name that the model answers to; may be given several times.",
     ),
+    option(
+        "--chat-template", env="CHAT_TEMPLATE", metavar="NAME|FILE|TEXT", default=None,
+        help="Chat template to use instead of the model's own: a name such as chatml, a file, or Jinja itself.",
+    ),
     option("--log-format", env="LOG_FORMAT", type=click.Choice(["text", "json"]), default="text", help="Of the log."),
 ]  # fmt: skip
 
@@ -69,8 +77,10 @@ def server_options(command: Command) -> Command:
         api_key_file: str | None,
         ssl_certfile: str | None,
         ssl_keyfile: str | None,
+        chat_template: str | None,
         **arguments: Any,
     ) -> Any:
+        from cppbatch.chat.known import find_template
         from cppbatch.server.keys import Keys, read_keys
         from cppbatch.server.limits import Limits
         from cppbatch.server.listener import Address, tls_context
@@ -83,6 +93,7 @@ def server_options(command: Command) -> Command:
             cors_origins=arguments.pop("cors_origins"),
             aliases=arguments.pop("aliases"),
             drain_timeout=arguments.pop("drain_timeout"),
+            chat_template=find_template(chat_template) if chat_template else None,
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)
         address = Address(host=arguments.pop("host"), port=arguments.pop("port"), tls=tls)

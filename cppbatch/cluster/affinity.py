@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from cppbatch.engine.request import GenerationRequest, Pair
 
@@ -11,7 +11,7 @@ _SHORTEST = 64  # letters; of token ids a quarter of that
 _LETTERS_PER_TOKEN = 4
 _MOST_KEPT = 16384  # beginnings
 
-Beginning = tuple[str, int, int]
+Beginning = tuple[Hashable, int, int]
 
 
 class Affinity:
@@ -42,8 +42,9 @@ def _beginnings(request: GenerationRequest) -> Iterator[tuple[int, Beginning]]:
     if not request.cache_prompt or request.task == "embed" or isinstance(prompt, Pair):
         return
     letters = 1 if isinstance(prompt, str) else _LETTERS_PER_TOKEN
+    lora = None if request.lora is None else frozenset(request.lora.items())
     length = _SHORTEST
     while length <= len(prompt) * letters:
         part = prompt[: length // letters]
-        yield length, (request.cache_salt, length, hash(part if isinstance(part, str) else tuple(part)))
+        yield length, ((request.cache_salt, lora), length, hash(part if isinstance(part, str) else tuple(part)))
         length *= 2

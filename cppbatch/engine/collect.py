@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import Completion, GenerationEvent, TokenLogprob
-from cppbatch.errors import InvalidRequest
+from cppbatch.engine.vectors import Vector, vector_of
+from cppbatch.errors import GenerationFailed, InvalidRequest
 
 
 def params_for_each(
@@ -18,7 +20,7 @@ def params_for_each(
 ) -> list[SamplingParams]:
     """One `SamplingParams` for each prompt. Raises `InvalidRequest` when the counts differ."""
     if isinstance(prompts, str):
-        raise InvalidRequest("prompts", "is one string; give a list of prompts, like [prompt]")
+        raise InvalidRequest("prompts", "is one string; give a list of them, like [prompt]")
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
@@ -67,16 +69,40 @@ def likeliest(completions: list[Completion], n: int, of: int) -> list[Completion
 
 def collect(ids: list[str], events: Iterable[GenerationEvent], *, progress: bool) -> list[Completion]:
     """Reads all events of these requests and returns their results in the order of `ids`."""
+    parts = _gathered(ids, events, "generating", progress=progress)
+    return [_completion(parts[request_id]) for request_id in ids]
+
+
+def collect_vectors(ids: list[str], events: Iterable[GenerationEvent], n_embd: int, *, progress: bool) -> Vector:
+    """Reads all events of these embedding requests and returns their vectors in the order of `ids`.
+
+    float32[len(ids), n_embd]. Raises `GenerationFailed` when one of them has none.
+    """
+    parts = _gathered(ids, events, "embedding", progress=progress)
+    vectors = np.empty((len(ids), n_embd), np.float32)
+    for i, request_id in enumerate(ids):
+        last = parts[request_id][-1]
+        if last.embedding is None:
+            assert last.finish_reason is not None
+            raise GenerationFailed(f"texts[{i}] has no vector: {last.error or last.finish_reason.value}")
+        vectors[i] = vector_of(last.embedding)
+    return vectors
+
+
+def _gathered(
+    ids: list[str], events: Iterable[GenerationEvent], what: str, *, progress: bool
+) -> dict[str, list[GenerationEvent]]:
+    """The events of each request, with a line that shows how far they are."""
     parts: dict[str, list[GenerationEvent]] = {request_id: [] for request_id in ids}
     with _progress_line(enabled=progress) as line:
-        task = line.add_task("generating", total=len(ids), tokens=0, speed=0.0)
+        task = line.add_task(what, total=len(ids), tokens=0, speed=0.0)
         tokens = 0
         for event in events:
             parts[event.request_id].append(event)
-            tokens += len(event.tokens)
+            tokens += event.usage.prompt_tokens if event.embedding and event.usage else len(event.tokens)
             elapsed = line.tasks[task].elapsed
             line.update(task, advance=event.finish_reason is not None, tokens=tokens, speed=tokens / (elapsed or 1e9))
-    return [_completion(parts[request_id]) for request_id in ids]
+    return parts
 
 
 def _progress_line(*, enabled: bool) -> Progress:

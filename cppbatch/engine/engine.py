@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterator
-from collections.abc import Sequence as AnySequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from cppbatch.config import EngineConfig, engine_config
-from cppbatch.engine.collect import collect, expand, likeliest, n_candidates, params_for_each
+from cppbatch.engine.calls import Calls
 from cppbatch.engine.events import Events
 from cppbatch.engine.fill import refill
 from cppbatch.engine.intake import Intake
@@ -21,8 +20,9 @@ from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.outputs import Outputs
 from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.pooled_scheduler import PooledScheduler
+from cppbatch.engine.pooling import Pooler
 from cppbatch.engine.request import (
-    Completion,
     FinishReason,
     GenerationEvent,
     GenerationRequest,
@@ -40,7 +40,7 @@ from cppbatch.llama import Batch
 log = logging.getLogger("cppbatch.engine")
 
 
-class BatchInferenceEngine:
+class BatchInferenceEngine(Calls):
     """Runs many requests at once through one llama.cpp context: they join and leave at any step.
 
     Not thread-safe, except `prepare`: one thread calls `step` and the rest (`cppbatch.LocalEngine` does that for
@@ -72,11 +72,12 @@ class BatchInferenceEngine:
             cache_bytes=config.prefix_cache_ram << 20,
         )
         self._intake = Intake(self._vocab, self.kv.n_ctx, self.info)
+        policy = PooledScheduler if self.info.pooling else Scheduler
         target = config.target_step_ms / 1000 if config.target_step_ms else None
-        self._scheduler = Scheduler(
+        self._scheduler = policy(
             self.kv, step_tokens=context.n_batch, n_parallel=config.n_parallel, target_step_s=target
         )
-        self._sampler = StepSampler(self._vocab, context)
+        self._sampler = Pooler(context) if self.info.pooling else StepSampler(self._vocab, context)
         self._outputs = Outputs(self._vocab)
         self._metrics = Metrics()
         self._sequences: dict[str, Sequence] = {}
@@ -217,6 +218,7 @@ class BatchInferenceEngine:
     def _decode(self, plan: StepPlan) -> bool:
         """Computes the batch. When llama.cpp cannot, its sequences end with an error and the others go on."""
         try:
+            self._context.use_adapters(plan.adapters)
             self._context.decode(self._batch)
         except LlamaError as error:
             if not self.survives_failures:
@@ -294,7 +296,9 @@ class BatchInferenceEngine:
         sequence.finished_at = perf_counter()
         self._tell(
             sequence,
+            embedding=sequence.embedding,
             finish_reason=reason,
+            stop=sequence.text.stop,
             seed=sequence.seed,
             usage=sequence.usage(),
             error=sequence.error,
@@ -308,75 +312,6 @@ class BatchInferenceEngine:
         self._events.new.append(
             GenerationEvent(request_id=sequence.id, text=news.text, tokens=news.tokens, logprobs=news.logprobs, **end)
         )
-
-    # --- the simple ways to use it ------------------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompts: AnySequence[Prompt],
-        params: SamplingParams | AnySequence[SamplingParams] | None = None,
-        *,
-        n: int = 1,
-        best_of: int | None = None,
-        progress: bool = False,
-        **options: Any,
-    ) -> list[Completion]:
-        """Continues every prompt, all in one batch, and returns the results in the prompts' order.
-
-        `params`: one for all, or one for each prompt. `n`: results for each prompt, one after the other; `best_of`:
-        so many are made, and the `n` of the highest mean log-probability returned. `progress` shows a line with the
-        speed. `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...) for all. Raises
-        `InvalidRequest` naming the prompt at fault before anything runs. Interrupted, it cancels what is left.
-        """
-        of = n_candidates(n, best_of)
-        wanted = expand(params_for_each(prompts, params), of, ranked=of > n)
-        ids = self._add_all([prompt for prompt in prompts for _ in range(of)], wanted, options, of)
-        results = collect(ids, self._run(set(ids)), progress=progress)
-        return likeliest(results, n, of) if of > n else results
-
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
-    ) -> Generator[GenerationEvent, None, None]:
-        """Continues one prompt, yielding its events as they come; other requests advance meanwhile.
-
-        `options`: fields of `GenerationRequest`. Closing the iterator cancels the request.
-        """
-        return self._stream(self._prepare(prompt, params, **options))
-
-    def _stream(self, sequence: Sequence) -> Generator[GenerationEvent, None, None]:
-        self.add(sequence)  # not before the iteration starts: an iterator that never ran leaves nothing behind
-        yield from self._run({sequence.id})
-
-    def _add_all(
-        self, prompts: list[Prompt], params: list[SamplingParams], options: dict[str, Any], of_each: int
-    ) -> list[str]:
-        prepared = []
-        for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                prepared.append(self._prepare(prompt, its, **options))
-            except InvalidRequest as error:
-                raise InvalidRequest(f"prompts[{i // of_each}]", str(error)) from error
-        for sequence in prepared:
-            self._queue(sequence)  # however many: who waits for them all is this caller alone
-        return [sequence.id for sequence in prepared]
-
-    def _run(self, ids: set[str]) -> Iterator[GenerationEvent]:
-        """Steps until these requests have ended, yields their events, and keeps others' for those who ask."""
-        try:
-            while ids:
-                self._compute()
-                self._events.keep()
-                # Gone without a word here: somebody else's `step` has taken the last event.
-                ids &= {i for i in ids if i in self._sequences or i in self._events}
-                for request_id in [i for i in ids if i in self._events]:
-                    for event in self._events.take_of(request_id):
-                        if event.finish_reason:
-                            ids.discard(request_id)
-                        yield event
-        finally:
-            for request_id in ids:
-                self.cancel(request_id)
-            self._events.drop(ids)
 
     # --- looking at it, ending it -------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.adapters import adapter_set
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed
 from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece
@@ -47,10 +48,12 @@ class Intake:
         elif wanted is not None and n + wanted > limit:
             message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
             raise InvalidRequest("max_tokens", message)
+        adapters = adapter_set(request.lora, self._info.adapters)
         recipe = make_recipe(request.params, self._vocab, limit)
         constraint = self._grammars.constraint(request.params)
         max_new = limit - n if wanted is None else wanted
-        sequence = Sequence(request, prompt, max_new=max_new, seed=actual_seed(request.params.seed), now=arrived_at)
+        seed = actual_seed(request.params.seed)
+        sequence = Sequence(request, prompt, max_new=max_new, seed=seed, now=arrived_at, adapters=adapters)
         sequence.recipe, sequence.constraint = recipe, constraint
         return sequence
 
@@ -71,10 +74,10 @@ class Intake:
         info = self._info
         if info.pooling and request.task == "generate":
             kind = "a reranker" if info.pooling == "rank" else f"an embedding model (--pooling {info.pooling})"
-            raise InvalidRequest("model", f"{info.name} runs as {kind} and gives no text; use one that generates text")
+            raise InvalidRequest("task", f"{info.name} runs as {kind} and gives no text; use one that generates text")
         if request.task == "embed" and not info.pooling:
             message = "generates text; for embeddings use an embedding model, or start this one with --pooling mean"
-            raise InvalidRequest("model", f"{info.name} {message}")
+            raise InvalidRequest("task", f"{info.name} {message}")
 
     def _limit_text(self) -> str:
         limit = self._info.max_sequence

@@ -312,7 +312,7 @@ class KVPool:
 
     def _cache(self, sequence: Sequence) -> None:
         tokens = sequence.tokens[: sequence.n_computed].copy()
-        cached = CachedPrefix(tokens, sequence.request.cache_salt, sequence.seq_id, sequence.cells)
+        cached = CachedPrefix(tokens, sequence.salt, sequence.seq_id, sequence.cells)
         self.cache.forget(sequence)
         del self._running[sequence.seq_id]
         sequence.seq_id, sequence.cells = -1, None

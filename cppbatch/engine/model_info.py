@@ -11,6 +11,20 @@ class FillIn(msgspec.Struct, frozen=True, kw_only=True):
     prefix: str
     suffix: str
     middle: str
+    repository: str = ""
+    """Before the name of the repository that files belong to; "" if the model knows nothing of that."""
+    file: str = ""
+    """Before a file's name, of several; "" as well."""
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that was loaded with the model. Its id is its place among them."""
+
+    name: str
+    """The file's name without its ending."""
+    path: str
+    scale: float
+    """What requests get that do not say."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,3 +59,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How a reranker wants a pair of texts, with {query} and {document} in it; None: as one text after the other."""
     labels: list[str] = []
     """What a reranker's scores mean, where its file says so: one for each, but mostly none."""
+    adapters: tuple[AdapterInfo, ...] = ()

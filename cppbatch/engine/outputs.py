@@ -22,6 +22,9 @@ class Outputs:
 
     def accept(self, sequence: Sequence, choice: Choice) -> FinishReason | None:
         """Appends the token, and those that a grammar forces then; why the text has ended, if it has."""
+        if sequence.request.task == "embed":
+            sequence.embedding, sequence.error = choice.embedding, choice.error
+            return FinishReason.ERROR if choice.error else FinishReason.STOP
         if reason := self.say(sequence):
             return reason
         self._open(sequence)

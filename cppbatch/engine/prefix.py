@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -27,10 +27,10 @@ class PrefixTree(Generic[Holder]):
     """Maps token ids, int32[n], to holders. Those of different salts never meet."""
 
     def __init__(self) -> None:
-        self._roots: dict[str, _Node[Holder]] = {}
-        self._entries: dict[Holder, tuple[str, Tokens]] = {}
+        self._roots: dict[Hashable, _Node[Holder]] = {}
+        self._entries: dict[Holder, tuple[Hashable, Tokens]] = {}
 
-    def insert(self, holder: Holder, tokens: Tokens, salt: str) -> None:
+    def insert(self, holder: Holder, tokens: Tokens, salt: Hashable) -> None:
         """Notes that `holder` has these tokens, in place of what it had before. They must not change afterwards."""
         self.discard(holder)
         self._entries[holder] = (salt, tokens)
@@ -75,7 +75,7 @@ class PrefixTree(Generic[Holder]):
             node, at = child, at + len(child.edge)
         self._merge_along(salt, tokens)
 
-    def _merge_along(self, salt: str, tokens: Tokens) -> None:
+    def _merge_along(self, salt: Hashable, tokens: Tokens) -> None:
         """Makes one edge of two where nobody parts any more, or the tree would grow with every request there was."""
         node, at = self._roots.get(salt), 0
         while node and at < len(tokens) and (child := node.children.get(int(tokens[at]))):
@@ -92,7 +92,7 @@ class PrefixTree(Generic[Holder]):
     def _part(self, holder: Holder, start: int, stop: int) -> Tokens:
         return self._entries[holder][1][start:stop]
 
-    def matches(self, tokens: Tokens, salt: str) -> Iterator[tuple[Holder, int]]:
+    def matches(self, tokens: Tokens, salt: Hashable) -> Iterator[tuple[Holder, int]]:
         """Every holder that begins with some of these tokens, and with how many; the longest first."""
         path = list(self._path(tokens, salt))
         deeper: dict[Holder, None] = {}
@@ -102,7 +102,7 @@ class PrefixTree(Generic[Holder]):
                     yield holder, n
             deeper = node.holders
 
-    def _path(self, tokens: Tokens, salt: str) -> Iterator[tuple[_Node[Holder], int]]:
+    def _path(self, tokens: Tokens, salt: Hashable) -> Iterator[tuple[_Node[Holder], int]]:
         """The nodes along these tokens, each with how many tokens match there; none where nothing does."""
         node, at = self._roots.get(salt), 0
         while node and at < len(tokens) and (child := node.children.get(int(tokens[at]))):

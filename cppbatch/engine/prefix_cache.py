@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from cppbatch.config import Sharing
@@ -19,7 +20,7 @@ class CachedPrefix:
 
     __slots__ = ("cells", "salt", "saved", "seq_id", "tokens")
 
-    def __init__(self, tokens: Tokens, salt: str, seq_id: int, cells: Span | None) -> None:
+    def __init__(self, tokens: Tokens, salt: Hashable, seq_id: int, cells: Span | None) -> None:
         self.tokens = tokens
         self.salt = salt
         self.seq_id = seq_id
@@ -66,7 +67,7 @@ class PrefixCache:
         """Offers a running sequence's known tokens to others."""
         if self.wants(sequence):
             tokens = sequence.tokens[: sequence.n_tokens].copy()  # parts of which may outlive the sequence in the tree
-            self._tree.insert(sequence, tokens, sequence.request.cache_salt)
+            self._tree.insert(sequence, tokens, sequence.salt)
 
     def forget(self, sequence: Sequence) -> None:
         """Its memory is about to go."""
@@ -82,7 +83,7 @@ class PrefixCache:
         if not self.wants(sequence) or sequence.is_scored:
             return None, False
         tokens = sequence.tokens[: sequence.n_tokens - 1]
-        for source, n in self._tree.matches(tokens, sequence.request.cache_salt):
+        for source, n in self._tree.matches(tokens, sequence.salt):
             if n <= best_gain:
                 break
             usable = self._usable(source, n)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Literal, get_args
 
 import msgspec
 
-from cppbatch.engine.params import SamplingParams, instance, number
+from cppbatch.config import MOST_LORA_SCALE
+from cppbatch.engine.params import INT32_MAX, SamplingParams, instance, number
 from cppbatch.errors import InvalidRequest
 
 _LONGEST_TIMEOUT = 30 * 24 * 3600  # seconds
@@ -68,6 +70,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Take the beginning of the prompt from the prefix cache, and leave this one there for others."""
     cache_salt: str = ""
     """Requests of different salts never share a prefix (whether one is cached can be seen in the time it takes)."""
+    lora: dict[str | int, float] | None = None
+    """LoRA adapters by name, or by their place from 0, with scales; those left out are off. None: as the engine was
+    started (--lora)."""
 
     def __post_init__(self) -> None:
         number(self, "priority", *OPTION_RANGES["priority"], integer=True)
@@ -79,6 +84,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.task not in get_args(Task):
             raise InvalidRequest("task", f"is {self.task!r}; it must be one of {', '.join(get_args(Task))}")
         instance(self, "cache_salt", str, "a string")
+        if self.lora is not None:
+            self._check_lora(self.lora)
+
+    @staticmethod
+    def _check_lora(lora: object) -> None:
+        """Whether there are such adapters is for the engine to say."""
+        if not isinstance(lora, Mapping):
+            raise InvalidRequest("lora", f"is {lora!r:.200}; it must be an object of adapters and scales")
+        for key, scale in lora.items():
+            if isinstance(key, bool) or not (isinstance(key, str) or (isinstance(key, int) and 0 <= key <= INT32_MAX)):
+                raise InvalidRequest("lora", f"has the key {key!r}; keys are an adapter's name, or its number from 0")
+            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_LORA_SCALE:
+                message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
+                raise InvalidRequest("lora", f"is {scale!r} for {key!r}; {message}")
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +164,8 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     `cppbatch.engine.vectors` reads it."""
     finish_reason: FinishReason | None = None
     """Set in the last event, and only there."""
+    stop: str | None = None
+    """Set in the last event, if a stop string has come: which one."""
     seed: int | None = None
     """Set in the last event: the seed that was used, with which the text can be had again."""
     usage: Usage | None = None

@@ -9,10 +9,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import EngineConfig, Sharing, available_threads
+from cppbatch.config import EngineConfig, Pooling, Sharing, adapter_name, available_threads
+from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.kv_pool import Memory
 from cppbatch.engine.layout import choose_flash_attn, choose_layout
-from cppbatch.engine.model_info import FillIn, ModelInfo
+from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.vocabulary import Tokens
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, DeviceCandidates, Model, find_candidates_on_device, find_sharing
@@ -26,8 +27,10 @@ class Computation(Memory, Protocol):
     n_batch: int
     candidates: DeviceCandidates | None
 
+    def use_adapters(self, adapters: AdapterSet) -> None: ...
     def decode(self, batch: Batch) -> None: ...
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
+    def embedding(self, seq_id: int) -> npt.NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
         progress=progress,
     )
     try:
-        if not model.can_generate:
-            raise ModelError(
-                f"{model.path} ({model.description}) cannot generate text: it is an encoder, an embedding model or "
-                "another kind that is no plain decoder. Use a text-generating model"
-            )
-        on_gpu = config.n_gpu_layers != 0 and Backend.get().supports_gpu
+        if pooling := _pooling(config, model):
+            if config.lora:
+                raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
+            context = _pooled_context(config, model, pooling)
+            return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", model.close)
+        for path, _ in config.lora:
+            model.add_adapter(path)
+        on_gpu = _on_gpu(config)
         layout = choose_layout(
             config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent
         )
@@ -82,18 +87,57 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
             found = find_candidates_on_device(context)
             if not found and config.sampling == "backend":
                 raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
-        return Runtime(context, model.vocab, _info(model, context), sharing, model.close)
+        return Runtime(context, model.vocab, _info(model, context, config), sharing, model.close)
     except BaseException:
         model.close()
         raise
 
 
 def _fill_in(vocab: Vocab) -> FillIn | None:
-    tokens = vocab.fill_in
-    return tokens and FillIn(prefix=vocab.text(tokens[0]), suffix=vocab.text(tokens[1]), middle=vocab.text(tokens[2]))
+    if vocab.fill_in is None:
+        return None
+    prefix, suffix, middle = map(vocab.text, vocab.fill_in)
+    repository, file = map(vocab.text, vocab.fill_in_files)
+    return FillIn(prefix=prefix, suffix=suffix, middle=middle, repository=repository, file=file)
 
 
-def _info(model: Model, context: Context) -> ModelInfo:
+def _on_gpu(config: EngineConfig) -> bool:
+    return config.n_gpu_layers != 0 and Backend.get().supports_gpu
+
+
+def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
+    """How the engine pools; None: it generates. Raises `ModelError` for models that can do neither."""
+    what = f"{model.path} ({model.description})"
+    if not model.is_one_stack:
+        raise ModelError(f"{what} is an encoder-decoder or a diffusion model, which cannot run here. Use another kind")
+    pooling = config.pooling or model.pooling
+    if pooling is None and not model.can_generate:
+        raise ModelError(
+            f"{what} embeds text, and its file does not say how its vectors are pooled. Its makers do: give --pooling "
+            "mean, cls or last"
+        )
+    if pooling == "rank" and not model.can_rank:
+        raise ModelError(f"{what} has no classification head, so it is no reranker. Use another --pooling, or model")
+    return pooling
+
+
+def _pooled_context(config: EngineConfig, model: Model, pooling: Pooling) -> Context:
+    """With cells for one step: nothing stays longer."""
+    step = min(config.n_batch, config.n_ctx)
+    return Context(
+        model,
+        n_ctx=step,
+        n_batch=step,
+        n_seq_max=config.n_parallel,
+        n_threads=config.n_threads or available_threads(),
+        flash_attn=choose_flash_attn(config, "unified", on_gpu=_on_gpu(config), has_amx=Backend.get().has_amx),
+        type_k=config.cache_type_k,
+        type_v=config.cache_type_v,
+        pooling=pooling,
+    )
+
+
+def _info(model: Model, context: Context, config: EngineConfig, pooling: Pooling | None = None) -> ModelInfo:
     return ModelInfo(
         name=model.path.stem,
         path=str(model.path),
@@ -105,9 +149,14 @@ def _info(model: Model, context: Context) -> ModelInfo:
         kv_layout="unified" if context.kv_unified else "per-sequence",
         sampling="backend" if context.candidates else "host",
         n_ctx_train=model.n_ctx_train,
-        max_sequence=min(context.n_ctx_seq, model.n_ctx_train),
+        max_sequence=min(context.n_batch if pooling else context.n_ctx_seq, model.n_ctx_train),
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
         chat_template=model.chat_template,
         fill_in=_fill_in(model.vocab),
+        pooling=pooling,
+        n_embd=model.n_scores if pooling == "rank" else model.n_embd,
+        rerank_template=model.rerank_template,
+        labels=model.labels if pooling == "rank" else [],
+        adapters=tuple(AdapterInfo(name=adapter_name(path), path=path, scale=scale) for path, scale in config.lora),
     )

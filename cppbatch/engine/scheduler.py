@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
+from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.prefix_cache import Match
 from cppbatch.engine.sequence import Sequence, Status
 from cppbatch.engine.step_budget import StepBudget
+from cppbatch.engine.turns import Turns
 
 _MOST_HEADROOM = 32  # tokens a running sequence may grow before the next admission is judged too early
 _FEW = 1000  # deadlines
@@ -27,6 +29,10 @@ class StepPlan:
 
     chunks: list[Chunk] = field(default_factory=list)
     """Sequences with the number of pending tokens to compute, in the order of the batch."""
+    adapters: AdapterSet = ()
+    """With which all of them compute."""
+    is_switch: bool = False
+    """Whether those are others than in the step before."""
     admitted: list[Sequence] = field(default_factory=list)
     n_decode: int = 0
     """How many of the chunks are decoding; the others prefill."""
@@ -57,12 +63,15 @@ class Scheduler:
     who ranks behind it. So the first always goes on, and as waiting improves a rank, nobody starves. The head of the
     queue waits for its cells, and those behind it wait with it, so a large request is not starved by small ones; only
     one that waits for its prefix, which another is computing just then, lets others pass.
+
+    Of those that run, the ones with the LoRA adapters whose turn it is (`Turns`) compute; the others hold their cells.
     """
 
     def __init__(self, kv: KVPool, *, step_tokens: int, n_parallel: int, target_step_s: float | None = None) -> None:
         self._kv = kv
         self._n_parallel = n_parallel
-        self._budget = StepBudget(step_tokens, target_step_s)
+        self._step_tokens = step_tokens
+        self._turns = Turns(StepBudget(step_tokens, target_step_s))
         self._headroom = max(1, min(_MOST_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
         # Both in order of rank.
         self.waiting: list[Sequence] = []
@@ -123,27 +132,33 @@ class Scheduler:
             sequence.pause_at = 0
         if not self._make_room():
             plan.admitted = self._admit()
-        rows = [(s, 1) for s in self.running if s.status is Status.DECODE and not s.moving]
-        plan.n_decode = len(rows)
-        self._kv.make_room(len(rows))  # those admitted just now count too: they fit, once what is cached has gone
-        plan.chunks = _in_batch_order(rows, self._prefill(len(rows)))
+        decoding = [s for s in self.running if s.status is Status.DECODE and not s.moving]
+        self._kv.make_room(len(decoding))  # those admitted just now count too: they fit, once what is cached has gone
+        for adapters in self._turns.order(self.running):
+            rows = [(s, 1) for s in decoding if s.adapters == adapters]
+            plan.chunks = _in_batch_order(rows, self._prefill(adapters, len(rows), len(decoding)))
+            if plan.chunks:
+                plan.adapters, plan.is_switch, plan.n_decode = adapters, self._turns.take(adapters), len(rows)
+                break
         plan.n_tokens = sum(n for _, n in plan.chunks)
         return plan
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
-        """Takes note of how long a step took."""
-        self._budget.observe(plan.n_decode, plan.n_tokens - plan.n_decode, seconds)
+        """Takes note of how long a step took, unless planning the graph anew was part of it."""
+        if not plan.is_switch:
+            self._turns.computed(plan.adapters, plan.n_decode, plan.n_tokens - plan.n_decode, seconds)
 
-    def _prefill(self, n_decode: int) -> list[Chunk]:
-        """Pieces of prompts for what the decode rows leave of the step and of the cells."""
-        prefilling = [s for s in self.running if s.status is Status.PREFILL and not s.moving]
+    def _prefill(self, adapters: AdapterSet, n_decode: int, n_streams: int) -> list[Chunk]:
+        """Pieces of prompts for what the decode rows leave of the step, and all streams' next tokens of the cells."""
+        prefilling = [s for s in self.running if s.status is Status.PREFILL and not s.moving and s.adapters == adapters]
         if not prefilling:
             return []
-        budget = min(self._budget.prefill_tokens(n_decode, len(prefilling)), sum(s.n_pending for s in prefilling))
-        if self._kv.unified and not self._kv.make_room(n_decode + budget):
-            budget = min(budget, self._kv.n_free - n_decode)
+        most = self._turns.budget(adapters).prefill_tokens(n_decode, len(prefilling), n_streams - n_decode)
+        budget = min(most, sum(s.n_pending for s in prefilling))
+        if self._kv.unified and not self._kv.make_room(n_streams + budget):
+            budget = min(budget, self._kv.n_free - n_streams)
         first, reserved = prefilling[0], 0
-        if n_decode:  # the step has little room: half of it is for the first, half for whoever is done soonest
+        if n_streams:  # the step has little room: half of it is for the first, half for whoever is done soonest
             reserved = (budget + 1) // 2
             prefilling = [*sorted(prefilling[1:], key=_n_pending), first]
         chunks = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.cells import Span
 from cppbatch.engine.request import FinishReason, GenerationRequest, Progress, TokenLogprob, Usage
 from cppbatch.engine.text import TextStream
@@ -61,20 +63,28 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_at", "arrived_at", "cells", "constraint", "echoed", "error", "error_field", "finish_reason",
-        "finished_at", "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt", "n_said",
-        "n_tokens", "news", "params", "pause_at", "prompt_logprobs", "rank", "recipe", "request", "sampler", "saved",
-        "seed", "seq_id", "status", "text", "tokens",
+        "adapters", "admitted_at", "arrived_at", "cells", "constraint", "echoed", "embedding", "error", "error_field",
+        "finish_reason", "finished_at", "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt",
+        "n_said", "n_tokens", "news", "params", "pause_at", "prompt_logprobs", "rank", "recipe", "request", "sampler",
+        "saved", "seed", "seq_id", "status", "text", "tokens",
     )  # fmt: skip
 
     recipe: Recipe
     """How its tokens are sampled; set by `Intake`."""
 
     def __init__(
-        self, request: GenerationRequest, prompt: npt.NDArray[np.int32], *, max_new: int, seed: int, now: float
+        self,
+        request: GenerationRequest,
+        prompt: npt.NDArray[np.int32],
+        *,
+        max_new: int,
+        seed: int,
+        now: float,
+        adapters: AdapterSet = (),
     ) -> None:
         self.request = request
         self.params = request.params
+        self.adapters = adapters
         self.n_prompt = self.n_tokens = len(prompt)
         self.max_new = max_new
         self.tokens = np.empty(self.n_prompt + max_new, np.int32)
@@ -96,6 +106,7 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.sampler: SamplerState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.embedding: bytes | None = None  # what an embedding request is about
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.error_field: str | None = None  # of the request, when that is to blame
@@ -106,6 +117,11 @@ class Sequence:
     def id(self) -> str:
         """The request's id."""
         return self.request.id
+
+    @property
+    def salt(self) -> Hashable:
+        """Whose keys and values are worth anything to it: those with the same salt, computed with the same adapters."""
+        return self.request.cache_salt, self.adapters
 
     @property
     def n_pending(self) -> int:
@@ -129,7 +145,7 @@ class Sequence:
 
     def n_logits(self, n: int) -> int:
         """For how many of its next `n` pending tokens logits are wanted; they are the last ones."""
-        return n if self.is_scored else int(n == self.n_pending)
+        return n if self.is_scored or self.request.task == "embed" else int(n == self.n_pending)
 
     def computed(self, n: int) -> None:
         """Notes that the next `n` pending tokens are in the cache."""

@@ -30,16 +30,26 @@ class StepBudget:
         """Running mean of what a prompt token adds."""
         self._since_refresh = 0
 
-    def prefill_tokens(self, n_decode: int, n_prefill: int) -> int:
-        """Prompt tokens, of `n_prefill` sequences, for the next step beside `n_decode` decoding ones."""
+    @property
+    def knows_decoding(self) -> bool:
+        """Whether it has seen a step in which all decoded."""
+        return self._decode_s is not None
+
+    def prefill_tokens(self, n_decode: int, n_prefill: int, n_others: int = 0) -> int:
+        """Prompt tokens, of `n_prefill` sequences, for the next step beside `n_decode` decoding ones.
+
+        `n_others` decode too, but in other steps: this one is not to take long for them either.
+        """
         most = self._most - n_decode
         if n_decode and self._since_refresh >= _REFRESH_EVERY:
             return 0
-        if n_decode == 0 or self._token_s is None or self._decode_s is None or self._quiet_s is None:
+        n_streams = n_decode + n_others
+        if n_streams == 0 or self._token_s is None or self._decode_s is None or self._quiet_s is None:
             return most
-        slowdown = 1 + _SLOWDOWN * max(1, n_prefill / n_decode)
+        slowdown = 1 + _SLOWDOWN * max(1, n_prefill / n_streams)
         target_s = self._target_s or max(_LEAST_TARGET_S, slowdown * self._quiet_s)
-        wanted = int((target_s - self._decode_s) / self._token_s)
+        rows_s = self._decode_s if n_decode else 0.0
+        wanted = int((target_s - rows_s) / self._token_s)
         return min(most, max(_SMALLEST_CHUNK, wanted))
 
     def observe(self, n_decode: int, n_prefill: int, seconds: float) -> None:

@@ -20,9 +20,15 @@ class TextStream:
         self._include_stop = include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
+        """The stop string that has come."""
         self.n_characters = 0
         """Characters that were complete so far, whether shown, held back or dropped."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self.stop is not None
 
     def push(self, piece: bytes) -> str:
         """Adds a token's bytes and returns the text that is certain by now."""
@@ -43,23 +49,23 @@ class TextStream:
         if not self._stop or not new:
             return new
         text = self._held + new
-        end = self._first_stop(text, len(self._held))
-        if end is not None:
-            self.stopped, self._held = True, ""
-            return text[:end]
+        if found := self._first_stop(text, len(self._held)):
+            end, self.stop = found
+            self._held = ""
+            return text[:end] if self._include_stop else text[: end - len(self.stop)]
         start = self._possible_start(text)
         self._held = text[start:]
         return text[:start]
 
-    def _first_stop(self, text: str, n_old: int) -> int | None:
-        """Where the text must be cut, for the stop string that is complete first, as if read letter by letter.
+    def _first_stop(self, text: str, n_old: int) -> tuple[int, str] | None:
+        """Where the stop string ends that is complete first, as if read letter by letter, and which one it is.
 
         The first `n_old` letters have been looked at. Of two complete at the same letter the longer is meant.
         """
         for end in range(n_old + 1, len(text) + 1):
             for length in self._lengths:
-                if length <= end and text[end - length : end] in self._stop:
-                    return end if self._include_stop else end - length
+                if length <= end and (string := text[end - length : end]) in self._stop:
+                    return end, string
         return None
 
     def _possible_start(self, text: str) -> int:

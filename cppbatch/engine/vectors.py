@@ -15,9 +15,9 @@ def vector_of(embedding: bytes) -> Vector:
     return np.frombuffer(embedding, "<f4").astype(np.float32, copy=False)
 
 
-def check_dimensions(dimensions: int, n_embd: int) -> None:
-    """Raises `InvalidRequest` for more dimensions than vectors of `n_embd` have, or less than one."""
-    if not 1 <= dimensions <= n_embd:
+def check_dimensions(dimensions: int | None, n_embd: int) -> None:
+    """Raises `InvalidRequest` when vectors of `n_embd` numbers cannot be cut to so many; None: they stay whole."""
+    if dimensions is not None and not 1 <= dimensions <= n_embd:
         raise InvalidRequest("dimensions", f"is {dimensions}; this model's vectors have {n_embd}, give 1 to {n_embd}")
 
 
@@ -28,8 +28,7 @@ def normalised(vectors: Vector, dimensions: int | None = None) -> Vector:
     representation learning, lose little); None: all. A vector of zeros stays one. Raises `InvalidRequest` for more
     dimensions than there are, or less than one.
     """
-    if dimensions is not None:
-        check_dimensions(dimensions, vectors.shape[-1])
+    check_dimensions(dimensions, vectors.shape[-1])
     kept = vectors[..., :dimensions].astype(np.float64)  # squares of large numbers would overflow float32
     lengths = np.linalg.norm(kept, axis=-1, keepdims=True)
     result: Vector = (kept / np.where(lengths, lengths, 1)).astype(np.float32)

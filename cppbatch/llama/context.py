@@ -10,7 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.config import Pooling
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
+from cppbatch.llama.adapters import native_set
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.batch import Batch
 from cppbatch.llama.candidates import DeviceCandidates
@@ -18,6 +20,7 @@ from cppbatch.llama.library import C
 from cppbatch.llama.model import Model
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+_POOLING: dict[Pooling, int] = {"mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
 _CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory or no room in the cache"}
 
@@ -56,19 +59,24 @@ class Context:
         kv_unified: bool = True,
         type_k: str = "f16",
         type_v: str = "f16",
+        pooling: Pooling | None = None,
     ) -> None:
-        """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context."""
+        """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context.
+
+        `pooling`: it gives a vector for each sequence, in place of logits. Pooling, and attention that looks ahead,
+        need each sequence whole in one ubatch: so that is as large as the batch, and the layout is unified.
+        """
         self._handle: Any = None
-        sizes = {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_ubatch, "n_threads": n_threads}
-        for name, value in sizes.items():
-            if not 1 <= value < 2**31:
-                raise OutOfRange(f"{name} is {value}; it must be at least 1")
-        if not 1 <= n_seq_max <= C.llama_max_parallel_sequences():
-            raise OutOfRange(f"n_seq_max is {n_seq_max}; it must be 1 to {C.llama_max_parallel_sequences()}")
-        params = C.llama_context_default_params()
+        if pooling:
+            n_ubatch, kv_unified = n_batch, True
+        _check_sizes(n_seq_max, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
         most_ids = C.llama_max_parallel_sequences()
-        has_shelf = kv_unified and not model.is_recurrent and not model.n_swa and n_seq_max < most_ids
+        params = C.llama_context_default_params()
+        all_cells = not pooling and not model.is_recurrent and not model.n_swa
+        has_shelf = kv_unified and all_cells and n_seq_max < most_ids
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
+        if pooling:
+            params.embeddings, params.pooling_type = True, _POOLING[pooling]
         params.n_seq_max = n_seq_max + has_shelf
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn_type = _FLASH_ATTENTION[flash_attn]
@@ -78,12 +86,14 @@ class Context:
         with Backend.get().errors() as lines:
             self._handle = C.llama_init_from_model(model.handle, params) or None
         if self._handle is None:
+            smaller = "-c, -b or -np" if pooling else "-c, -ub or -np"
             raise LlamaError(
                 f"a context of {n_ctx} cells for {n_seq_max} sequences cannot be made: "
-                f"{lines[-1] if lines else 'llama.cpp gives no reason'}. Less memory: lower -c, -ub or -np"
+                f"{lines[-1] if lines else 'llama.cpp gives no reason'}. Less memory: lower {smaller}"
             )
         model.adopt(self)
         self.model = model  # also keeps the model alive
+        self._n_positions = min(C.llama_n_ctx_seq(self._handle), model.n_ctx_train)  # some have a table of that length
         self.kv_unified = kv_unified
         self._flash_attn = flash_attn
         self.n_ctx: int = C.llama_n_ctx(self._handle)
@@ -97,11 +107,16 @@ class Context:
         """seq_ids that can hold cells: where these are all there is to a sequence, more than a batch may have."""
         self.candidates: DeviceCandidates | None = None
         """The likeliest tokens, found on the device, if `use_device_candidates` was called."""
-        self._memory = C.llama_get_memory(self._handle)
+        self._memory = C.llama_get_memory(self._handle)  # None for BERT and the like, as its functions allow
+        self._n_embd = model.n_scores if pooling == "rank" else model.n_embd if pooling else 0
+        self._adapters: tuple[tuple[int, float], ...] = ()
         self._n_vocab: int = model.vocab.n_tokens
         self._n_outputs = 0
         self._logits_key: tuple[int, int] = (0, 0)
         self._logits: npt.NDArray[np.float32] = np.empty((0, self._n_vocab), np.float32)
+        if self._memory is None and pooling is None:
+            self.close()
+            raise LlamaError(f"{model.description} has no memory to write text with; it can only embed (--pooling)")
 
     @property
     def handle(self) -> Any:
@@ -109,6 +124,21 @@ class Context:
         if self._handle is None:
             raise LlamaError("the context is closed")
         return self._handle
+
+    def use_adapters(self, adapters: tuple[tuple[int, float], ...]) -> None:
+        """From the next decode on, these LoRA adapters of the model (by place, with a scale) and no others are at work.
+
+        Another set than before makes llama.cpp plan its graph anew in that decode; the same one costs nothing. Raises
+        `OutOfRange` for an adapter that there is none of.
+        """
+        if adapters == self._adapters:
+            return
+        known = self.model.adapters
+        for i, _ in adapters:
+            if not 0 <= i < len(known):
+                raise OutOfRange(f"adapter {i} was asked for; the model has {len(known)}")
+        C.llama_set_adapters_lora(self.handle, *native_set([known[i] for i, _ in adapters], [s for _, s in adapters]))
+        self._adapters = adapters
 
     def decode(self, batch: Batch) -> None:
         """Computes the batch; other Python threads run meanwhile.
@@ -131,7 +161,7 @@ class Context:
         if not 1 <= n <= self.n_batch:
             raise OutOfRange(f"a batch has {n} tokens; it must have 1 to {self.n_batch}")
         limits = ((batch.tokens, self._n_vocab, "token id"), (batch.seq_ids, self.n_seq_max, "seq_id"))
-        for array, limit, name in (*limits, (batch.positions, self.n_ctx_seq, "position")):
+        for array, limit, name in (*limits, (batch.positions, self._n_positions, "position")):
             low, high = int(array[:n].min()), int(array[:n].max())
             if low < 0 or high >= limit:
                 raise OutOfRange(f"a batch has {name} {low if low < 0 else high}; the limit is {limit - 1}")
@@ -153,6 +183,14 @@ class Context:
             self._logits = np.ctypeslib.as_array(buffer).reshape(n_outputs, self._n_vocab)
             self._logits_key = (address, n_outputs)
         return self._logits
+
+    def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
+        """The vector of a sequence of the last decode, float32[n_embd], or a reranker's scores; a copy."""
+        vector = C.llama_get_embeddings_seq(self.handle, self._native(seq_id))
+        if not vector or not self._n_embd:
+            raise LlamaError(f"the last decode gave no vector for sequence {seq_id}")
+        row: npt.NDArray[np.float32] = np.ctypeslib.as_array(vector, (self._n_embd,)).copy()
+        return row
 
     def use_device_candidates(self, n: int) -> DeviceCandidates:
         """From the next decode on, rows are the `n` likeliest tokens, not logits; see `DeviceCandidates`."""
@@ -266,6 +304,14 @@ class Context:
 
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def _check_sizes(n_seq_max: int, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if not 1 <= value < 2**31:
+            raise OutOfRange(f"{name} is {value}; it must be at least 1")
+    if not 1 <= n_seq_max <= C.llama_max_parallel_sequences():
+        raise OutOfRange(f"n_seq_max is {n_seq_max}; it must be 1 to {C.llama_max_parallel_sequences()}")
 
 
 def _bytes_pointer(array: npt.NDArray[np.uint8]) -> Any:

@@ -23,14 +23,14 @@ _NEEDED = """
     llama_backend_init llama_log_set llama_print_system_info llama_version llama_supports_gpu_offload
     llama_max_parallel_sequences llama_model_default_params llama_model_load_from_file llama_model_free
     llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_ctx_train
-    llama_model_n_swa llama_model_meta_count
+    llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label llama_model_meta_count
     llama_model_meta_key_by_index llama_model_meta_val_str_by_index llama_model_chat_template
     llama_model_has_encoder llama_model_has_decoder llama_model_is_recurrent llama_model_is_hybrid
     llama_model_is_diffusion llama_vocab_type llama_vocab_get_text llama_vocab_n_tokens llama_vocab_is_eog
     llama_vocab_bos llama_vocab_eos llama_vocab_eot llama_vocab_sep llama_vocab_get_add_bos llama_vocab_get_add_eos
     llama_vocab_get_add_sep llama_tokenize llama_token_to_piece
     llama_context_default_params llama_init_from_model llama_free llama_n_ctx llama_n_ctx_seq llama_n_batch
-    llama_n_ubatch llama_get_memory llama_decode llama_get_logits llama_memory_clear
+    llama_n_ubatch llama_get_memory llama_decode llama_get_logits llama_get_embeddings_seq llama_memory_clear
     llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max
     llama_state_seq_get_size llama_state_seq_get_data llama_state_seq_set_data
     llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_add llama_set_sampler
@@ -42,6 +42,7 @@ _NEEDED = """
     llama_sampler_init_xtc llama_sampler_init_mirostat llama_sampler_init_mirostat_v2 llama_sampler_init_adaptive_p
     llama_sampler_init_dry llama_sampler_clone llama_vocab_get_suppress_tokens llama_vocab_get_attr
     llama_model_quantize llama_model_quantize_default_params
+    llama_adapter_lora_init llama_adapter_lora_free llama_adapter_get_alora_n_invocation_tokens llama_set_adapters_lora
 """.split()
 
 

@@ -11,15 +11,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from cppbatch.config import Pooling
 from cppbatch.errors import LlamaError, ModelError
+from cppbatch.llama.adapters import load_adapter
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C
+from cppbatch.llama.tensors import has_tensor
 from cppbatch.llama.vocab import Vocab
 
 if TYPE_CHECKING:
     from cppbatch.llama.context import Context
 
 Progress = Callable[[float], bool]
+
+_POOLING: dict[str, Pooling] = {"1": "mean", "2": "cls", "3": "last", "4": "rank"}  # llama_pooling_type in metadata
 
 
 def _check_device(device: int) -> None:
@@ -50,6 +55,8 @@ class Model:
         """
         self.path = Path(path)
         self._handle: Any = None
+        self.adapters: list[Any] = []
+        """llama.cpp's pointers to its LoRA adapters; `Context.use_adapters` names them by their place here."""
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         if not self.path.is_file():
             raise ModelError(f"there is no model file at {self.path}")
@@ -78,6 +85,13 @@ class Model:
             raise LlamaError(f"the model {self.path.name} is closed")
         return self._handle
 
+    def add_adapter(self, path: str | Path) -> None:
+        """Loads a LoRA adapter, before any context is made: that leaves room for it in its graph.
+
+        Raises `ModelError`, with llama.cpp's own reason where it has one.
+        """
+        self.adapters.append(load_adapter(self, Path(path)))
+
     def adopt(self, context: Context) -> None:
         """Notes a context that must be freed before this model is."""
         self._contexts.add(context)
@@ -101,7 +115,15 @@ class Model:
     @property
     def chat_template(self) -> str | None:
         """The GGUF's chat template (Jinja), None if it has none."""
-        template = C.llama_model_chat_template(self.handle, None)
+        return self._template(None)
+
+    @property
+    def rerank_template(self) -> str | None:
+        """How it wants a query and a document, with {query} and {document} in their places; None: it does not say."""
+        return self._template(b"rerank")
+
+    def _template(self, name: bytes | None) -> str | None:
+        template = C.llama_model_chat_template(self.handle, name)
         return template.decode("utf-8", "replace") if template else None
 
     @property
@@ -137,13 +159,47 @@ class Model:
         return bool(C.llama_model_is_recurrent(self.handle) or C.llama_model_is_hybrid(self.handle))
 
     @property
-    def can_generate(self) -> bool:
-        """Whether it is a plain decoder: not an encoder, an encoder-decoder or a diffusion model."""
+    def is_one_stack(self) -> bool:
+        """Whether one pass over a text is all there is to it: not an encoder-decoder, a T5 or a diffusion model."""
         handle = self.handle
-        decoder = C.llama_model_has_decoder(handle) and not C.llama_model_has_encoder(handle)
-        pooled = any(key.endswith(".pooling_type") for key in self.metadata)
-        causal = self.metadata.get(f"{self.metadata.get('general.architecture')}.attention.causal", "true")
-        return bool(decoder and not pooled and causal == "true" and not C.llama_model_is_diffusion(handle))
+        one = C.llama_model_has_decoder(handle) and not C.llama_model_has_encoder(handle)
+        return bool(one and not C.llama_model_is_diffusion(handle))
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether it continues text: its file asks for no pooling, and a token sees only those before it."""
+        return self.is_one_stack and self.pooling is None and self._of_its_kind("attention.causal") in (None, "true")
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How its file says that a sequence becomes one vector; None: it does not."""
+        return _POOLING.get(self._of_its_kind("pooling_type") or "")
+
+    @property
+    def can_rank(self) -> bool:
+        """Whether it has a reranker's classification head. Reads the file's header again."""
+        if self.metadata.get("split.count", "1") not in ("0", "1"):
+            return True  # in which part it would be is not known; nobody has split a reranker yet
+        return has_tensor(self.path, "cls.weight", "cls.output.weight")
+
+    @property
+    def n_embd(self) -> int:
+        """Numbers in one of its vectors."""
+        return int(C.llama_model_n_embd_out(self.handle))
+
+    @property
+    def n_scores(self) -> int:
+        """Numbers that its classification head gives, if it has one."""
+        return int(C.llama_model_n_cls_out(self.handle))
+
+    @property
+    def labels(self) -> list[str]:
+        """What these numbers mean; empty if its file does not say."""
+        found = [C.llama_model_cls_label(self.handle, i) for i in range(self.n_scores)]
+        return [label.decode("utf-8", "replace") for label in found if label]
+
+    def _of_its_kind(self, key: str) -> str | None:
+        return self.metadata.get(f"{self.metadata.get('general.architecture')}.{key}")
 
     def close(self) -> None:
         """Frees the model's contexts, then the model. Closing again does nothing."""
@@ -153,7 +209,8 @@ class Model:
             context.close()
         if "vocab" in self.__dict__:  # made by the cached property
             self.vocab.close()
-        C.llama_model_free(self._handle)
+        C.llama_model_free(self._handle)  # its adapters too
+        self.adapters = []
         self._handle = None
 
     def __enter__(self) -> Model:

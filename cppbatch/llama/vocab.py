@@ -52,6 +52,8 @@ class Vocab:
         fill_in = (C.llama_vocab_fim_pre(handle), C.llama_vocab_fim_suf(handle), C.llama_vocab_fim_mid(handle))
         self.fill_in: tuple[int, int, int] | None = None if -1 in fill_in else fill_in
         """Ids of the tokens before the prefix, the suffix and the middle, for models that can fill in."""
+        self.fill_in_files: tuple[int, int] = (C.llama_vocab_fim_rep(handle), C.llama_vocab_fim_sep(handle))
+        """Ids of the tokens before a repository's name and a file's; -1 where there is none."""
         self.adds_bos: bool = C.llama_vocab_get_add_bos(handle)
         self._between_pair, self._after_pair = _pair_marks(handle)
         is_eog = C.llama_vocab_is_eog

@@ -11,6 +11,8 @@ import msgspec
 from cppbatch.errors import ModelError
 from cppbatch.models.find import check_file
 
+_POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
+
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A GGUF file's own account. None where it does not say."""
@@ -30,6 +32,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     tensor_types: dict[str, int]
     """Number of tensors by type, most frequent first."""
     has_chat_template: bool
+    pooling: str | None
+    """How it makes a vector of a text: mean, cls or last; rank: it is a reranker. None: it generates text, mostly."""
 
 
 def inspect_model(path: Path) -> ModelFacts:
@@ -64,4 +68,5 @@ def inspect_model(path: Path) -> ModelFacts:
         n_vocab=len(tokens.data) if tokens else None,
         tensor_types=dict(types.most_common()),
         has_chat_template=reader.get_field("tokenizer.chat_template") is not None,
+        pooling=_POOLING.get(value(f"{architecture}.pooling_type")),
     )

@@ -12,9 +12,11 @@ from cppbatch.server.anthropic import routes as anthropic
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import allow_origins
 from cppbatch.server.errors import error_middleware
+from cppbatch.server.generate import routes as generate
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.lifecycle import IN_FLIGHT, InFlight, availability_middleware
 from cppbatch.server.limits import Slots
+from cppbatch.server.llama_server import routes as llama_server
 from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.metrics import METRICS, ServerMetrics, metrics_middleware
 from cppbatch.server.openai import routes as openai
@@ -32,7 +34,7 @@ def create_app(client: EngineClient, settings: ServerSettings | None = None) -> 
     app[METRICS] = ServerMetrics()
     app[IN_FLIGHT] = InFlight()
     app[SLOTS] = Slots(settings.limits)
-    for family in (lifecycle, figures, openai, responses, anthropic, vectors):
+    for family in (lifecycle, figures, openai, responses, anthropic, vectors, generate, llama_server):
         app.add_routes(family.routes)
     app.on_response_prepare.append(add_request_id)
     if settings.cors_origins:

@@ -18,7 +18,7 @@ from cppbatch.server.fault import Fault
 KEY = web.RequestKey("api_key", str)
 """`request[KEY]`: the label of the key that a request came with; absent when no keys are asked for."""
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready"})
 
 _USABLE = re.compile(r"[\x21-\x7e]+")  # what goes into a header as it is
 _LABEL_LENGTH = 8

@@ -50,12 +50,13 @@ class InFlight:
 
 IN_FLIGHT = web.AppKey("in_flight", InFlight)
 
-_ABOUT_THE_SERVER = frozenset({"/health", "/ready", "/metrics"})  # answered in any state
+_ABOUT_THE_SERVER = frozenset({"/health", "/v1/health", "/ready", "/metrics"})  # answered in any state
 
 routes = web.RouteTableDef()
 
 
 @routes.get("/health")
+@routes.get("/v1/health")
 async def health(request: web.Request) -> web.Response:
     """503 while the model loads (with how far it is) or when the engine is no more; else 200, also on the way down."""
     state = request.app[SERVING].client.health()

@@ -13,6 +13,7 @@ from cppbatch.server.errors import TooManyRequests
 from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
 
 _MOST = 2**31 - 1
+_MOST_PROMPTS = 65_536
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +23,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """MiB of a request's body. 16 hold a prompt of millions of tokens."""
     max_n: int = MOST_CHOICES
     """Completions of one prompt."""
+    max_prompts_per_batch: int = 256
+    """Prompts, or settings of one prompt, in a `/generate/batch`; prompts in a `/completion`."""
     max_tokens: int | None = None
     """Tokens of one completion; also for requests that name no number. None: as many as the context holds."""
     request_timeout: float | None = None
@@ -36,6 +39,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._check("max_body_mb", 1, 4096)
         self._check("max_n", 1, MOST_CHOICES)
+        self._check("max_prompts_per_batch", 1, _MOST_PROMPTS)
         self._check("max_concurrent", 0, _MOST)
         self._check("max_concurrent_per_key", 0, _MOST)
         self._check("idle_timeout", 0.1, 86400)
@@ -57,9 +61,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, body: SamplingFields) -> None:
         """Raises `InvalidRequest` for a request that asks for more than it may."""
-        for field in ("n", "best_of"):
-            self._refuse_more(field, getattr(body, field), self.max_n, "--max-n")
-        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        for field in ("n", "n_cmpl", "best_of"):
+            self._refuse_more(field, getattr(body, field, None), self.max_n, "--max-n")
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"):
             self._refuse_more(field, getattr(body, field, None), self.max_tokens, "--max-tokens")
 
     def _refuse_more(self, field: str, asked: int | None, limit: int | None, flag: str) -> None:

@@ -14,6 +14,8 @@ from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_R
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server.anthropic.endpoints import ENDPOINTS as ANTHROPIC
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json, ref
+from cppbatch.server.generate.endpoints import ENDPOINTS as GENERATE
+from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
 from cppbatch.server.openai.endpoints import ENDPOINTS as OPENAI
 from cppbatch.server.responses.endpoints import ENDPOINTS as RESPONSES
 from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
@@ -52,6 +54,8 @@ ENDPOINTS = {
     **RESPONSES,
     **ANTHROPIC,
     **VECTORS,
+    **GENERATE,
+    **LLAMA_SERVER,
 }  # fmt: skip
 """By method and path, as the routes have them; tests/test_openapi.py compares them."""
 

@@ -27,15 +27,15 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         raise _not_json(body, error) from error
 
 
-def convert(value: Any, kind: type[Body], field: str) -> Body:
-    """What was read from JSON as one of our types. Raises `InvalidRequest` naming the field within `field`."""
+def convert(value: Any, kind: type[Body], field: str = "") -> Body:
+    """What was read from JSON as one of our types. Raises `InvalidRequest` naming the field (within `field`)."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         invalid = _invalid(error)
         inner = "" if invalid.field == "body" else invalid.field
-        name = f"{field}{inner}" if inner.startswith("[") or not inner else f"{field}.{inner}"
-        raise InvalidRequest(name, invalid.message) from error
+        dot = "" if not field or not inner or inner.startswith("[") else "."
+        raise InvalidRequest(f"{field}{dot}{inner}" or "body", invalid.message) from error
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest:

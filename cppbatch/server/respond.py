@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from cppbatch.engine.request import GenerationEvent
+from cppbatch.cluster.client import EngineClient
+from cppbatch.engine.request import GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.errors import json_response
 from cppbatch.server.metrics import METRICS, endpoint_of
@@ -20,15 +22,19 @@ from cppbatch.server.serving import SERVING
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def answer(request: web.Request, plan: Plan) -> web.StreamResponse:
-    """Runs the plan and sends its reply."""
-    events = observed(request, run(request.app[SERVING].client, plan.requests, check=plan.stream), len(plan.requests))
+Runner = Callable[[EngineClient, list[GenerationRequest]], AsyncGenerator[Event, None]]
+
+
+async def answer(request: web.Request, plan: Plan, runner: Runner | None = None) -> web.StreamResponse:
+    """Runs the plan, in the runner's way if there is one, and sends its reply."""
+    runner = runner or partial(run, check=plan.stream)
+    events = observed(request, runner(request.app[SERVING].client, plan.requests), len(plan.requests))
     try:
         if plan.stream:
             return await send_stream(request, events, plan.reply)
         return json_response(plan.reply.whole(await gather(events, plan)))
     except InvalidRequest as error:  # named as the client does
-        raise InvalidRequest(plan.renames.get(error.field, error.field), error.message) from error
+        raise InvalidRequest({"task": "model", **plan.renames}.get(error.field, error.field), error.message) from error
 
 
 def observed(request: web.Request, events: AsyncGenerator[Event, None], n: int) -> AsyncGenerator[Event, None]:
@@ -49,12 +55,13 @@ async def gather(events: AsyncGenerator[Event, None], plan: Plan) -> list[list[G
 async def send_stream(request: web.Request, events: AsyncGenerator[Event, None], reply: Reply) -> web.StreamResponse:
     """Sends each event as it comes. Errors before the first one get a status of their own, later ones an event."""
     async with contextlib.aclosing(events):
-        first = await anext(events)
-        reply.note(*first)  # raises if that is already the end of it
+        first = await anext(events, None)  # None: there is nothing to run
+        if first:
+            reply.note(*first)  # raises if that is already the end of it
         response = web.StreamResponse(headers=_HEADERS)
         await response.prepare(request)
         try:
-            await _send(request, response, [*reply.opening(), *reply.frames(*first)])
+            await _send(request, response, [*reply.opening(), *(reply.frames(*first) if first else [])])
             async for index, event in events:
                 reply.note(index, event)
                 await _send(request, response, reply.frames(index, event))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from cppbatch.engine.collect import n_candidates
-from cppbatch.engine.params import GRAMMARS, SamplingParams
+from cppbatch.engine.params import GRAMMARS, INT32_MAX, SamplingParams
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 
@@ -48,6 +48,14 @@ class ResponseFormat(msgspec.Struct):
         if self.json_schema is None and self.schema is None:
             raise InvalidRequest("response_format.json_schema", "is required when the type is json_schema")
         return self.json_schema.schema if self.json_schema else self.schema
+
+
+class LoraScale(msgspec.Struct):
+    """An entry of `lora` as llama-server has it."""
+
+    id: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
+    """The adapter's place among those of --lora, from 0."""
+    scale: float
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -116,6 +124,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     queue_timeout: float | None = None
     cache_prompt: bool | None = None
     cache_salt: str | None = None
+    lora: dict[str, float] | list[LoraScale] | None = None
+    """LoRA adapters with their scales: {"name": 0.5}, or llama-server's [{"id": 0, "scale": 0.5}]. Those left out are
+    off; None: as the server was started."""
 
     @property
     def n_choices(self) -> int:
@@ -156,8 +167,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return self.max_tokens is not None
 
     def options(self) -> dict[str, Any]:
-        """What the client gave of `GenerationRequest`'s other fields: priority, timeouts, caching."""
+        """What the client gave of `GenerationRequest`'s other fields: priority, timeouts, caching, adapters.
+
+        Raises `InvalidRequest`.
+        """
         given = {name: getattr(self, name, None) for name in GenerationRequest.__struct_fields__}
+        given["lora"] = _by_number(self.lora) if isinstance(self.lora, list) else self.lora
         return {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
 
 
@@ -175,6 +190,13 @@ class SingleAnswerFields(SamplingFields, kw_only=True):
 
 _OWN_FIELDS = ("id", "prompt", "params")
 """Fields of `GenerationRequest` that are no options."""
+
+
+def _by_number(lora: list[LoraScale]) -> dict[int, float]:
+    for i, entry in enumerate(lora):
+        if entry.id in (earlier.id for earlier in lora[:i]):
+            raise InvalidRequest(f"lora[{i}].id", f"is {entry.id} for the second time")
+    return {entry.id: entry.scale for entry in lora}
 
 
 def _count(field: str, given: int | None) -> int:

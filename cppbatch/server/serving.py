@@ -51,10 +51,15 @@ class Serving:
             here = ", ".join(map(repr, self.names))
             raise ModelNotFound(f"there is no {name!r} here; this server has {here} (--alias adds names)")
 
+    @property
+    def template(self) -> str | None:
+        """The chat template in use: --chat-template, or the model's own. None: ChatML."""
+        return self.settings.chat_template or self.info.chat_template
+
     async def chat(self) -> ChatFormat:
         """How the model holds conversations. Raises `InvalidRequest` when its template is broken."""
         if self._chat is None:
-            template = ChatTemplate(self.info.chat_template, bos=self.info.bos, eos=self.info.eos)
+            template = ChatTemplate(self.template, bos=self.info.bos, eos=self.info.eos)
             self._chat = ChatFormat(template, await self._ids_of(ChatFormat(template).markers))
         return self._chat
 

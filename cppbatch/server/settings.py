@@ -24,6 +24,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Further names that the model answers to, for clients whose model name is fixed."""
     drain_timeout: float = 30
     """Seconds that running requests have to end in when the server goes down."""
+    chat_template: str | None = None
+    """The template itself; None: the model's own."""
 
     def __post_init__(self) -> None:
         for origin in self.cors_origins:

@@ -18,13 +18,15 @@ Ids = npt.NDArray[np.int64]
 
 
 class Choice(NamedTuple):
-    """What came of a row: a token, or why there is none."""
+    """What came of a row: a token, or why there is none. Or of a whole sequence: its vector."""
 
-    token: int
+    token: int = -1
     logprob: TokenLogprob | None = None
     error: str | None = None
     error_field: str | None = None
     """The request's field that is to blame for the error, if one is."""
+    embedding: bytes | None = None
+    """As in `GenerationEvent`."""
 
 
 def nothing_left(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cppbatch.chat.format import Turn
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.openai.replies import ChatReply, CompletionReply
 from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
@@ -36,11 +37,10 @@ def _filled_in(serving: Serving, prompt: Prompt, suffix: str) -> str:
     return f"{tokens.prefix}{prompt}{tokens.suffix}{suffix}{tokens.middle}"
 
 
-async def chat_plan(body: ChatRequest, serving: Serving) -> Plan:
-    """`/v1/chat/completions`. Raises `InvalidRequest`."""
-    serving.check(body)
+async def next_turn(body: ChatRequest, serving: Serving) -> Turn:
+    """What the assistant is to say next. Raises `InvalidRequest`."""
     chat = await serving.chat()
-    turn = chat.turn(
+    return chat.turn(
         body.conversation(),
         tools=body.functions(),
         choice=body.choice(),
@@ -48,6 +48,12 @@ async def chat_plan(body: ChatRequest, serving: Serving) -> Plan:
         variables=body.template_variables(),
         goes_on=None if body.add_generation_prompt is None else not body.add_generation_prompt,
     )
+
+
+async def chat_plan(body: ChatRequest, serving: Serving) -> Plan:
+    """`/v1/chat/completions`. Raises `InvalidRequest`."""
+    serving.check(body)
+    turn = await next_turn(body, serving)
     params = body.params(max_tokens=serving.limits.default_tokens(None), **turn.params)
     reply = ChatReply(body, serving.info.name, turn)
     requests = requests_of(serving, body, reply.id, [turn.prompt], params)

@@ -131,6 +131,9 @@ class NamedTool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
+
+
 class ChatRequest(SamplingFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
@@ -192,5 +195,8 @@ class ChatRequest(SamplingFields, kw_only=True):
         raise InvalidRequest("tool_choice", f"is {wanted!r}; it must be {', '.join(MODES)} or a function by its name")
 
     def template_variables(self) -> Json:
-        """What the chat template gets beside messages and tools."""
-        return effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+        """What the chat template gets beside messages and tools. Raises `InvalidRequest`."""
+        variables = effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+        if taken := [name for name in _OWN_VARIABLES if name in variables]:
+            raise InvalidRequest(f"chat_template_kwargs.{taken[0]}", "has a field of its own in the request")
+        return variables

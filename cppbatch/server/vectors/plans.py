@@ -18,7 +18,7 @@ async def embedding_plan(body: EmbeddingRequest, serving: Serving) -> Plan:
     info = serving.info
     if info.pooling == "rank":
         raise InvalidRequest("model", f"{info.name} is a reranker and has no embeddings; use /v1/rerank")
-    if info.pooling is not None and body.dimensions is not None:
+    if info.pooling is not None:
         check_dimensions(body.dimensions, info.n_embd)
     return _plan(body, serving, body.inputs(), EmbeddingReply(body, info.name), {"prompt": "input"})
 

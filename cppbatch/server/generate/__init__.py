@@ -1,0 +1,1 @@
+"""This project's own API: a prompt, or many at once."""

@@ -1,0 +1,28 @@
+"""The routes of this project's own API."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from cppbatch.server.generate.backlog import run_backlog
+from cppbatch.server.generate.plans import batch_plan, generate_plan
+from cppbatch.server.generate.schemas import BatchRequest, GenerateRequest
+from cppbatch.server.parse import parse
+from cppbatch.server.respond import answer
+from cppbatch.server.serving import SERVING
+
+routes = web.RouteTableDef()
+
+
+@routes.post("/generate")
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Continues a prompt."""
+    body = parse(await request.read(), GenerateRequest)
+    return await answer(request, generate_plan(body, request.app[SERVING]))
+
+
+@routes.post("/generate/batch")
+async def generate_batch(request: web.Request) -> web.StreamResponse:
+    """Continues many prompts, or one in many ways; one that fails does not harm the others."""
+    body = parse(await request.read(), BatchRequest)
+    return await answer(request, batch_plan(body, request.app[SERVING]), run_backlog)

@@ -1,0 +1,134 @@
+"""llama-server's routes that others do not have, and its names of those that they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from cppbatch import __version__
+from cppbatch.chat.known import CHATML
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import TokenPiece
+from cppbatch.server.errors import json_response
+from cppbatch.server.llama_server.plans import completion_plan, infill_plan
+from cppbatch.server.llama_server.replies import generation_settings
+from cppbatch.server.llama_server.schemas import (
+    DetokenizeRequest,
+    InfillRequest,
+    LlamaCompletionRequest,
+    LlamaFields,
+    TokenizeRequest,
+)
+from cppbatch.server.llama_server.shapes import DefaultSettings, Modalities, Props, Slot
+from cppbatch.server.llama_server.time_limit import run_for
+from cppbatch.server.llama_server.tokens import text_of, tokens_of
+from cppbatch.server.openai.plans import next_turn
+from cppbatch.server.openai.routes import chat_completions, models
+from cppbatch.server.openai.schemas import ChatRequest
+from cppbatch.server.parse import parse
+from cppbatch.server.plan import Plan
+from cppbatch.server.respond import answer
+from cppbatch.server.serving import SERVING, Serving
+
+routes = web.RouteTableDef()
+routes.post("/chat/completions")(chat_completions)
+routes.get("/models")(models)
+
+
+@routes.post("/completion")
+@routes.post("/completions")
+async def completion(request: web.Request) -> web.StreamResponse:
+    """Continues one or more prompts."""
+    body = parse(await request.read(), LlamaCompletionRequest)
+    return await _answer(request, body, await completion_plan(body, request.app[SERVING]))
+
+
+@routes.post("/infill")
+async def infill(request: web.Request) -> web.StreamResponse:
+    """Finds what stands between two texts."""
+    body = parse(await request.read(), InfillRequest)
+    return await _answer(request, body, await infill_plan(body, request.app[SERVING]))
+
+
+async def _answer(request: web.Request, body: LlamaFields, plan: Plan) -> web.StreamResponse:
+    limit = body.t_max_predict_ms or 0
+    return await answer(request, plan, run_for(limit / 1000) if limit > 0 else None)
+
+
+@routes.post("/tokenize")
+async def tokenize(request: web.Request) -> web.Response:
+    """A text's tokens."""
+    body = parse(await request.read(), TokenizeRequest)
+    tokens = await tokens_of(
+        request.app[SERVING], body.content, "content", add_special=body.add_special, parse_special=body.parse_special
+    )
+    shown = [{"id": token.id, "piece": _piece(token)} if body.with_pieces else token.id for token in tokens]
+    return json_response({"tokens": shown})
+
+
+def _piece(token: TokenPiece) -> str | list[int]:
+    """As text, or as bytes where it is no whole character."""
+    try:
+        return token.piece.decode()
+    except UnicodeDecodeError:
+        return list(token.piece)
+
+
+@routes.post("/detokenize")
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of tokens."""
+    body = parse(await request.read(), DetokenizeRequest)
+    ids: list[str | int] = list(body.tokens)
+    return json_response({"content": text_of(await tokens_of(request.app[SERVING], ids, "tokens"))})
+
+
+@routes.post("/apply-template")
+async def apply_template(request: web.Request) -> web.Response:
+    """The prompt of a conversation."""
+    body, serving = parse(await request.read(), ChatRequest), request.app[SERVING]
+    serving.check_model(body.model)
+    return json_response({"prompt": (await next_turn(body, serving)).prompt})
+
+
+@routes.get("/props")
+async def props(request: web.Request) -> web.Response:
+    """What the server has loaded, and what it does unless told otherwise."""
+    serving = request.app[SERVING]
+    info = serving.info
+    return json_response(
+        Props(
+            default_generation_settings=DefaultSettings(params=_defaults(serving), n_ctx=info.max_sequence),
+            total_slots=serving.client.config.n_parallel * len(await serving.client.workers()),
+            model_alias=info.name,
+            model_path=info.path,
+            modalities=Modalities(),
+            chat_template=serving.template or CHATML,
+            bos_token=info.bos,
+            eos_token=info.eos,
+            build_info=f"cppbatch {__version__}",
+        )
+    )
+
+
+def _defaults(serving: Serving) -> dict[str, Any]:
+    params = SamplingParams(max_tokens=serving.limits.default_tokens(None))
+    return generation_settings(params, LlamaFields())
+
+
+@routes.get("/slots")
+async def slots(request: web.Request) -> web.Response:
+    """A slot for each sequence that can run at once, with `fail_on_no_slot` 503 when all do.
+
+    Which request has which is not known here: the first ones are the busy ones.
+    """
+    serving = request.app[SERVING]
+    n, n_ctx = serving.client.config.n_parallel, serving.info.max_sequence
+    found: list[Slot] = []
+    for worker in await serving.client.workers():
+        running = worker.stats.running if worker.stats else worker.in_flight
+        found += [Slot(id=len(found) + i, n_ctx=n_ctx, is_processing=i < running) for i in range(n)]
+    if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in found):
+        raise web.HTTPServiceUnavailable(text="no slot available")
+    return json_response(msgspec.to_builtins(found))

@@ -1,0 +1,118 @@
+"""The sandbox that chat templates run in, and where `--chat-template` finds one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import jinja2
+import pytest
+from click.testing import CliRunner
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cppbatch.chat.known import find_template
+from cppbatch.chat.sandbox import compile_template, run
+from cppbatch.cli.server_options import server_options
+from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.server.settings import ServerSettings
+from tests.conversations import SUM, template_of
+
+# --- the sandbox ------------------------------------------------------------------------------------------------------
+
+
+def test_the_templates_own_complaint_is_told() -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate") as refused:
+        template_of("{{ raise_exception('roles must alternate') }}").render([SUM])
+    assert refused.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ namespace(_x=1) }}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ dict.__subclasses__() }}",
+        "{% for i in range(1000000) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.at.all }}",
+        "{{ 'a' | tojson(nonsense=1) }}",
+    ],
+)
+def test_a_template_that_does_what_it_may_not_is_the_requests_error(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="do not fit this model's chat template"):
+        template_of(source).render([SUM])
+
+
+def test_a_template_that_writes_for_ever_is_stopped() -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{{ TEXT }}{% endfor %}{% endfor %}"
+    with pytest.raises(jinja2.TemplateError, match=r"for more than 0\.1 seconds"):
+        run(compile_template(endless.replace("TEXT", "b")), {}, seconds=0.1)
+    with pytest.raises(jinja2.TemplateError, match="more than 33554432 characters"):
+        run(compile_template(endless.replace("TEXT", "'x' * 1000000")), {})
+
+
+def test_templates_find_what_transformers_gives_them() -> None:
+    source = (
+        "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x is defined }} "
+        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %} "
+        "{{ {'b': '<ö>', 'a': 1} | tojson(sort_keys=true, separators=(',', ':')) }} {{ [1] | tojson(indent=1) }} "
+        "{{ dict(a=1).a }}{{ dict.fromkeys('a') }} {{ namespace(a=1).a }} {{ strftime_now('%Y') | length }}"
+    )
+    expected = render_jinja_template([[SUM]], chat_template=source)[0][0]
+    assert template_of(source).render([SUM], add_generation_prompt=False) == expected
+    assert expected == '1False 01 {"a":1,"b":"<ö>"} [\n 1\n] 1{\'a\': None} 1 4'
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ a", "{% nonsense %}", "{{ a | nonsense }}", "{% for %}"])
+def test_a_broken_template_is_told_as_such(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="template is broken"):
+        template_of(source)
+    with pytest.raises(ConfigError, match="template is broken"):
+        find_template(source + "{{ 1 }}")
+
+
+# --- --chat-template --------------------------------------------------------------------------------------------------
+
+
+def test_a_template_is_found_by_name_by_text_or_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ 'ö' }}", "utf-8")
+    assert find_template(str(file)) == "{{ 'ö' }}"
+    assert find_template("{% if a %}b{% endif %}") == "{% if a %}b{% endif %}"
+    assert find_template("chatml") != "chatml"
+
+
+@pytest.mark.parametrize("value", ["nosuch", "x" * 5000, "a\0b", ".", ""])
+def test_what_is_no_template_is_refused_with_the_names(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"chatml, gemma, .*zephyr"):
+        find_template(value)
+
+
+def test_a_file_that_holds_no_template_is_refused(tmp_path: Path) -> None:
+    binary, empty = tmp_path / "binary", tmp_path / "empty"
+    binary.write_bytes(b"\xff\xfe")
+    empty.write_text(" \n")
+    with pytest.raises(ConfigError, match="utf-8"):
+        find_template(str(binary))
+    with pytest.raises(ConfigError, match="empty"):
+        find_template(str(empty))
+
+
+def test_the_option_is_read_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ 'mine' }}")
+
+    @click.command()
+    @server_options
+    def show(settings: ServerSettings, **_others: Any) -> None:
+        click.echo(settings.chat_template)
+
+    runner = CliRunner()
+    assert runner.invoke(show, ["--chat-template", str(file)]).output == "{{ 'mine' }}\n"
+    assert runner.invoke(show, env={"CPPBATCH_CHAT_TEMPLATE": "chatml"}).output == find_template("chatml") + "\n"
+    assert runner.invoke(show).output == "\n"
+    assert isinstance(runner.invoke(show, ["--chat-template", "nosuch"]).exception, ConfigError)

@@ -1,0 +1,180 @@
+"""Chat templates of many models render as transformers renders them; the known names write their formats."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cppbatch.chat.known import find_template, known_names
+from cppbatch.chat.template import ChatTemplate
+from cppbatch.errors import InvalidRequest
+from tests.conversations import (
+    BOS,
+    CALL,
+    CLEAR,
+    CONVERSATIONS,
+    EOS,
+    FOUR,
+    HELLO,
+    HI,
+    RESULT,
+    SUM,
+    SYSTEM,
+    THANKS,
+    TOOLS,
+    WEATHER,
+    Conversation,
+    for_reference,
+    template_of,
+)  # fmt: skip
+
+# --- equal to the reference -------------------------------------------------------------------------------------------
+
+
+def ours(template: ChatTemplate, conversation: Conversation) -> str | None:
+    """None when the template refuses it."""
+    messages, tools, kwargs, continue_final_message = conversation
+    try:
+        return template.render(messages, tools=tools, continue_final_message=continue_final_message, **kwargs)
+    except InvalidRequest:
+        return None
+
+
+def reference(template: ChatTemplate, conversation: Conversation) -> str | None:
+    messages, tools, kwargs, continue_final_message = conversation
+    try:
+        rendered, _ = render_jinja_template(
+            [for_reference(messages, template.takes)],
+            tools=tools,
+            chat_template=template.source,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=not continue_final_message,
+            bos_token=BOS,
+            eos_token=EOS,
+            **kwargs,
+        )
+    except Exception:  # a template may fail in any way
+        return None
+    text: str = rendered[0]
+    return text
+
+
+@pytest.mark.timeout(900)  # the first test on a machine fetches the templates
+@pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
+def test_a_conversation_is_rendered_as_transformers_renders_it(
+    models_templates: dict[str, ChatTemplate], conversation: Conversation
+) -> None:
+    pairs = {
+        name: (ours(template, conversation), reference(template, conversation))
+        for name, template in models_templates.items()
+    }
+    assert [name for name, (text, expected) in pairs.items() if text != expected] == []
+    rendered = [text for text, _ in pairs.values() if text]
+    print(f"{len(rendered)} of {len(pairs)} templates render it")
+    assert len(rendered) >= 40
+
+
+@pytest.mark.timeout(900)
+def test_most_templates_render_every_conversation(models_templates: dict[str, ChatTemplate]) -> None:
+    rendered = Counter(
+        name
+        for name, template in models_templates.items()
+        for conversation in CONVERSATIONS.values()
+        if ours(template, conversation)
+    )
+    print(f"{rendered.total()} renderings of {len(models_templates)} templates; by template: {rendered}")
+    assert sum(count == len(CONVERSATIONS) for count in rendered.values()) >= 20
+
+
+@pytest.mark.timeout(900)
+def test_templates_write_calls_right_in_the_way_that_was_found_out(models_templates: dict[str, ChatTemplate]) -> None:
+    """Independent of the reference, which is given calls in the way that was found out here."""
+    writes = {name: template for name, template in models_templates.items() if template.takes.tool_calls}
+    assert len(writes) >= 50
+    for name, template in writes.items():
+        text = template.render([WEATHER, CALL, RESULT], tools=TOOLS)
+        assert "Köln" in text.split(WEATHER["content"])[-1] or "K\\u00f6ln" in text, name
+        assert "'city': 'Köln'" not in text, name
+        assert '\\"Köln' not in text, name
+        assert "None" not in text, name
+
+
+# --- known names ------------------------------------------------------------------------------------------------------
+
+TURNS = [("system", "S"), ("user", "A"), ("assistant", "B"), ("user", "C")]
+_IM, _HEAD = "<|im_start|>", "<|start_header_id|>"
+FORMATS = {
+    "chatml": f"{_IM}system\nS<|im_end|>\n{_IM}user\nA<|im_end|>\n{_IM}assistant\nB<|im_end|>\n"
+    f"{_IM}user\nC<|im_end|>\n{_IM}assistant\n",
+    "gemma": "<start_of_turn>user\nS\n\nA<end_of_turn>\n<start_of_turn>model\nB<end_of_turn>\n"
+    "<start_of_turn>user\nC<end_of_turn>\n<start_of_turn>model\n",
+    "llama2": "[INST] <<SYS>>\nS\n<</SYS>>\n\nA [/INST] B </s><s>[INST] C [/INST]",
+    "llama3": f"{_HEAD}system<|end_header_id|>\n\nS<|eot_id|>{_HEAD}user<|end_header_id|>\n\nA<|eot_id|>"
+    f"{_HEAD}assistant<|end_header_id|>\n\nB<|eot_id|>{_HEAD}user<|end_header_id|>\n\nC<|eot_id|>"
+    f"{_HEAD}assistant<|end_header_id|>\n\n",
+    "mistral": "[INST] S\n\nA [/INST] B</s>[INST] C [/INST]",
+    "phi3": "<|system|>\nS<|end|>\n<|user|>\nA<|end|>\n<|assistant|>\nB<|end|>\n<|user|>\nC<|end|>\n<|assistant|>\n",
+    "zephyr": "<|system|>\nS</s>\n<|user|>\nA</s>\n<|assistant|>\nB</s>\n<|user|>\nC</s>\n<|assistant|>\n",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_known_name_writes_its_documented_format(name: str) -> None:
+    template, expected = template_of(find_template(name)), FORMATS[name]
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    assert template.render(messages) == expected
+    assert template.render(messages[:3], continue_final_message=True) == expected[: expected.index("B") + 1]
+    assert template.takes.system
+
+
+def test_the_known_names_are_those_tested_here() -> None:
+    assert known_names() == list(FORMATS)
+    assert template_of(None).source == find_template("chatml")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("chatml", "Qwen-Qwen2.5-7B-Instruct"),
+        ("gemma", "google-gemma-2-2b-it"),
+        ("phi3", "microsoft-Phi-3.5-mini-instruct"),
+        ("mistral", "mistralai-Mistral-Nemo-Instruct-2407"),
+    ],
+)
+def test_a_known_name_writes_what_its_models_own_template_does(
+    models_templates: dict[str, ChatTemplate], name: str, model: str
+) -> None:
+    """But for the BOS token, and spaces around Mistral's markers, which differ between its generations."""
+    messages = [HELLO, HI, SUM, FOUR, THANKS]
+    if name in ("chatml", "phi3"):  # the others have no place of its own for a system message
+        messages.insert(0, SYSTEM)
+    text = template_of(find_template(name)).render(messages)
+    own = models_templates[model].render(messages).removeprefix(BOS)
+    if name == "mistral":
+        text, own = text.replace(" ", ""), own.replace(" ", "")
+    assert text == own
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+def test_twenty_messages_are_rendered_within_five_milliseconds(models_templates: dict[str, ChatTemplate]) -> None:
+    turns = [SUM, CALL, RESULT, CLEAR] * 5
+    best = {}
+    for name, template in models_templates.items():
+        if ours(template, Conversation(turns, TOOLS)) is None:  # knows no tools
+            continue
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            template.render(turns, tools=TOOLS)
+            times.append(1000 * (time.perf_counter() - start))
+        best[name] = min(times)  # the others show what else the machine was doing
+    print(f"{sorted(best.values())[len(best) // 2]:.2f} ms in the middle, {max(best.values()):.2f} ms at most")
+    assert len(best) >= 50
+    assert max(best.values()) < 5

@@ -1,0 +1,245 @@
+"""Requests with different LoRA adapters take turns: a step computes one set of them, and none of them starves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cppbatch import GenerationRequest
+from cppbatch.config import Sharing
+from cppbatch.engine.adapters import AdapterSet
+from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.model_info import AdapterInfo
+from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.engine.step_budget import StepBudget
+from cppbatch.engine.turns import _TURN, Turns
+from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference
+
+NONE: AdapterSet = ()
+X, Y, Z = (((i, 1.0),) for i in range(3))
+KNOWN = tuple(AdapterInfo(name=name, path="", scale=0) for name in "xyz")
+SCHEDULES = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
+)
+
+
+def sequence(adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, **options: object) -> Sequence:
+    request = GenerationRequest(id="", prompt=[], **options)  # type: ignore[arg-type]
+    prompt = np.zeros(n_prompt, np.int32)
+    return Sequence(request, prompt, max_new=max_new, seed=0, now=0.0, adapters=adapters)
+
+
+class Policy:
+    """A scheduler over a pool, with no engine: `step` plans, and computes by only counting."""
+
+    def __init__(self, *, n_ctx: int = 256, n_parallel: int = 4, unified: bool = True) -> None:
+        self.memory = FakeContext(n_ctx=n_ctx, n_batch=16, n_seq_max=n_parallel, kv_unified=unified, sharing="none")
+        self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
+        self.scheduler = Scheduler(self.kv, step_tokens=16, n_parallel=n_parallel)
+
+    def add(self, adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, **options: object) -> Sequence:
+        new = sequence(adapters, n_prompt, max_new, **options)
+        self.scheduler.add(new)
+        return new
+
+    def step(self, cost: Callable[[StepPlan], float] = lambda plan: 0.01) -> StepPlan:
+        plan = self.scheduler.plan()
+        self.kv.apply()
+        self.kv.check()
+        outputs = plan.outputs()
+        assert {its.adapters for its, _ in plan.chunks} <= {plan.adapters}, "a step mixes adapters"
+        for its, n in plan.chunks:
+            self.memory.cells[its.seq_id] += bytes(n)
+            self.kv.computed(its, n)
+        if plan.chunks:
+            self.scheduler.computed(plan, cost(plan))
+        for its in outputs:
+            its.append(0)
+            if its.n_generated == its.max_new:
+                self.scheduler.remove(its)
+                self.kv.release(its, keep=False)
+                its.status = Status.FINISHED
+        return plan
+
+    def turns(self, n_steps: int) -> list[AdapterSet]:
+        """Whose step each was."""
+        return [self.step().adapters for _ in range(n_steps)]
+
+
+# --- whose turn it is -----------------------------------------------------------------------------------------------
+
+
+def test_each_set_has_a_few_steps_then_the_next_one_has() -> None:
+    policy = Policy()
+    for adapters in (NONE, X, Y):
+        policy.add(adapters)
+    turns = [(its, len(list(steps))) for its, steps in groupby(policy.turns(6 * _TURN))]
+    assert turns == [(its, _TURN) for its in (NONE, X, Y, NONE, X, Y)]
+
+
+def test_a_set_that_is_alone_computes_in_every_step_and_nothing_is_switched() -> None:
+    policy = Policy()
+    policy.add(X)
+    policy.add(X)
+    plans = [policy.step() for _ in range(3 * _TURN)]
+    assert [plan.is_switch for plan in plans] == [True] + [False] * (3 * _TURN - 1)
+    assert all(len(plan.chunks) == 2 for plan in plans)
+
+
+def test_sets_are_told_apart_by_scale_too() -> None:
+    policy = Policy()
+    policy.add(((0, 1.0),))
+    policy.add(((0, 0.5),))
+    assert len(set(policy.turns(2 * _TURN))) == 2
+
+
+def test_all_sequences_of_a_set_compute_in_its_turn() -> None:
+    policy = Policy(n_parallel=4)
+    for adapters in (X, Y, X, Y):
+        policy.add(adapters)
+    for _ in range(4 * _TURN):
+        assert len(policy.step().chunks) == 2
+
+
+def test_when_the_last_of_a_set_ends_its_turn_does() -> None:
+    policy = Policy()
+    policy.add(X, max_new=2)
+    policy.add(Y)
+    assert policy.turns(5) == [X, X, Y, Y, Y]
+
+
+def test_who_has_priority_is_first_in_the_round_that_is_under_way() -> None:
+    policy = Policy()
+    policy.add(X)
+    policy.add(Y)
+    assert policy.turns(1) == [X]
+    policy.add(Z, priority=-1)
+    assert policy.turns(3 * _TURN - 1) == [X] * (_TURN - 1) + [Z] * _TURN + [Y] * _TURN
+
+
+def test_sets_that_keep_coming_do_not_keep_one_from_its_turn() -> None:
+    policy = Policy(n_parallel=4)
+    policy.add(X)
+    for i in range(20):
+        policy.add(((0, 0.01 * (i + 1)),), max_new=3)
+    steps = policy.turns(60)
+    waits = [len(list(its)) for is_x, its in groupby(steps, lambda adapters: adapters == X) if not is_x]
+    assert max(waits) <= 3 * _TURN
+
+
+def test_a_set_that_can_compute_nothing_makes_way() -> None:
+    turns = Turns(StepBudget(8))
+    both = [sequence(X), sequence(Y)]
+    assert turns.order(both) == [X, Y]
+    turns.take(Y)
+    firsts = []
+    for _ in range(_TURN):  # X cannot in its turn either
+        firsts.append(turns.order(both)[0])
+        turns.take(Y)
+    assert firsts == [Y] * (_TURN - 1) + [X]
+
+
+# --- what a step holds ----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_whose_set_has_its_turn_is_read_in_pieces_for_the_streams_of_other_sets() -> None:
+    def cost(plan: StepPlan) -> float:
+        return 0.1 * plan.n_tokens
+
+    policy = Policy(n_ctx=1024)
+    policy.add(NONE, n_prompt=40, max_new=400)
+    for _ in range(10):
+        policy.step(cost)
+    prompt = policy.add(X, n_prompt=60, max_new=2)
+    while prompt.n_computed < 60:
+        plan = policy.step(cost)
+        assert plan.adapters == NONE or plan.n_tokens == 4  # 2.5 times a step of the stream, but always so many
+
+
+def test_cells_of_sets_that_wait_for_their_turn_count_as_used() -> None:
+    policy = Policy(n_ctx=48, n_parallel=3)
+    for adapters in (X, Y, Z):
+        policy.add(adapters, n_prompt=10, max_new=30)
+    for _ in range(200):
+        if not policy.scheduler.has_work:
+            break
+        policy.step()  # checks the books, and the context that no more cells are used than there are
+    assert not policy.scheduler.has_work
+    assert policy.kv.n_swaps > 0
+
+
+def test_a_prompt_leaves_the_cells_that_streams_of_other_sets_need_next() -> None:
+    policy = Policy(n_ctx=32, n_parallel=2)
+    stream = policy.add(X, n_prompt=4, max_new=20)
+    policy.step()
+    policy.add(Y, n_prompt=20, max_new=2)
+    for _ in range(30):
+        policy.step()
+        assert stream.status in (Status.DECODE, Status.FINISHED)
+
+
+# --- nobody starves -------------------------------------------------------------------------------------------------
+
+ARRIVALS = st.tuples(st.sampled_from((NONE, X, Y, Z)), st.integers(1, 30), st.integers(1, 30))
+
+
+@settings(SCHEDULES, max_examples=300)
+@given(
+    arrivals=st.lists(ARRIVALS, min_size=2, max_size=20),
+    pauses=st.lists(st.integers(0, 6), min_size=20, max_size=20),
+    n_ctx=st.sampled_from((64, 100, 400)),
+    unified=st.booleans(),
+)
+def test_in_any_schedule_a_set_that_runs_computes_before_long(
+    arrivals: list[tuple[AdapterSet, int, int]], pauses: list[int], n_ctx: int, unified: bool
+) -> None:
+    policy = Policy(n_ctx=n_ctx if unified else 400, n_parallel=4, unified=unified)
+    waits: dict[AdapterSet, int] = {}
+    coming = iter(zip(arrivals, pauses, strict=False))
+    pause = 0
+    for _ in range(4000):
+        pause -= 1
+        while pause <= 0 and (new := next(coming, None)):
+            policy.add(*new[0])
+            pause = new[1]
+        if not policy.scheduler.has_work and pause <= 0:
+            return
+        plan = policy.step()
+        running = {its.adapters for its in policy.scheduler.running}
+        waits = {its: 0 if its == plan.adapters else waits.get(its, 0) + 1 for its in running}
+        assert max(waits.values(), default=0) <= 3 * _TURN
+    raise AssertionError("the scheduler never comes to rest")
+
+
+# --- in the engine --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("unified", "sharing"), [(True, "cells"), (False, "copy")])
+def test_the_same_prompt_with_other_adapters_never_takes_their_prefix(unified: bool, sharing: Sharing) -> None:
+    engine = fake_engine(n_ctx=512, n_batch=64, unified=unified, sharing=sharing, adapters=KNOWN)
+    prompt, params = list(range(50)), greedy(8, ignore_eos=True)
+    sets: list[dict[str | int, float]] = [{}, {"x": 1}, {"x": 0.5}, {"y": 1}, {"x": 1, "y": 1}, {1: 1}]
+    natives: list[AdapterSet] = [NONE, X, ((0, 0.5),), Y, ((0, 1.0), (1, 1.0)), Y]
+    for cached in (False, True):
+        for lora, native in zip(sets, natives, strict=True):
+            (result,) = engine.generate([prompt], params, lora=lora)
+            assert result.tokens == reference(prompt, params, native)[0]
+            assert (result.usage.cached_tokens > 0) == (cached or lora == {1: 1})
+    engine.close()
+
+
+def test_adapters_are_set_when_the_set_changes_and_steps_are_shared_within_one() -> None:
+    engine = fake_engine(n_ctx=512, n_parallel=8, adapters=KNOWN)
+    for i in range(8):
+        engine.add_request([i + 1], greedy(16, ignore_eos=True), lora={"x": 1} if i % 2 else {"y": 1})
+    drain(engine)
+    context = context_of(engine)
+    assert Counter(len(step) for step in context.steps)[4] >= 2 * 16 - 4  # all of a set together, once all have begun
+    assert len(list(groupby(context.sets))) <= 2 * 16 / _TURN + 2
