@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from cppbatch.chat.format import Turn
 from cppbatch.server.anthropic.conversation import conversation
 from cppbatch.server.anthropic.replies import MessageReply
@@ -22,8 +20,8 @@ async def messages_plan(body: MessagesRequest, serving: Serving) -> Plan:
     """`/v1/messages`. Raises `InvalidRequest`."""
     serving.check(body)
     turn = await _turn(body, serving)
-    params = msgspec.structs.replace(body.params(**turn.params), include_stop=True)  # so that it is seen which it was
-    reply = MessageReply(body.model, turn, params)
+    params = body.params(**turn.params)
+    reply = MessageReply(body.model, turn, body.max_tokens)
     requests = requests_of(serving, body, reply.id, [turn.prompt], params)
     renames = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in turn.renames.items()}
     if body.schema() is not None:

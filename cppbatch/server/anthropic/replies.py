@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from cppbatch.chat.format import Turn
-from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.anthropic.errors import anthropic_error
 from cppbatch.server.chat import Assistant
@@ -16,17 +15,15 @@ from cppbatch.server.requests import new_id
 
 
 class MessageReply(Reply):
-    """`/v1/messages`. The engine leaves stop strings in the text; here they are cut off, and told."""
+    """`/v1/messages`. `most`: tokens that were asked for."""
 
-    def __init__(self, model: str, turn: Turn, params: SamplingParams) -> None:
+    def __init__(self, model: str, turn: Turn, most: int) -> None:
         super().__init__()
         self.id = new_id("msg_")
         self._model = model
-        self._most = params.max_tokens
-        self._stops = sorted(params.stop, key=len, reverse=True)  # of two that end a text, the longer one is meant
+        self._most = most
         self._assistant = Assistant(turn)
         self._parts = Parts()
-        self._stop: str | None = None
 
     def whole(self, completions: list[list[GenerationEvent]]) -> Json:
         """As in `Reply`."""
@@ -53,11 +50,7 @@ class MessageReply(Reply):
         return [Frame(anthropic_error(fault_of(error)), "error")]
 
     def _read(self, event: GenerationEvent) -> list[Change]:
-        """What an event changes; a stop string, which the last event has whole, goes no further."""
-        if event.finish_reason:
-            self._stop = next(filter(event.text.endswith, self._stops), None)
-        if self._stop:
-            event = msgspec.structs.replace(event, text=event.text.removesuffix(self._stop))
+        """What an event changes."""
         changes = self._parts.read(self._assistant.read(event))
         return [*changes, *self._parts.close()] if event.finish_reason else changes
 
@@ -77,19 +70,17 @@ class MessageReply(Reply):
         return [_block(part) for part in self._parts.all if part.kind != "call" or _arguments(part) is not None]
 
     def _end(self) -> Json:
-        return {"stop_reason": self._stop_reason(), "stop_sequence": self._stop}
+        stop = self.ends[0].stop
+        return {"stop_reason": "stop_sequence" if stop else self._stop_reason(), "stop_sequence": stop}
 
     def _stop_reason(self) -> str:
-        if self._stop:
-            return "stop_sequence"
         if self._assistant.finish_reason == "tool_calls":
             return "tool_use"
         if self._assistant.finish_reason == "timeout":
             return "pause_turn"  # the client may send it back to have it continued
         if self._assistant.finish_reason == "stop":
             return "end_turn"
-        whole = self._most is None or self.tokens().completion < self._most
-        return "model_context_window_exceeded" if whole else "max_tokens"
+        return "max_tokens" if self.tokens().completion >= self._most else "model_context_window_exceeded"
 
     def _usage(self) -> Json:
         prompt, cached, completion = self.tokens()
