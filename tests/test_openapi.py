@@ -31,7 +31,8 @@ from tests.app_thread import AppThread
 Json = dict[str, Any]
 
 DOCUMENT: Json = msgspec.json.decode(document())
-SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
+SAME_HANDLERS = ["/completions", "/chat/completions", "/models", "/v1/health"]  # as of routes that are tried out
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT).exclude(path=SAME_HANDLERS)
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 TOOLS = ("tools", "functions", "tool_choice", "response_format")
 STORED = ("previous_response_id", "conversation", "background")
@@ -92,13 +93,13 @@ def test_the_document_is_served(server: AppThread) -> None:
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=40, **EXAMPLES)
+@settings(max_examples=25, **EXAMPLES)
 def test_answers_are_as_documented(case: schemathesis.Case, server: AppThread) -> None:
     check(case, server)
 
 
 @SCHEMA.include(method="POST").parametrize()
-@settings(max_examples=60, **EXAMPLES)
+@settings(max_examples=40, **EXAMPLES)
 def test_answers_to_a_good_prompt_with_any_options_are_as_documented(
     case: schemathesis.Case, server: AppThread
 ) -> None:

@@ -274,3 +274,14 @@ def test_n_characters_is_where_the_next_token_stands() -> None:
         places.append(stream.n_characters)
         stream.push(piece)
     assert places == [0, 1, 1, 2, 3, 5]
+
+
+@MANY
+@given(text=TEXTS, stop=STOPS)
+def test_it_knows_which_stop_string_has_come(text: str, stop: tuple[str, ...]) -> None:
+    shown, stream = read(bytewise(text), stop)
+    if stream.stop is None:
+        assert not stream.stopped
+    else:
+        assert stream.stop in stop
+        assert text.startswith("".join(shown) + stream.stop)

@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""What /generate/batch gains: 64 short prompts in one request against as many /generate requests, one after the other.
+
+Starts `cppbatch serve` with its defaults, prints the median of some runs of each and their ratio, and then shows that of
+64 prompts an invalid one fails alone. Every run has prompts of its own, so that the prefix cache helps neither way.
+
+.venv/bin/python scripts/bench_batch_endpoint.py [--repeats 3] [-- -m model.gguf]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+N_PROMPTS, N_TOKENS = 64, 32
+FIELDS = {"max_tokens": N_TOKENS, "ignore_eos": True, "temperature": 0}
+TOPICS = ["the sea", "a fox", "two brothers", "winter", "an old clock", "the moon", "a baker", "the first train"]
+NUMBERS = itertools.count(1)
+
+
+def prompts() -> list[str]:
+    """New ones, of a sentence each, that differ from their first word on."""
+    return [f"{next(NUMBERS)} short stories about {TOPICS[i % len(TOPICS)]}. The first one:" for i in range(N_PROMPTS)]
+
+
+def post(url: str, path: str, body: object) -> Any:
+    """The answer to a JSON body."""
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return json.load(answer)
+
+
+def one_by_one(url: str) -> float:
+    """Seconds."""
+    began = perf_counter()
+    for prompt in prompts():
+        assert post(url, "/generate", {**FIELDS, "prompt": prompt})["completion_tokens"] == N_TOKENS
+    return perf_counter() - began
+
+
+def all_at_once(url: str) -> float:
+    """Seconds."""
+    began = perf_counter()
+    answer = post(url, "/generate/batch", {**FIELDS, "prompts": prompts()})
+    assert [result["completion_tokens"] for result in answer["results"]] == [N_TOKENS] * N_PROMPTS
+    return perf_counter() - began
+
+
+def one_invalid(url: str) -> list[dict[str, Any]]:
+    """Those of 64 results that are errors, when one prompt is too long for any context."""
+    items = prompts()
+    items[13] = "x " * 200_000
+    results = post(url, "/generate/batch", {**FIELDS, "prompts": items})["results"]
+    assert len(results) == N_PROMPTS
+    return [result for result in results if "error" in result]
+
+
+def serve(arguments: list[str]) -> Iterator[str]:
+    """A server's address, for as long as it is wanted."""
+    command = [sys.executable, "-m", "cppbatch", "serve", "--port", "0", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout
+        try:
+            yield next(found[1] for line in server.stdout if (found := re.search(r"ready at (http://\S+)", line)))
+        finally:
+            server.terminate()
+            server.stdout.read()
+
+
+def main() -> None:
+    """Prints both medians, their ratio, and what became of the invalid prompt."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
+    options = parser.parse_args()
+    for url in serve(options.rest):
+        post(url, "/generate/batch", {**FIELDS, "prompts": prompts()[:16]})  # warm-up
+        sequential, batched = [], []
+        for _ in range(options.repeats):
+            batched.append(all_at_once(url))
+            sequential.append(one_by_one(url))
+            print(f"one by one {sequential[-1]:6.2f} s   /generate/batch {batched[-1]:6.2f} s", flush=True)
+        one, many = median(sequential), median(batched)
+        print(f"medians: {one:.2f} s and {many:.2f} s: /generate/batch is {one / many:.2f} times as fast")
+        for failed in one_invalid(url):
+            print(f"of {N_PROMPTS} prompts this one failed: {failed['index']} ({failed['error']['message'][:60]}...)")
+
+
+if __name__ == "__main__":
+    main()
