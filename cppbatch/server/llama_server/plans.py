@@ -39,7 +39,7 @@ async def _plan(body: LlamaFields, serving: Serving, prompts: list[list[TokenPie
     renames = {ours: theirs for ours, theirs in _RENAMED.items() if getattr(body, theirs) is not None}
     try:
         body = await translated(body, serving)
-        serving.check(body)
+        serving.limits.check(body)  # its `model` does not matter, as there
         params = body.params(max_tokens=serving.limits.default_tokens(None), **_form(body))
         ids = [[token.id for token in prompt] for prompt in prompts]
         requests = requests_of(serving, body, new_id("llama-"), ids, params)

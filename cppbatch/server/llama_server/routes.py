@@ -88,7 +88,6 @@ async def detokenize(request: web.Request) -> web.Response:
 async def apply_template(request: web.Request) -> web.Response:
     """The prompt of a conversation."""
     body, serving = parse(await request.read(), ChatRequest), request.app[SERVING]
-    serving.check_model(body.model)
     return json_response({"prompt": (await next_turn(body, serving)).prompt})
 
 
