@@ -12,8 +12,8 @@ import gguf
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch import LocalEngine
-from cppbatch.models.synthetic import Vocab, byte_vocab
+from cppbatch import EngineConfig, LocalEngine
+from cppbatch.models.synthetic import Vocab, byte_vocab, write_lora
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
 from tests import tiny_models
@@ -483,3 +483,21 @@ async def test_health_needs_no_key_by_either_name(engine: LocalEngine) -> None:
 
     async with TestClient(TestServer(create_app(engine, ServerSettings(keys=Keys(["k3y"]))))) as http:
         assert [(await get(http, path))[0] for path in ("/health", "/v1/health", "/props")] == [200, 200, 401]
+
+
+async def test_adapters_are_listed_and_chosen_by_each_request(tiny_llama: Path, tmp_path: Path) -> None:
+    adapter = write_lora(tmp_path / "loud.gguf", seed=1)
+    sizes = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1}
+    config = EngineConfig(model_path=str(tiny_llama), lora=((str(adapter), 0.5),), **sizes)
+    asked = {"prompt": "abc", "n_predict": 16, "temperature": 0, "ignore_eos": True}
+    async with LocalEngine(config) as engine, TestClient(TestServer(create_app(engine))) as http:
+        _, listed = await get(http, "/lora-adapters")
+        assert listed == [{"id": 0, "name": "loud", "path": str(adapter), "scale": 0.5}]
+        choices = ([], [{"id": 0, "scale": 0.5}], [{"id": 0, "scale": 4}])
+        texts = [(await post(http, "/completion", asked | {"lora": lora}))[1]["content"] for lora in choices]
+        assert len(set(texts)) == 3
+        assert (await post(http, "/completion", asked))[1]["content"] == texts[1]
+        _, named = await post(http, "/v1/completions", asked | {"max_tokens": 16, "lora": {"loud": 4}})
+        assert named["choices"][0]["text"] == texts[2]
+        status, answer = await post(http, "/completion", asked | {"lora": [{"id": 1, "scale": 1}]})
+        assert (status, answer["error"]["param"]) == (400, "lora")

@@ -14,6 +14,7 @@ from cppbatch.server.llama_server.schemas import (
 from cppbatch.server.llama_server.shapes import (
     DetokenizeAnswer,
     LlamaAnswer,
+    LoraAdapter,
     Props,
     Slot,
     TemplateAnswer,
@@ -46,6 +47,10 @@ ENDPOINTS = {
     ("get", "/slots"): Endpoint(
         "Which of the sequences that can run at once do", json({"type": "array", "items": ref(Slot)}), ASKING,
         types=(Slot,),
+    ),
+    ("get", "/lora-adapters"): Endpoint(
+        "The adapters that a request's `lora` can name", json({"type": "array", "items": ref(LoraAdapter)}), ASKING,
+        types=(LoraAdapter,),
     ),
     ("get", "/models"): asking("As /v1/models", ModelList),
     ("post", "/chat/completions"): generating("As /v1/chat/completions", ChatRequest, ChatAnswer),

@@ -21,7 +21,7 @@ from cppbatch.server.llama_server.schemas import (
     LlamaFields,
     TokenizeRequest,
 )
-from cppbatch.server.llama_server.shapes import DefaultSettings, Modalities, Props, Slot
+from cppbatch.server.llama_server.shapes import DefaultSettings, LoraAdapter, Modalities, Props, Slot
 from cppbatch.server.llama_server.time_limit import run_for
 from cppbatch.server.llama_server.tokens import text_of, tokens_of
 from cppbatch.server.openai.plans import next_turn
@@ -131,3 +131,11 @@ async def slots(request: web.Request) -> web.Response:
     if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in found):
         raise web.HTTPServiceUnavailable(text="no slot available")
     return json_response(msgspec.to_builtins(found))
+
+
+@routes.get("/lora-adapters")
+async def lora_adapters(request: web.Request) -> web.Response:
+    """The adapters that a request's `lora` can name. Their scales are set by --lora, and by each request for itself."""
+    adapters = request.app[SERVING].info.adapters
+    found = [LoraAdapter(id=i, name=its.name, path=its.path, scale=its.scale) for i, its in enumerate(adapters)]
+    return json_response(found)

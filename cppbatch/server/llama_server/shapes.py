@@ -112,6 +112,16 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     is_sleeping: bool = False
 
 
+class LoraAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `GET /lora-adapters`."""
+
+    id: int
+    name: str
+    path: str
+    scale: float
+    """Of requests that do not say."""
+
+
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """An entry of `GET /slots`."""
 
