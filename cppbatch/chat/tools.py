@@ -1,0 +1,43 @@
+"""What a client says about tools: which there are, and whether one must be called."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from cppbatch.errors import InvalidRequest
+
+Json = dict[str, Any]
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether tools are called."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
+    """With `required`: this one."""
+    parallel: bool = True
+    """Several may be called in one message."""
+
+
+def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
+    """The tools that may be called (OpenAI's objects, `{"type": "function", "function": {...}}`).
+
+    Raises `InvalidRequest` for a name that is there twice or that no tool has, and when a call is required of none.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    for i, name in enumerate(names):
+        if not name:
+            raise InvalidRequest(f"tools[{i}].function.name", "is empty")
+        if name in names[:i]:
+            raise InvalidRequest(f"tools[{i}].function.name", f"is {name!r}, as an earlier one is")
+    if choice.mode == "none":
+        return []
+    if choice.mode == "required" and not tools:
+        raise InvalidRequest("tool_choice", "requires a call, but there are no tools")
+    if choice.name is None:
+        return tools
+    if choice.name not in names:
+        raise InvalidRequest("tool_choice", f"names {choice.name!r}, which is none of the tools ({', '.join(names)})")
+    return [tool for tool in tools if tool["function"]["name"] == choice.name]
