@@ -13,10 +13,10 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
+from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine import engine as engine_module
 from cppbatch.errors import LlamaError
 from cppbatch.server.app import create_app
-from cppbatch.server.chat_template import ChatTemplate
 
 Http = TestClient[Any, Any]
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}

@@ -8,12 +8,12 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from cppbatch.chat.template import ChatTemplate
 from cppbatch.cluster.client import EngineClient
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.server.admission import LIMITS
 from cppbatch.server.answers import Answer
-from cppbatch.server.chat_template import ChatTemplate
 from cppbatch.server.errors import json_response
 from cppbatch.server.generation import expand, run
 from cppbatch.server.metrics import CONTENT_TYPE, METRICS, endpoint_of

@@ -25,7 +25,11 @@ class ChatTemplate:
     Raises `InvalidRequest` when the template itself is broken.
     """
 
+    source: str
+    """As given; ChatML where none was."""
+
     def __init__(self, source: str | None, *, bos: str, eos: str) -> None:
+        self.source = source or CHATML
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
@@ -33,17 +37,33 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
         try:
-            self._template = environment.from_string(source or CHATML)
+            self._template = environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise InvalidRequest(
                 "messages", f"cannot be used: this model's chat template is broken ({error})"
             ) from error
         self._tokens = {"bos_token": bos, "eos_token": eos}
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """The prompt for the assistant's next turn. Raises `InvalidRequest` with the template's own complaint."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for the assistant's next turn. Raises `InvalidRequest` with the template's own complaint.
+
+        `messages` are OpenAI's; `kwargs` go to the template.
+        """
+        if continue_final_message:
+            raise InvalidRequest("continue_final_message", "is not supported by this server")
+        if add_generation_prompt is None:
+            add_generation_prompt = True
+        variables = self._tokens | kwargs | {"messages": messages, "tools": tools}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+            return self._template.render(variables, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template is a program: it may fail in any way
             raise InvalidRequest("messages", f"do not fit this model's chat template: {error}") from error
 
