@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from cppbatch.chat.families import Family, family_of
-from cppbatch.chat.generic import without_tools
-from cppbatch.chat.grammar import constraint
-from cppbatch.chat.parser import MessageParser, Reader
-from cppbatch.chat.reasoning import Thinking, is_thinking
+from cppbatch.chat.families import family_of
+from cppbatch.chat.generic import text_of, without_tools
+from cppbatch.chat.grammar import answer_params, arguments_schemas, calls_grammar
+from cppbatch.chat.parser import Reader
+from cppbatch.chat.reasoning import Thinking, Thought
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice, callable_tools
 from cppbatch.errors import InvalidRequest
@@ -29,25 +30,37 @@ class Turn:
     """What `SamplingParams` must have for it: perhaps a grammar, and the control tokens that must be seen."""
     prefilled: bool = False
     """The text goes on with the last message."""
+    renames: dict[str, str] = field(default_factory=dict)
+    """Where the client wrote what stands in `params`: for the fields of errors."""
 
 
 class ChatFormat:
     """A model's template, and the tool calls and thoughts that it was trained to write.
 
-    `token_ids`: of those of the family's markers that are one token. Raises `InvalidRequest` when the template is broken.
+    `token_ids`: of those of `markers` that are one token.
     """
 
     def __init__(self, template: ChatTemplate, token_ids: dict[str, int] | None = None) -> None:
         self.template = template
         self.family = family_of(template)
-        self._thinking = Thinking.of(template.source)
-        self._token_ids = token_ids or {}
+        self.token_ids = token_ids or {}
+        self._thinking = None if self.family.reads_thoughts else Thinking.of(template.source)
 
-    def prompt(self, messages: list[Json], tools: list[Json], variables: Json, *, goes_on: bool) -> str:
-        """The conversation as text; with `goes_on` it ends within the last message. Raises `InvalidRequest`."""
-        if not self.template.takes_tools:
-            messages, tools = without_tools(messages, tools), []
-        return self.template.render(messages, tools=tools or None, continue_final_message=goes_on, **variables)
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Strings with a meaning in this model's text: `token_ids` tells which of them are one token."""
+        tags = (self._thinking.opening, self._thinking.closing) if self._thinking else ()
+        return (*tags, *self.family.markers)
+
+    @cached_property
+    def _has_system(self) -> bool:
+        """Whether the template shows a system message."""
+        word = "What the system says."
+        try:
+            shown = self.template.render([{"role": "system", "content": word}, {"role": "user", "content": "Hello"}])
+        except InvalidRequest:
+            return False
+        return word in shown
 
     def turn(
         self,
@@ -61,19 +74,40 @@ class ChatFormat:
     ) -> Turn:
         """The next message of this conversation (OpenAI's message and tool objects).
 
-        `schema`: its text must be JSON of it. `goes_on`: it continues the last message; None: if that is the assistant's.
-        Raises `InvalidRequest`.
+        `schema`: its text must be JSON of it. `variables` go to the template. `goes_on`: it continues the last
+        message; None: if that is the assistant's. Raises `InvalidRequest`.
         """
         callable_ = callable_tools(tools, choice)
+        if choice.mode == "required" and schema is not None:
+            raise InvalidRequest("response_format", "cannot be used together with a tool_choice that requires a call")
         last = messages[-1]
         if goes_on is None:
             goes_on = last["role"] == "assistant" and not last.get("tool_calls")
-        prompt = self.prompt(messages, callable_, variables or {}, goes_on=goes_on)
-        thinking = self._thinking if self._thinking and is_thinking(prompt, self._thinking) else None
-        names = [tool["function"]["name"] for tool in callable_]
+        prompt = self._prompt(messages, callable_, variables or {}, goes_on=goes_on)
+        thought = Thought.at_the_end(prompt, self._thinking, text_of(last) if goes_on else None)
+        schemas = arguments_schemas(callable_)
         params: Json = {}
-        if choice.mode == "required" or schema is not None:
-            if choice.mode == "required" and schema is not None:
-                raise InvalidRequest("response_format", "cannot be used together with a tool_choice that requires a call")
-            ...
-        return Turn(prompt=prompt, parser=lambda: MessageParser(self.family, names), params=params, prefilled=goes_on)
+        if seen := self.markers if callable_ or self.family.reads_thoughts else self.markers[:2]:
+            params["visible_tokens"] = seen
+        renames = {}
+        where = self.family, self.token_ids, self._thinking, thought
+        if choice.mode == "required":
+            params["grammar"] = calls_grammar(schemas, *where, several=choice.parallel)
+            renames = {"grammar": "tools"}
+        elif schema is not None:
+            params |= answer_params(schema, *where)
+            renames = dict.fromkeys(("grammar", "json_schema"), "response_format")
+        return Turn(
+            prompt=prompt,
+            parser=lambda: self.family.reader(prompt, schemas, self._thinking, thought),
+            params=params,
+            prefilled=goes_on,
+            renames=renames,
+        )
+
+    def _prompt(self, messages: list[Json], tools: list[Json], variables: Json, *, goes_on: bool) -> str:
+        """The conversation as text; with `goes_on` it ends within the last message."""
+        if not self.family.template_tells_tools:
+            needs_words = bool(tools) and not self._has_system
+            messages, tools = without_tools(messages, tools, has_system=not needs_words), []
+        return self.template.render(messages, tools=tools or None, continue_final_message=goes_on, **variables)

@@ -44,6 +44,11 @@ class ChatTemplate:
             ) from error
         self._tokens = {"bos_token": bos, "eos_token": eos}
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it does something with tools."""
+        return "tools" in self.source
+
     def render(
         self,
         messages: list[dict[str, Any]],
@@ -58,7 +63,9 @@ class ChatTemplate:
         `messages` are OpenAI's; `kwargs` go to the template.
         """
         if continue_final_message:
-            raise InvalidRequest("continue_final_message", "is not supported by this server")
+            content = messages[-1]["content"]
+            whole = self.render(messages, tools=tools, add_generation_prompt=False, **kwargs)
+            return whole[: whole.rindex(content) + len(content)]
         if add_generation_prompt is None:
             add_generation_prompt = True
         variables = self._tokens | kwargs | {"messages": messages, "tools": tools}
