@@ -33,9 +33,9 @@ class Calls:
         self._new_id = new_id
         self._out = out
 
-    def start(self, name: str) -> None:
-        """A call begins."""
-        self._out.append(CallStart(self.count, self._new_id(), name))
+    def start(self, name: str, call_id: str | None = None) -> None:
+        """A call begins; it gets an id unless the model gave it one."""
+        self._out.append(CallStart(self.count, call_id or self._new_id(), name))
         self.count += 1
 
     def arguments(self, text: str) -> None:

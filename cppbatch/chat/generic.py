@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cppbatch.chat.calls import CallReader, Calls, Malformed, Tools
 from cppbatch.chat.family import Family
-from cppbatch.chat.json_calls import CallObject, JsonCalls
+from cppbatch.chat.json_calls import CallObject, JsonCalls, write_json_calls
 from cppbatch.chat.json_text import dumped, parsed
 
 if TYPE_CHECKING:
@@ -44,17 +44,8 @@ class Generic(Family):
 
     def write_calls(self, lark: Lark, tools: Tools, *, several: bool) -> str:
         """As `Family.write_calls`."""
-        calls = lark.repeated(lark.rule(json_calls(lark, tools)), ", ", several=several)
+        calls = lark.repeated(lark.rule(write_json_calls(lark, tools)), ", ", several=several)
         return f"{lark.text(_BEFORE)} {calls} {lark.text(_AFTER)}"
-
-
-def json_calls(lark: Lark, tools: Tools, *, key: str = "arguments") -> str:
-    """The expression for `{"name": ..., "arguments": ...}`, a call of any of the tools."""
-    calls = []
-    for name, schema in tools.items():
-        before = lark.text('{"name": ' + dumped(name) + f', "{key}": ')
-        calls.append(f"{before} {lark.json(schema)} {lark.text('}')}")
-    return lark.one_of(calls)
 
 
 class GenericCalls:

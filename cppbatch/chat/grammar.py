@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from cppbatch.chat.calls import Tools
@@ -32,8 +33,7 @@ def arguments_schemas(tools: list[Json]) -> Tools:
             raise InvalidRequest(field, f"has the type {schema['type']!r:.80}; arguments are always an object")
         if "properties" in schema and not _OTHER_SHAPES & schema.keys():
             schema["additionalProperties"] = False
-        if not has_finite_instance(schema):
-            raise InvalidRequest(field, "no finite JSON satisfies it: it requires itself within itself")
+        _check_finite(field, schema)
         schemas[tool["function"]["name"]] = schema
     return schemas
 
@@ -59,11 +59,19 @@ def answer_params(
     """The fields of `SamplingParams` for an answer that is JSON of the schema."""
     if thought in (Thought.NONE, Thought.OVER) and not family.reads_thoughts:
         return {"json_schema": schema}
-    if not has_finite_instance(schema):
-        raise InvalidRequest("response_format", "no finite JSON satisfies its schema: it requires itself within itself")
+    _check_finite("response_format", schema)
     lark = Lark(token_ids)
     answer = family.write_answer(lark, lark.json(schema))
     return {"grammar": lark.grammar(_after_thought(lark, answer, thinking, thought))}
+
+
+def _check_finite(field: str, schema: Json | bool) -> None:
+    try:
+        if not has_finite_instance(schema):
+            raise InvalidRequest(field, "no finite JSON satisfies the schema: it requires itself within itself")
+        json.dumps(schema)
+    except RecursionError:
+        raise InvalidRequest(field, "is nested too deeply") from None
 
 
 def _after_thought(lark: Lark, then: str, thinking: Thinking | None, thought: Thought) -> str:

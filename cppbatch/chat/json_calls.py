@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cppbatch.chat.calls import Calls, Malformed
+from cppbatch.chat.calls import Calls, Malformed, Tools
 from cppbatch.chat.json_text import JsonEnd, NotJson, dumped, parsed
+
+if TYPE_CHECKING:
+    from cppbatch.chat.lark import Lark
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -236,3 +239,12 @@ class JsonCalls:
                 raise Malformed(text)
             self._unread = text[1:].lstrip()
         return None
+
+
+def write_json_calls(lark: Lark, tools: Tools, *, key: str = "arguments") -> str:
+    """The expression for `{"name": ..., "arguments": ...}`, a call of any of the tools."""
+    calls = []
+    for name, schema in tools.items():
+        before = lark.text('{"name": ' + dumped(name) + f', "{key}": ')
+        calls.append(f"{before} {lark.json(schema)} {lark.text('}')}")
+    return lark.one_of(calls)

@@ -71,11 +71,15 @@ class JsonEnd:
 
 
 def parsed(text: str) -> Any:
-    """The value of JSON text. Raises `ValueError`, also for what is nested too deeply."""
+    """The value of JSON text. Raises `ValueError`, also for what is nested too deeply, NaN and infinity."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
 
 
 def dumped(value: Any) -> str:

@@ -48,15 +48,17 @@ class Lark:
         options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
         return self.rule(f"%json {json.dumps(given | options)}")
 
-    def up_to(self, marker: str) -> str:
-        """Any text without this marker, and the marker."""
+    def up_to(self, marker: str, *, ending: str | None = None, least: int = 0, most: int | None = None) -> str:
+        """Text of `least` to `most` letters without this marker, and then the marker.
+
+        `ending`: that with what stands around it, where it is always text.
+        """
         inside = re.escape(marker).replace("/", r"\/")
-        if marker in self._ids:
-            without = self.terminal(rf"/(?s:.*)/ & ~/(?s:.*{inside}.*)/")
-            return f"{without} {self.text(marker)}"
-        name = f"rule_{len(self._rules)}"
-        self._rules.append(f"{name}[suffix={json.dumps(marker)}]: /(?s:.*)/")
-        return name
+        length = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
+        body = f"(/(?s:.{length})/ & ~/(?s:.*{inside}.*)/)"
+        if ending is None and marker in self._ids:
+            return f"{self.terminal(body)} {self.text(marker)}"
+        return self.terminal(f"{body} {json.dumps(ending or marker)}")  # one terminal: else the text would eat the end
 
     def repeated(self, expression: str, separator: str, *, several: bool) -> str:
         """Once, or up to `MOST_CALLS` times with a text in between."""
