@@ -581,6 +581,8 @@ async def test_control_tokens_are_in_the_text_only_where_they_are_asked_for(http
     assert (await complete(http, **body))["text"] == ""
     assert (await complete(http, **body, skip_special_tokens=False))["text"] == "<|im_start|>" * 3
     assert (await complete(http, **body, logprobs=0))["logprobs"]["tokens"] == ["<|im_start|>"] * 3
+    for names, seen in ((["no token", "<|im_start|>"], "<|im_start|>" * 3), (["<|im_end|>"], "")):
+        assert (await complete(http, **body, visible_tokens=names))["text"] == seen
 
 
 async def test_samplers_say_what_is_applied(http: Http) -> None:
@@ -634,7 +636,7 @@ OTHERS: Json = {
     "penalty_last_n": 10, "dry_multiplier": 0.5, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 20,
     "dry_sequence_breakers": ["x"], "samplers": list(reversed(SAMPLERS)), "logit_bias": {"5": 1.5, "word": -2.0},
     "suppress_tokens": [1, 2], "ignore_eos": True, "stop": ["a", "b"], "stop_token_ids": [7], "include_stop": True,
-    "skip_special_tokens": False, "echo": True, "logprobs": 4,
+    "skip_special_tokens": False, "visible_tokens": ["<|im_start|>"], "echo": True, "logprobs": 4,
     "json_schema": {"type": "array"}, "guided_regex": "a+", "guided_choice": ["a", "b"], "grammar": 'root ::= "a"',
 }  # fmt: skip
 """A value for each field that is not its default."""

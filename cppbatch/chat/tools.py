@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -9,6 +10,8 @@ import msgspec
 from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 Mode = Literal["none", "auto", "required"]
@@ -28,12 +31,14 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
     """The tools that may be called (OpenAI's objects, `{"type": "function", "function": {...}}`).
 
-    Raises `InvalidRequest` for a name that is there twice or that no tool has, and when a call is required of none.
+    Raises `InvalidRequest` for a name that is none, is there twice, or that no tool has, and when a call is required
+    of no tools.
     """
     names = [tool["function"]["name"] for tool in tools]
     for i, name in enumerate(names):
-        if not name:
-            raise InvalidRequest(f"tools[{i}].function.name", "is empty")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            message = f"is {name!r:.80}; it must be 1 to 64 letters, digits, underscores or hyphens"
+            raise InvalidRequest(f"tools[{i}].function.name", message)
         if name in names[:i]:
             raise InvalidRequest(f"tools[{i}].function.name", f"is {name!r}, as an earlier one is")
     if choice.mode == "none":

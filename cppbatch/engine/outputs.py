@@ -48,7 +48,8 @@ class Outputs:
         """Detokenises what was appended. Mostly one token; others when a step was interrupted in the midst of it."""
         while sequence.n_said < sequence.n_tokens:
             token = int(sequence.tokens[sequence.n_said])
-            piece = self._vocab.piece(token, special=not sequence.params.skip_special_tokens)
+            is_seen = not sequence.params.skip_special_tokens or token in sequence.recipe.visible
+            piece = self._vocab.piece(token, special=is_seen)
             sequence.n_said += 1
             sequence.news.tokens.append(token)
             sequence.news.text += sequence.text.push(piece)

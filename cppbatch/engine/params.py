@@ -16,6 +16,7 @@ _GREEDY_BELOW = 1e-3  # dividing logits by less would overflow float32
 MOST_LOGPROBS = 20
 _LONGEST_STOP, _MOST_STOP_LETTERS = 512, 16_384
 _FRESH_SEEDS = 2**32  # few enough for every JSON parser
+_MOST_VISIBLE = 64  # each is tokenised
 _MOST_BREAKERS = 32  # each is looked for in the whole vocabulary
 _LONGEST_BREAKER = 40  # letters: llama.cpp cuts DRY's breakers there
 
@@ -142,6 +143,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Leave the stop string in the text."""
     skip_special_tokens: bool = True
     """Leave control tokens (`<|im_start|>` ...) out of the text."""
+    visible_tokens: tuple[str, ...] = ()
+    """Control tokens, as they are written, that stay in the text although `skip_special_tokens` leaves the others out.
+    A string that is no single token changes nothing: as ordinary text it is seen anyway."""
     echo: bool = False
     """Begin the text with the prompt, and the log-probabilities, if any, with the prompt's."""
     logprobs: int | None = None
@@ -168,11 +172,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("ignore_eos", "include_stop", "skip_special_tokens", "echo"):
             instance(self, name, bool, "true or false")
         _set_tuple(self, "stop", str, "a string or a list of strings")
+        _set_tuple(self, "visible_tokens", str, "a list of strings")
         _set_tuple(self, "stop_token_ids", int, "a list of token ids")
         _set_tuple(self, "suppress_tokens", int, "a list of token ids")
         _set_tuple(self, "dry_sequence_breakers", str, "a list of strings")
         _set_tuple(self, "samplers", str, "a list of names")
         _check_lengths(self)
+        if len(self.visible_tokens) > _MOST_VISIBLE:
+            message = f"has {len(self.visible_tokens)} strings; there may be {_MOST_VISIBLE}"
+            raise InvalidRequest("visible_tokens", message)
         _check_samplers(self)
         _check_bias(self)
         _check_grammars(self)

@@ -112,6 +112,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop: bool | None = None
     skip_special_tokens: bool | None = None
+    visible_tokens: list[str] | None = None
 
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | bool | None = None

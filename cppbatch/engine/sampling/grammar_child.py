@@ -7,6 +7,7 @@ In: the field of `SamplingParams` and its text. Out: `{"definition": ...}`, the 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 
@@ -23,6 +24,7 @@ _ADVICE = (
 )
 _LONGEST_S = 12  # a little more than the parent waits
 _MOST_MEMORY = 2 << 30  # bytes
+_TOKEN_IDS = re.compile(r"<\[[\d,\- ]*\]>")
 _WHITESPACE = r"( |\r?\n[ \t]{0,32})?"  # between JSON's parts: a weak model would never stop adding more
 
 
@@ -60,7 +62,9 @@ def _end_after(seconds: int) -> None:
 
 def _checked(tokenizer: LLTokenizer, field: str, text: str) -> str:
     definition = _definition(field, text)
-    matcher = LLMatcher(tokenizer, definition, log_level=0, limits=LIMITS)
+    # Tokens named by their ids are not those of this vocabulary; which there are is found out later.
+    tried = _TOKEN_IDS.sub("<[0]>", definition) if field == "grammar" else definition
+    matcher = LLMatcher(tokenizer, tried, log_level=0, limits=LIMITS)
     # Some mistakes only show when the first token is asked for.
     if matcher.is_error() or (not any(matcher.compute_bitmask()) and not matcher.is_accepting()):
         raise ValueError(matcher.get_error() or "no text can satisfy this")

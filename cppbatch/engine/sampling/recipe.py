@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -48,6 +48,8 @@ class Recipe:
     bias: npt.NDArray[np.float32]
     dry: Any
     """llama.cpp's DRY sampler, to be cloned; None if it is not used."""
+    visible: frozenset[int]
+    """Control tokens that are text."""
     n_candidates: int
     """How many of the largest logits are enough; 0: all are wanted."""
 
@@ -73,6 +75,7 @@ def make_recipe(params: SamplingParams, vocab: Tokens, longest: int) -> Recipe:
         bias_ids=_ids(bias),
         bias=np.array([bias[token] for token in sorted(bias)], np.float32),
         dry=_dry(params, vocab, longest) if "dry" in params.samplers and is_active("dry", params) else None,
+        visible=frozenset(_single_tokens(params.visible_tokens, vocab)),
         n_candidates=_n_candidates(params, kind, filters, lowered={*never, *not_yet, *bias}, raised=bias),
     )
 
@@ -120,6 +123,14 @@ def _bias(params: SamplingParams, vocab: Tokens) -> dict[int, float]:
                 raise InvalidRequest("logit_bias", message)
             biases[token] = biases.get(token, 0.0) + bias
     return biases
+
+
+def _single_tokens(texts: Iterable[str], vocab: Tokens) -> Iterator[int]:
+    """Of those texts that are one token each."""
+    for text in texts:
+        tokens = vocab.tokenize(text, add_special=False).tolist()
+        if len(tokens) == 1 and vocab.piece(tokens[0], special=True) == text.encode("utf-8", "replace"):
+            yield tokens[0]
 
 
 def _dry(params: SamplingParams, vocab: Tokens, longest: int) -> Any:

@@ -1,0 +1,83 @@
+"""What a text must look like that has to be a call, or JSON, perhaps after a thought."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cppbatch.chat.calls import Tools
+from cppbatch.chat.family import Family
+from cppbatch.chat.lark import Lark
+from cppbatch.chat.reasoning import Thinking, Thought
+from cppbatch.engine.sampling.finite import has_finite_instance
+from cppbatch.errors import InvalidRequest
+
+Json = dict[str, Any]
+
+_NEW_LINES = r"/\n{1,2}/"
+_OTHER_SHAPES = frozenset(("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"))
+
+
+def arguments_schemas(tools: list[Json]) -> Tools:
+    """For each function, what its arguments must be: an object, with no arguments that its parameters do not name,
+    unless they say that there are others. Raises `InvalidRequest` for parameters that no arguments can satisfy.
+    """
+    schemas: Tools = {}
+    for i, tool in enumerate(tools):
+        given = tool["function"].get("parameters") or {"properties": {}}
+        field = f"tools[{i}].function.parameters"
+        if not isinstance(given, dict):
+            raise InvalidRequest(field, f"is {given!r:.80}; it must be the JSON schema of an object")
+        schema: Json = {"type": "object"} | given
+        if schema["type"] != "object":
+            raise InvalidRequest(field, f"has the type {schema['type']!r:.80}; arguments are always an object")
+        if "properties" in schema and not _OTHER_SHAPES & schema.keys():
+            schema["additionalProperties"] = False
+        _check_finite(field, schema)
+        schemas[tool["function"]["name"]] = schema
+    return schemas
+
+
+def calls_grammar(
+    tools: Tools,
+    family: Family,
+    token_ids: dict[str, int],
+    thinking: Thinking | None,
+    thought: Thought,
+    *,
+    several: bool,
+) -> str:
+    """A grammar for one call of these tools, or with `several` up to eight."""
+    lark = Lark(token_ids)
+    calls = family.write_calls(lark, tools, several=several and family.several_calls)
+    return lark.grammar(_after_thought(lark, calls, thinking, thought))
+
+
+def answer_params(
+    schema: Json | bool, family: Family, token_ids: dict[str, int], thinking: Thinking | None, thought: Thought
+) -> Json:
+    """The fields of `SamplingParams` for an answer that is JSON of the schema."""
+    if thought in (Thought.NONE, Thought.OVER) and not family.reads_thoughts:
+        return {"json_schema": schema}
+    _check_finite("response_format", schema)
+    lark = Lark(token_ids)
+    answer = family.write_answer(lark, lark.json(schema))
+    return {"grammar": lark.grammar(_after_thought(lark, answer, thinking, thought))}
+
+
+def _check_finite(field: str, schema: Json | bool) -> None:
+    try:
+        if not has_finite_instance(schema):
+            raise InvalidRequest(field, "no finite JSON satisfies the schema: it requires itself within itself")
+        json.dumps(schema)
+    except RecursionError:
+        raise InvalidRequest(field, "is nested too deeply") from None
+
+
+def _after_thought(lark: Lark, then: str, thinking: Thinking | None, thought: Thought) -> str:
+    if thinking is None or thought in (Thought.NONE, Thought.OVER):
+        return then
+    rest = f"{lark.up_to(thinking.closing)} {lark.terminal(_NEW_LINES)}?"
+    if thought is Thought.POSSIBLE:
+        rest = f"({lark.text(thinking.opening)} {rest})?"
+    return f"{rest} {then}"

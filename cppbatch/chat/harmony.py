@@ -1,0 +1,159 @@
+"""gpt-oss: a message is a sequence of channels, one of them for thoughts, one for the answer, one for calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cppbatch.chat.calls import Calls, Tools
+from cppbatch.chat.family import Family
+from cppbatch.chat.markers import Markers
+from cppbatch.chat.parser import Reader
+from cppbatch.chat.pieces import Piece, Reasoning, Text
+from cppbatch.chat.reasoning import Thinking, Thought
+
+if TYPE_CHECKING:
+    from cppbatch.chat.lark import Lark
+
+_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_ASSISTANT = f"{_START}assistant"
+_RECIPIENT = re.compile(r"\bto=(functions\.)?([^\s<]+)")
+_NAME_OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class Harmony(Family):
+    """Each part has a header, `<|channel|>analysis`, and its text between `<|message|>` and `<|end|>`.
+
+    A call is a part with a recipient, `to=functions.name`, before or behind the channel. It ends the message.
+    """
+
+    name = "harmony"
+    markers = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+    reads_thoughts = True
+    several_calls = False
+
+    def reader(self, prompt: str, tools: Tools, thinking: Thinking | None, thought: Thought) -> Reader:
+        """Knows what there is of the message in the prompt."""
+        reader = _ChannelReader(self, tools)
+        _, begun, there = prompt.rpartition(_ASSISTANT)
+        reader.push(there if begun else "")
+        return reader
+
+    def write_calls(self, lark: Lark, tools: Tools, *, several: bool) -> str:
+        """As `Family.write_calls`."""
+        calls = []
+        for name, schema in tools.items():
+            before = lark.text(f" to=functions.{name}{_CHANNEL}commentary json{_MESSAGE}")
+            behind = lark.text(f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}")
+            calls.append(f"({behind} | {before}) {lark.json(schema)}")
+        return f"{self._thought(lark)} {lark.one_of(calls)}"
+
+    def write_answer(self, lark: Lark, answer: str) -> str:
+        """As `Family.write_answer`."""
+        return f"{self._thought(lark)} {lark.text(f'{_CHANNEL}final{_MESSAGE}')} {answer}"
+
+    def _thought(self, lark: Lark) -> str:
+        before, after = lark.text(f"{_CHANNEL}analysis{_MESSAGE}"), lark.text(_ASSISTANT)
+        return f"({before} {lark.up_to('<|end|>')} {after})?"
+
+
+class _ChannelReader:
+    """Reads headers and what follows them. Text without a header is the answer."""
+
+    def __init__(self, family: Family, tools: Tools) -> None:
+        self._out: list[Piece] = []
+        self._calls = Calls(tools, family.new_id, self._out)
+        self._unread = ""
+        self._header = Markers([_MESSAGE])
+        self._body = Markers([*_ENDS, _START])
+        self._tell: Callable[[str], None] = self._answer
+        self._separator: dict[type, str] = {}  # between parts of the same kind
+        self._n_told = 0
+        self._is_call = False
+        self._step: Callable[[], bool] = self._first
+
+    def push(self, text: str) -> list[Piece]:
+        """As `Reader.push`."""
+        self._unread += text
+        while self._unread and self._step():
+            pass
+        told, self._out[:] = list(self._out), []
+        return told
+
+    def close(self) -> list[Piece]:
+        """As `Reader.close`."""
+        left, self._unread = self._unread, ""
+        if self._step in (self._first, self._in_body):
+            self._tell(left)
+        elif left.strip() and not _is_header(left):
+            self._answer(left)
+        self._end_body()
+        told, self._out[:] = list(self._out), []
+        return told
+
+    def _first(self) -> bool:
+        """At the very beginning, where a model that knows no channels may begin to speak."""
+        text = self._unread.lstrip()
+        begins = [part for part in (_CHANNEL, _MESSAGE, "to=") if part.startswith(text[: len(part)])]
+        if not begins:
+            self._step = self._in_body
+        elif text.startswith(tuple(begins)):
+            self._step = self._in_header
+        return not begins or text.startswith(tuple(begins))
+
+    def _in_header(self) -> bool:
+        header, marker, rest = self._header.split(self._unread)
+        if marker is None:
+            return False
+        self._unread, self._step, self._n_told = rest, self._in_body, 0
+        channel, recipient = _NAME_OF_CHANNEL.search(header), _RECIPIENT.search(header)
+        tools = self._calls.tools
+        if recipient and tools and (recipient[1] or recipient[2] in tools):
+            self._calls.start(recipient[2])
+            self._tell, self._is_call = self._argue, True
+        else:
+            self._tell = self._think if channel and channel[1] == "analysis" else self._answer
+        return True
+
+    def _in_body(self) -> bool:
+        text, marker, self._unread = self._body.split(self._unread)
+        if text:
+            self._tell(text)
+        if marker is not None:
+            self._end_body()
+            self._step = self._in_header if marker == _START else self._between
+        return marker is not None
+
+    def _between(self) -> bool:
+        """Behind a part: up to the next one's header."""
+        text = self._unread.lstrip()
+        if text.startswith(_START):
+            self._unread, self._step = text[len(_START) :], self._in_header
+        elif not _START.startswith(text[: len(_START)]):
+            self._unread, self._step = text, self._first
+        return self._step != self._between
+
+    def _end_body(self) -> None:
+        if self._is_call and not self._n_told:
+            self._calls.arguments("{}")
+        self._is_call, self._tell = False, self._answer
+        self._separator = dict.fromkeys(self._separator, "\n\n")
+
+    def _argue(self, text: str) -> None:
+        self._n_told += len(text)
+        self._calls.arguments(text)
+
+    def _think(self, text: str) -> None:
+        self._out.append(Reasoning(self._separator.get(Reasoning, "") + text))
+        self._separator[Reasoning] = ""
+
+    def _answer(self, text: str) -> None:
+        if text:
+            self._out.append(Text(self._separator.get(Text, "") + text))
+            self._separator[Text] = ""
+
+
+def _is_header(text: str) -> bool:
+    return text.lstrip().startswith((_CHANNEL, _MESSAGE, "to=", "assistant"))

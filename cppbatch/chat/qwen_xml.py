@@ -1,0 +1,203 @@
+"""Qwen 3 Coder, Qwen 3.5, Nemotron 3, Seed-OSS: a tag for each argument."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cppbatch.chat.calls import NAME, CallReader, Calls, Malformed, Tools
+from cppbatch.chat.family import Family
+from cppbatch.chat.json_calls import JsonCalls, write_json_calls
+from cppbatch.chat.json_text import dumped
+from cppbatch.chat.kinds import Unsuited, alone, as_json, choices, kinds_of, members, resolved, string_lengths, variants
+from cppbatch.chat.markers import Markers
+
+if TYPE_CHECKING:
+    from cppbatch.chat.lark import Lark
+
+_FUNCTION, _PARAMETER = "<function=", "<parameter="
+_END_OF_FUNCTION, _END_OF_PARAMETER = "</function>", "</parameter>"
+_NAME = re.compile(rf"({NAME.pattern})>")
+_NAME_BEGINS = re.compile(rf"({NAME.pattern})?")
+_KEY = re.compile(r"([^<>\n]{1,256})>")
+_KEY_BEGINS = re.compile(r"[^<>\n]{0,256}")
+
+
+class QwenXml(Family):
+    """`<tool_call>`, `<function=name>`, `<parameter=key>` and a value for each argument.
+
+    Values have the types that the tool's schema says. JSON between the tags is read as well: it is what is enforced
+    where a schema says more than can be enforced without JSON. `own_lines`: values stand on lines of their own.
+    """
+
+    name = "qwen_xml"
+
+    def __init__(self, tag: str = "tool_call", *, own_lines: bool = True) -> None:
+        self._tag = f"<{tag}>"
+        self._closing = f"</{tag}>"
+        self._line = "\n" if own_lines else ""
+        self.markers = self._tag, self._closing
+        self.openings = self._tag, _FUNCTION  # the first is forgotten at times
+
+    def calls(self, opening: str, calls: Calls) -> CallReader:
+        """As `Family.calls`."""
+        reader = _XmlCalls(calls, self._closing)
+        if opening == _FUNCTION:
+            reader.push(opening)
+        return reader
+
+    def write_calls(self, lark: Lark, tools: Tools, *, several: bool) -> str:
+        """As `Family.write_calls`."""
+        calls = []
+        for name, schema in tools.items():
+            try:
+                calls.append(self._write_call(lark, name, schema))
+            except Unsuited:
+                calls.append(f"{write_json_calls(lark, {name: schema})} {lark.text(_NEW_LINE)}")
+        before, after = lark.text(self._tag + "\n"), lark.text(self._closing)
+        return lark.repeated(lark.rule(f"{before} {lark.one_of(calls)} {after}"), "\n", several=several)
+
+    def _write_call(self, lark: Lark, name: str, schema: Any) -> str:
+        parts = [lark.text(f"{_FUNCTION}{name}>\n")]
+        for key, given, required in members(schema):
+            if not _KEY_BEGINS.fullmatch(key) or not key:
+                raise Unsuited
+            value = self._write_value(lark, given, schema)
+            parameter = f"{lark.text(f'{_PARAMETER}{key}>{self._line}')} {value}"
+            parts.append(parameter if required else f"({parameter})?")
+        return " ".join([*parts, lark.text(f"{_END_OF_FUNCTION}\n")])
+
+    def _write_value(self, lark: Lark, given: Any, root: Any) -> str:
+        """The expression for a value and the end of its tag. Raises `Unsuited`."""
+        ending = f"{self._line}{_END_OF_PARAMETER}\n"
+        kinds, schema = kinds_of(given, root), resolved(given, root)
+        if kinds == {"string", "null"}:  # the word null is null, any other text a string
+            strings = [part for part in variants(given, root) if part.get("type") != "null"]
+            if any((string_lengths(part), choices(part)) != ((0, None), None) for part in strings):
+                raise Unsuited
+            return lark.up_to(_END_OF_PARAMETER, ending=ending)
+        if kinds == {"string"}:
+            if (listed := choices(schema)) is not None:
+                if any(not isinstance(one, str) or one != one.strip() or _END_OF_PARAMETER in one for one in listed):
+                    raise Unsuited
+                return f"{lark.one_of([lark.text(one) for one in listed])} {lark.text(ending)}"
+            least, most = string_lengths(schema)
+            return lark.up_to(_END_OF_PARAMETER, ending=ending, least=least, most=most)
+        if not kinds or "string" in kinds:  # no quotes would tell a string from another value
+            raise Unsuited
+        return f"{lark.json(alone(given, root))} {lark.text(ending)}"
+
+
+_NEW_LINE = "\n"
+
+
+class _XmlCalls:
+    """What follows `<tool_call>`."""
+
+    def __init__(self, calls: Calls, closing: str) -> None:
+        self._calls = calls
+        self._closing = closing
+        self._between = Markers([closing, _FUNCTION])
+        self._within = Markers([closing, _PARAMETER, _END_OF_FUNCTION, _FUNCTION])
+        self._unread = ""
+        self._json: JsonCalls | None = None
+        self._schema: Any = {}
+        self._kinds: frozenset[str] = frozenset()
+        self._n_arguments = 0
+        self._n_functions = 0
+        self._value = ""  # what is read of a value that is no string
+        self._is_first_letter = False
+        self._end = Markers([_END_OF_PARAMETER])
+        self._step: Callable[[], bool] = self._in_between
+        self._rest: str | None = None
+
+    def push(self, text: str) -> str | None:
+        """As `CallReader.push`."""
+        if self._json:
+            return self._json.push(text)
+        self._unread += text
+        while self._rest is None and self._step():
+            pass
+        if self._json:
+            return self._json.push(self._unread)
+        return self._rest
+
+    def close(self) -> None:
+        """What was told stays told."""
+
+    def _in_between(self) -> bool:
+        """Before a function, or behind one."""
+        text = self._unread = self._unread.lstrip()
+        if not text:
+            return False
+        if text[0] in "{[" and not self._n_functions:
+            self._json = JsonCalls(self._calls, known_only=False, closing=self._closing)
+            return False
+        marker = self._between.at_start(text)
+        if marker is None and self._n_functions:
+            self._rest = text
+        elif marker is None:
+            raise Malformed(text)
+        elif marker == self._closing:
+            self._rest = text[len(marker) :]
+        elif marker:
+            self._unread, self._step = text[len(marker) :], self._in_name
+        return bool(marker)
+
+    def _in_name(self) -> bool:
+        found = _NAME.match(self._unread)
+        if found:
+            self._schema = self._calls.tools.get(found[1]) or {}
+            self._n_arguments, self._n_functions = 0, self._n_functions + 1
+            self._unread, self._step = self._unread[found.end() :], self._in_function
+            self._calls.start(found[1])
+        elif not _NAME_BEGINS.fullmatch(self._unread):
+            raise Malformed(f"{_FUNCTION}{self._unread}")
+        return bool(found)
+
+    def _in_function(self) -> bool:
+        """Between arguments."""
+        text = self._unread = self._unread.lstrip()
+        marker = self._within.at_start(text) if text else ""
+        if marker == _PARAMETER:
+            self._unread, self._step = text[len(marker) :], self._in_key
+        elif marker == "":
+            return False
+        else:  # what belongs to no argument ends the function
+            self._calls.arguments("}" if self._n_arguments else "{}")
+            self._unread = text.removeprefix(_END_OF_FUNCTION)
+            self._step = self._in_between
+        return True
+
+    def _in_key(self) -> bool:
+        found = _KEY.match(self._unread)
+        if found:
+            key = found[1].strip()
+            properties = self._schema.get("properties") or {}
+            self._kinds = kinds_of(properties.get(key, {}), self._schema)
+            self._calls.arguments(f"{', ' if self._n_arguments else '{'}{dumped(key)}: ")
+            self._calls.arguments('"' if self._kinds == {"string"} else "")
+            self._n_arguments += 1
+            self._unread, self._value, self._is_first_letter = self._unread[found.end() :], "", True
+            self._step = self._in_value
+        elif not _KEY_BEGINS.fullmatch(self._unread):
+            raise Malformed(f"{_PARAMETER}{self._unread}")
+        return bool(found)
+
+    def _in_value(self) -> bool:
+        if self._is_first_letter and self._unread:
+            self._unread, self._is_first_letter = self._unread.removeprefix("\n"), False
+        before, marker, rest = self._end.split(self._unread)
+        held = "\n" if before.endswith("\n") else ""  # it may be the one before the closing tag
+        before = before.removesuffix(held)
+        if self._kinds == {"string"}:
+            self._calls.arguments(dumped(before)[1:-1])
+        else:
+            self._value += before
+        if marker is None:
+            self._unread = held + rest
+            return False
+        self._calls.arguments('"' if self._kinds == {"string"} else as_json(self._value, self._kinds))
+        self._unread, self._step = rest, self._in_function
+        return True
