@@ -33,6 +33,9 @@ WEATHER: Any = {
 }
 
 
+UNKNOWN_TYPE: Any = {"type": "object", "properties": {"a": {"type": "thing"}}}
+
+
 @pytest.fixture(scope="module")
 def client(default_model: Path) -> Iterator[openai.OpenAI]:
     with ServerProcess("-m", default_model, "--alias", "gpt-4o-mini") as process:
@@ -210,7 +213,7 @@ def test_the_clients_own_helper_reads_calls_and_json(client: openai.OpenAI) -> N
         ({"tool_choice": "always"}, "tool_choice"),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": UNKNOWN_TYPE}}],
                 "tool_choice": "required",
             },
             "tools",

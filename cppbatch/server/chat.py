@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from cppbatch.chat.format import Reader, Turn
+from cppbatch.chat.format import Turn
+from cppbatch.chat.parser import Reader
 from cppbatch.chat.pieces import Message, Piece, Reasoning
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.errors import InvalidRequest
