@@ -17,7 +17,6 @@ from aiohttp import web
 from cppbatch import LocalEngine
 from cppbatch.chat.format import Turn
 from cppbatch.chat.pieces import CallArguments, CallStart, Piece, Reasoning, Text
-from cppbatch.chat.template import ChatTemplate
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
 from cppbatch.server.app import create_app
@@ -68,24 +67,6 @@ class ScriptedFormat:
         return Turn(prompt=str(messages), parser=lambda: ScriptedReader(self._script), params=self._params)
 
 
-class PlainReader:
-    """All is text."""
-
-    def push(self, text: str) -> list[Piece]:
-        return [Text(text)]
-
-    def close(self) -> list[Piece]:
-        return []
-
-
-class ContinuingFormat:
-    """ChatML, and the assistant goes on with the last message."""
-
-    def turn(self, messages: list[Json], **_asked: object) -> Turn:
-        prompt = ChatTemplate(None, bos="", eos="").render(messages[:-1]) + messages[-1]["content"]
-        return Turn(prompt=prompt, parser=PlainReader, prefilled=True)
-
-
 class ChatServer(AppThread):
     """A server of a tiny model."""
 
@@ -96,7 +77,7 @@ class ChatServer(AppThread):
 
         super().__init__({"model": model, "n_parallel": 4, "n_threads": 1, "n_ctx": 1024, **engine}, make_app)
 
-    def use(self, form: ScriptedFormat | ContinuingFormat | None) -> None:
+    def use(self, form: ScriptedFormat | None) -> None:
         """From now on the model holds conversations like this; None: as it does itself."""
         self.app[SERVING]._chat = form  # type: ignore[assignment]
 

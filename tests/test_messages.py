@@ -24,7 +24,7 @@ from cppbatch.server.anthropic.schemas import MessagesRequest
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
-from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ContinuingFormat, ScriptedFormat, strictly
+from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
 
 Json = dict[str, Any]
 
@@ -441,15 +441,26 @@ def test_the_default_model_answers_in_json(real: anthropic.Anthropic) -> None:
     assert set(json.loads(message.content[0].text)) == {"n"}
 
 
-def test_an_assistants_message_at_the_end_is_continued(default_model: Path) -> None:
-    server = ChatServer(default_model)
-    try:
-        server.use(ContinuingFormat())
-        messages = [
-            {"role": "user", "content": "What is the capital of France?"},
-            {"role": "assistant", "content": "The capital of France is"},
-        ]
-        message = ask(client_of(server), model=default_model.stem, messages=messages, **GREEDY)
-        assert message.content[0].text.startswith(" Paris")
-    finally:
-        server.stop()
+def test_the_default_model_continues_the_assistants_message(real: anthropic.Anthropic) -> None:
+    messages = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is"},
+    ]
+    assert ask(real, model=ALIAS, messages=messages, **GREEDY).content[0].text.startswith(" Paris")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_default_model_calls_a_tool_and_is_told_what_it_gave(real: anthropic.Anthropic, *, stream: bool) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+    question = {"role": "user", "content": "How is the weather in Oslo?"}
+    fields: Json = {"model": ALIAS, "max_tokens": 60, "tools": [{"name": "weather", "input_schema": city}]}
+    once = {"type": "any", "disable_parallel_tool_use": True}
+    asked: Json = {**fields, "messages": [question], "tool_choice": once}
+    called = streamed(real, **asked) if stream else ask(real, **asked, **GREEDY)
+    (call,) = called.content[-1:]
+    assert (called.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
+    assert isinstance(call.input["city"], str)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is sunny in Oslo."}
+    said = {"role": "assistant", "content": [block.to_dict() for block in called.content]}
+    messages = [question, said, {"role": "user", "content": [result]}]
+    assert ask(real, **{**fields, "tools": []}, messages=messages, **GREEDY).content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -404,3 +405,21 @@ def test_the_default_model_gives_what_the_client_can_parse(real: openai.OpenAI, 
     response = real.responses.parse(**{**HELLO, **fields}, text_format=Sum)
     assert isinstance(response.output_parsed, Sum)
     assert response.status == "completed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_default_model_calls_a_tool(real: openai.OpenAI, default_model: Path, *, stream: bool) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+    fields: Json = {
+        "model": default_model.stem,
+        "input": "How is the weather in Oslo?",
+        "tools": [{"type": "function", "name": "weather", "parameters": city, "strict": True}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_output_tokens": 60,
+    }
+    response = streamed(real, **fields) if stream else ask(real, **fields)
+    strictly(Response, response.to_dict(), OURS)
+    (call,) = response.output
+    assert (call.type, call.name, response.status) == ("function_call", "weather", "completed")
+    assert isinstance(json.loads(call.arguments)["city"], str)
