@@ -78,6 +78,7 @@ class ChatFormat:
         message; None: if that is the assistant's. Raises `InvalidRequest`.
         """
         callable_ = callable_tools(tools, choice)
+        schemas = arguments_schemas(callable_)
         if choice.mode == "required" and schema is not None:
             raise InvalidRequest("response_format", "cannot be used together with a tool_choice that requires a call")
         last = messages[-1]
@@ -85,7 +86,6 @@ class ChatFormat:
             goes_on = last["role"] == "assistant" and not last.get("tool_calls")
         prompt = self._prompt(messages, callable_, variables or {}, goes_on=goes_on)
         thought = Thought.at_the_end(prompt, self._thinking, text_of(last) if goes_on else None)
-        schemas = arguments_schemas(callable_)
         params: Json = {}
         if seen := self.markers if callable_ or self.family.reads_thoughts else self.markers[:2]:
             params["visible_tokens"] = seen

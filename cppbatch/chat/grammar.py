@@ -31,6 +31,8 @@ def arguments_schemas(tools: list[Json]) -> Tools:
         schema: Json = {"type": "object"} | given
         if schema["type"] != "object":
             raise InvalidRequest(field, f"has the type {schema['type']!r:.80}; arguments are always an object")
+        if not isinstance(schema.get("properties", {}), dict):
+            raise InvalidRequest(f"{field}.properties", f"is {schema['properties']!r:.80}; it must be an object")
         if "properties" in schema and not _OTHER_SHAPES & schema.keys():
             schema["additionalProperties"] = False
         _check_finite(field, schema)
