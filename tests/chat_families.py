@@ -49,13 +49,15 @@ TEMPLATES = {
     "seed": _CHATML.replace("CALLS", _XML_CALL.replace("TAG", "seed:tool_call")),
     "llama3": _CHATML.replace(
         "CALLS",
-        """{{ '{"name": "' + call.function.name + '", ' }}{{ '"parameters": ' + call.function.arguments | tojson + '}' }}""",
+        """{{ '{"name": "' + call.function.name + '", ' }}"""
+        """{{ '"parameters": ' + call.function.arguments | tojson + '}' }}""",
     ),
     "nemo": _CHATML.replace(
         "CALLS", '[TOOL_CALLS][{{ (call.function | tojson)[:-1] + \', "id": "\' + call.id + \'"}]\' }}'
     ),
     "mistral": _CHATML.replace(
-        "CALLS", "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments | tojson }}"
+        "CALLS",
+        "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments | tojson }}",
     ),
     "gemma4": "{# <|channel>thought #}"
     + _CHATML.replace(

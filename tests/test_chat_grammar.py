@@ -19,6 +19,7 @@ from cppbatch.chat.format import ChatFormat, Turn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
+from cppbatch.models.synthetic import IM_START
 from tests.chat_families import PING, QUESTION, TEMPLATES, TOOLS, WEATHER, chat_format, message, tool, turn
 from tests.schemas import SCHEMAS, Schema, array, fault, number, record, text, whole
 
@@ -156,8 +157,21 @@ def test_an_answer_that_must_be_json_may_follow_a_thought(family: str) -> None:
     assert set(its.renames) >= {"grammar"}
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_where_an_answer_must_be_json_tools_may_still_be_called(family: str) -> None:
+    schema = ARGUMENTS["many kinds"]
+    its = turn(family, tools=FUNCTIONS[:4], schema=schema, token_ids=vocabulary(family)[0].ids)
+    n_calls = []
+    for seed in range(16):
+        written = random_text(family, its.params["grammar"], seed, longest=20_000)
+        read = message(its, [written])
+        n_calls.append(check(its, written) if read.calls else 0)
+        assert read.calls or fault(read.text, schema) is None
+    assert min(n_calls) == 0 < max(n_calls)
+
+
 def test_an_answer_that_must_be_json_is_plainly_that_where_no_thought_can_come() -> None:
-    for its in (turn("llama3", tools=[], schema=FREE_TEXT), turn("hermes", schema=FREE_TEXT, quick=True)):
+    for its in (turn("llama3", tools=[], schema=FREE_TEXT), turn("hermes", tools=[], schema=FREE_TEXT, quick=True)):
         assert its.params["json_schema"] == FREE_TEXT
         assert "grammar" not in its.params
         assert its.renames["json_schema"] == "response_format"
@@ -283,11 +297,12 @@ def engine(default_model: Path) -> Iterator[BatchInferenceEngine]:
         yield engine
 
 
-def test_a_hundred_of_a_hundred_required_calls_name_a_tool_and_match_its_schema(engine: BatchInferenceEngine) -> None:
+@pytest.mark.parametrize("n_seeds", [2, pytest.param(10, marks=pytest.mark.soak)])
+def test_all_of_the_required_calls_name_a_tool_and_match_its_schema(engine: BatchInferenceEngine, n_seeds: int) -> None:
     form = ChatFormat(ChatTemplate(engine.info.chat_template, bos=engine.info.bos, eos=engine.info.eos))
     assert form.family.name == "generic"
     choice = ToolChoice(mode="required", parallel=False)
-    turns = [form.turn([{"role": "user", "content": wish}], tools=KINDS, choice=choice) for wish in WISHES] * 10
+    turns = [form.turn([{"role": "user", "content": wish}], tools=KINDS, choice=choice) for wish in WISHES] * n_seeds
     drawn = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 200}
     params = [SamplingParams(seed=seed, **drawn, **its.params) for seed, its in enumerate(turns)]
     results = engine.generate([its.prompt for its in turns], params)
@@ -300,6 +315,18 @@ def test_a_hundred_of_a_hundred_required_calls_name_a_tool_and_match_its_schema(
         assert not read.text
         assert fault(call.arguments, schemas[call.name]) is None, call
         named[call.name] += 1
-    print(f"{named.total()} of 100 calls match: {dict(named)}")
-    assert named.total() == 100
-    assert len(named) >= 3
+    print(f"{named.total()} of {10 * n_seeds} calls match: {dict(named)}")
+    assert named.total() == 10 * n_seeds
+    assert len(named) >= 2
+
+
+def test_a_marker_that_is_a_control_token_is_enforced_as_that_and_seen(tiny_llama: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=2, n_threads=1) as engine:
+        name = "<|im_start|>"
+        token = IM_START
+        grammar = f'start: "a" <[{token}]> "b" <[{token}]> "c"'
+        for seen, text in (((name, "no token"), f"a{name}b{name}c"), ((), "abc")):
+            (result,) = engine.generate(["x"], SamplingParams(grammar=grammar, visible_tokens=seen, max_tokens=20))
+            assert result.text == text
+        with pytest.raises(InvalidRequest, match="99999"):
+            engine.generate(["x"], SamplingParams(grammar="start: <[99999]>"))

@@ -38,6 +38,7 @@ GEMMA_SET = (
     '<|tool_call>call:set{note:<|"|>null and void<|"|>,on:true,options:{a:[1,<|"|>x<|"|>,None],b:{}}}<tool_call|>'
 )
 TO_PARIS = ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}'
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 HARMONY_PARIS = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}'
 
 # What the model writes, and what it means: text, thought, calls.
@@ -54,7 +55,8 @@ CASES: dict[str, tuple[str, str, str, str, list[Any]]] = {
         "hermes", hermes('{"id": 7, "arguments": {"city": "Paris"}, "name": "get_weather"}'), "", "", [PARIS],
     ),
     "other keys": (
-        "hermes", hermes('{"type":"function","name":"ping", "x": [{}, "]"], "parameters" : {}, "y": 1e5}'), "", "", [PING],
+        "hermes", hermes('{"type":"function","name":"ping", "x": [{}, "]"], "parameters" : {}, "y": 1e5}'), "", "",
+        [PING],
     ),
     "arguments as a string": (
         "hermes", hermes('{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\"}"}'), "", "", [PARIS],
@@ -113,7 +115,8 @@ CASES: dict[str, tuple[str, str, str, str, list[Any]]] = {
     "XML that is none": ("qwen_xml", "<tool_call>\n<function>get</function>\n</tool_call>", "", "", []),
     "XML cut in the name": ("qwen_xml", "<tool_call>\n<function=get_wea", "", "", []),
     "Seed's tags": (
-        "seed", XML_SET.replace("tool_call", "seed:tool_call").replace(">\n", ">").replace("\n</p", "</p"), "", "", [SET],
+        "seed", XML_SET.replace("tool_call", "seed:tool_call").replace(">\n", ">").replace("\n</p", "</p"), "", "",
+        [SET],
     ),
     "Llama's JSON": ("llama3", PARIS_JSON.replace("arguments", "parameters"), "", "", [PARIS]),
     "Llama's JSONs": ("llama3", f"{PARIS_JSON}; {ROME_JSON}\n{SET_JSON}", "", "", [PARIS, ROME, SET]),
@@ -148,15 +151,16 @@ CASES: dict[str, tuple[str, str, str, str, list[Any]]] = {
     "Gemma's, malformed": ("gemma4", "<|tool_call>ping()<tool_call|>", "", "", []),
     "an answer": ("harmony", "<|channel|>final<|message|>Hello <b>\n", "Hello <b>\n", "", []),
     "an answer after a thought": (
-        "harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello<|return|>",
+        "harmony", f"{HARMONY_THOUGHT}<|channel|>final<|message|>Hello<|return|>",
         "Hello", "Hm.", [],
     ),
     "a call after a thought": (
-        "harmony", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{HARMONY_PARIS}<|call|>", "", "Hm.", [PARIS],
+        "harmony", f"{HARMONY_THOUGHT}{HARMONY_PARIS}<|call|>", "", "Hm.", [PARIS],
     ),
     "the recipient first": ("harmony", TO_PARIS, "", "", [PARIS]),
     "an announcement": (
-        "harmony", f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY_PARIS}", "I look.", "", [PARIS],
+        "harmony", f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY_PARIS}", "I look.", "",
+        [PARIS],
     ),
     "no argument": ("harmony", "<|channel|>commentary to=functions.ping<|message|><|call|>", "", "", [PING]),
     "two thoughts": (

@@ -9,7 +9,7 @@ from typing import Any
 
 from cppbatch.chat.families import family_of
 from cppbatch.chat.generic import text_of, without_tools
-from cppbatch.chat.grammar import answer_params, arguments_schemas, calls_grammar
+from cppbatch.chat.grammar import Place, answer_params, arguments_schemas, calls_grammar
 from cppbatch.chat.parser import Reader
 from cppbatch.chat.reasoning import Thinking, Thought
 from cppbatch.chat.template import ChatTemplate
@@ -49,8 +49,11 @@ class ChatFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """Strings with a meaning in this model's text: `token_ids` tells which of them are one token."""
-        tags = (self._thinking.opening, self._thinking.closing) if self._thinking else ()
-        return (*tags, *self.family.markers)
+        return (*self._tags, *self.family.markers)
+
+    @property
+    def _tags(self) -> tuple[str, ...]:
+        return self._thinking.markers if self._thinking else ()
 
     @cached_property
     def _has_system(self) -> bool:
@@ -74,8 +77,8 @@ class ChatFormat:
     ) -> Turn:
         """The next message of this conversation (OpenAI's message and tool objects).
 
-        `schema`: its text must be JSON of it. `variables` go to the template. `goes_on`: it continues the last
-        message; None: if that is the assistant's. Raises `InvalidRequest`.
+        `schema`: its text must be JSON of it, unless tools are called. `variables` go to the template. `goes_on`: it
+        continues the last message; None: if that is the assistant's. Raises `InvalidRequest`.
         """
         callable_ = callable_tools(tools, choice)
         schemas = arguments_schemas(callable_)
@@ -87,15 +90,15 @@ class ChatFormat:
         prompt = self._prompt(messages, callable_, variables or {}, goes_on=goes_on)
         thought = Thought.at_the_end(prompt, self._thinking, text_of(last) if goes_on else None)
         params: Json = {}
-        if seen := self.markers if callable_ or self.family.reads_thoughts else self.markers[:2]:
+        if seen := self.markers if callable_ or self.family.reads_thoughts else self._tags:
             params["visible_tokens"] = seen
         renames = {}
-        where = self.family, self.token_ids, self._thinking, thought
+        place = Place(self.family, self.token_ids, self._thinking, thought)
         if choice.mode == "required":
-            params["grammar"] = calls_grammar(schemas, *where, several=choice.parallel)
+            params["grammar"] = calls_grammar(schemas, place, several=choice.parallel)
             renames = {"grammar": "tools"}
         elif schema is not None:
-            params |= answer_params(schema, *where)
+            params |= answer_params(schema, schemas, place, several=choice.parallel)
             renames = dict.fromkeys(("grammar", "json_schema"), "response_format")
         return Turn(
             prompt=prompt,
