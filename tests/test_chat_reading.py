@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -261,6 +262,17 @@ def test_the_name_is_told_before_the_arguments_and_those_while_they_come() -> No
         told = reader.push(more)
         assert "Par" in "".join(piece.text for piece in told if isinstance(piece, CallArguments)), family
         assert reader.close() == [], family  # what is told stays told
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_long_texts_are_read_in_time_that_grows_with_them(family: str) -> None:
+    opening = {"llama3": "{", "nemo": "[TOOL_CALLS]", "mistral": "[TOOL_CALLS]", "gemma4": "<|tool_call>call:f{"}
+    begun = opening.get(family, "<tool_call>") + "x"
+    for written in (begun * 5_000, '<tool_call>{"a": "' + "x" * 50_000, begun + "word " * 10_000):
+        its = turn(family)
+        started = perf_counter()
+        assert message(its, written) == message(its, [written])
+        assert perf_counter() - started < 5
 
 
 def test_ids_are_new_for_each_call_and_of_the_kind_that_the_family_wants() -> None:
