@@ -16,7 +16,7 @@ from cppbatch.chat.qwen_xml import QwenXml
 from cppbatch.chat.template import ChatTemplate
 
 _HERMES = re.compile(r"<tool_call>(\\n|\s|['\"~+{}-]|\\)*name\b")
-_LLAMA3 = re.compile(r"""'\{"name": "' \+ tool_call\.name""")
+_LLAMA3 = re.compile(r"""'\{"name": "' \+.*"parameters": '""", re.DOTALL)
 
 
 def family_of(template: ChatTemplate) -> Family:

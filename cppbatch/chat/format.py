@@ -8,7 +8,7 @@ from typing import Any
 
 from cppbatch.chat.families import family_of
 from cppbatch.chat.generic import text_of, without_tools
-from cppbatch.chat.grammar import answer_params, arguments_schemas, calls_grammar
+from cppbatch.chat.grammar import Place, answer_params, arguments_schemas, calls_grammar
 from cppbatch.chat.parser import Reader
 from cppbatch.chat.reasoning import Thinking, Thought
 from cppbatch.chat.template import ChatTemplate
@@ -48,8 +48,11 @@ class ChatFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """Strings with a meaning in this model's text: `token_ids` tells which of them are one token."""
-        tags = (self._thinking.opening, self._thinking.closing) if self._thinking else ()
-        return (*tags, *self.family.markers)
+        return (*self._tags, *self.family.markers)
+
+    @property
+    def _tags(self) -> tuple[str, ...]:
+        return self._thinking.markers if self._thinking else ()
 
     def turn(
         self,
@@ -63,10 +66,11 @@ class ChatFormat:
     ) -> Turn:
         """The next message of this conversation (OpenAI's message and tool objects).
 
-        `schema`: its text must be JSON of it. `variables` go to the template. `goes_on`: it continues the last
-        message; None: if that is the assistant's. Raises `InvalidRequest`.
+        `schema`: its text must be JSON of it, unless tools are called. `variables` go to the template. `goes_on`: it
+        continues the last message; None: if that is the assistant's. Raises `InvalidRequest`.
         """
         callable_ = callable_tools(tools, choice)
+        schemas = arguments_schemas(callable_)
         if choice.mode == "required" and schema is not None:
             raise InvalidRequest("response_format", "cannot be used together with a tool_choice that requires a call")
         last = messages[-1]
@@ -74,17 +78,16 @@ class ChatFormat:
             goes_on = last["role"] == "assistant" and not last.get("tool_calls")
         prompt = self._prompt(messages, callable_, variables or {}, goes_on=goes_on)
         thought = Thought.at_the_end(prompt, self._thinking, text_of(last) if goes_on else None)
-        schemas = arguments_schemas(callable_)
         params: Json = {}
-        if seen := self.markers if callable_ or self.family.reads_thoughts else self.markers[:2]:
+        if seen := self.markers if callable_ or self.family.reads_thoughts else self._tags:
             params["visible_tokens"] = seen
         renames = {}
-        where = self.family, self.token_ids, self._thinking, thought
+        place = Place(self.family, self.token_ids, self._thinking, thought)
         if choice.mode == "required":
-            params["grammar"] = calls_grammar(schemas, *where, several=choice.parallel)
+            params["grammar"] = calls_grammar(schemas, place, several=choice.parallel)
             renames = {"grammar": "tools"}
         elif schema is not None:
-            params |= answer_params(schema, *where)
+            params |= answer_params(schema, schemas, place, several=choice.parallel)
             renames = dict.fromkeys(("grammar", "json_schema"), "response_format")
         return Turn(
             prompt=prompt,

@@ -147,12 +147,12 @@ class _GemmaCall:
             return True
         if text[:1] == '"' or not text or _QUOTE.startswith(text[: len(_QUOTE)]):
             return self._string(self._colon)
-        found = re.match(r'([^\s:{}\[\],"<]+)\s*(?=:)', text)
+        found = re.match(r'([^\s:{}\[\],"<]{1,256})\s*(?=:)', text)
         if found:
             self._take(found.end())
             self._calls.arguments(dumped(found[1]))
             self._step = self._colon
-        elif not re.fullmatch(r'[^\s:{}\[\],"<]+\s*', text):
+        elif not re.fullmatch(r'[^\s:{}\[\],"<]{1,256}\s*', text):
             raise Malformed(text)
         return bool(found)
 
@@ -180,12 +180,12 @@ class _GemmaCall:
             return True
         if text[:1] == '"' or not text or _QUOTE.startswith(text[: len(_QUOTE)]):
             return self._string(self._after_value)
-        found = re.match(r'[^{}\[\],"<]+(?=[}\],])', text)
+        found = re.match(r'[^{}\[\],"<]{1,1024}(?=[}\],])', text)
         if found:
             self._take(found.end())
             self._calls.arguments(_scalar(found[0].strip()))
             self._step = self._after_value
-        elif not re.fullmatch(r'[^{}\[\],"<]+', text):
+        elif not re.fullmatch(r'[^{}\[\],"<]{1,1024}', text):
             raise Malformed(text)
         return bool(found)
 

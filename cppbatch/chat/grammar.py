@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from cppbatch.chat.calls import Tools
@@ -31,6 +32,8 @@ def arguments_schemas(tools: list[Json]) -> Tools:
         schema: Json = {"type": "object"} | given
         if schema["type"] != "object":
             raise InvalidRequest(field, f"has the type {schema['type']!r:.80}; arguments are always an object")
+        if not isinstance(schema.get("properties", {}), dict):
+            raise InvalidRequest(f"{field}.properties", f"is {schema['properties']!r:.80}; it must be an object")
         if "properties" in schema and not _OTHER_SHAPES & schema.keys():
             schema["additionalProperties"] = False
         _check_finite(field, schema)
@@ -38,31 +41,50 @@ def arguments_schemas(tools: list[Json]) -> Tools:
     return schemas
 
 
-def calls_grammar(
-    tools: Tools,
-    family: Family,
-    token_ids: dict[str, int],
-    thinking: Thinking | None,
-    thought: Thought,
-    *,
-    several: bool,
-) -> str:
-    """A grammar for one call of these tools, or with `several` up to eight."""
-    lark = Lark(token_ids)
-    calls = family.write_calls(lark, tools, several=several and family.several_calls)
-    return lark.grammar(_after_thought(lark, calls, thinking, thought))
+@dataclass(frozen=True)
+class Place:
+    """Where in what kind of message the text begins."""
+
+    family: Family
+    token_ids: dict[str, int]
+    """Of markers that are one token."""
+    thinking: Thinking | None
+    thought: Thought
 
 
-def answer_params(
-    schema: Json | bool, family: Family, token_ids: dict[str, int], thinking: Thinking | None, thought: Thought
-) -> Json:
-    """The fields of `SamplingParams` for an answer that is JSON of the schema."""
-    if thought in (Thought.NONE, Thought.OVER) and not family.reads_thoughts:
+def calls_grammar(tools: Tools, place: Place, *, several: bool) -> str:
+    """A grammar for one call of these tools, or with `several` up to eight, perhaps after a thought."""
+    lark = Lark(place.token_ids)
+    return lark.grammar(_after_thought(lark, _calls(lark, tools, place, several=several), place))
+
+
+def answer_params(schema: Json | bool, tools: Tools, place: Place, *, several: bool) -> Json:
+    """The fields of `SamplingParams` for an answer that is JSON of the schema, or calls if there are tools.
+
+    Raises `InvalidRequest` for a schema that nothing can satisfy.
+    """
+    is_all = place.thought in (Thought.NONE, Thought.OVER) and not place.family.reads_thoughts and not tools
+    if is_all:
         return {"json_schema": schema}
     _check_finite("response_format", schema)
-    lark = Lark(token_ids)
-    answer = family.write_answer(lark, lark.json(schema))
-    return {"grammar": lark.grammar(_after_thought(lark, answer, thinking, thought))}
+    lark = Lark(place.token_ids)
+    answer = place.family.write_answer(lark, lark.json(schema))
+    if tools:
+        answer = lark.one_of([_calls(lark, tools, place, several=several), answer])
+    return {"grammar": lark.grammar(_after_thought(lark, answer, place))}
+
+
+def _calls(lark: Lark, tools: Tools, place: Place, *, several: bool) -> str:
+    return place.family.write_calls(lark, tools, several=several and place.family.several_calls)
+
+
+def _after_thought(lark: Lark, then: str, place: Place) -> str:
+    if place.thinking is None or place.thought in (Thought.NONE, Thought.OVER):
+        return then
+    rest = f"{lark.up_to(place.thinking.closing)} {lark.terminal(_NEW_LINES)}?"
+    if place.thought is Thought.POSSIBLE:
+        rest = f"({lark.text(place.thinking.opening)} {rest})?"
+    return f"{rest} {then}"
 
 
 def _check_finite(field: str, schema: Json | bool) -> None:
@@ -72,12 +94,3 @@ def _check_finite(field: str, schema: Json | bool) -> None:
         json.dumps(schema)
     except RecursionError:
         raise InvalidRequest(field, "is nested too deeply") from None
-
-
-def _after_thought(lark: Lark, then: str, thinking: Thinking | None, thought: Thought) -> str:
-    if thinking is None or thought in (Thought.NONE, Thought.OVER):
-        return then
-    rest = f"{lark.up_to(thinking.closing)} {lark.terminal(_NEW_LINES)}?"
-    if thought is Thought.POSSIBLE:
-        rest = f"({lark.text(thinking.opening)} {rest})?"
-    return f"{rest} {then}"

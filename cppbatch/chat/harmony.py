@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _ASSISTANT = f"{_START}assistant"
+_LONGEST_HEADER = 256
 _RECIPIENT = re.compile(r"\bto=(functions\.)?([^\s<]+)")
 _NAME_OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -60,14 +61,17 @@ class Harmony(Family):
 
 
 class _ChannelReader:
-    """Reads headers and what follows them. Text without a header is the answer."""
+    """Reads headers and what follows them. Text without a header is the answer.
+
+    A part has ended when the next begins or the message ends: a marker alone may be a word in a text.
+    """
 
     def __init__(self, family: Family, tools: Tools) -> None:
         self._out: list[Piece] = []
         self._calls = Calls(tools, family.new_id, self._out)
         self._unread = ""
         self._header = Markers([_MESSAGE])
-        self._body = Markers([*_ENDS, _START])
+        self._body = Markers(end + _START for end in _ENDS)
         self._tell: Callable[[str], None] = self._answer
         self._separator: dict[type, str] = {}  # between parts of the same kind
         self._n_told = 0
@@ -85,10 +89,8 @@ class _ChannelReader:
     def close(self) -> list[Piece]:
         """As `Reader.close`."""
         left, self._unread = self._unread, ""
-        if self._step in (self._first, self._in_body):
-            self._tell(left)
-        elif left.strip() and not _is_header(left):
-            self._answer(left)
+        if self._step != self._in_header:
+            self._tell(next((left.removesuffix(end) for end in _ENDS if left.endswith(end)), left))
         self._end_body()
         told, self._out[:] = list(self._out), []
         return told
@@ -105,6 +107,9 @@ class _ChannelReader:
 
     def _in_header(self) -> bool:
         header, marker, rest = self._header.split(self._unread)
+        if len(header) > _LONGEST_HEADER:
+            self._step, self._tell = self._in_body, self._answer
+            return True
         if marker is None:
             return False
         self._unread, self._step, self._n_told = rest, self._in_body, 0
@@ -123,17 +128,8 @@ class _ChannelReader:
             self._tell(text)
         if marker is not None:
             self._end_body()
-            self._step = self._in_header if marker == _START else self._between
+            self._step = self._in_header
         return marker is not None
-
-    def _between(self) -> bool:
-        """Behind a part: up to the next one's header."""
-        text = self._unread.lstrip()
-        if text.startswith(_START):
-            self._unread, self._step = text[len(_START) :], self._in_header
-        elif not _START.startswith(text[: len(_START)]):
-            self._unread, self._step = text, self._first
-        return self._step != self._between
 
     def _end_body(self) -> None:
         if self._is_call and not self._n_told:
@@ -153,7 +149,3 @@ class _ChannelReader:
         if text:
             self._out.append(Text(self._separator.get(Text, "") + text))
             self._separator[Text] = ""
-
-
-def _is_header(text: str) -> bool:
-    return text.lstrip().startswith((_CHANNEL, _MESSAGE, "to=", "assistant"))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 _CALLS, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _HEAD = re.compile(rf"\s*({NAME.pattern})\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]*)\s*)?(?:\[ARGS\]\s*)?(?=\{{)")
 _ID_LENGTH = 9
-_LONGEST_HEAD = 256
 
 
 class Mistral(Family):
@@ -103,7 +102,7 @@ class _MistralCalls:
             self._calls.start(head[1], head[2] if head[2] and len(head[2]) == _ID_LENGTH else None)
             self._unread, self._arguments = text[head.end() :], JsonEnd()
             return True
-        if len(text) > _LONGEST_HEAD or not _may_become_head(text):
+        if not _may_become_head(text):
             raise Malformed(text)
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -62,8 +63,9 @@ class MessageParser:
     def close(self) -> list[Piece]:
         """As `Reader.close`."""
         while self._call is not None:
+            with contextlib.suppress(Malformed):
+                self._call.close()
             if self._calls.count > self._untouched:
-                self._call = None
                 return self._told()
             self._no_call(self._written)
             self._read_on()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cppbatch.chat.calls import NAME, CallReader, Calls, Malformed, Tools
 from cppbatch.chat.family import Family
 from cppbatch.chat.json_calls import JsonCalls, write_json_calls
-from cppbatch.chat.json_text import dumped
+from cppbatch.chat.json_text import JsonEnd, NotJson, dumped
 from cppbatch.chat.kinds import Unsuited, alone, as_json, choices, kinds_of, members, resolved, string_lengths, variants
 from cppbatch.chat.markers import Markers
 
@@ -107,6 +107,7 @@ class _XmlCalls:
         self._n_arguments = 0
         self._n_functions = 0
         self._value = ""  # what is read of a value that is no string
+        self._json_end: JsonEnd | None = None
         self._is_first_letter = False
         self._end = Markers([_END_OF_PARAMETER])
         self._step: Callable[[], bool] = self._in_between
@@ -180,14 +181,35 @@ class _XmlCalls:
             self._calls.arguments('"' if self._kinds == {"string"} else "")
             self._n_arguments += 1
             self._unread, self._value, self._is_first_letter = self._unread[found.end() :], "", True
+            self._json_end = None if "string" in self._kinds else JsonEnd()
             self._step = self._in_value
         elif not _KEY_BEGINS.fullmatch(self._unread):
             raise Malformed(f"{_PARAMETER}{self._unread}")
         return bool(found)
 
+    def _is_past_json(self) -> bool:
+        """Reads an object or array up to its end: its strings may have tags in them."""
+        if self._json_end is None:
+            return True
+        text = self._unread if self._value else self._unread.lstrip()
+        if not text:
+            return False
+        if not self._value and text[0] not in "{[":
+            self._json_end = None
+            return True
+        try:
+            end = self._json_end.push(text)
+        except NotJson as error:  # Python's, perhaps
+            end = error.at
+        self._value, self._unread = self._value + text[:end], "" if end is None else text[end:]
+        self._json_end = None if end is not None else self._json_end
+        return end is not None
+
     def _in_value(self) -> bool:
         if self._is_first_letter and self._unread:
             self._unread, self._is_first_letter = self._unread.removeprefix("\n"), False
+        if not self._is_past_json():
+            return False
         before, marker, rest = self._end.split(self._unread)
         held = "\n" if before.endswith("\n") else ""  # it may be the one before the closing tag
         before = before.removesuffix(held)

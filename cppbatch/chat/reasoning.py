@@ -21,6 +21,12 @@ class Thinking:
     opening: str
     closing: str
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What of the tags may be control tokens: a word behind a bracket is none."""
+        end = max(self.opening.rfind(">"), self.opening.rfind("]")) + 1
+        return self.opening[:end], self.closing
+
     @staticmethod
     def of(source: str) -> Thinking | None:
         """Those that a template's text has; None: its model is not known to think."""
