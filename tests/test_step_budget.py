@@ -86,3 +86,10 @@ def test_one_stream_does_not_hold_up_many_prompts() -> None:
     one, eight, sixteen = (budget.prefill_tokens(8, n) for n in (1, 8, 16))
     assert one == eight
     assert sixteen == pytest.approx(2 * one, abs=1)
+
+
+def test_prompts_in_a_step_without_streams_hold_up_those_of_other_steps_no_longer() -> None:
+    budget = StepBudget(2048)
+    run(budget, decode_s=0.05, token_s=1e-3)
+    assert budget.prefill_tokens(0, 1, n_others=8) * 1e-3 == pytest.approx(2.5 * 0.05, rel=0.05)
+    assert budget.prefill_tokens(0, 1) == 2048

@@ -175,14 +175,33 @@ def test_cells_of_sets_that_wait_for_their_turn_count_as_used() -> None:
     assert policy.kv.n_swaps > 0
 
 
-def test_a_prompt_leaves_the_cells_that_streams_of_other_sets_need_next() -> None:
-    policy = Policy(n_ctx=32, n_parallel=2)
-    stream = policy.add(X, n_prompt=4, max_new=20)
-    policy.step()
-    policy.add(Y, n_prompt=20, max_new=2)
-    for _ in range(30):
-        policy.step()
-        assert stream.status in (Status.DECODE, Status.FINISHED)
+def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
+    def cost(plan: StepPlan) -> float:
+        return (0.5 if plan.adapters else 0.1) + 10 * plan.is_switch
+
+    policy = Policy()
+    turns = policy.scheduler._turns
+    policy.add(NONE, n_prompt=4)
+    policy.add(X, n_prompt=4)
+    for _ in range(12 * _TURN):
+        policy.step(cost)
+    assert [turns.budget(its)._decode_s for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
+
+
+def test_a_set_that_has_only_read_prompts_goes_by_what_the_last_step_has_taught() -> None:
+    turns = Turns(StepBudget(2048))
+    turns.computed(X, 0, 100, 1.0)
+    assert turns.budget(X).prefill_tokens(0, 1, n_others=8) == 2048
+    turns.computed(NONE, 0, 100, 1.0)
+    turns.computed(NONE, 8, 0, 0.1)
+    assert turns.budget(X).prefill_tokens(0, 1, n_others=8) == 25  # 2.5 * 0.1 s at 0.01 s each
+
+
+def test_the_times_of_few_sets_are_kept() -> None:
+    turns = Turns(StepBudget(2048))
+    for i in range(1000):
+        turns.computed(((0, i + 1.0),), 1, 0, 0.1)
+    assert len(turns._budgets) <= 64
 
 
 # --- nobody starves -------------------------------------------------------------------------------------------------
@@ -211,7 +230,11 @@ def test_in_any_schedule_a_set_that_runs_computes_before_long(
             pause = new[1]
         if not policy.scheduler.has_work and pause <= 0:
             return
-        plan = policy.step()
+        streams = [its for its in policy.scheduler.running if its.status is Status.DECODE]
+        plan = policy.step(lambda plan: 0.1 * plan.n_tokens)  # so that prompts are read in small pieces
+        others = [its for its in streams if its.adapters != plan.adapters and its.status is Status.DECODE]
+        if unified and plan.n_tokens > plan.n_decode:
+            assert policy.kv.n_free >= len(others), "a prompt takes cells that streams of other sets need next"
         running = {its.adapters for its in policy.scheduler.running}
         waits = {its: 0 if its == plan.adapters else waits.get(its, 0) + 1 for its in running}
         assert max(waits.values(), default=0) <= 3 * _TURN
