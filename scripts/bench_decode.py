@@ -47,6 +47,7 @@ def main() -> None:
         kv_layout=args.kv_layout,
         flash_attn=args.flash_attn,
         sampling=args.sampling,
+        prefix_cache=False,  # what it keeps would be in the bare loop's way
     )
     runtime = load_runtime(config)
     with BatchInferenceEngine(config, runtime=runtime) as engine:
