@@ -70,6 +70,7 @@ class BatchInferenceEngine(Calls):
             self._runtime.sharing,
             swap_bytes=config.swap_space << 20,
             cache_bytes=config.prefix_cache_ram << 20,
+            cached_share=self._runtime.cached_share,
         )
         self._intake = Intake(self._vocab, self.kv.n_ctx, self.info)
         policy = PooledScheduler if self.info.pooling else Scheduler

@@ -18,7 +18,7 @@ from cppbatch.errors import LlamaError
 
 log = logging.getLogger("cppbatch.engine")
 
-_MOST_CACHED = 0.25  # of the cells: attention reads past cells that nobody runs in, so more would slow everyone down
+CACHED_SHARE = 0.25
 _LEAST_CACHED = 20  # tokens: a shorter prefix is as soon computed as taken
 
 NO_ROOM = (LlamaError, MemoryError)
@@ -47,16 +47,20 @@ class KVPool:
     In the unified layout all sequences share the cells, and may hold the same ones; otherwise each seq_id has
     `n_ctx_seq` of its own. Planning a step (`admit`, `preempt`, `evict`) changes the books and notes the moves; `apply`
     then makes them, in that order. `swap_bytes` bounds the host memory for sequences that had to give up their cells;
-    beyond it they are computed again when they resume. `cache_bytes` bounds that for cached prefixes.
+    beyond it they are computed again when they resume. `cache_bytes` bounds that for cached prefixes, `cached_share`
+    their part of the cells of a unified layout: attention reads past cells that nobody runs in, and slows everyone down.
     """
 
-    def __init__(self, memory: Memory, sharing: Sharing, *, swap_bytes: int, cache_bytes: int) -> None:
+    def __init__(
+        self, memory: Memory, sharing: Sharing, *, swap_bytes: int, cache_bytes: int, cached_share: float = CACHED_SHARE
+    ) -> None:
         self._memory = memory
         self.n_ctx = memory.n_ctx
         self.n_seq_ids = memory.n_seq_ids
         self.unified = memory.kv_unified
         self._n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
         self._swap_bytes = swap_bytes
+        self._most_cached = cached_share * self._n_cells
         self.n_swaps = self.n_recomputes = 0
         """Sequences that gave up their cells so far: to host memory, or to be computed again."""
         self.cache = PrefixCache(sharing, host_bytes=cache_bytes)
@@ -324,12 +328,11 @@ class KVPool:
 
     def _settle(self, cached: CachedPrefix) -> None:
         """Keeps the cells that are only cached few; one that is too long by itself does not drive the others out."""
-        most = _MOST_CACHED * self._n_cells
-        if self.unified and cached.n_computed > most:
+        if self.unified and cached.n_computed > self._most_cached:
             self._move_out(cached)
             return
         self._shelve(cached)
-        while self.unified and self.n_cached > most and self._evict(None):
+        while self.unified and self.n_cached > self._most_cached and self._evict(None):
             pass
 
     def _shelve(self, cached: CachedPrefix) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cppbatch.config import EngineConfig, Pooling, Sharing, adapter_name, available_threads
 from cppbatch.engine.adapters import AdapterSet
-from cppbatch.engine.kv_pool import Memory
+from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
 from cppbatch.engine.layout import choose_flash_attn, choose_layout
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.vocabulary import Tokens
@@ -19,6 +19,8 @@ from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, DeviceCandidates, Model, find_candidates_on_device, find_sharing
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
 from cppbatch.llama.vocab import Vocab
+
+_CACHED_SHARE_ON_CPU = 1 / 16  # attention is dearer there, and bringing a prefix back from host memory is cheap
 
 
 class Computation(Memory, Protocol):
@@ -42,6 +44,8 @@ class Runtime:
     info: ModelInfo
     sharing: Sharing
     close: Callable[[], None]
+    cached_share: float = CACHED_SHARE
+    """Part of the cells that finished sequences may keep."""
 
 
 def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
@@ -87,7 +91,8 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
             found = find_candidates_on_device(context)
             if not found and config.sampling == "backend":
                 raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
-        return Runtime(context, model.vocab, _info(model, context, config), sharing, model.close)
+        share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
+        return Runtime(context, model.vocab, _info(model, context, config), sharing, model.close, share)
     except BaseException:
         model.close()
         raise

@@ -151,6 +151,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | NamedTool | None = None
     """none, auto (the default), required, or one function by name."""
+    old_functions: list[Any] | None = msgspec.field(default=None, name="functions")
+    """The form that tools had until 2023. Must be empty."""
     parallel_tool_calls: bool | None = None
     """False: at most one call a message."""
     reasoning_effort: str | None = None
@@ -181,7 +183,9 @@ class ChatRequest(SamplingFields, kw_only=True):
         return [message.as_dict(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     def functions(self) -> list[Json]:
-        """The tools as chat templates want them. Raises `InvalidRequest` for a name that is there twice."""
+        """The tools as chat templates want them. Raises `InvalidRequest`."""
+        if self.old_functions:
+            raise InvalidRequest("functions", "is not served any more; give `tools`, each with one function")
         return [msgspec.to_builtins(tool) for tool in self.tools or []]
 
     def choice(self) -> ToolChoice:
