@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What /generate/batch gains: 64 short prompts in one request against as many /generate requests, one after the other.
 
-Starts `cppbatch serve` with its defaults, prints the median of some runs of each and their ratio, and then shows that of
-64 prompts an invalid one fails alone. Every run has prompts of its own, so that the prefix cache helps neither way.
+Starts `cppbatch serve` with its defaults, prints the median of some runs of each and their ratio, and then shows that
+of 64 prompts an invalid one fails alone. Every run has prompts of its own, so that the prefix cache helps neither way.
 
 .venv/bin/python scripts/bench_batch_endpoint.py [--repeats 3] [-- -m model.gguf]
 """

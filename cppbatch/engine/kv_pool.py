@@ -48,7 +48,7 @@ class KVPool:
     `n_ctx_seq` of its own. Planning a step (`admit`, `preempt`, `evict`) changes the books and notes the moves; `apply`
     then makes them, in that order. `swap_bytes` bounds the host memory for sequences that had to give up their cells;
     beyond it they are computed again when they resume. `cache_bytes` bounds that for cached prefixes, `cached_share`
-    their part of the cells of a unified layout: attention reads past cells that nobody runs in, and slows everyone down.
+    their part of the cells of a unified layout: attention reads past cells that nobody runs in, which slows all down.
     """
 
     def __init__(
