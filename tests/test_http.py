@@ -104,7 +104,7 @@ BAD_CHATS = {
     "a tool without its function": ({**HELLO, "tools": [{"type": "function"}]}, "tools[0]"),
     "a schema that is none": (
         {**HELLO, "response_format": {"type": "json_object", "schema": {"type": 5}}},
-        "json_schema",
+        "response_format",
     ),
 }
 
