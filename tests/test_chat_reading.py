@@ -232,7 +232,7 @@ def test_without_tools_and_thoughts_every_letter_passes_at_once(parts: list[str]
         assert reader.close() == []
 
 
-@given(st.text(alphabet="ab <>{}/tcolhink_\n"))
+@given(st.text(alphabet="ab <>{}/tcolink_\n"))
 def test_text_without_calls_is_as_it_was_written(written: str) -> None:
     for family in ("hermes", "llama3", "nemo", "gemma4", "generic"):
         its = turn(family)
