@@ -336,7 +336,6 @@ def test_after_a_thought_that_the_prompt_closed_comes_the_answer() -> None:
 )
 def test_a_message_that_goes_on_is_read_from_where_it_is(prefill: str, written: str, thought: str, text: str) -> None:
     its = turn("hermes", messages=[*QUESTION, {"role": "assistant", "content": prefill}])
-    assert its.prefilled
     assert its.prompt.endswith(prefill)
     whole = message(its, written)
     assert (whole.reasoning, whole.text) == (thought, text)

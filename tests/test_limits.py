@@ -218,7 +218,7 @@ async def test_a_client_that_is_slow_to_send_takes_nobodys_place(engine: HeldEng
 
 
 async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine) -> None:
-    """The queue between them is bounded: see `run_each`."""
+    """The queue between them is bounded: see `run`."""
     from cppbatch import GenerationRequest, SamplingParams
     from cppbatch.server.run import run
 

@@ -27,8 +27,6 @@ class Turn:
     """Makes a reader for one completion."""
     params: Json = field(default_factory=dict)
     """What `SamplingParams` must have for it: perhaps a grammar, and the control tokens that must be seen."""
-    prefilled: bool = False
-    """The text goes on with the last message."""
     renames: dict[str, str] = field(default_factory=dict)
     """Where the client wrote what stands in `params`: for the fields of errors."""
 
@@ -93,7 +91,6 @@ class ChatFormat:
             prompt=prompt,
             parser=lambda: self.family.reader(prompt, schemas, self._thinking, thought),
             params=params,
-            prefilled=goes_on,
             renames=renames,
         )
 

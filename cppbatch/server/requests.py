@@ -33,8 +33,7 @@ def requests_of(
     if len(prompts) * n > _MOST_SEQUENCES:
         message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MOST_SEQUENCES}"
         raise InvalidRequest("prompt", message)
-    options = body.options() | {"timeout": serving.limits.timeout(body.timeout)}
-    options.setdefault("fit", not body.names_length)
+    options = body.options() | {"timeout": serving.limits.timeout(body.timeout), "fit": not body.names_length}
     return [
         GenerationRequest(id=f"{name}-{p * n + i}", prompt=prompt, params=its, **options)
         for p, prompt in enumerate(prompts)

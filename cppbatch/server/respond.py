@@ -28,21 +28,17 @@ Runner = Callable[[EngineClient, list[GenerationRequest]], AsyncGenerator[Event,
 async def answer(request: web.Request, plan: Plan, runner: Runner | None = None) -> web.StreamResponse:
     """Runs the plan, in the runner's way if there is one, and sends its reply."""
     runner = runner or partial(run, check=plan.stream)
-    events = observed(request, runner(request.app[SERVING].client, plan.requests), len(plan.requests))
+    events = runner(request.app[SERVING].client, plan.requests)
+    events = request.app[METRICS].observe(events, endpoint_of(request), len(plan.requests))
     try:
         if plan.stream:
-            return await send_stream(request, events, plan.reply)
-        return json_response(plan.reply.whole(await gather(events, plan)))
+            return await _send_stream(request, events, plan.reply)
+        return json_response(plan.reply.whole(await _gather(events, plan)))
     except InvalidRequest as error:  # named as the client does
         raise InvalidRequest({"task": "model", **plan.renames}.get(error.field, error.field), error.message) from error
 
 
-def observed(request: web.Request, events: AsyncGenerator[Event, None], n: int) -> AsyncGenerator[Event, None]:
-    """The events of an HTTP request's `n` completions, counted for /metrics."""
-    return request.app[METRICS].observe(events, endpoint_of(request), n)
-
-
-async def gather(events: AsyncGenerator[Event, None], plan: Plan) -> list[list[GenerationEvent]]:
+async def _gather(events: AsyncGenerator[Event, None], plan: Plan) -> list[list[GenerationEvent]]:
     """Waits for every completion: all events of each. Raises what the reply makes of a failed one."""
     completions: list[list[GenerationEvent]] = [[] for _ in plan.requests]
     async with contextlib.aclosing(events):
@@ -52,7 +48,7 @@ async def gather(events: AsyncGenerator[Event, None], plan: Plan) -> list[list[G
     return completions
 
 
-async def send_stream(request: web.Request, events: AsyncGenerator[Event, None], reply: Reply) -> web.StreamResponse:
+async def _send_stream(request: web.Request, events: AsyncGenerator[Event, None], reply: Reply) -> web.StreamResponse:
     """Sends each event as it comes. Errors before the first one get a status of their own, later ones an event."""
     async with contextlib.aclosing(events):
         first = await anext(events, None)  # None: there is nothing to run

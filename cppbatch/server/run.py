@@ -30,21 +30,13 @@ async def run(
     if check:
         for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
             await client.check(request)
-    async with contextlib.aclosing(run_each(client, requests)) as merged:
-        async for index, outcome in merged:
-            if isinstance(outcome, Exception):
-                raise outcome
-            yield index, outcome
+    async with contextlib.aclosing(_merged(client, requests)) as merged:
+        async for item in merged:
+            yield item
 
 
-async def run_each(
-    client: EngineClient, requests: list[GenerationRequest]
-) -> AsyncGenerator[tuple[int, GenerationEvent | Exception], None]:
-    """Runs the requests at once and yields (index, event) as events come; closing it cancels all of them.
-
-    One that cannot run ends with the exception in place of its last event; the others go on.
-    """
-    events: asyncio.Queue[tuple[int, GenerationEvent | Exception]] = asyncio.Queue(_EVENTS_AHEAD * len(requests))
+async def _merged(client: EngineClient, requests: list[GenerationRequest]) -> AsyncGenerator[Event, None]:
+    events: asyncio.Queue[Event | Exception] = asyncio.Queue(_EVENTS_AHEAD * len(requests))
 
     async def pump(index: int, request: GenerationRequest) -> None:
         try:
@@ -52,15 +44,17 @@ async def run_each(
                 async for event in stream:
                     await events.put((index, event))
         except Exception as error:
-            await events.put((index, error))
+            await events.put(error)
 
     tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
     left = len(tasks)
     try:
         while left:
-            index, event = await events.get()
-            left -= isinstance(event, Exception) or event.finish_reason is not None
-            yield index, event
+            item = await events.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item[1].finish_reason is not None
+            yield item
     finally:
         for task in tasks:
             task.cancel()
