@@ -7,6 +7,7 @@ import sys
 import click
 
 import cppbatch
+from cppbatch.cli.bench import bench
 from cppbatch.cli.doctor import doctor
 from cppbatch.cli.generate import generate
 from cppbatch.cli.models import models
@@ -23,6 +24,7 @@ def cli() -> None:
 cli.add_command(serve)
 cli.add_command(generate)
 cli.add_command(models)
+cli.add_command(bench)
 cli.add_command(doctor)
 
 

@@ -1,0 +1,1 @@
+"""Measuring: speed, strategies, servers, memory; and choosing settings by it."""

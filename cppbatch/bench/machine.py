@@ -1,0 +1,69 @@
+"""What a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import msgspec
+import psutil
+
+import cppbatch
+from cppbatch.config import available_threads
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A computer, and the software that was measured on it."""
+
+    cpu: str
+    cores: int
+    """Physical ones that this process may use."""
+    memory_bytes: int
+    system: str
+    python: str
+    cppbatch: str
+    llama_cpp: str | None = None
+    """llama.cpp's version and build flags; None where it was not loaded."""
+    devices: tuple[str, ...] = ()
+    """GPUs and the like, with their memory."""
+
+    def line(self) -> str:
+        """In one line, for the head of a table."""
+        where = ", ".join(self.devices) or self.cpu
+        return f"{where}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB; cppbatch {self.cppbatch}"
+
+
+def this_machine(*, with_llama: bool = True) -> Machine:
+    """The machine that this runs on. `with_llama` loads llama.cpp into this process to ask it."""
+    llama_cpp, devices = None, ()
+    if with_llama:
+        from cppbatch.llama import Backend
+
+        backend = Backend.get()
+        llama_cpp = f"{backend.version}, {', '.join(backend.build_flags)}"
+        devices = tuple(
+            f"{device.description} ({device.memory_total / 2**30:.0f} GiB)"
+            for device in backend.devices()
+            if "GPU" in device.kind
+        )
+    return Machine(
+        cpu=_cpu_name(),
+        cores=available_threads(),
+        memory_bytes=psutil.virtual_memory().total,
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        cppbatch=cppbatch.__version__,
+        llama_cpp=llama_cpp,
+        devices=devices,
+    )
+
+
+def _cpu_name() -> str:
+    """Linux tells it in a file; what `platform` says there is the architecture at most."""
+    with_names = Path("/proc/cpuinfo")
+    if with_names.exists():
+        for line in with_names.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()

@@ -1,0 +1,44 @@
+"""Pictures of reports, with matplotlib. Each benchmark draws its own; the canvas is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cppbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from cppbatch.bench.report import Report
+
+
+def check_plotting(path: Path) -> None:
+    """Raises `ConfigError` when matplotlib is not there or cannot write such a file."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise ConfigError('--plot needs matplotlib: pip install "cppbatch[plot]"') from None
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in kinds:
+        raise ConfigError(f"--plot {path}: its ending must be one of {', '.join(sorted(kinds))}")
+
+
+def canvas(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
+    """A figure titled as the report, with so many axes side by side. No display is needed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1 + 5.5 * n_plots, 4.5), dpi=120, layout="constrained")
+    figure.suptitle(f"{report.title}\n{report.machine.line()}", fontsize=10)
+    axes = figure.subplots(1, n_plots, squeeze=False)[0]
+    for each in axes:
+        each.grid(visible=True, alpha=0.3)
+    return figure, list(axes)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Raises `ConfigError` where it cannot be written."""
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}. Name another file") from error

@@ -1,0 +1,66 @@
+"""What every benchmark gives: rows of figures, and what they were measured on. Shown as a table, kept as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from cppbatch.bench.machine import Machine
+from cppbatch.bench.spread import Spread
+from cppbatch.errors import ConfigError
+
+
+class Column(msgspec.Struct, frozen=True):
+    """A column of a report's table."""
+
+    key: str
+    """Of the rows."""
+    title: str
+    digits: int = 1
+    """Behind the decimal point, of numbers."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one benchmark. A row's values are texts, numbers, `Spread`s, or None where nothing was measured."""
+
+    kind: str
+    """throughput, strategies, serve, memory ..."""
+    title: str
+    machine: Machine
+    model: str | None = None
+    settings: dict[str, Any] = {}
+    """What was run: sizes, repeats, flags."""
+    columns: list[Column]
+    rows: list[dict[str, Any]]
+    """All that was measured; the table shows some of it."""
+    notes: list[str] = []
+    """Sentences to stand under the table."""
+
+    def table(self) -> Table:
+        """For a terminal."""
+        caption = "\n".join([self.machine.line(), *self.notes])
+        table = Table(title=self.title, title_justify="left", caption=caption, caption_justify="left")
+        for column in self.columns:
+            is_text = all(isinstance(row.get(column.key), str) for row in self.rows)
+            table.add_column(column.title, justify="left" if is_text else "right")
+        for row in self.rows:
+            table.add_row(*(_cell(row.get(column.key), column.digits) for column in self.columns))
+        return table
+
+    def write_json(self, path: Path) -> None:
+        """Raises `ConfigError` where that cannot be written."""
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        except OSError as error:
+            raise ConfigError(f"--json {path} cannot be written: {error.strerror}. Name another file") from error
+
+
+def _cell(value: Any, digits: int) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, Spread):
+        return value.text(digits)
+    return f"{value:,.{digits}f}" if isinstance(value, float) else str(value)

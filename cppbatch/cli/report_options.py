@@ -1,0 +1,53 @@
+"""`--json` and `--plot`, which every benchmark has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from cppbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from cppbatch.bench.report import Report
+
+Command = Callable[..., Any]
+Draw = Callable[["Report"], "Figure"]
+
+
+def report_options(command: Command) -> Command:
+    """Adds --json and --plot; the command returns its report and the function that draws it, and it is shown here."""
+
+    @click.option(
+        "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures here."
+    )
+    @click.option(
+        "--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE.png",
+        help="Draw them (needs cppbatch[plot]).",
+    )  # fmt: skip
+    @wraps(command)
+    def with_report(json_file: Path | None, plot_file: Path | None, **arguments: Any) -> None:
+        for path in filter(None, (json_file, plot_file)):
+            if not path.absolute().parent.is_dir():  # before hours of measuring
+                raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
+        if plot_file:
+            from cppbatch.bench.plot import check_plotting
+
+            check_plotting(plot_file)
+        report, draw = command(**arguments)
+        Console().print(report.table())
+        if json_file:
+            report.write_json(json_file)
+        if plot_file:
+            from cppbatch.bench.plot import save
+
+            save(draw(report), plot_file)
+
+    wrapped: Command = with_report
+    return wrapped
