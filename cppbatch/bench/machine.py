@@ -36,7 +36,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def this_machine(*, with_llama: bool = True) -> Machine:
     """The machine that this runs on. `with_llama` loads llama.cpp into this process to ask it."""
-    llama_cpp, devices = None, ()
+    llama_cpp: str | None = None
+    devices: tuple[str, ...] = ()
     if with_llama:
         from cppbatch.llama import Backend
 
