@@ -11,13 +11,12 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from cppbatch.bench.load.stream import Failure, Reading
+from cppbatch.bench.load.stream import Failure, Reading, error_text
 from cppbatch.bench.load.workload import Request
 
 Endpoint = Literal["completions", "chat"]
 
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-_SHOWN = 300  # characters of an error's body
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,16 +140,6 @@ class Client:
 def authorization(api_key: str | None) -> Mapping[str, str]:
     """As a bearer token."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-
-def error_text(body: bytes) -> str:
-    """The message of an OpenAI error, or what else the body says, in one short line."""
-    try:
-        error = msgspec.json.decode(body)["error"]
-        text = str(error["message"] if isinstance(error, dict) else error)
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        text = body.decode(errors="replace")
-    return " ".join(text.split())[:_SHOWN]
 
 
 async def _note_reuse(_session: object, context: SimpleNamespace, _params: object) -> None:

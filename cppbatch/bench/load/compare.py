@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from cppbatch.bench.load.arrivals import closed_loop, open_loop, poisson
 from cppbatch.bench.load.client import Client, Endpoint
@@ -67,20 +68,24 @@ class LoadReport(Report, frozen=True, kw_only=True):
     """A row for each server. Its table shows them side by side, with ratios to the first."""
 
     def table(self) -> Table:
-        """A line for each figure."""
-        caption = "\n".join([f"Measured from: {self.machine.line()}", *self.notes])
-        table = Table(title=self.title, title_justify="left", caption=caption, caption_justify="left")
+        """A line for each figure. What stands above and below may be wider than it."""
         first, *others = self.rows
-        table.add_column("")
+        table = Table()
+        table.add_column()
         for each in self.rows:
-            table.add_column(each["server"], justify="right")
+            table.add_column(Text(each["server"]), justify="right")
         for each in others:
-            table.add_column(f"{each['server']} / {first['server']}", justify="right")
+            table.add_column(Text(f"{each['server']} / {first['server']}"), justify="right")
         for column in self.columns:
             values = [each[column.key] for each in self.rows]
             ratios = [_ratio(value, values[0]) for value in values[1:]]
-            table.add_row(column.title, *(cell(value, column.digits) for value in values), *ratios)
-        return table
+            table.add_row(column.title, *(Text(cell(value, column.digits)) for value in values), *ratios)
+        page = Table.grid()
+        page.add_row(Text(self.title))
+        page.add_row(table)
+        for sentence in (f"Measured from: {self.machine.line()}", *self.notes):
+            page.add_row(Text(sentence))
+        return page
 
 
 def compare(targets: Sequence[Target], load: Load, progress: Progress) -> LoadReport:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
+
+_SHOWN = 300  # characters of an error
 
 
 class Failure(Exception):
@@ -48,7 +51,7 @@ class Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _DECODER = msgspec.json.Decoder(_Chunk)
@@ -96,9 +99,9 @@ class Reading:
         try:
             chunk = _DECODER.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Failure("unreadable answer", f"{error}: {_shown(payload)}") from error
-        if chunk.error is not None and bytes(chunk.error) != b"null":
-            raise Failure("error in the stream", _shown(bytes(chunk.error)))
+            raise Failure("unreadable answer", f"{error}: {error_text(payload)}") from error
+        if chunk.error:
+            raise Failure("error in the stream", error_text(payload))
         self.usage = chunk.usage or self.usage
         for choice in chunk.choices:
             self._ended |= choice.finish_reason is not None
@@ -114,5 +117,11 @@ class Reading:
         self._last[index] = now
 
 
-def _shown(payload: bytes) -> str:
-    return payload[:200].decode(errors="replace")
+def error_text(body: bytes) -> str:
+    """The message of an OpenAI error, or what else the body says, in one short line."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        text = body.decode(errors="replace")
+    return " ".join(text.split())[:_SHOWN]

@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from cppbatch.bench.load.client import Client, Endpoint, Server, authorization, error_text
-from cppbatch.bench.load.stream import Failure
+from cppbatch.bench.load.client import Client, Endpoint, Server, authorization
+from cppbatch.bench.load.stream import Failure, error_text
 from cppbatch.bench.load.workload import Request
 from cppbatch.errors import ConfigError, UnusableServer
 
