@@ -50,7 +50,6 @@ class Run(msgspec.Struct, kw_only=True):
 def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     """What the table shows of these rows."""
     shown = [
-        Column("model", "model"),
         Column("requests", "requests"),
         Column("failed", "of them failed"),
         Column("output_tokens_per_second", "output tokens/s"),
