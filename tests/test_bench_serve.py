@@ -216,6 +216,7 @@ def test_addresses_are_read_as_people_write_them() -> None:
         ("--url a=http://127.0.0.1:9 --url a=http://127.0.0.1:8", "the name a"),
         ("--url a=http://127.0.0.1:9 --url b=http://127.0.0.1:9/", "the address http://127.0.0.1:9"),
         ("--url http://127.0.0.1:9 --url http://127.0.0.1:8 --label x", "--label x"),
+        ("--url http://127.0.0.1:9 --api-key sécret", "--api-key has characters"),
         ("--url http://127.0.0.1:9 --rate 0", "--rate is 0"),
         ("--url http://127.0.0.1:9 --repeats 0", "--repeats is 0"),
     ],
