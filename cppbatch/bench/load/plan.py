@@ -36,9 +36,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             if value < least:
                 raise ConfigError(f"{flag} is {value}; it must be {least} or more")
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError(
-                "--api-key has characters that no header can have: a line's end, perhaps, or none of ASCII"
-            )
+            raise ConfigError("--api-key has characters that no header can have, such as the end of a line")
         above_zero = {"--rate": self.rate, "--timeout": self.timeout, "--latency-bound-ms": self.latency_bound_ms}
         for flag, number in above_zero.items():
             if number is not None and not 0 < number < float("inf"):
