@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from cppbatch.cli.bench_strategies import strategies
+from cppbatch.cli.bench_throughput import throughput
 
 
 @click.group()
@@ -12,4 +13,5 @@ def bench() -> None:
     """Measures this machine: speed, strategies, servers."""
 
 
+bench.add_command(throughput)
 bench.add_command(strategies)

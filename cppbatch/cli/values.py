@@ -32,7 +32,7 @@ def names_of(known: Sequence[str]) -> Callback:
 
 def span(_context: click.Context, _option: click.Parameter, given: str) -> tuple[int, int]:
     """`16-256`, or one number: the smallest and the largest that may occur."""
-    low, _, high = given.partition("-")
-    if not low.isdecimal() or not (high or low).isdecimal():
+    parts = given.split("-")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
         raise click.BadParameter(f"{given!r}: write a number, or two like 16-256")
-    return int(low), int(high or low)
+    return int(parts[0]), int(parts[-1])

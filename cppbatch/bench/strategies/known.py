@@ -17,6 +17,6 @@ def policies(*, max_wait_s: float, bucket: int) -> dict[str, Callable[..., Sched
         "sequential": Sequential,
         "concurrent": Concurrent,
         "static-padded": partial(Static, max_wait_s=max_wait_s, bucket=bucket),
-        "static": partial(Static, max_wait_s=max_wait_s),
+        "static-ragged": partial(Static, max_wait_s=max_wait_s),
         "continuous": Scheduler,
     }
