@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from cppbatch.cli.bench_serve import serve
 from cppbatch.cli.bench_strategies import strategies
 from cppbatch.cli.bench_throughput import throughput
 
@@ -15,3 +16,4 @@ def bench() -> None:
 
 bench.add_command(throughput)
 bench.add_command(strategies)
+bench.add_command(serve)

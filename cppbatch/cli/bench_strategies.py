@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 option = partial(click.option, show_default=True)
 
-_CHOSEN_HERE = ("n_ctx", "max_queue", "swap_space", "prefix_cache", "prefix_cache_ram", "pooling")
+_CHOSEN_HERE = ("n_ctx", "max_queue", "swap_space", "prefix_cache", "prefix_cache_ram", "pooling", "trace")
 
 
 @click.command()

@@ -21,7 +21,7 @@ _LAYOUTS, _FLASH_ATTNS = ("unified", "per-sequence"), ("on", "off")
 _KINDS = ("greedy", "sampled", "defaults", "penalised", "chain", "json", "logprobs")
 _CHOSEN_HERE = (
     "n_ctx", "n_parallel", "flash_attn", "kv_layout", "prefix_cache", "prefix_cache_ram", "max_queue", "swap_space",
-    "target_step_ms", "pooling",
+    "target_step_ms", "pooling", "trace",
 )  # fmt: skip
 
 
