@@ -135,16 +135,20 @@ class Scheduler:
             sequence.pause_at = 0
         if not self._make_room():
             plan.admitted = self._admit()
+        self._choose(plan)
+        plan.n_tokens = sum(n for _, n in plan.chunks)
+        return plan
+
+    def _choose(self, plan: StepPlan) -> None:
+        """Who of those that run computes how much."""
         decoding = [s for s in self.running if s.status is Status.DECODE and not s.moving]
         self._kv.make_room(len(decoding))  # those admitted just now count too: they fit, once what is cached has gone
         for adapters in self._turns.order(self.running):
             rows = [(s, 1) for s in decoding if s.adapters == adapters]
-            plan.chunks = _in_batch_order(rows, self._prefill(adapters, len(rows), len(decoding)))
+            plan.chunks = in_batch_order(rows, self._prefill(adapters, len(rows), len(decoding)))
             if plan.chunks:
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._turns.take(adapters), len(rows)
                 break
-        plan.n_tokens = sum(n for _, n in plan.chunks)
-        return plan
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
         """Takes note of how long a step took, unless planning the graph anew was part of it."""
@@ -250,7 +254,7 @@ class Scheduler:
         return min(self._headroom, sequence.n_left)
 
 
-def _in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
+def in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
     """Decode rows by rising seq_id, with prefill before or behind them, such that they do not touch.
 
     With streams of their own (per-sequence layout, recurrent models) llama.cpp computes consecutive rising seq_ids
