@@ -54,38 +54,12 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
     A build whose fast CPU path crashes is found out first, in a child process, and used without that path.
     Raises `ModelError`, `LibraryError` or `LlamaError`.
     """
-    use_extra_bufts = config.use_extra_bufts and safe_use_extra_bufts()
-    model = Model(
-        config.model_path,
-        n_gpu_layers=config.n_gpu_layers,
-        device=config.device,
-        use_extra_bufts=use_extra_bufts,
-        progress=progress,
-    )
+    model = open_model(config, progress)
     try:
+        context = make_context(config, model)
         if pooling := _pooling(config, model):
-            if config.lora:
-                raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
-            context = _pooled_context(config, model, pooling)
             return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", model.close)
-        for path, _ in config.lora:
-            model.add_adapter(path)
         on_gpu = _on_gpu(config)
-        layout = choose_layout(
-            config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent
-        )
-        context = Context(
-            model,
-            n_ctx=config.n_ctx,
-            n_batch=config.n_batch,
-            n_ubatch=config.n_ubatch,
-            n_seq_max=config.n_parallel,
-            n_threads=config.n_threads or available_threads(),
-            flash_attn=choose_flash_attn(config, layout, on_gpu=on_gpu, has_amx=Backend.get().has_amx),
-            kv_unified=layout == "unified",
-            type_k=config.cache_type_k,
-            type_v=config.cache_type_v,
-        )
         sharing = find_sharing(context) if config.prefix_cache else "none"
         if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
             found = find_candidates_on_device(context)
@@ -96,6 +70,44 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
     except BaseException:
         model.close()
         raise
+
+
+def open_model(
+    config: EngineConfig, progress: Callable[[float], bool] | None = None, *, simulated: bool = False
+) -> Model:
+    """The model of an engine, without its adapters. `simulated` as in `Model`."""
+    return Model(
+        config.model_path,
+        n_gpu_layers=config.n_gpu_layers,
+        device=config.device,
+        use_extra_bufts=config.use_extra_bufts and safe_use_extra_bufts(),
+        progress=progress,
+        simulated=simulated,
+    )
+
+
+def make_context(config: EngineConfig, model: Model) -> Context:
+    """The context of an engine; its model gets the adapters. Raises `ModelError` or `LlamaError`."""
+    if pooling := _pooling(config, model):
+        if config.lora:
+            raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
+        return _pooled_context(config, model, pooling)
+    for path, _ in config.lora[len(model.adapters) :]:
+        model.add_adapter(path)
+    on_gpu = _on_gpu(config)
+    layout = choose_layout(config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent)
+    return Context(
+        model,
+        n_ctx=config.n_ctx,
+        n_batch=config.n_batch,
+        n_ubatch=config.n_ubatch,
+        n_seq_max=config.n_parallel,
+        n_threads=config.n_threads or available_threads(),
+        flash_attn=choose_flash_attn(config, layout, on_gpu=on_gpu, has_amx=Backend.get().has_amx),
+        kv_unified=layout == "unified",
+        type_k=config.cache_type_k,
+        type_v=config.cache_type_v,
+    )
 
 
 def _fill_in(vocab: Vocab) -> FillIn | None:
