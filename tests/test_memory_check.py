@@ -19,6 +19,7 @@ from cppbatch.bench.memory.weights import MAPPED
 from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, EstimateFailed
+from tests.server_process import ServerProcess
 
 GIB = 2**30
 CONFIG = EngineConfig(model_path="model.gguf", n_ctx=16384, n_parallel=16)
@@ -127,3 +128,12 @@ def test_generate_is_refused_and_can_insist(tiny_llama: Path, monkeypatch: pytes
     assert isinstance(refused.exception, ConfigError)
     assert "1.0 MiB are free there. Take a smaller model" in str(refused.exception)
     assert CliRunner().invoke(cli, [*arguments, "--no-memory-check"]).exit_code == 0
+
+
+def test_serve_ends_before_it_loads_what_can_never_fit(default_model: Path) -> None:
+    with ServerProcess("-m", default_model, "-c", "2147483647", "-np", "4", "--kv-layout", "unified") as server:
+        assert server.wait() == 2
+    message = "".join(server.errors)
+    assert "error: -c 2147483647 -np 4 needs 4" in message  # some 46 TiB
+    assert "It would fit with -c " in message or "Take a smaller model" in message  # as this machine has room
+    assert not [line for line in server.lines if "loading" in line]

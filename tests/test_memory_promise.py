@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from cppbatch.bench.memory import survey_child
 from cppbatch.bench.memory.buffers import Buffer, read_buffers
 from cppbatch.bench.memory.measure import Taken
 from cppbatch.bench.memory.survey import Footprint, survey
@@ -69,17 +70,20 @@ def test_more_cells_than_are_simulated_are_extrapolated(default_model: Path) -> 
     assert four.sequence_cells == 4 * one.sequence_cells
 
 
-def test_many_recurrent_states_are_extrapolated(tiny_mamba: Path) -> None:
-    few = EngineConfig(model_path=str(tiny_mamba), n_ctx=4096, n_parallel=16)
-    one, four = survey([few, replace(few, n_parallel=64)]).footprints
-    assert sizes(four.buffers)["states"] == 4 * sizes(one.buffers)["states"] > 0
+def test_recurrent_states_that_would_be_too_much_for_a_trial_are_extrapolated(
+    tiny_mamba: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey_child, "_MOST_STATE_BYTES", 200_000)
+    config = EngineConfig(model_path=str(tiny_mamba), n_ctx=4096, n_parallel=64, n_threads=1)
+    [footprint] = survey_child.footprints([config])
+    assert sizes(footprint.buffers)["states"] == pytest.approx(really(config)["states"], rel=0.05)
 
 
 GROWTH = """
 import sys, msgspec
 from cppbatch.bench.memory.measure import measure
 from cppbatch.config import EngineConfig
-print(msgspec.json.encode(measure(msgspec.json.decode(sys.argv[1], type=EngineConfig), fill=True)).decode())
+print(msgspec.json.encode(measure(msgspec.json.decode(sys.argv[1], type=EngineConfig))).decode())
 """
 
 
@@ -93,9 +97,9 @@ def taken(config: EngineConfig) -> Taken:
 
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_what_16_sequences_take_more_than_one_is_predicted_to_5_percent(layout: str, default_model: Path) -> None:
-    """In what llama.cpp allocates, and in what the process grows by when all cells have been used."""
+    """In what llama.cpp allocates, and in what the process grows by when each has had its tokens."""
     config = EngineConfig(
-        model_path=str(default_model), n_ubatch=256, kv_layout=layout, prefix_cache=False, swap_space=0
+        model_path=str(default_model), n_ubatch=64, kv_layout=layout, prefix_cache=False, swap_space=0
     )
     one, many = (replace(config, n_parallel=n, n_ctx=256 * n) for n in (1, 16))
     before, after = survey([one, many]).footprints
@@ -105,7 +109,8 @@ def test_what_16_sequences_take_more_than_one_is_predicted_to_5_percent(layout: 
     grown = measured_many.process - measured_one.process
     print(json.dumps({"layout": layout, "predicted": predicted, "allocated": allocated, "process": grown}))
     assert predicted == pytest.approx(allocated, rel=0.01)
-    assert predicted == pytest.approx(grown, rel=0.05)
+    copies = sum(b.n_bytes for b in after.buffers if b.kind == "engine")
+    assert predicted + copies == pytest.approx(grown, rel=0.05)
 
 
 def test_a_simulated_model_has_nothing_to_compute_with(tiny_llama: Path) -> None:

@@ -27,7 +27,7 @@ def curve(*tokens_per_s: float) -> list[Speed]:
     return [Speed(1 << i, speed, 1000 * (1 << i) / speed) for i, speed in enumerate(tokens_per_s)]
 
 
-# --- the rules --------------------------------------------------------------------------------------------------------
+# --- the rules ---
 
 
 def test_the_knee_is_where_another_doubling_gains_less_than_a_tenth() -> None:
@@ -82,7 +82,7 @@ def test_targets_and_times_must_make_sense() -> None:
             check_limits(target, minutes)
 
 
-# --- going round, on a made-up machine -----------------------------------------------------------------------------------
+# --- going round, on a made-up machine ---
 
 
 def machine(task: Task, timeout: float) -> Point:
@@ -104,7 +104,8 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def room(n: int) -> None:
         def survey(configs: list[EngineConfig]) -> Survey:
-            return Survey([Footprint(buffers=[Buffer("cells", "CPU", config.n_parallel)]) for config in configs], [])
+            needs = [[Buffer("cells", "CPU", config.n_parallel)] for config in configs]
+            return Survey([Footprint(buffers=buffers) for buffers in needs], [])
 
         monkeypatch.setattr(tuner, "survey", survey)
         monkeypatch.setattr(tuner, "free_host_memory", lambda: n)
@@ -184,7 +185,7 @@ def test_a_latency_that_nothing_keeps_to_is_said() -> None:
     assert found.notes == ["not even one sequence keeps to 0.001 ms a token here"]
 
 
-# --- a real engine ------------------------------------------------------------------------------------------------------
+# --- a real engine ---
 
 
 def test_a_process_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:

@@ -139,8 +139,12 @@ def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
 
 
 def _pooled_context(config: EngineConfig, model: Model, pooling: Pooling) -> Context:
-    """With cells for one step: nothing stays longer."""
+    """With cells for one step: nothing stays longer.
+
+    llama.cpp plans it with as many tokens for each sequence, and aborts where that does not come out even.
+    """
     step = min(config.n_batch, config.n_ctx)
+    step -= step % config.n_parallel
     return Context(
         model,
         n_ctx=step,

@@ -13,7 +13,6 @@ from cppbatch.engine.runtime import load_runtime
 from cppbatch.llama import Backend
 
 _NEW_TOKENS = 4
-_FEWEST_FREE = 8  # cells beside a sequence's prompt
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -27,19 +26,15 @@ class Taken(msgspec.Struct, frozen=True):
     """How much less each device has free."""
 
 
-def measure(config: EngineConfig, *, fill: bool = False) -> Taken:
-    """Loads the model into this process and lets every sequence work, so that its memory is not only promised.
-
-    `fill`: their prompts fill the cells, which is what it takes to touch all that attention computes in.
-    """
+def measure(config: EngineConfig) -> Taken:
+    """Loads the model into this process and lets every sequence work, so that its memory is not only promised."""
     backend, process = Backend.get(), psutil.Process()
     free_before, resident_before = _free(backend), process.memory_info().rss
     with backend.lines() as lines:
         runtime = load_runtime(config)
     with BatchInferenceEngine(config, runtime=runtime) as engine:
         info = engine.info
-        cells = info.n_ctx // config.n_parallel if fill else config.n_ubatch // config.n_parallel
-        n_prompt = max(1, min(cells, info.max_sequence) - _FEWEST_FREE)
+        n_prompt = max(1, min(-(-config.n_ubatch // config.n_parallel), info.max_sequence - _NEW_TOKENS))
         most = info.n_vocab - 1
         prompts = [[(7 * i + 3 * k) % most + 1 for k in range(n_prompt)] for i in range(config.n_parallel)]
         if info.pooling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -52,6 +53,7 @@ def survey(configs: list[EngineConfig]) -> Survey:
         done = subprocess.run(
             [sys.executable, "-m", "cppbatch.bench.memory.survey_child"],
             input=msgspec.json.encode(unique),
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger's account of an abort takes seconds
             capture_output=True,
             timeout=_TIMEOUT_S,
             check=False,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 import psutil
+from msgspec.structs import replace
 
 from cppbatch.bench.memory.buffers import Buffer, read_buffers
 from cppbatch.bench.memory.survey import Device, Footprint, Survey
@@ -19,7 +20,7 @@ from cppbatch.llama.tensors import list_tensors
 from cppbatch.models.find import model_parts
 
 _MOST_CELLS = 1 << 20  # llama.cpp's books of cells are real even so: 50 bytes each
-_MOST_STATES = 16  # and so are recurrent states
+_MOST_STATE_BYTES = 256 << 20  # and so are recurrent states
 _FLOAT = 4
 
 
@@ -69,8 +70,8 @@ class _Opened:
         """Raises what making a context raises."""
         model = self.model
         n_ctx = min(config.n_ctx, _MOST_CELLS)
-        n_parallel = min(config.n_parallel, _MOST_STATES) if model.is_recurrent else config.n_parallel
-        smaller = msgspec.structs.replace(config, n_ctx=n_ctx, n_parallel=n_parallel)
+        n_parallel = min(config.n_parallel, self._most_states(config)) if model.is_recurrent else config.n_parallel
+        smaller = replace(config, n_ctx=n_ctx, n_parallel=n_parallel)
         with Backend.get().lines() as lines, make_context(smaller, model) as context:
             factors = {
                 "cells": config.n_ctx / n_ctx,
@@ -88,9 +89,15 @@ class _Opened:
                 n_layers=model.n_layers,
             )
 
+    def _most_states(self, config: EngineConfig) -> int:
+        """Sequences whose states may be made for real."""
+        with Backend.get().lines() as lines, make_context(replace(config, n_ctx=256, n_parallel=1), self.model):
+            of_one = sum(buffer.n_bytes for buffer in read_buffers(lines) if buffer.kind == "states")
+        return max(1, _MOST_STATE_BYTES // max(1, of_one))
+
 
 def _scaled(buffer: Buffer, factor: float) -> Buffer:
-    return msgspec.structs.replace(buffer, n_bytes=round(buffer.n_bytes * factor))
+    return replace(buffer, n_bytes=round(buffer.n_bytes * factor))
 
 
 def _rows(config: EngineConfig, model: Model, context: Context) -> Iterator[Buffer]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import msgspec
 
 from cppbatch.config import EngineConfig
-
-_START_S = 60.0
-"""That a model may take to load, and a first step."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +41,7 @@ def measure_point(task: Task, timeout: float) -> Point:
         done = subprocess.run(
             [sys.executable, "-m", "cppbatch.bench.tune.points_child"],
             input=msgspec.json.encode(task),
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger's account of an abort takes seconds
             capture_output=True,
             timeout=timeout,
             check=False,

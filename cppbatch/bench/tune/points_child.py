@@ -15,7 +15,7 @@ from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import CppBatchError, ModelError
 
-_PROMPT = 64  # tokens of the sequences that decode
+_PROMPT = 32  # tokens of the sequences that decode
 _FEWEST_STEPS = 8
 _WARM_UP = 2  # steps that do not count
 
@@ -38,7 +38,7 @@ def _measured(engine: BatchInferenceEngine, task: Task) -> Point:
         raise ModelError(f"{engine.info.name} gives vectors: a step's texts are all there is to its batch")
     engine.generate([_prompt(engine, 1, 16)], SamplingParams(max_tokens=2, ignore_eos=True))  # pages come into memory
     reading = _reading_speed(engine, task.prompt_tokens) if task.prompt_tokens else 0.0
-    steps = _decode_steps(engine, task.seconds)
+    steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
     median = statistics.median(steps)
     return Point(
         inter_token_ms=1000 * median,
@@ -57,20 +57,20 @@ def _reading_speed(engine: BatchInferenceEngine, n_tokens: int) -> float:
     return len(prompt) / (perf_counter() - start)
 
 
-def _decode_steps(engine: BatchInferenceEngine, seconds: float) -> list[float]:
-    """Seconds of each step in which all sequences decode, for that long."""
+def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -> list[float]:
+    """Seconds of each step in which all sequences decode, for that long; of one step at least."""
     n = engine.config.n_parallel
-    room = max(4, min(engine.info.n_ctx // n, engine.info.max_sequence) - _PROMPT)
+    room = max(4, min(engine.info.n_ctx // n, engine.info.max_sequence) - n_prompt)
     params = SamplingParams(max_tokens=room, ignore_eos=True)
-    ids = [engine.add_request(_prompt(engine, 3 + i, _PROMPT), params) for i in range(n)]
+    ids = [engine.add_request(_prompt(engine, 3 + i, n_prompt), params) for i in range(n)]
     told: set[str] = set()
     while len(told) < n:  # a first token of each: all prompts are read
         told |= {event.request_id for event in engine.step()}
-    for _ in range(_WARM_UP):
+    for _ in range(_WARM_UP if seconds else 0):
         engine.step()
     steps: list[float] = []
     end = perf_counter() + seconds
-    while len(steps) < _FEWEST_STEPS or perf_counter() < end:
+    while len(steps) < (_FEWEST_STEPS if seconds else 1) or perf_counter() < end:
         start = perf_counter()
         ended = [event for event in engine.step() if event.finish_reason]
         steps.append(perf_counter() - start)
