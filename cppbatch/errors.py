@@ -23,6 +23,10 @@ class EstimateFailed(CppBatchError):
     """What an engine would take of the memory cannot be found out. It may load all the same."""
 
 
+class UnusableServer(CppBatchError):
+    """A server that was to be measured is not there, or is not one that can be."""
+
+
 class InvalidRequest(CppBatchError, ValueError):
     """One request cannot be served as asked; nothing else is affected.
 
