@@ -105,7 +105,7 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def room(n: int) -> None:
         def survey(configs: list[EngineConfig]) -> Survey:
             needs = [[Buffer("cells", "CPU", config.n_parallel)] for config in configs]
-            return Survey([Footprint(buffers=buffers) for buffers in needs], [])
+            return Survey([Footprint(buffers=buffers, n_ctx_train=1024) for buffers in needs], [])
 
         monkeypatch.setattr(tuner, "survey", survey)
         monkeypatch.setattr(tuner, "free_host_memory", lambda: n)
@@ -127,10 +127,28 @@ def test_every_setting_is_found() -> None:
     found = tuned()
     settings = found.settings()
     assert (settings.n_threads, settings.kv_layout, settings.flash_attn) == (1, "per-sequence", "off")
-    assert (settings.n_parallel, settings.n_ctx, settings.n_ubatch) == (8, 8 * 1024, 256)
+    assert (settings.n_parallel, settings.n_ctx, settings.n_ubatch) == (8, 16384, 256)
     assert [speed.n_parallel for speed in found.curve] == [1, 2, 4, 8, 16]  # nothing beyond what shows the knee
     assert found.speed.tokens_per_s == pytest.approx(800 * 1.5 * 1.2 * 1.1)
     assert not found.notes
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_cells_grow_with_parallelism_unless_they_are_given() -> None:
+    def scales(task: Task, timeout: float) -> Point:
+        n = task.config.n_parallel
+        return Point(tokens_per_s=100.0 * n, inter_token_ms=10, prompt_tokens_per_s=1000, steps=9)
+
+    assert tuned(measure=scales).settings().n_ctx == 64 * 1024
+    given = tuned(EngineConfig(model_path="model.gguf", n_ctx=20), measure=scales, given={"n_ctx"}).settings()
+    assert (given.n_parallel, given.n_ctx) == (20, 20)
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_streams_that_could_not_hold_the_longest_text_are_not_tried() -> None:
+    found = tuned(EngineConfig(model_path="model.gguf", n_ctx=16 * 1023))
+    assert found.settings().kv_layout == "unified"
+    assert not [point for point in found.points if "per-sequence" in point["setting"]]
 
 
 @pytest.mark.usefixtures("memory_for")
@@ -159,7 +177,7 @@ def test_memory_bounds_parallelism_by_estimate_and_by_trying(memory_for: Callabl
     found = tuned(measure=only_three_load)
     assert found.most_parallel == 3
     assert found.settings().n_parallel == 3
-    assert "memory has room for 3 sequences of 1024 cells" in found.notes
+    assert "memory has room for -np 3 -c 16384 at most" in found.notes
 
 
 @pytest.mark.usefixtures("memory_for")
@@ -174,7 +192,7 @@ def test_when_the_time_is_over_what_is_known_is_used(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("memory_for")
 def test_a_model_that_does_not_run_is_an_error_with_the_reason() -> None:
-    with pytest.raises(ModelError, match="not even one sequence of 1024 cells can run: it is cursed"):
+    with pytest.raises(ModelError, match="not even -np 1 -c 16384 runs: it is cursed"):
         tuned(measure=lambda task, timeout: Point(error="it is cursed"))
 
 

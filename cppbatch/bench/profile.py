@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -117,8 +117,13 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> tuple[EngineCon
         return config, None
     if not changes:
         return config, None
-    flags = " ".join(f"{_FLAGS[name]} {value}" for name, value in changes.items())
-    return changed, f"using the profile {path} of {profile.made:%Y-%m-%d}: {flags}; --no-profile leaves it out"
+    date = profile.made.date()
+    return changed, f"using the profile {path} of {date}: {as_flags(changes)}; --no-profile leaves it out"
+
+
+def as_flags(settings: Mapping[str, object]) -> str:
+    """Settings as one would give them."""
+    return " ".join(f"{_FLAGS[name]} {value}" for name, value in settings.items())
 
 
 def _changes(settings: Tuned, config: EngineConfig, given: Collection[str]) -> dict[str, object]:

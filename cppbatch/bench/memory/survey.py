@@ -32,6 +32,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     sequence_cells: int = 0
     """KV cells that one sequence may take."""
     n_layers: int = 0
+    n_ctx_train: int = 0
     error: str | None = None
 
 

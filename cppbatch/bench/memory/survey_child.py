@@ -87,6 +87,7 @@ class _Opened:
                 kv_layout="unified" if context.kv_unified else "per-sequence",
                 sequence_cells=round(context.n_ctx_seq * config.n_ctx / n_ctx),
                 n_layers=model.n_layers,
+                n_ctx_train=model.n_ctx_train,
             )
 
     def _most_states(self, config: EngineConfig) -> int:

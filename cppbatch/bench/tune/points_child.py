@@ -38,6 +38,8 @@ def _measured(engine: BatchInferenceEngine, task: Task) -> Point:
         raise ModelError(f"{engine.info.name} gives vectors: a step's texts are all there is to its batch")
     engine.generate([_prompt(engine, 1, 16)], SamplingParams(max_tokens=2, ignore_eos=True))  # pages come into memory
     reading = _reading_speed(engine, task.prompt_tokens) if task.prompt_tokens else 0.0
+    if not task.seconds and task.prompt_tokens:
+        return Point(prompt_tokens_per_s=reading, kv_layout=engine.info.kv_layout)
     steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
     median = statistics.median(steps)
     return Point(

@@ -8,6 +8,7 @@ import msgspec
 
 from cppbatch.bench.machine import this_machine
 from cppbatch.bench.plot import canvas
+from cppbatch.bench.profile import as_flags
 from cppbatch.bench.report import Column, Report
 from cppbatch.bench.tune.search import LEAST_GAIN
 from cppbatch.bench.tune.tuner import Tuning
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 def tuning_report(tuning: Tuning) -> Report:
     """Each setting that was measured, and at the end what was chosen."""
     chosen = msgspec.structs.asdict(tuning.settings())
-    flags = " ".join(f"{name}={value}" for name, value in chosen.items())
     speed = tuning.speed
     return Report(
         kind="tune",
@@ -42,7 +42,7 @@ def tuning_report(tuning: Tuning) -> Report:
         ],
         rows=[_row(point) for point in tuning.points],
         notes=[
-            f"chosen: {flags}",
+            f"chosen: {as_flags(chosen)}",
             f"{speed.tokens_per_s:.1f} tokens/s together, {speed.inter_token_ms:.1f} ms between two of one sequence",
             *tuning.notes,
         ],

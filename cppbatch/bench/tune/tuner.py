@@ -20,7 +20,8 @@ from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 
 _SECONDS = 1.0
-_LONGEST_POINT_S = 240.0
+_SHORTEST_POINT_S, _LONGEST_POINT_S = 10.0, 240.0
+_TIME_OVER = "the time was over (--max-minutes) before all was measured"
 _PARALLEL = 16  # at which threads, layouts and flash attention are compared, if so many fit
 _PROMPT = 1024  # tokens, by which -ub is chosen
 _UBATCHES = (512, 256, 128, 1024)  # the default first: others must be faster
@@ -70,11 +71,16 @@ class Tuner:
         measure: Measure = measure_point,
         say: Say = lambda line: None,
     ) -> None:
-        """`given`: settings that are decided. Each sequence gets n_ctx / n_parallel cells, whatever parallelism."""
+        """`given`: settings that are decided.
+
+        Unless n_ctx is, it grows with the parallelism, so that each sequence has n_ctx / n_parallel cells as before; it
+        is never lowered, since that could be too little for the longest text.
+        """
         self._config = replace(config, prefix_cache=False)  # prompts are not to be found there
         self._given = set(given)
         self._cells = config.n_ctx // config.n_parallel
-        self._asked = min(most_parallel, config.n_batch)
+        self._asked = min(most_parallel, config.n_batch, config.n_ctx if "n_ctx" in self._given else most_parallel)
+        self._n_ctx_train = 0
         self._target_ms = target_ms
         self._measure, self._say = measure, say
         self._start = monotonic()
@@ -88,7 +94,7 @@ class Tuner:
         here = self._with_parallel(min(_PARALLEL, most))
         if not {"n_threads"} & self._given:
             here = self._best("threads", here, [{"n_threads": n} for n in _threads(here)])
-        here = self._best("layout", here, self._layouts(here))
+        here = self._best("layout", here, self._layouts(here, most))
         curve, config = self._curve(here, most)
         chosen = knee(curve, self._target_ms)
         if self._target_ms and chosen.inter_token_ms > self._target_ms:
@@ -108,15 +114,15 @@ class Tuner:
         )
 
     def _with_parallel(self, n: int, config: EngineConfig | None = None) -> EngineConfig:
+        config = config or self._config
         if "n_parallel" in self._given:
-            return config or self._config
-        return replace(config or self._config, n_parallel=n, n_ctx=n * self._cells)
+            return config
+        n_ctx = config.n_ctx if "n_ctx" in self._given else max(self._config.n_ctx, n * self._cells)
+        return replace(config, n_parallel=n, n_ctx=n_ctx)
 
     def _most_parallel(self) -> int:
         """The most sequences that memory has room for: by estimate, and then by trying."""
-        if "n_parallel" in self._given:
-            return self._config.n_parallel
-        sizes = doublings(self._asked)
+        sizes = [self._config.n_parallel] if "n_parallel" in self._given else doublings(self._asked)
         most = self._by_estimate(sizes)
         errors: dict[int, str] = {}
 
@@ -126,11 +132,13 @@ class Tuner:
                 errors[n] = point.error
             return point.error is None
 
-        found = largest_that(loads, 1, most)
+        found = largest_that(loads, sizes[0], most)
         if found is None:
-            raise ModelError(f"not even one sequence of {self._cells} cells can run: {errors[1]}")
-        if found < self._asked:
-            self._notes.append(f"memory has room for {found} sequences of {self._cells} cells")
+            raise ModelError(
+                f"not even -np {sizes[0]} -c {self._with_parallel(sizes[0]).n_ctx} runs: {errors[sizes[0]]}"
+            )
+        if found < sizes[-1]:
+            self._notes.append(f"memory has room for -np {found} -c {self._with_parallel(found).n_ctx} at most")
         return found
 
     def _by_estimate(self, sizes: list[int]) -> int:
@@ -142,13 +150,21 @@ class Tuner:
             return sizes[-1]
         if answer.footprints[0].error:
             raise ModelError(answer.footprints[0].error)
+        self._n_ctx_train = answer.footprints[0].n_ctx_train
         free = free_host_memory()
         fits = [all(d.will_fit for d in demands(Survey([each], answer.devices), free)) for each in answer.footprints]
-        return max((n for n, ok in zip(sizes, fits, strict=True) if ok), default=1)
+        return max((n for n, ok in zip(sizes, fits, strict=True) if ok), default=sizes[0])
 
-    def _layouts(self, config: EngineConfig) -> list[dict[str, Any]]:
-        """Those that are open, what is used now first."""
-        layouts = [config.kv_layout] if "kv_layout" in self._given else ["unified", "per-sequence"]
+    def _layouts(self, config: EngineConfig, most: int) -> list[dict[str, Any]]:
+        """Those that are open, the usual one first.
+
+        Streams of their own only where each holds the longest text that the model knows: speed is not worth refusing
+        long ones.
+        """
+        each = self._with_parallel(most).n_ctx // most
+        layouts: list[str] = ["unified", "per-sequence"] if 0 < self._n_ctx_train <= each else ["unified"]
+        if "kv_layout" in self._given:
+            layouts = [config.kv_layout]
         quantised = config.cache_type_v in ("q8_0", "q4_0")  # they need flash attention
         attention = [config.flash_attn] if "flash_attn" in self._given else ["on"] if quantised else ["on", "off"]
         return [{"kv_layout": layout, "flash_attn": fa} for layout in layouts for fa in attention]
@@ -177,14 +193,14 @@ class Tuner:
             if too_slow or (len(curve) > 1 and not is_worth_it(curve[-2], curve[-1])):
                 break
         if not curve:
-            raise ModelError(f"nothing could be measured: {self._points[-1]['error']}")
+            raise ModelError(f"nothing could be measured: {point.error}")
         return curve, config
 
     def _ubatch(self, config: EngineConfig) -> tuple[EngineConfig, float | None]:
         sizes = [n for n in _UBATCHES if n <= config.n_batch] or [config.n_ubatch]
         speeds: list[float | None] = []
         for n in sizes:
-            point = self._point("ubatch", f"-ub {n}", replace(config, n_ubatch=n), prompt_tokens=_PROMPT)
+            point = self._point("ubatch", f"-ub {n}", replace(config, n_ubatch=n), seconds=0, prompt_tokens=_PROMPT)
             speeds.append(None if point.error else point.prompt_tokens_per_s)
         best = fastest(speeds)
         return (config, None) if best is None else (replace(config, n_ubatch=sizes[best]), speeds[best])
@@ -195,13 +211,12 @@ class Tuner:
         """Measured, or with an error once the time is over."""
         now = monotonic()
         if now >= self._end:
-            if "the time was over" not in " ".join(self._notes):
-                self._notes.append("the time was over (--max-minutes) before all was measured")
-            point = Point(error="there was no time left; raise --max-minutes")
-        else:
-            self._say(f"{what}: {setting} ({now - self._start:.0f} of at most {self._end - self._start:.0f} s)")
-            task = Task(config=config, seconds=seconds, prompt_tokens=prompt_tokens)
-            point = self._measure(task, min(_LONGEST_POINT_S, max(5.0, self._end - now)))
+            if _TIME_OVER not in self._notes:
+                self._notes.append(_TIME_OVER)
+            return Point(error="there was no time left; raise --max-minutes")
+        self._say(f"{what}: {setting} ({now - self._start:.0f} of at most {self._end - self._start:.0f} s)")
+        task = Task(config=config, seconds=seconds, prompt_tokens=prompt_tokens)
+        point = self._measure(task, min(_LONGEST_POINT_S, max(_SHORTEST_POINT_S, self._end - now)))
         self._points.append({"what": what, "setting": setting, **msgspec.structs.asdict(point)})
         return point
 
