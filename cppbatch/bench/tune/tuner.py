@@ -134,9 +134,8 @@ class Tuner:
 
         found = largest_that(loads, sizes[0], most)
         if found is None:
-            raise ModelError(
-                f"not even -np {sizes[0]} -c {self._with_parallel(sizes[0]).n_ctx} runs: {errors[sizes[0]]}"
-            )
+            least = self._with_parallel(sizes[0])
+            raise ModelError(f"not even -np {least.n_parallel} -c {least.n_ctx} runs: {errors[sizes[0]]}")
         if found < sizes[-1]:
             self._notes.append(f"memory has room for -np {found} -c {self._with_parallel(found).n_ctx} at most")
         return found
