@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -149,6 +150,21 @@ def test_streams_that_could_not_hold_the_longest_text_are_not_tried() -> None:
     found = tuned(EngineConfig(model_path="model.gguf", n_ctx=16 * 1023))
     assert found.settings().kv_layout == "unified"
     assert not [point for point in found.points if "per-sequence" in point["setting"]]
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_a_disturbed_measurement_does_not_end_the_curve() -> None:
+    tries: list[int] = []
+
+    def disturbed(task: Task, timeout: float) -> Point:
+        n = task.config.n_parallel
+        tries.append(n)
+        point = machine(task, timeout)
+        return msgspec.structs.replace(point, tokens_per_s=1.0) if n == 4 and tries.count(4) == 1 else point
+
+    found = tuned(measure=disturbed)
+    assert found.settings().n_parallel == 8
+    assert tries.count(4) == 2
 
 
 @pytest.mark.usefixtures("memory_for")

@@ -87,6 +87,7 @@ class Tuner:
         self._end = self._start + seconds
         self._points: list[dict[str, Any]] = []
         self._notes: list[str] = []
+        self._last_error = ""
 
     def run(self) -> Tuning:
         """Raises `ModelError` when nothing works, with the reason."""
@@ -95,11 +96,11 @@ class Tuner:
         if not {"n_threads"} & self._given:
             here = self._best("threads", here, [{"n_threads": n} for n in _threads(here)])
         here = self._best("layout", here, self._layouts(here, most))
-        curve, config = self._curve(here, most)
+        curve = self._curve(here, most)
         chosen = knee(curve, self._target_ms)
         if self._target_ms and chosen.inter_token_ms > self._target_ms:
             self._notes.append(f"not even one sequence keeps to {self._target_ms:g} ms a token here")
-        config = self._with_parallel(chosen.n_parallel, config)
+        config = self._with_parallel(chosen.n_parallel, here)
         reading: float | None = None
         if "n_ubatch" not in self._given:
             config, reading = self._ubatch(config)
@@ -179,21 +180,34 @@ class Tuner:
         point = self._point(what, " ".join(map(str, choice.values())), config)
         return None if point.error else point.tokens_per_s
 
-    def _curve(self, config: EngineConfig, most: int) -> tuple[list[Speed], EngineConfig]:
-        """Up to where another doubling is not worth it, and one further, so that the curve shows it."""
+    def _curve(self, config: EngineConfig, most: int) -> list[Speed]:
+        """Up to the first parallelism that is not worth it, so that the curve shows where it bends.
+
+        That one is measured twice, and the better one counts: something else may have run on the machine.
+        """
         sizes = [config.n_parallel] if "n_parallel" in self._given else doublings(most)
         curve: list[Speed] = []
         for n in sizes:
-            point = self._point("parallel", f"-np {n}", self._with_parallel(n, config))
-            if point.error:
+            speed = self._speed_of(n, config)
+            if speed and self._ends(curve, speed):
+                again = self._speed_of(n, config)
+                speed = max(speed, again or speed, key=lambda each: each.tokens_per_s)
+            if speed is None:
                 break
-            curve.append(Speed(n, point.tokens_per_s, point.inter_token_ms))
-            too_slow = self._target_ms is not None and point.inter_token_ms > self._target_ms
-            if too_slow or (len(curve) > 1 and not is_worth_it(curve[-2], curve[-1])):
+            curve.append(speed)
+            if self._ends(curve[:-1], speed):
                 break
         if not curve:
-            raise ModelError(f"nothing could be measured: {point.error}")
-        return curve, config
+            raise ModelError(f"nothing could be measured: {self._last_error}")
+        return curve
+
+    def _ends(self, curve: list[Speed], speed: Speed) -> bool:
+        too_slow = self._target_ms is not None and speed.inter_token_ms > self._target_ms
+        return too_slow or (bool(curve) and not is_worth_it(curve[-1], speed))
+
+    def _speed_of(self, n: int, config: EngineConfig) -> Speed | None:
+        point = self._point("parallel", f"-np {n}", self._with_parallel(n, config))
+        return None if point.error else Speed(n, point.tokens_per_s, point.inter_token_ms)
 
     def _ubatch(self, config: EngineConfig) -> tuple[EngineConfig, float | None]:
         sizes = [n for n in _UBATCHES if n <= config.n_batch] or [config.n_ubatch]
@@ -212,10 +226,12 @@ class Tuner:
         if now >= self._end:
             if _TIME_OVER not in self._notes:
                 self._notes.append(_TIME_OVER)
-            return Point(error="there was no time left; raise --max-minutes")
+            self._last_error = "there was no time left; raise --max-minutes"
+            return Point(error=self._last_error)
         self._say(f"{what}: {setting} ({now - self._start:.0f} of at most {self._end - self._start:.0f} s)")
         task = Task(config=config, seconds=seconds, prompt_tokens=prompt_tokens)
         point = self._measure(task, min(_LONGEST_POINT_S, max(_SHORTEST_POINT_S, self._end - now)))
+        self._last_error = point.error or self._last_error
         self._points.append({"what": what, "setting": setting, **msgspec.structs.asdict(point)})
         return point
 
