@@ -86,7 +86,7 @@ def test_few_streams_do_not_hold_up_many_prompts() -> None:
     one, two, eight, sixteen = (budget.prefill_tokens(8, n) for n in (1, 2, 8, 16))
     assert one == two == pytest.approx(1.5 * 50, abs=1)
     assert one < eight < sixteen
-    assert eight == pytest.approx(1.5 * 50 * 6 * 7 / 8, rel=0.02)
+    assert eight == pytest.approx(1.5 * 50 * 8 * 7 / 8, rel=0.02)
 
 
 def test_a_number_of_streams_that_was_not_seen_is_looked_at_alone_first() -> None:

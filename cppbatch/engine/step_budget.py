@@ -6,7 +6,8 @@ _SMALLEST_CHUNK = 4  # tokens: a prompt always goes on
 _LEAST_TARGET_S = 0.025  # shorter steps gain nobody anything and cost throughput
 _SLOWDOWN = 1.5  # of a step without prefill: the time prompts may add to it; the promise is 2 for 95 of 100 steps
 _REFRESH_EVERY = 16  # steps with prefill, before one without tells what decoding alone takes now
-_PROMPTS_WEIGH = 6  # times as much as streams, from the second one on: the first tokens of many are late, not of one
+_PROMPTS_WEIGH = 8  # times as much as streams, from the second one on: the first tokens of many are late, not of one
+_GUESSED_TOKEN_S = 0.001
 _NEW = 0.3  # weight of a new measurement in the running means
 _NEW_QUIET = 0.02  # the same for what a step took before the prompts came, while they are being read
 
@@ -36,6 +37,11 @@ class StepBudget:
     def knows_decoding(self) -> bool:
         """Whether it has seen a step in which all decoded."""
         return self._decode_s.knows_any
+
+    @property
+    def token_s(self) -> float:
+        """What a prompt token adds to a step, in seconds; a guess before anything is known."""
+        return self._token_s or _GUESSED_TOKEN_S
 
     def prefill_tokens(self, n_decode: int, n_prefill: int, n_others: int = 0) -> int:
         """Prompt tokens, of `n_prefill` sequences, for the next step beside `n_decode` decoding ones.
