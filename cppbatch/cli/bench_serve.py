@@ -168,12 +168,13 @@ def _load(
 def _progress(load: Load) -> Iterator[Progress]:
     """A line that says where it is, on stderr, if that is a terminal. It is drawn seldom: this is a measurement."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(stderr=True)
     with console.status("looking at the servers ...", refresh_per_second=2) as status:
 
         def show(label: str, repeat: int, n_done: int) -> None:
             what = f"repeat {repeat + 1} of {load.repeats}" if repeat >= 0 else "warming up"
-            status.update(f"{label}: {what}, {n_done} requests done")
+            status.update(Text(f"{label}: {what}, {n_done} requests done"))
 
         yield show
