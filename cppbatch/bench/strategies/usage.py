@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from time import perf_counter
 from typing import Any
@@ -10,6 +11,8 @@ import psutil
 
 from cppbatch.config import available_threads
 
+log = logging.getLogger("cppbatch.bench")
+
 _EVERY_S = 0.1  # the driver itself looks at a GPU no more often
 
 
@@ -17,7 +20,8 @@ class Usage:
     """A context manager; the figures are there when it is left.
 
     `cpu_percent`: of the cores that this process may use, by this process; threads that spin count as working.
-    `gpu_percent`: of the time, the mean of all GPUs that NVIDIA's library shows; None: none, or no `pynvml`.
+    `gpu_percent`: of the time, the mean of all GPUs that NVIDIA's library shows; None: none, no `pynvml`,
+    or a driver that does not tell (parts of a GPU, MIG, have no such figure).
     """
 
     cpu_percent: float
@@ -45,7 +49,12 @@ class Usage:
         import pynvml
 
         while not self._over.wait(_EVERY_S):
-            busy = [pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu for gpu in self._gpus]
+            try:
+                busy = [pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu for gpu in self._gpus]
+            except pynvml.NVMLError as error:
+                log.warning("the use of GPUs is not known: %s", error)
+                self._seen.clear()
+                return
             self._seen.append(sum(busy) / len(busy))
 
 
