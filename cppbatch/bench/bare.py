@@ -35,7 +35,6 @@ def bare_loop(context: Computation, batch: Batch, prompts: Prompts, n_new: int) 
         batch.clear()
         batch.add_rows([token] * len(rows), [position] * len(rows), rows)
         context.decode(batch)
-        context.logits(len(rows))  # waits for the device
     ended = perf_counter()
     for seq_id in rows:
         context.remove(seq_id)
@@ -55,4 +54,3 @@ def _read(context: Computation, batch: Batch, prompts: Prompts) -> None:
                 batch.clear()
     if batch.n_tokens:
         context.decode(batch)
-        context.logits(batch.n_outputs)
