@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@engine_options
+@partial(engine_options, without=("trace",))
 @report_options
 @click.option("--load", is_flag=True, help="Load the model then, and show what it really takes beside.")
 def memory(config: EngineConfig, load: bool) -> tuple[Report, Draw]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@engine_options
+@partial(engine_options, without=("trace",))
 @report_options
-@click.option("--max-parallel", type=click.IntRange(1, 256), default=64, show_default=True, help="Try no more.")
+@click.option("--max-parallel", type=click.IntRange(1, 256), default=64, show_default=True, help="Try no larger -np.")
 @click.option(
     "--target-latency-ms", type=float, default=None, help="A sequence must not wait longer for its next token."
 )
