@@ -118,6 +118,10 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(
     assert message in result.output + str(result.exception)
 
 
+def test_the_help_names_every_kind_of_requests() -> None:
+    assert ", ".join(KINDS) in " ".join(run("throughput", "--help").output.split())
+
+
 def test_a_model_that_gives_vectors_is_refused(tiny_reranker: Path) -> None:
     for command in ("throughput", "strategies"):
         assert isinstance(run(command, "-m", tiny_reranker).exception, ConfigError)

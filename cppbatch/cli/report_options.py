@@ -27,11 +27,11 @@ def report_options(command: Command) -> Command:
     """Adds --json and --plot; the command returns its report and the function that draws it, and it is shown here."""
 
     @click.option(
-        "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures here."
+        "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures to this file."
     )
     @click.option(
         "--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE.png",
-        help="Draw them (needs cppbatch[plot]).",
+        help="Draw them into this file (needs cppbatch[plot]).",
     )  # fmt: skip
     @wraps(command)
     def with_report(json_file: Path | None, plot_file: Path | None, **arguments: Any) -> None:

@@ -52,7 +52,7 @@ Progress = Callable[[float], bool]
 
 
 class Worker:
-    """Does what the messages say. The main thread steps, another one receives, a few prepare requests."""
+    """Does what the messages say. The main thread steps, others receive, prepare requests, tell what came of steps."""
 
     def __init__(self, engine: BatchInferenceEngine, link: WorkerLink, box: BlackBox) -> None:
         self._engine = engine

@@ -46,9 +46,7 @@ class Target(msgspec.Struct, frozen=True):
 async def look(target: Target, *, model: str | None, endpoint: Endpoint, api_key: str | None, timeout: float) -> Server:
     """The server, once it has answered a request of two tokens. Raises `UnusableServer`, which says what to do."""
     names = await _models(target, api_key)
-    server = Server(
-        label=target.label, url=target.url, model=model or names[0], endpoint=endpoint, api_key=api_key
-    )  # fmt: skip
+    server = Server(label=target.label, url=target.url, model=model or names[0], endpoint=endpoint, api_key=api_key)
     while failure := await _try(server, timeout):
         refused = next((name for name in _DROPPABLE if name in str(failure) and name not in server.unknown), None)
         if failure.status not in (400, 422) or refused is None:
