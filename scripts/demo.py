@@ -88,18 +88,17 @@ def lengths(model: str, small: bool) -> None:
     n_batch = 64 if small else 256
     prompts = [SENTENCE * n + PROMPTS[i] for i, n in enumerate(sentences)]
     with BatchInferenceEngine(model, n_batch=n_batch) as engine:
-        results = engine.generate(prompts, greedy(8 if small else 24))
+        results = engine.generate(prompts, greedy(8 if small else 12))
     table = Table("prompt tokens", "first token after", "ended after", "continuation", title="one batch")
     for result in results:
         use = result.usage
-        times = (f"{use.first_token_seconds:.2f} s", f"{use.total_seconds:.2f} s")
+        times = (f"{use.first_token_seconds:.3f} s", f"{use.total_seconds:.3f} s")
         table.add_row(str(use.prompt_tokens), *times, one_line(result.text)[:60])
     console.print(table)
     first, last = results[0].usage, results[-1].usage
-    say(
-        f"A step takes up to {n_batch} tokens, so the longest prompt was read by {last.first_token_seconds:.2f} s. The shortest"
-    )
-    say(f"had its first token after {first.first_token_seconds:.2f} s, and its last after {first.total_seconds:.2f} s.")
+    say(f"A step takes up to {n_batch} tokens, so it took {last.first_token_seconds:.2f} s to read the longest prompt.")
+    began, ended = first.first_token_seconds, first.total_seconds
+    say(f"The shortest one had its first token after {began:.2f} s, and its last after {ended:.2f} s.")
 
 
 def stress(model: str, small: bool) -> None:
@@ -114,9 +113,7 @@ def stress(model: str, small: bool) -> None:
         stats = engine.stats()
     full = sum(got[request] == tokens for request, tokens in wanted.items())
     say(f"The requests had {stats.prompt_tokens + got.total():,} tokens in all, and there were {n_ctx} cells.")
-    say(
-        f"Sequences gave up their cells: {stats.swaps} times to host memory, {stats.recomputes} times to be computed again."
-    )
+    say(f"Cells given up: {stats.swaps} times to host memory, {stats.recomputes} times to be computed again.")
     say(f"{full} of {n_requests} requests have all their tokens.")
     if full != n_requests:
         sys.exit(1)
