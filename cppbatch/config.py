@@ -85,6 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora: tuple[tuple[str, float], ...] = ()
     """LoRA adapters, each a GGUF file and the scale for requests that do not say (--lora FILE=SCALE). Requests call
     them by their files' names without the ending."""
+    trace: str = ""
+    """A file for a trace of every step, about 2 KB each, in Chrome's format (--trace). "": none."""
     use_extra_bufts: bool = True
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""
 

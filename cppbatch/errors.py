@@ -19,6 +19,10 @@ class ConfigError(CppBatchError):
     """A setting of the engine or the server is out of range, or two settings contradict each other."""
 
 
+class UnusableServer(CppBatchError):
+    """A server that was to be measured is not there, or is not one that can be."""
+
+
 class InvalidRequest(CppBatchError, ValueError):
     """One request cannot be served as asked; nothing else is affected.
 

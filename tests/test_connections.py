@@ -143,7 +143,12 @@ def test_the_cap_leaves_files_for_the_process() -> None:
 
 
 async def deaf(listener: Listener, body: object) -> Streams:
-    """A client that reads only a few kilobytes ahead of its application, which reads nothing."""
+    """A client that reads only a few kilobytes ahead of its application, which reads nothing.
+
+    Nor does the server's kernel hold megabytes for it, as it may else.
+    """
+    for listening_socket in listener._server.sockets:
+        listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
     host, port = listener.url.split("://")[1].split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -293,16 +293,16 @@ async def test_stats_asked_for_while_closing_are_answered_or_refused(tiny_llama)
 
 async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_says_why(tiny_llama, monkeypatch):
     steps = iter(range(5))
-    step = BatchInferenceEngine.step
+    compute = BatchInferenceEngine.compute
 
     def failing(self):
         if next(steps, None) is None:
             raise RuntimeError("boom")
-        return step(self)
+        return compute(self)
 
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await soon(engine.loaded())
-    monkeypatch.setattr(BatchInferenceEngine, "step", failing)
+    monkeypatch.setattr(BatchInferenceEngine, "compute", failing)
     streams = await soon(asyncio.gather(*(events_of(engine, request(str(i))) for i in range(12))))
     for events in streams:
         assert_ends_once(events, FinishReason.ERROR)

@@ -198,8 +198,7 @@ def check_answer(arrival: Arrive, events: list[GenerationEvent]) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(arrival.prompt), len(tokens))
 
 
-@settings(SCHEDULES, max_examples=10_000)
-@given(
+ANY_SCHEDULE = given(
     actions=ACTIONS,
     memory=MEMORIES,
     n_ctx=st.sampled_from((LONGEST, 20, 30, N_CTX)),
@@ -207,9 +206,22 @@ def check_answer(arrival: Arrive, events: list[GenerationEvent]) -> None:
         {"n_more_ids": st.sampled_from((0, 1, 4)), "swap_space": HOST_MEMORY, "prefix_cache_ram": HOST_MEMORY}
     ),
 )
-def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(
-    actions: list[Action], memory: tuple[bool, Sharing], n_ctx: int, sizes: dict[str, int]
-) -> None:
+
+
+@settings(SCHEDULES, max_examples=3000)
+@ANY_SCHEDULE
+def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
+    run_and_check(**schedule)
+
+
+@pytest.mark.soak
+@settings(SCHEDULES, max_examples=20_000)
+@ANY_SCHEDULE
+def test_in_twenty_thousand_schedules_too(**schedule: Any) -> None:
+    run_and_check(**schedule)
+
+
+def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: int, sizes: dict[str, int]) -> None:
     unified, sharing = memory
     engine = fake_engine(
         n_ctx=n_ctx if unified else N_CTX,

@@ -47,7 +47,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             is_text = all(isinstance(row.get(column.key), str) for row in self.rows)
             table.add_column(column.title, justify="left" if is_text else "right")
         for row in self.rows:
-            table.add_row(*(_cell(row.get(column.key), column.digits) for column in self.columns))
+            table.add_row(*(cell(row.get(column.key), column.digits) for column in self.columns))
         return table
 
     def write_json(self, path: Path) -> None:
@@ -58,7 +58,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--json {path} cannot be written: {error.strerror}. Name another file") from error
 
 
-def _cell(value: Any, digits: int) -> str:
+def cell(value: Any, digits: int) -> str:
+    """A row's value, as tables show it."""
     if value is None:
         return "-"
     if isinstance(value, Spread):

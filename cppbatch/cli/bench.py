@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import click
 
+from cppbatch.cli.bench_serve import serve
+
 
 @click.group()
 def bench() -> None:
     """Measures this machine: speed, strategies, servers."""
+
+
+bench.add_command(serve)

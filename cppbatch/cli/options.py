@@ -20,7 +20,7 @@ _DEFAULTS = EngineConfig(model_path="")
 
 def option(*names: str, env: str, **settings: Any) -> Callable[[Command], Command]:
     """An option with its environment variable, CPPBATCH_<env>."""
-    return click.option(*names, envvar=f"CPPBATCH_{env}", show_envvar=True, show_default=True, **settings)
+    return click.option(*names, envvar=f"CPPBATCH_{env}", show_envvar=True, **{"show_default": True, **settings})
 
 
 def _adapters(_context: object, _option: object, given: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
@@ -107,6 +107,10 @@ _ENGINE = [
     option(
         "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
         help="How long a step may take while anybody decodes; 0: 2.5 times a step without prompts.",
+    ),
+    option(
+        "--trace", env="TRACE", metavar="FILE.json", default=_DEFAULTS.trace, show_default=False,
+        help="Write what each step does to this file, for ui.perfetto.dev; for looking into things, it grows fast.",
     ),
     option(
         "--pooling", env="POOLING", type=click.Choice(get_args(Pooling)), default=_DEFAULTS.pooling,

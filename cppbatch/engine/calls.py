@@ -45,7 +45,8 @@ class Calls(ABC):
     def _queue(self, sequence: Sequence) -> None: ...
 
     @abstractmethod
-    def _compute(self) -> None: ...
+    def compute(self) -> None:
+        """Computes one batch."""
 
     def generate(
         self,
@@ -121,7 +122,7 @@ class Calls(ABC):
         """Steps until these requests have ended, yields their events, and keeps others' for those who ask."""
         try:
             while ids:
-                self._compute()
+                self.compute()
                 self._events.keep()
                 # Gone without a word here: somebody else's `step` has taken the last event.
                 ids &= {i for i in ids if i in self._sequences or i in self._events}

@@ -34,6 +34,8 @@ from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Choice, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import News, Sequence, Status
+from cppbatch.engine.teller import Teller
+from cppbatch.engine.trace import Trace
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
 from cppbatch.llama import Batch
 
@@ -61,6 +63,7 @@ class BatchInferenceEngine(Calls):
         computation in the model's place (tests). Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
         """
         config = self.config = engine_config(model, settings)
+        self._trace = Trace(config.trace) if config.trace else None
         self._runtime = runtime or load_runtime(config, progress)
         context = self._context = self._runtime.context
         self._vocab = self._runtime.vocab
@@ -79,10 +82,12 @@ class BatchInferenceEngine(Calls):
             self.kv, step_tokens=context.n_batch, n_parallel=config.n_parallel, target_step_s=target
         )
         self._sampler = Pooler(context) if self.info.pooling else StepSampler(self._vocab, context)
-        self._outputs = Outputs(self._vocab)
-        self._metrics = Metrics()
+        self.teller = Teller(self._vocab)
+        """Makes events of `take_news`."""
+        self._outputs = Outputs(self._vocab, self.teller)
+        self.metrics = Metrics(self._trace)
         self._sequences: dict[str, Sequence] = {}
-        self._events = Events()
+        self._events = Events(self.teller)
         self._next_id = 0
         self._closed = False
         self.survives_failures = True
@@ -128,7 +133,7 @@ class BatchInferenceEngine(Calls):
         """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `QueueFull`, `EngineClosed`."""
         limit = self.config.max_queue
         if len(self._scheduler.waiting) >= limit:
-            raise QueueFull(limit, self._metrics.seconds_per_request())
+            raise QueueFull(limit, self.metrics.seconds_per_request())
         self._queue(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
@@ -184,11 +189,20 @@ class BatchInferenceEngine(Calls):
 
     def step(self) -> list[GenerationEvent]:
         """Computes one batch and returns what is new, of every request, in order."""
-        self._compute()
+        self.compute()
+        began = perf_counter()
+        self._events.tell()
+        made = perf_counter()
+        self.metrics.told(began, made, made)
         return self._events.take()
 
-    def _compute(self) -> None:
-        self._metrics.begin_step()
+    def take_news(self) -> list[News]:
+        """What the last `compute` brought, for another thread to tell while the next one computes."""
+        return self._events.take_news()
+
+    def compute(self) -> None:
+        """Computes one batch; `step` without the events."""
+        self.metrics.begin_step()
         with self._or_start_over():
             plan = self._plan()
             self.on_plan()
@@ -196,7 +210,7 @@ class BatchInferenceEngine(Calls):
             if plan.chunks:
                 refill(self._batch, plan)
                 self._sampler.prepare(plan)
-                self._metrics.lap("fill")
+                self.metrics.lap("fill")
                 began = perf_counter()
                 if self._decode(plan):
                     choices = self._sample(plan)
@@ -213,8 +227,15 @@ class BatchInferenceEngine(Calls):
             now = perf_counter()
             for sequence in plan.admitted:
                 sequence.admitted_at = sequence.admitted_at or now
-        self._metrics.lap("schedule")
+        self.metrics.lap("schedule")
+        if self._trace:
+            self._follow(self._trace)
         return plan
+
+    def _follow(self, trace: Trace) -> None:
+        scheduler, now = self._scheduler, perf_counter()
+        trace.follow(scheduler.running, now)
+        trace.count(now, running=len(scheduler.running), waiting=len(scheduler.waiting), cells=self.kv.n_used)
 
     def _decode(self, plan: StepPlan) -> bool:
         """Computes the batch. When llama.cpp cannot, its sequences end with an error and the others go on."""
@@ -230,8 +251,8 @@ class BatchInferenceEngine(Calls):
                 self._finish(sequence, FinishReason.ERROR)
             return False
         finally:
-            self._metrics.lap("decode")
-        self._metrics.count_step(decode_rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
+            self.metrics.lap("decode")
+        self.metrics.count_step(decode_rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
         return True
 
     @contextmanager
@@ -263,7 +284,7 @@ class BatchInferenceEngine(Calls):
 
     def _sample(self, plan: StepPlan) -> list[Choice]:
         choices = self._sampler.sample(plan, self._batch.n_outputs) if self._batch.n_outputs else []
-        self._metrics.lap("sample")
+        self.metrics.lap("sample")
         return choices
 
     def _advance(self, plan: StepPlan, choices: list[Choice]) -> None:
@@ -276,13 +297,15 @@ class BatchInferenceEngine(Calls):
             sequence.first_token_at = sequence.first_token_at or now
             known = sequence.n_tokens
             reason = self._outputs.accept(sequence, choice)
-            self._metrics.generated_tokens += sequence.n_tokens - known
+            self.metrics.generated_tokens += sequence.n_tokens - known
             if reason:
                 self._finish(sequence, reason)
             else:
                 self._tell(sequence)
-        self._metrics.forced_tokens = self._outputs.n_forced
-        self._metrics.end_step()
+        self.metrics.forced_tokens = self._outputs.n_forced
+        self.metrics.end_step()
+        if self._trace:
+            self._follow(self._trace)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
@@ -290,8 +313,7 @@ class BatchInferenceEngine(Calls):
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
         if sequence.sampler:
             sequence.sampler.close()
-        self._outputs.say(sequence)
-        sequence.news.text += sequence.text.flush()
+        self._outputs.note(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = perf_counter()
@@ -299,27 +321,25 @@ class BatchInferenceEngine(Calls):
             sequence,
             embedding=sequence.embedding,
             finish_reason=reason,
-            stop=sequence.text.stop,
             seed=sequence.seed,
             usage=sequence.usage(),
             error=sequence.error,
             error_field=sequence.error_field,
         )
         del self._sequences[sequence.id]
-        self._metrics.finished[reason] += 1
+        self.metrics.finished[reason] += 1
 
     def _tell(self, sequence: Sequence, **end: Any) -> None:
-        news, sequence.news = sequence.news, News()
-        self._events.new.append(
-            GenerationEvent(request_id=sequence.id, text=news.text, tokens=news.tokens, logprobs=news.logprobs, **end)
-        )
+        news, sequence.news = sequence.news, News(sequence)
+        news.end = end
+        self._events.new.append(news)
 
     # --- looking at it, ending it -------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state now."""
         scheduler = self._scheduler
-        return self._metrics.stats(self.kv, running=len(scheduler.running), waiting=len(scheduler.waiting))
+        return self.metrics.stats(self.kv, running=len(scheduler.running), waiting=len(scheduler.waiting))
 
     def clear_prefix_cache(self) -> None:
         """Forgets what finished requests left: its cells and host memory are free when this returns."""
@@ -336,6 +356,8 @@ class BatchInferenceEngine(Calls):
         self._intake.close()
         self._sampler.close()
         self._runtime.close()
+        if self._trace:
+            self._trace.close()
 
     def __enter__(self) -> BatchInferenceEngine:
         return self

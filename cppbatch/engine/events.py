@@ -1,4 +1,4 @@
-"""Events on their way out of the engine."""
+"""News on their way out of the engine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import itertools
 from collections.abc import Container
 
 from cppbatch.engine.request import GenerationEvent
+from cppbatch.engine.sequence import News
+from cppbatch.engine.teller import Teller
 
 
 class Events:
-    """The last step's events, and those that came up while somebody waited for other requests."""
+    """The last step's news, and the events that came up while somebody waited for other requests."""
 
-    def __init__(self) -> None:
-        self.new: list[GenerationEvent] = []
+    def __init__(self, teller: Teller) -> None:
+        self._teller = teller
+        self.new: list[News] = []
         self._kept: dict[str, list[GenerationEvent]] = {}
 
     def __bool__(self) -> bool:
@@ -21,11 +24,20 @@ class Events:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._kept
 
+    def tell(self) -> list[GenerationEvent]:
+        """The new ones as events; they stay here."""
+        return [self._teller.event(news) for news in self.new]
+
     def take(self) -> list[GenerationEvent]:
         """All of them, in each request's order."""
-        events = [*itertools.chain(*self._kept.values()), *self.new]
+        events = [*itertools.chain(*self._kept.values()), *self.tell()]
         self._kept, self.new = {}, []
         return events
+
+    def take_news(self) -> list[News]:
+        """The last step's, for somebody else to tell."""
+        news, self.new = self.new, []
+        return news
 
     def take_of(self, request_id: str) -> list[GenerationEvent]:
         """Those of one request."""
@@ -34,15 +46,15 @@ class Events:
 
     def keep(self) -> None:
         """The new ones wait for those who ask for them."""
-        for event in self.new:
+        for event in self.tell():
             self._kept.setdefault(event.request_id, []).append(event)
         self.new = []
 
     def ended(self) -> set[str]:
         """Requests whose end is among the new ones."""
-        return {event.request_id for event in self.new if event.finish_reason}
+        return {news.sequence.id for news in self.new if news.end}
 
     def drop(self, ids: Container[str]) -> None:
         """Forgets those of these requests."""
         self._kept = {request_id: events for request_id, events in self._kept.items() if request_id not in ids}
-        self.new = [event for event in self.new if event.request_id not in ids]
+        self.new = [news for news in self.new if news.sequence.id not in ids]

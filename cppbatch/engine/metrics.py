@@ -11,9 +11,12 @@ import msgspec
 from cppbatch.engine.histogram import ROWS, SECONDS, Bins, Histogram, merged
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.request import FinishReason
+from cppbatch.engine.trace import Trace
 from cppbatch.engine.window import Window, percentile
 
-PHASES = ("schedule", "fill", "decode", "sample", "advance")
+PHASES = ("schedule", "fill", "decode", "sample", "advance", "text", "emit")
+"""Of a step: who runs; the batch; `llama_decode`, until the device is done; rows to tokens; the books, and who has
+ended; tokens to text; events to whoever waits for them. The last two may overlap with the next step (`StepLoop`)."""
 _MOST_STEPS = 16_384  # of the last minute; at more than 273 steps a second they are of a shorter time
 
 
@@ -77,7 +80,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     seq_ids_free: int
     """Those that neither a running sequence nor a cached prefix has."""
     step_seconds: dict[str, float]
-    """Time of all steps, split into schedule, fill, decode, sample, advance."""
+    """Time of all steps, split into `PHASES`."""
     batch_sizes: Histogram
     """Decoding sequences of each step that had any."""
     step_times: Histogram
@@ -92,7 +95,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class Metrics:
     """Counts steps, tokens and time. Cheap: 2 to 3 microseconds a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
+        self._trace = trace
         self.steps = self.decode_steps = self.decode_rows = 0
         self.prompt_tokens = self.generated_tokens = self.forced_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
@@ -113,6 +117,8 @@ class Metrics:
         now = perf_counter()
         self._laps[phase] = now - self._mark
         self.seconds[phase] += now - self._mark
+        if self._trace:
+            self._trace.phase(phase, self._mark, now)
         self._mark = now
 
     def seconds_per_request(self) -> float:
@@ -139,6 +145,13 @@ class Metrics:
             self.batch_sizes.add(self._rows)
             self.sample_times.add(self._laps["sample"])
         self._recent.add((self._rows, took, tokens))
+
+    def told(self, began: float, made: float, sent: float) -> None:
+        """Books when a step's news began to be text, were events, and had been sent. Any one thread may."""
+        for phase, start, end in (("text", began, made), ("emit", made, sent)):
+            self.seconds[phase] += end - start
+            if self._trace and end > start:
+                self._trace.phase(phase, start, end)
 
     def stats(self, kv: KVPool, *, running: int, waiting: int) -> EngineStats:
         """The counters together with the state of the pool and of the queues."""

@@ -1,22 +1,23 @@
-"""From chosen tokens to news for the client: appended, detokenised, stopped where the text ends."""
+"""From chosen tokens to news: appended, and looked at whether they end the text."""
 
 from __future__ import annotations
-
-import codecs
-
-import msgspec
 
 from cppbatch.engine.request import FinishReason, TokenLogprob
 from cppbatch.engine.sampling import Choice
 from cppbatch.engine.sequence import News, Sequence
+from cppbatch.engine.teller import Teller
 from cppbatch.engine.vocabulary import Tokens
 
 
 class Outputs:
-    """Knows when a text has ended. What is new of a sequence is gathered in its `news`."""
+    """Decides what the next step depends on: whether a sequence goes on. What there is to tell waits in its `news`.
 
-    def __init__(self, vocab: Tokens) -> None:
+    Texts can wait, until the device computes again; but not those in which a stop string is looked for.
+    """
+
+    def __init__(self, vocab: Tokens, teller: Teller) -> None:
         self._vocab = vocab
+        self._teller = teller
         self.n_forced = 0
         """Tokens that a grammar gave, without a decode for each."""
 
@@ -25,9 +26,9 @@ class Outputs:
         if sequence.request.task == "embed":
             sequence.embedding, sequence.error = choice.embedding, choice.error
             return FinishReason.ERROR if choice.error else FinishReason.STOP
-        if reason := self.say(sequence):
+        if reason := self.note(sequence):
             return reason
-        self._open(sequence)
+        sequence.news.opens = sequence.params.echo and not sequence.n_generated
         if sequence.max_new == 0:
             return FinishReason.LENGTH
         if choice.error is not None:
@@ -40,21 +41,23 @@ class Outputs:
     def resume(self, sequence: Sequence) -> None:
         """Catches up with a sequence whose tokens are told already: only what comes next is news."""
         if sequence.params.echo and sequence.n_generated:
-            sequence.echoed = len(self._prompt_text(sequence))
-        self.say(sequence)
-        sequence.news = News()
+            sequence.echoed = len(self._teller.prompt_text(sequence))
+        self.note(sequence)
+        self._teller.say(sequence.news)
+        sequence.news = News(sequence)
 
-    def say(self, sequence: Sequence) -> FinishReason | None:
-        """Detokenises what was appended. Mostly one token; others when a step was interrupted in the midst of it."""
-        while sequence.n_said < sequence.n_tokens:
-            token = int(sequence.tokens[sequence.n_said])
-            is_seen = not sequence.params.skip_special_tokens or token in sequence.recipe.visible
-            piece = self._vocab.piece(token, special=is_seen)
-            sequence.n_said += 1
+    def note(self, sequence: Sequence, logprob: TokenLogprob | None = None) -> FinishReason | None:
+        """Makes news of what was appended. Mostly one token; others when a step was interrupted in the midst of it."""
+        while sequence.n_noted < sequence.n_tokens:
+            token = int(sequence.tokens[sequence.n_noted])
+            sequence.n_noted += 1
+            if logprob:
+                sequence.news.logprobs[len(sequence.news.tokens)] = logprob
             sequence.news.tokens.append(token)
-            sequence.news.text += sequence.text.push(piece)
-            if sequence.text.stopped:
-                return FinishReason.STOP
+            if sequence.params.stop:
+                self._teller.say(sequence.news)
+                if sequence.text.stopped:
+                    return FinishReason.STOP
         return None
 
     def _ends(self, sequence: Sequence, token: int) -> bool:
@@ -62,13 +65,10 @@ class Outputs:
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
         sequence.append(token)
-        if logprob:
-            at = sequence.echoed + sequence.text.n_characters
-            sequence.news.logprobs.append(msgspec.structs.replace(logprob, text_offset=at))
         if sequence.constraint and not sequence.constraint.accept(token):
             sequence.error, sequence.error_field = sequence.constraint.error, sequence.params.grammar_field
             return FinishReason.ERROR
-        if self.say(sequence) or (sequence.constraint and sequence.constraint.is_done):
+        if self.note(sequence, logprob) or (sequence.constraint and sequence.constraint.is_done):
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.n_left <= 0 else None
 
@@ -82,23 +82,3 @@ class Outputs:
             if reason := self._append(sequence, token):
                 return reason
         return None
-
-    def _open(self, sequence: Sequence) -> None:
-        """What stands before the first token: the prompt, where `echo` asks for it."""
-        if not sequence.params.echo or sequence.n_generated:
-            return
-        text = self._prompt_text(sequence)
-        logprobs, decoder, at = [], codecs.getincrementaldecoder("utf-8")("replace"), 0
-        for entry in sequence.prompt_logprobs:
-            logprobs.append(msgspec.structs.replace(entry, text_offset=at))
-            new = decoder.decode(entry.piece)
-            if text.startswith(new, at):  # else the tokenizer has added it
-                at += len(new)
-        sequence.echoed = len(text)
-        sequence.news.text, sequence.news.logprobs = text, logprobs
-
-    def _prompt_text(self, sequence: Sequence) -> str:
-        if isinstance(sequence.request.prompt, str):
-            return sequence.request.prompt
-        tokens = sequence.tokens[: sequence.n_prompt].tolist()
-        return b"".join(self._vocab.piece(token, special=True) for token in tokens).decode("utf-8", "replace")

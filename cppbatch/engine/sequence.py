@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.cells import Span
-from cppbatch.engine.request import FinishReason, GenerationRequest, Progress, TokenLogprob, Usage
+from cppbatch.engine.request import (
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    Progress,
+    TokenLogprob,
+    Usage,
+)
 from cppbatch.engine.text import TextStream
 
 if TYPE_CHECKING:
@@ -33,11 +40,23 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class News:
-    """What is new of a sequence since its last event."""
+    """What is new of a sequence since its last event: tokens first, and as soon as there is time their text."""
 
-    text: str = ""
+    sequence: Sequence
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    """Those of the tokens at these places."""
+    opens: bool = False
+    """Whether the prompt comes before them."""
+    end: dict[str, Any] | None = None
+    """How it ended, as fields of the event, if it has."""
+    n_said: int = 0
+    """Tokens that are in `text` by now."""
+    text: str = ""
+    told_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """With their places in the text."""
+    event: GenerationEvent | None = None
+    """What is told of them, when all is in it."""
 
 
 class SamplerState(Protocol):
@@ -63,10 +82,39 @@ class Sequence:
     """
 
     __slots__ = (
-        "adapters", "admitted_at", "arrived_at", "cells", "constraint", "echoed", "embedding", "error", "error_field",
-        "finish_reason", "finished_at", "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_prompt",
-        "n_said", "n_tokens", "news", "params", "pause_at", "prompt_logprobs", "rank", "recipe", "request", "sampler",
-        "saved", "seed", "seq_id", "status", "text", "tokens",
+        "adapters",
+        "admitted_at",
+        "arrived_at",
+        "cells",
+        "constraint",
+        "echoed",
+        "embedding",
+        "error",
+        "error_field",
+        "finish_reason",
+        "finished_at",
+        "first_token_at",
+        "max_new",
+        "moving",
+        "n_cached",
+        "n_computed",
+        "n_noted",
+        "n_prompt",
+        "n_tokens",
+        "news",
+        "params",
+        "pause_at",
+        "prompt_logprobs",
+        "rank",
+        "recipe",
+        "request",
+        "sampler",
+        "saved",
+        "seed",
+        "seq_id",
+        "status",
+        "text",
+        "tokens",
     )  # fmt: skip
 
     recipe: Recipe
@@ -89,8 +137,8 @@ class Sequence:
         self.max_new = max_new
         self.tokens = np.empty(self.n_prompt + max_new, np.int32)
         self.tokens[: self.n_prompt] = prompt
-        self.news = News()
-        self.n_said = self.n_prompt  # tokens that are in its text or its news
+        self.news = News(self)
+        self.n_noted = self.n_prompt  # tokens that were told, or are in its news
         self.n_computed = 0
         self.n_cached = 0  # prompt tokens that were taken from others
         self.seed = seed

@@ -141,7 +141,7 @@ class Context:
         self._adapters = adapters
 
     def decode(self, batch: Batch) -> None:
-        """Computes the batch; other Python threads run meanwhile.
+        """Computes the batch, and returns when the device is done; other Python threads run meanwhile.
 
         Raises `OutOfRange` before C sees a bad batch, `CacheFull` when the cells do not suffice (nothing changed),
         `DecodeFailed` otherwise.
@@ -150,6 +150,7 @@ class Context:
         self._n_outputs = 0
         code = C.llama_decode(self.handle, batch.struct)
         if code == 0:
+            C.llama_synchronize(self.handle)
             self._n_outputs = batch.n_outputs
             return
         if code == 1:

@@ -1,0 +1,170 @@
+"""Sends requests to one server, and times what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from cppbatch.bench.load.stream import Failure, Reading, error_text
+from cppbatch.bench.load.workload import Request
+
+Endpoint = Literal["completions", "chat"]
+
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that takes such requests."""
+
+    label: str
+    url: str
+    """Without /v1."""
+    model: str
+    endpoint: Endpoint = "completions"
+    api_key: str | None = None
+    unknown: tuple[str, ...] = ()
+    """Fields that it refuses; they are left out."""
+
+    def path(self) -> str:
+        """Where requests go."""
+        return self.url + _PATHS[self.endpoint]
+
+    def body(self, request: Request) -> bytes:
+        """In JSON. The text is as long as asked for, on servers that know `ignore_eos`."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.max_tokens,
+            "temperature": 0 if request.seed is None else 1,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.endpoint == "chat":
+            fields["messages"] = [{"role": "user", "content": request.prompt}]
+        else:
+            fields["prompt"] = request.prompt
+        if request.seed is not None:
+            fields["seed"] = request.seed
+        if request.n > 1:
+            fields["n"] = request.n
+        return msgspec.json.encode({name: value for name, value in fields.items() if name not in self.unknown})
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What came of a request. Times are in seconds."""
+
+    failure: Failure | None = None
+    time_to_first_token: float = 0
+    """To the first text, from when the request was sent or due."""
+    gaps: list[float] = []
+    """Between two pieces of text of the same completion."""
+    end_to_end: float = 0
+    n_pieces: int = 0
+    """Of text; one token each on most servers."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt's, as the server says."""
+    output_tokens: int = 0
+    """As the server says; where it does not, pieces."""
+    has_usage: bool = False
+    ended_early: bool = False
+    """Before all tokens that were asked for."""
+    asked_again: bool = False
+    """The server closed the kept-alive connection on which it was sent first."""
+
+
+class Client:
+    """Any number of connections to one server, kept alive. Use it as an asynchronous context manager."""
+
+    def __init__(self, server: Server, timeout: float) -> None:
+        """`timeout`: seconds for a whole request."""
+        self._server = server
+        headers = {"Content-Type": "application/json", **authorization(server.api_key)}
+        limit = aiohttp.ClientTimeout(total=timeout)
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_note_reuse)
+        self._kept_alive = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=limit, headers=headers, trace_configs=[trace]
+        )
+        self._fresh = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=limit, headers=headers
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._kept_alive.close()
+        await self._fresh.close()
+
+    async def send(self, request: Request, due: float) -> Outcome:
+        """One streamed request. Times count from `due`, on the clock of `perf_counter`."""
+        outcome, reading = Outcome(), Reading()
+        try:
+            async with await self._post(self._server.body(request), outcome) as response:
+                await _check(response)
+                async for data in response.content.iter_any():
+                    reading.feed(data, perf_counter())
+            ended = perf_counter()
+            reading.finish(ended)
+        except Failure as failure:
+            outcome.failure = failure
+        except asyncio.TimeoutError:
+            outcome.failure = Failure("timeout", f"no whole answer within {self._fresh.timeout.total:g} s (--timeout)")
+        except aiohttp.ClientConnectorError as error:
+            outcome.failure = Failure("no connection", str(error))
+        except (aiohttp.ClientError, OSError) as error:
+            outcome.failure = Failure("connection closed", str(error))
+        else:
+            _fill(outcome, request, reading, due, ended)
+        return outcome
+
+    async def _post(self, body: bytes, outcome: Outcome) -> aiohttp.ClientResponse:
+        """A server may close a kept-alive connection just when a request is on its way: clients send that anew."""
+        seen = SimpleNamespace(reused=False)
+        try:
+            return await self._kept_alive.post(self._server.path(), data=body, trace_request_ctx=seen)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            if not seen.reused:
+                raise
+        outcome.asked_again = True
+        return await self._fresh.post(self._server.path(), data=body)
+
+
+def authorization(api_key: str | None) -> Mapping[str, str]:
+    """As a bearer token."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+async def _note_reuse(_session: object, context: SimpleNamespace, _params: object) -> None:
+    context.trace_request_ctx.reused = True
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        raise Failure(f"HTTP {response.status}", error_text(await response.read()), response.status)
+    if response.content_type != "text/event-stream":
+        raise Failure("no stream", f"the answer is {response.content_type}, not a stream of events")
+
+
+def _fill(outcome: Outcome, request: Request, reading: Reading, due: float, ended: float) -> None:
+    assert reading.first is not None
+    outcome.time_to_first_token = reading.first - due
+    outcome.end_to_end = ended - due
+    outcome.gaps, outcome.n_pieces = reading.gaps, reading.n_pieces
+    usage = reading.usage
+    outcome.has_usage = usage is not None and usage.completion_tokens is not None
+    outcome.output_tokens = reading.n_pieces
+    if usage:
+        outcome.output_tokens = usage.completion_tokens or reading.n_pieces
+        outcome.prompt_tokens = usage.prompt_tokens
+        details = usage.prompt_tokens_details
+        outcome.cached_tokens = details.cached_tokens if details else None
+    if outcome.has_usage:
+        outcome.ended_early = outcome.output_tokens < request.max_tokens * request.n

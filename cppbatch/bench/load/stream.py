@@ -1,0 +1,127 @@
+"""A streamed completion, read as its bytes come: when each piece of text came, and how many tokens it says it had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+_SHOWN = 300  # characters of an error
+
+
+class Failure(Exception):
+    """A request came to nothing. `kind` is what it is counted under; the message tells more."""
+
+    def __init__(self, kind: str, message: str = "", status: int | None = None) -> None:
+        super().__init__(message or kind)
+        self.kind, self.status = kind, status
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    def has_text(self) -> bool:
+        """A chat's first chunk, with the role alone, has none."""
+        delta = self.delta
+        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """As OpenAI's."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Chunk)
+
+
+class Reading:
+    """What has come of one request's stream so far. Times are in seconds, on the clock of whoever calls `feed`."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        """When the first text came."""
+        self.gaps: list[float] = []
+        """Between two pieces of text of the same choice."""
+        self.n_pieces = 0
+        self.usage: Usage | None = None
+        self._rest = b""
+        self._last: dict[int, float] = {}  # choice: when its last piece came
+        self._ended = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Raises `Failure` for what is no chunk of a completion."""
+        for payload in self._payloads(data):
+            if payload == b"[DONE]":
+                self._ended = True
+            else:
+                self._take(payload, now)
+
+    def finish(self, now: float) -> None:
+        """Raises `Failure` if that was not a whole completion."""
+        self.feed(b"\n", now)
+        if not self._ended:
+            raise Failure("stream cut short", "the stream ended without a finish_reason or [DONE]")
+        if self.first is None:
+            raise Failure("empty answer", "the stream ended without any text")
+
+    def _payloads(self, data: bytes) -> Iterator[bytes]:
+        """Of the lines that are whole now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                yield value.strip()
+
+    def _take(self, payload: bytes, now: float) -> None:
+        try:
+            chunk = _DECODER.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Failure("unreadable answer", f"{error}: {error_text(payload)}") from error
+        if chunk.error:
+            raise Failure("error in the stream", error_text(payload))
+        self.usage = chunk.usage or self.usage
+        for choice in chunk.choices:
+            self._ended |= choice.finish_reason is not None
+            if choice.has_text():
+                self._text_came(choice.index, now)
+
+    def _text_came(self, index: int, now: float) -> None:
+        self.n_pieces += 1
+        if self.first is None:
+            self.first = now
+        if index in self._last:
+            self.gaps.append(now - self._last[index])
+        self._last[index] = now
+
+
+def error_text(body: bytes) -> str:
+    """The message of an OpenAI error, or what else the body says, in one short line."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        text = body.decode(errors="replace")
+    return " ".join(text.split())[:_SHOWN]

@@ -1,0 +1,124 @@
+"""Looks at a server before it is put under load: is it there, which model has it, does it take such requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from cppbatch.bench.load.client import Client, Endpoint, Server, authorization
+from cppbatch.bench.load.stream import Failure, error_text
+from cppbatch.bench.load.workload import Request
+from cppbatch.errors import ConfigError, UnusableServer
+
+_DROPPABLE = ("ignore_eos", "stream_options")
+"""Fields that a strict server may not know, and without which it can be measured."""
+_LOOK_SECONDS = 10
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A server as the user named it."""
+
+    label: str
+    url: str
+    """Without /v1 at its end."""
+
+    @classmethod
+    def read(cls, given: str) -> Target:
+        """URL, or LABEL=URL. Raises `ConfigError`."""
+        label, equals, address = given.partition("=")
+        if not equals or "://" in label:  # that = is the URL's own
+            label, address = "", given
+        try:
+            url = URL(address)
+        except ValueError as error:
+            raise ConfigError(f"--url {given}: {error}") from error
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ConfigError(f"--url {given} is no address of a server; write it like http://127.0.0.1:8080")
+        return cls(label or url.authority.rpartition("@")[2], address.rstrip("/").removesuffix("/v1"))
+
+
+async def look(target: Target, *, model: str | None, endpoint: Endpoint, api_key: str | None, timeout: float) -> Server:
+    """The server, once it has answered a request of two tokens. Raises `UnusableServer`, which says what to do."""
+    names = await _models(target, api_key)
+    server = Server(
+        label=target.label, url=target.url, model=model or names[0], endpoint=endpoint, api_key=api_key
+    )  # fmt: skip
+    while failure := await _try(server, timeout):
+        refused = next((name for name in _DROPPABLE if name in str(failure) and name not in server.unknown), None)
+        if failure.status not in (400, 422) or refused is None:
+            raise UnusableServer(_explain(server, names, failure))
+        server = msgspec.structs.replace(server, unknown=(*server.unknown, refused))
+    return server
+
+
+async def _try(server: Server, timeout: float) -> Failure | None:
+    async with Client(server, timeout) as client:
+        return (await client.send(Request("The sky is", max_tokens=2), perf_counter())).failure
+
+
+async def _models(target: Target, api_key: str | None) -> list[str]:
+    """Their names, at least one."""
+    here = _called(target.label, target.url)
+    timeout = aiohttp.ClientTimeout(total=_LOOK_SECONDS)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=authorization(api_key)) as session,
+            session.get(f"{target.url}/v1/models") as response,
+        ):
+            status, body = response.status, await response.read()
+    except asyncio.TimeoutError:
+        raise UnusableServer(f"{here} did not answer within {_LOOK_SECONDS} s: is this the right address?") from None
+    except aiohttp.ClientConnectorError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+        raise UnusableServer(f"{here} cannot be reached ({reason}): start the server, or correct --url") from error
+    except aiohttp.ClientError as error:
+        raise UnusableServer(f"{here} does not answer as a web server does ({error}): correct --url") from error
+    if status in (401, 403):
+        raise UnusableServer(f"{here} {_about_key(api_key, status)}")
+    if status == 503:
+        raise UnusableServer(f"{here} is not ready yet (503: {error_text(body)}); try again when it is")
+    names = _names(body) if status == 200 else None
+    if names is None:
+        raise UnusableServer(
+            f"{here} is no OpenAI-compatible server: GET /v1/models gave status {status}, not a list of models; "
+            "correct --url"
+        )
+    if not names:
+        raise UnusableServer(f"{here} has no model; load one into it first")
+    return names
+
+
+def _names(body: bytes) -> list[str] | None:
+    try:
+        answer: Any = msgspec.json.decode(body)
+        return [str(model["id"]) for model in answer["data"]]
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return None
+
+
+def _explain(server: Server, names: list[str], failure: Failure) -> str:
+    here = _called(server.label, server.url)
+    if failure.status in (401, 403):
+        return f"{here} {_about_key(server.api_key, failure.status)}"
+    if failure.status in (400, 404) and server.model not in names:
+        return f"{here} has no model {server.model}; it has {', '.join(names)} (--model)"
+    if failure.status in (404, 405):
+        other = "chat" if server.endpoint == "completions" else "completions"
+        return f"{here} has no {server.path().removeprefix(server.url)}; try --endpoint {other}"
+    return f"{here} does not answer a request of two tokens ({failure.kind}: {failure})"
+
+
+def _called(label: str, url: str) -> str:
+    return url if label in url else f"{label} ({url})"
+
+
+def _about_key(api_key: str | None, status: int) -> str:
+    if api_key:
+        return f"refuses this API key (status {status}); check --api-key"
+    return f"asks for an API key (status {status}); give it with --api-key or CPPBATCH_BENCH_API_KEY"

@@ -1,0 +1,112 @@
+"""Which requests a server gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from cppbatch.bench.load.words import text
+from cppbatch.errors import ConfigError
+
+Kind = Literal["mixed", "fixed", "shared-prefix", "fan-out"]
+SamplesBy = Literal["requests", "n"]
+
+
+class Lengths(NamedTuple):
+    """From `low` to `high` tokens."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
+
+    def spread(self, n: int) -> list[int]:
+        """`n` lengths at equal ratios from the lowest to the highest: the same total for every seed."""
+        ratio = self.high / self.low
+        return [round(self.low * ratio ** (i / max(n - 1, 1))) for i in range(n)]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request. `seed` means that its text is sampled, None that it is greedy."""
+
+    prompt: str
+    max_tokens: int
+    n: int = 1
+    seed: int | None = None
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of work, and its sizes in tokens (of prompts: about). Raises `ConfigError` for sizes that no work has."""
+
+    kind: Kind
+    n_requests: int
+    prompt_tokens: Lengths
+    """Of each prompt; behind `prefix_tokens` where those are shared."""
+    output_tokens: Lengths
+    prefix_tokens: int = 0
+    """At the beginning of every prompt (shared-prefix)."""
+    samples: int = 1
+    """Of each prompt (fan-out)."""
+    samples_by: SamplesBy = "requests"
+    """Whether each sample is a request with a seed of its own, or one request asks for all (`n`)."""
+
+    def __post_init__(self) -> None:
+        for flag, lengths in (("--prompt-tokens", self.prompt_tokens), ("--output-tokens", self.output_tokens)):
+            if not 1 <= lengths.low <= lengths.high:
+                raise ConfigError(f"{flag} is {lengths.low}-{lengths.high}; it must rise, from 1 on")
+        at_least_one = {"--requests": self.n_requests, "--samples": self.samples}
+        for flag, value in at_least_one.items():
+            if value < 1:
+                raise ConfigError(f"{flag} is {value}; it must be 1 or more")
+
+    def __str__(self) -> str:
+        sizes = f"prompts of {self.prompt_tokens} tokens, {self.output_tokens} new"
+        if self.kind == "shared-prefix":
+            shared = f"{self.prefix_tokens} tokens in common"
+            sizes = f"{shared}, {self.prompt_tokens} of their own, {self.output_tokens} new"
+        if self.kind == "fan-out":
+            by = " (n)" if self.samples_by == "n" else ""
+            sizes = f"{sizes}, {self.samples} samples of each{by}"
+        return f"{self.kind}: {sizes}"
+
+    def requests(self, seed: int, repeat: int) -> list[Request]:
+        """The same for the same arguments; other repeats have other prompts, of the same lengths in another order."""
+        if self.kind == "fan-out":
+            return list(self._fanned_out(seed, repeat))
+        prefix = text(_rng(seed, repeat, "prefix"), self.prefix_tokens)
+        return [
+            Request(f"{prefix} {own}".strip(), max_tokens)
+            for own, max_tokens in self._prompts(self.n_requests, seed, repeat)
+        ]
+
+    def _fanned_out(self, seed: int, repeat: int) -> Iterator[Request]:
+        """As many prompts as give `n_requests` samples, at least."""
+        n_prompts = -(-self.n_requests // self.samples)
+        for i, (prompt, max_tokens) in enumerate(self._prompts(n_prompts, seed, repeat)):
+            seeds = [1 + i * self.samples + j for j in range(self.samples)]
+            if self.samples_by == "n":
+                yield Request(prompt, max_tokens, n=self.samples, seed=seeds[0])
+            else:
+                yield from (Request(prompt, max_tokens, seed=each) for each in seeds)
+
+    def _prompts(self, n: int, seed: int, repeat: int) -> Iterator[tuple[str, int]]:
+        """Texts, and how many tokens are to follow."""
+        order = _rng(seed, repeat, "lengths")
+        lengths = [sizes.spread(n) for sizes in (self.prompt_tokens, self.output_tokens)]
+        for each in lengths:
+            order.shuffle(each)
+        for i, (n_prompt, n_output) in enumerate(zip(*lengths, strict=True)):
+            yield text(_rng(seed, repeat, i), n_prompt), n_output
+
+
+def warm_up(workload: Workload, n: int, seed: int) -> list[Request]:
+    """`n` requests of such sizes, whose prompts no repeat has."""
+    return workload.requests(seed, repeat=-1)[:n]
+
+
+def _rng(seed: int, repeat: int, what: object) -> Random:
+    return Random(f"{seed}/{repeat}/{what}")

@@ -1,0 +1,101 @@
+"""A trace of what an engine does, step by step, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+The format is Chrome's "JSON array format": one event a line; a file that was cut off by a crash can be read as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.errors import ConfigError
+
+log = logging.getLogger("cppbatch.engine")
+
+TRACKS = {"device": 1, "steps": 2, "texts": 3}
+"""llama.cpp computing; what the engine does between two computations; what it does meanwhile."""
+_FIRST_SEQ = 100  # the track of seq_id 0
+
+
+class Trace:
+    """Spans on tracks: the engine's phases, and for each seq_id who prefills or decodes in it. Any thread may write."""
+
+    def __init__(self, path: str) -> None:
+        """Starts a file at `path`, or, if there is one, beside it. Raises `ConfigError` where that cannot be."""
+        self._file = _new_file(Path(path))
+        self._lock = threading.Lock()
+        self._open: dict[int, tuple[Sequence, Status, float]] = {}  # who is in a seq_id, as what, since when
+        self._named: set[int] = set()
+        self._file.write(b"[\n")
+        for name, track in TRACKS.items():
+            self._name(track, name)
+        log.warning("every step is traced to %s", self._file.name)
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        """A part of a step; times by `perf_counter`."""
+        track = "device" if name == "decode" else "texts" if name in ("text", "emit") else "steps"
+        self._span(TRACKS[track], name, start, end)
+
+    def follow(self, running: Iterable[Sequence], now: float) -> None:
+        """Notes who is where now; whoever has left a seq_id, or decodes in place of prefilling, gets a span for it."""
+        present = {sequence.seq_id: sequence for sequence in running}
+        for seq_id, (sequence, status, since) in list(self._open.items()):
+            here = present.get(seq_id)
+            if here is not sequence or here.status is not status:
+                del self._open[seq_id]
+                told = {"request": sequence.id, "prompt tokens": sequence.n_prompt, "generated": sequence.n_generated}
+                self._span(_FIRST_SEQ + seq_id, status.value, since, now, told)
+        for seq_id, sequence in present.items():
+            if seq_id not in self._open:
+                self._open[seq_id] = sequence, sequence.status, now
+                if seq_id not in self._named:
+                    self._named.add(seq_id)
+                    self._name(_FIRST_SEQ + seq_id, f"seq_id {seq_id}")
+
+    def count(self, now: float, **values: int) -> None:
+        """How many there are of something, as a curve each."""
+        for name, value in values.items():
+            self._write({"name": name, "ph": "C", "ts": now * 1e6, "pid": os.getpid(), "args": {name: value}})
+
+    def close(self) -> None:
+        """Ends the file."""
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(b"{}]\n")
+                self._file.close()
+
+    def _span(self, track: int, name: str, start: float, end: float, args: dict[str, Any] | None = None) -> None:
+        times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+        self._write({"name": name, "ph": "X", **times, "pid": os.getpid(), "tid": track, "args": args or {}})
+
+    def _name(self, track: int, name: str) -> None:
+        about = {"ph": "M", "pid": os.getpid(), "tid": track}
+        self._write({"name": "thread_name", **about, "args": {"name": name}})
+        self._write({"name": "thread_sort_index", **about, "args": {"sort_index": track}})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        line = msgspec.json.encode(event) + b",\n"
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(line)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """Not one that is there already: a worker that replaces another must not overwrite what that has left."""
+    for number in itertools.count(1):
+        name = path if number == 1 else path.with_name(f"{path.stem}.{number}{path.suffix}")
+        try:
+            return name.open("xb")
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"--trace {name} cannot be written: {error.strerror}. Name another file") from error
+    raise AssertionError

@@ -1,0 +1,271 @@
+"""`cppbatch bench serve`: what it counts is what came, whatever a server does, and it says what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from cppbatch.bench.load.arrivals import closed_loop
+from cppbatch.bench.load.client import Client, Outcome, Server
+from cppbatch.bench.load.compare import Load, LoadReport, compare
+from cppbatch.bench.load.target import Target, look
+from cppbatch.bench.load.workload import Lengths, Request, Workload
+from cppbatch.cli.main import cli
+from cppbatch.errors import ConfigError, UnusableServer
+from cppbatch.server.app import create_app
+from tests.app_thread import AppThread
+from tests.fake_openai import FakeOpenAI, on_a_thread
+
+FIXED = Workload(kind="fixed", n_requests=6, prompt_tokens=Lengths(8, 8), output_tokens=Lengths(4, 4))
+
+
+def nobody_looks(_label: str, _repeat: int, _n_done: int) -> None:
+    pass
+
+
+def server_at(url: object) -> Server:
+    return Server(label="fake", url=str(url).rstrip("/"), model="fake")
+
+
+async def send_all(fake: FakeOpenAI, n: int = 5, n_clients: int = 1, timeout: float = 10) -> list[Outcome]:
+    """`n` requests of 4 tokens, from some clients."""
+    outcomes = []
+    async with TestServer(fake.app()) as http, Client(server_at(http.make_url("")), timeout) as client:
+
+        async def send(request: Request, due: float) -> None:
+            outcomes.append(await client.send(request, due))
+
+        await closed_loop([Request("a b c", 4)] * n, send, n_clients)
+    return outcomes
+
+
+# --- one request ---
+
+
+async def test_a_closed_loop_never_has_more_in_flight_than_clients() -> None:
+    fake = FakeOpenAI(first_after=0.01)
+    outcomes = await send_all(fake, n=24, n_clients=4)
+    assert len(outcomes) == 24
+    assert fake.most_running == 4
+
+
+async def test_times_of_a_real_stream_fit_the_servers() -> None:
+    (outcome,) = await send_all(FakeOpenAI(first_after=0.1, between=0.04), n=1)
+    assert outcome.time_to_first_token >= 0.1
+    assert len(outcome.gaps) == 3
+    assert min(outcome.gaps) > 0.02
+    assert outcome.end_to_end >= 0.1 + 4 * 0.04
+    assert outcome.end_to_end >= outcome.time_to_first_token + sum(outcome.gaps)
+    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.has_usage) == (3, 4, True)
+
+
+FAULTS = [
+    "HTTP 500", "no stream", "timeout", "empty answer", "connection closed", "stream cut short", "error in the stream",
+    "unreadable answer",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_request_that_fails_is_counted_by_what_happened_and_the_others_go_on(fault: str) -> None:
+    outcomes = await send_all(FakeOpenAI(faults={1: fault}), n=3, timeout=0.5 if fault == "timeout" else 10)
+    assert [outcome.failure.kind if outcome.failure else None for outcome in outcomes] == [None, fault, None]
+    assert [outcome.output_tokens for outcome in outcomes] == [4, 0, 4]
+
+
+async def test_a_kept_alive_connection_that_is_closed_is_no_failure() -> None:
+    fake = FakeOpenAI(requests_per_connection=2)
+    outcomes = await send_all(fake, n=7)
+    assert not any(outcome.failure for outcome in outcomes)
+    assert [outcome.asked_again for outcome in outcomes].count(True) == 2
+    assert len(fake.bodies) == 7
+
+
+async def test_a_new_connection_that_is_closed_is_a_failure() -> None:
+    outcomes = await send_all(FakeOpenAI(requests_per_connection=0), n=2)
+    assert [outcome.failure.kind for outcome in outcomes if outcome.failure] == ["connection closed"] * 2
+    assert not any(outcome.asked_again for outcome in outcomes)
+
+
+async def test_without_usage_pieces_of_text_are_counted() -> None:
+    outcomes = await send_all(FakeOpenAI(has_usage=False), n=2)
+    assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, None, False)] * 2
+
+
+# --- servers ---
+
+
+def a_load(workload: Workload = FIXED, **settings: Any) -> Load:
+    return Load(**{"workload": workload, "concurrency": 3, "warmup": 2, "repeats": 2, "seed": 7} | settings)
+
+
+def shown(report: LoadReport) -> str:
+    from rich.console import Console
+
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(report.table())
+    return capture.get()
+
+
+def test_servers_are_measured_in_turn_with_the_same_prompts_and_compared() -> None:
+    quick, slow = FakeOpenAI(between=0.005), FakeOpenAI(between=0.02, has_usage=False)
+    seen: list[tuple[str, int]] = []
+    with on_a_thread(quick.app()) as one, on_a_thread(slow.app()) as other:
+        report = compare(
+            [Target("quick", one), Target("slow", other)],
+            a_load(),
+            lambda label, repeat, _: seen.append((label, repeat)),
+        )
+    warm_up_then_each_repeat = [("quick", -1), ("slow", -1), ("quick", 0), ("slow", 0), ("quick", 1), ("slow", 1)]
+    assert list(dict.fromkeys(seen)) == warm_up_then_each_repeat
+    assert len(quick.bodies) == 1 + 2 + 2 * 6  # a look, the warm-up, the repeats
+    prompts = [sorted(body["prompt"] for body in fake.bodies[3:]) for fake in (quick, slow)]
+    assert prompts[0] == prompts[1]
+    assert len(set(prompts[0])) == 12
+    first, second = report.rows
+    assert (first["requests"], first["failed"]) == (12, 0)
+    ratio = second["output_tokens_per_second"].median / first["output_tokens_per_second"].median
+    assert ratio < 1
+    table = shown(report)
+    assert "slow / quick" in table
+    assert f"{ratio:.2f}" in table
+    assert "slow sends no usage" in table
+
+
+def test_failures_and_early_ends_stand_under_the_table() -> None:
+    with on_a_thread(FakeOpenAI(faults={4: "HTTP 500"}).app()) as url:
+        report = compare([Target("fake", url)], a_load(repeats=1), nobody_looks)
+    assert report.rows[0]["failures"] == {"HTTP 500": 1}
+    assert "fake: 1 of 6 requests failed: HTTP 500 (out of luck)" in shown(report)
+
+
+async def test_a_strict_server_gets_only_the_fields_it_knows() -> None:
+    fake = FakeOpenAI(known_fields={"model", "prompt", "max_tokens", "temperature", "stream"})
+    async with TestServer(fake.app()) as http:
+        server = await look_at(http)
+    assert server.unknown == ("ignore_eos", "stream_options")
+
+
+NOBODY = Target("nobody", "http://127.0.0.1:9")
+
+
+async def look_at(http: TestServer, **given: Any) -> Server:
+    settings = {"model": None, "endpoint": "completions", "api_key": None, "timeout": 5} | given
+    return await look(Target("fake", str(http.make_url("")).rstrip("/")), **settings)
+
+
+UNUSABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no such model": ({}, {"model": "gpt-9"}, "has no model gpt-9; it has fake"),
+    "no key": ({"api_key": "s3cret"}, {}, "asks for an API key .* --api-key"),
+    "another key": ({"api_key": "s3cret"}, {"api_key": "guess"}, "refuses this API key"),
+    "no such endpoint": ({}, {"endpoint": "chat"}, "has no /v1/chat/completions; try --endpoint completions"),
+    "it does not stream": ({"faults": {0: "no stream"}}, {}, "not a stream of events"),
+    "it fails": ({"faults": {0: "HTTP 500"}}, {}, "HTTP 500: out of luck"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+async def test_a_server_that_cannot_be_measured_is_told_before_the_load(case: str) -> None:
+    settings, given, message = UNUSABLE[case]
+    async with TestServer(FakeOpenAI(**settings).app()) as http:
+        with pytest.raises(UnusableServer, match=message):
+            await look_at(http, **given)
+
+
+async def test_a_web_server_of_another_kind_is_told_as_well() -> None:
+    async with TestServer(web.Application()) as http:
+        with pytest.raises(UnusableServer, match="no OpenAI-compatible server: GET /v1/models gave status 404"):
+            await look_at(http)
+    with pytest.raises(UnusableServer, match=r"cannot be reached \(Connection refused\): start the server"):
+        await look(NOBODY, model=None, endpoint="completions", api_key=None, timeout=5)
+
+
+def test_addresses_are_read_as_people_write_them() -> None:
+    assert Target.read("http://127.0.0.1:8080/v1/") == Target("127.0.0.1:8080", "http://127.0.0.1:8080")
+    assert Target.read("ours=https://host/openai/v1?a=b") == Target("ours", "https://host/openai/v1?a=b")
+    assert Target.read("http://me:pw@host:1").label == "host:1"
+    for wrong in ("127.0.0.1:8080", "ours=", "ftp://host", "http://", "http://host:port"):
+        with pytest.raises(ConfigError, match="--url"):
+            Target.read(wrong)
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--url http://127.0.0.1:9 --rate 2 --concurrency 2", "exclude each other"),
+        ("--url a=http://127.0.0.1:9 --url a=http://127.0.0.1:8", "the name a"),
+        ("--url a=http://127.0.0.1:9 --url b=http://127.0.0.1:9/", "the address http://127.0.0.1:9"),
+        ("--url http://127.0.0.1:9 --url http://127.0.0.1:8 --label x", "--label x"),
+        ("--url http://127.0.0.1:9 --rate 0", "--rate is 0"),
+        ("--url http://127.0.0.1:9 --repeats 0", "--repeats is 0"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(arguments: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cli(["bench", "serve", *arguments.split()], standalone_mode=False)
+
+
+def bench(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "cppbatch", "bench", "serve", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_command_fails_in_one_line() -> None:
+    out, err = (process := bench("--url", "http://127.0.0.1:9")).communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert (
+        err == "error: http://127.0.0.1:9 cannot be reached (Connection refused): start the server, or correct --url\n"
+    )
+
+
+def test_ctrl_c_shows_what_was_measured_so_far() -> None:
+    fake = FakeOpenAI(between=0.01)
+    with on_a_thread(fake.app()) as url:
+        process = bench("--url", url, "--requests", "1000", "--output-tokens", "4", "--concurrency", "2")
+        while len(fake.bodies) < 20 and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert "of 1000 requests had ended" in " ".join(out.split())
+    assert "output tokens/s" in out
+
+
+def test_our_own_server_gives_all_tokens_and_no_repeat_finds_its_prompts_cached(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = AppThread({"model": tiny_llama, "n_ctx": 4096, "n_parallel": 4, "n_threads": 1}, create_app)
+    sizes = (
+        "--requests 8 --concurrency 4 --repeats 2 --prompt-tokens 8-32 --output-tokens 4-16 --latency-bound-ms 60000"
+    )
+    files = ["--json", str(tmp_path / "load.json"), "--plot", str(tmp_path / "load.png")]
+    try:
+        cli(["bench", "serve", "--url", f"ours={server.url}", *sizes.split(), *files], standalone_mode=False)
+    finally:
+        server.stop()
+    written = json.loads((tmp_path / "load.json").read_text())
+    (figures,) = written["rows"]
+    assert (figures["server"], figures["requests"], figures["failed"]) == ("ours", 16, 0)
+    output = figures["output_tokens_per_second"]["median"] * figures["seconds"]["median"]
+    assert output == pytest.approx(sum(Lengths(4, 16).spread(8)), rel=0.1)  # medians of two repeats
+    assert figures["cached_percent"]["high"] < 5
+    assert figures["goodput_per_second"] == figures["requests_per_second"]
+    assert (tmp_path / "load.png").stat().st_size > 10_000
+    assert "TTFT, ms: p50" in capsys.readouterr().out
+
+
+def test_the_client_does_not_load_llama_cpp() -> None:
+    code = "import sys, cppbatch.bench.load.compare, cppbatch.bench.load.picture; print('llama_cpp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,175 @@
+"""The parts of `cppbatch bench serve`: requests, when they are sent, how a stream is read, what comes of many."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+from cppbatch.bench.load.arrivals import open_loop, poisson
+from cppbatch.bench.load.client import Outcome, Server
+from cppbatch.bench.load.results import Run, row
+from cppbatch.bench.load.stream import Failure, Reading
+from cppbatch.bench.load.workload import Lengths, Request, Workload
+from cppbatch.bench.report import cell
+from cppbatch.errors import ConfigError
+from cppbatch.llama import Model
+
+MIXED = Workload(kind="mixed", n_requests=24, prompt_tokens=Lengths(8, 128), output_tokens=Lengths(4, 32))
+SHARED = Workload(
+    kind="shared-prefix", n_requests=8, prompt_tokens=Lengths(5, 5), output_tokens=Lengths(4, 4), prefix_tokens=60
+)
+
+
+def fan_out(by: Any) -> Workload:
+    sizes = {"prompt_tokens": Lengths(20, 20), "output_tokens": Lengths(4, 4)}
+    return Workload(kind="fan-out", n_requests=12, samples=4, samples_by=by, **sizes)
+
+
+# --- which requests ---
+
+
+def test_prompts_have_about_as_many_tokens_as_asked(default_model: Path) -> None:
+    with Model(default_model) as model:
+        for n in (20, 128, 580):
+            workload = Workload(kind="fixed", n_requests=4, prompt_tokens=Lengths(n, n), output_tokens=Lengths(1, 1))
+            for request in workload.requests(1, 0):
+                assert abs(len(model.vocab.tokenize(request.prompt)) - n) <= 1 + n // 20
+
+
+def test_a_seed_gives_the_same_requests_and_each_repeat_new_ones() -> None:
+    assert MIXED.requests(1, 0) == MIXED.requests(1, 0)
+    runs = [MIXED.requests(1, 0), MIXED.requests(1, 1), MIXED.requests(2, 0)]
+    openings = {request.prompt[:40] for requests in runs for request in requests}
+    assert len(openings) == 3 * 24
+    for requests in runs:  # all runs have the same work
+        assert sorted(request.max_tokens for request in requests) == MIXED.output_tokens.spread(24)
+    assert (MIXED.output_tokens.spread(24)[0], MIXED.output_tokens.spread(24)[-1]) == (4, 32)
+
+
+def test_a_shared_prefix_is_shared_within_a_repeat_only() -> None:
+    prompts = [[request.prompt for request in SHARED.requests(1, repeat)] for repeat in (0, 1)]
+    first = [{text[:250] for text in texts} for texts in prompts]
+    assert [len(each) for each in first] == [1, 1]
+    assert first[0] != first[1]
+    assert len(set(prompts[0])) == 8
+
+
+def test_samples_of_a_prompt_differ_by_seed_or_are_one_request() -> None:
+    apart, together = fan_out("requests").requests(1, 0), fan_out("n").requests(1, 0)
+    assert len({request.prompt for request in apart}) == 3
+    assert len({request.seed for request in apart}) == len(apart) == 12
+    assert [request.n for request in together] == [4, 4, 4]
+    assert [request.prompt for request in together] == [request.prompt for request in apart[::4]]
+
+
+@pytest.mark.parametrize("sizes", [{"n_requests": 0}, {"prompt_tokens": Lengths(9, 3)}, {"samples": 0}])
+def test_sizes_that_no_work_has_are_refused(sizes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        Workload(
+            **{"kind": "mixed", "n_requests": 1, "prompt_tokens": Lengths(1, 2), "output_tokens": Lengths(1, 1)} | sizes
+        )
+
+
+# --- when they are sent ---
+
+
+def test_poisson_arrivals_are_seeded_and_keep_to_the_rate() -> None:
+    times = poisson(2000, 50, seed=1, repeat=0)
+    assert times == poisson(2000, 50, seed=1, repeat=0) != poisson(2000, 50, seed=1, repeat=1)
+    assert times[0] == 0
+    assert times == sorted(times)
+    assert 1900 / 50 < times[-1] < 2100 / 50
+
+
+def hold_up() -> None:
+    """Everybody."""
+    time.sleep(0.05)
+
+
+async def test_an_open_loop_waits_for_no_answer_and_counts_from_when_a_request_was_due() -> None:
+    sent: list[tuple[float, float]] = []
+
+    async def send(_request: Request, due: float) -> None:
+        sent.append((due - began, perf_counter() - due))
+        hold_up()
+        await asyncio.sleep(0.3)
+
+    began = perf_counter()
+    await open_loop([Request("a", 1)] * 4, send, [0, 0.01, 0.02, 0.03])
+    assert perf_counter() - began < 0.3 * 4
+    assert [due for due, _ in sent] == pytest.approx([0, 0.01, 0.02, 0.03], abs=0.01)
+    assert sent[3][1] > 0.1  # its lateness counts
+
+
+# --- one stream ---
+
+
+def stream(*events: str) -> bytes:
+    return "".join(f"data: {event}\r\n\r\n" for event in events).encode()
+
+
+def test_times_are_those_of_the_texts_of_each_completion() -> None:
+    reading = Reading()
+    reading.feed(stream('{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'), 1.0)
+    reading.feed(stream('{"choices":[{"index":0,"delta":{"reasoning_content":"hm"}}]}'), 2.0)
+    reading.feed(stream('{"choices":[{"index":1,"delta":{"content":"b"}}]}'), 2.5)
+    reading.feed(stream('{"choices":[{"index":0,"delta":{"content":"a"}}]}'), 4.0)
+    reading.feed(stream('{"choices":[{"index":1,"delta":{"content":"b"}}]}'), 5.0)
+    reading.feed(stream('{"choices":[{"index":1,"delta":{},"finish_reason":"stop"}]}', "[DONE]"), 6.0)
+    reading.finish(6.0)
+    assert (reading.first, reading.gaps, reading.n_pieces) == (2.0, [2.0, 2.5], 4)
+
+
+def test_a_stream_reads_the_same_however_it_is_cut() -> None:
+    data = b": a comment\n\n" + stream(
+        '{"choices":[{"text":"é"}]}', '{"choices":[],"usage":{"completion_tokens":7}}', "[DONE]"
+    )
+    for size in range(1, 40):
+        reading = Reading()
+        for i in range(0, len(data), size):
+            reading.feed(data[i : i + size], float(i))
+        reading.finish(0)
+        assert reading.n_pieces == 1
+        assert reading.usage
+        assert reading.usage.completion_tokens == 7
+
+
+# --- what comes of many ---
+
+
+def made_up(ttft: float, **fields: Any) -> Outcome:
+    return Outcome(time_to_first_token=ttft, end_to_end=ttft + 1, gaps=[0.01, 0.03], output_tokens=3, **fields)
+
+
+def a_run(outcomes: list[Outcome], seconds: float = 10) -> Run:
+    server = Server(label="fake", url="http://someone:secret@127.0.0.1:1", model="fake")
+    return Run(server=server, repeat=0, n_requests=101, outcomes=outcomes, seconds=seconds, is_whole=True)
+
+
+def test_rates_percentiles_and_goodput_are_right() -> None:
+    done = [made_up(i / 100, prompt_tokens=7, cached_tokens=i % 2) for i in range(101)]  # 0 to 1 s
+    failed = Outcome(failure=Failure("HTTP 500", "full"))
+    slow = a_run([*done, failed], seconds=20)
+    figures = row([a_run([*done, failed]), slow, a_run([*done, failed])], bound_ms=250)
+    for name, expected in {
+        "requests": 306, "failed": 3, "failures": {"HTTP 500": 3}, "url": "http://127.0.0.1:1",
+        "ttft_ms_p50": 500, "ttft_ms_p95": 950, "ttft_ms_p99": 990, "inter_token_ms_p50": 20, "end_to_end_s_p95": 1.95,
+        "output_tokens_per_second": 30.3, "total_tokens_per_second": 101, "requests_per_second": 10.1,
+        "goodput_per_second": 2.6, "cached_percent": 100 * 50 / 707,
+    }.items():  # fmt: skip
+        assert getattr(figures[name], "median", figures[name]) == (
+            expected if isinstance(expected, (str, dict)) else pytest.approx(expected)
+        )
+    assert figures["requests_per_second"].low == pytest.approx(5.05)
+
+
+def test_what_was_not_measured_is_none() -> None:
+    figures = row([a_run([Outcome(failure=Failure("timeout"))])], bound_ms=None)
+    assert figures["output_tokens_per_second"].median == 0
+    assert [figures[name] for name in ("ttft_ms_p50", "total_tokens_per_second", "goodput_per_second")] == [None] * 3
+    assert cell(figures["ttft_ms_p50"], 1) == "-"

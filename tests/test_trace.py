@@ -1,0 +1,88 @@
+"""`--trace`: what each step did, and who was in which seq_id, in a file that Perfetto reads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, SamplingParams
+from cppbatch.engine.trace import TRACKS, Trace
+from cppbatch.errors import ConfigError
+
+SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def spans(path: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text()) if event.get("ph") == "X"]
+
+
+def test_every_step_has_its_phases_one_after_the_other(tiny_llama: Path, tmp_path: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
+        engine.add_request("Hello", GREEDY)
+        while engine.has_work:
+            engine.step()
+        n_steps = engine.stats().steps
+    phases = [span for span in spans(tmp_path / "t.json") if span["tid"] in TRACKS.values()]
+    assert [span["name"] for span in phases] == ["schedule", "fill", "decode", "sample", "advance", "text"] * n_steps
+    for one, next_one in itertools.pairwise(phases):
+        assert one["ts"] + one["dur"] <= next_one["ts"] + 0.5
+
+
+def test_a_seq_id_shows_who_prefills_and_decodes_in_it(tiny_llama: Path, tmp_path: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
+        engine.generate([[5] * 20, [6] * 30, [7] * 10], GREEDY)
+    lives = [span for span in spans(tmp_path / "t.json") if span["tid"] not in TRACKS.values()]
+    for request in ("request-1", "request-2", "request-3"):
+        theirs = [span for span in lives if span["args"]["request"] == request]
+        assert [span["name"] for span in theirs] == ["prefill", "decode"]
+        assert len({span["tid"] for span in theirs}) == 1
+        assert theirs[-1]["args"]["generated"] == 6
+    assert len({span["tid"] for span in lives}) == 2
+
+
+def test_counters_show_how_many_run_and_wait(tiny_llama: Path, tmp_path: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
+        engine.generate([[5] * 4] * 5, GREEDY)
+    counts = [event["args"] for event in json.loads((tmp_path / "t.json").read_text()) if event.get("ph") == "C"]
+    assert max(each.get("running", 0) for each in counts) == 2
+    assert max(each.get("waiting", 0) for each in counts) == 3
+
+
+async def test_the_text_of_one_step_is_made_while_the_next_one_computes(default_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    async with LocalEngine(default_model, trace=str(path), n_ctx=512, n_parallel=2) as engine:
+        request = GenerationRequest(id="a", prompt="Hello", params=SamplingParams(max_tokens=40, ignore_eos=True))
+        assert [event async for event in engine.submit(request)][-1].finish_reason
+    decodes = [(span["ts"], span["ts"] + span["dur"]) for span in spans(path) if span["tid"] == TRACKS["device"]]
+    texts = [span["ts"] for span in spans(path) if span["name"] == "text"]
+    meanwhile = [began for began in texts if any(start <= began <= end for start, end in decodes)]
+    assert len(meanwhile) > len(texts) / 2
+
+
+def test_a_trace_that_is_there_is_not_overwritten(tiny_llama: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
+            engine.generate(["Hello"], GREEDY)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.2.json", "t.json"]
+    assert spans(tmp_path / "t.json")
+    assert spans(tmp_path / "t.2.json")
+
+
+def test_a_trace_that_was_cut_off_has_one_event_a_line(tmp_path: Path) -> None:
+    trace = Trace(str(tmp_path / "t.json"))
+    trace.phase("decode", 1.0, 2.0)
+    trace._file.flush()  # and then the process dies
+    lines = (tmp_path / "t.json").read_text().splitlines()
+    assert lines[0] == "["
+    span = json.loads(lines[-1].removesuffix(","))
+    assert (span["name"], span["ts"], span["dur"]) == ("decode", 1e6, 1e6)
+
+
+def test_a_file_that_cannot_be_written_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--trace"):
+        BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "none" / "t.json"), **SETTINGS)
