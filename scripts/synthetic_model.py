@@ -2,8 +2,8 @@
 """Writes a GGUF file with random weights of a given shape: speed and memory are those of a real model, the text is not.
 
 To see what a machine can serve before downloading gigabytes, and to measure one that has no weights at hand. The
-vocabulary and the chat template are those of another GGUF file, so text goes in and comes out. --shape gives all
-sizes; the other flags change some of them.
+vocabulary and the chat template are those of another GGUF file, so text goes in and comes out; --vocab-from bytes
+needs no other file. --shape gives all sizes; the other flags change some of them.
 
     .venv/bin/python scripts/synthetic_model.py 8b.gguf --shape 8B --type Q4_0
 """
@@ -25,6 +25,8 @@ from cppbatch.models.synthetic import (
     QUANTS,
     SHAPES,
     LlamaShape,
+    Vocab,
+    byte_vocab,
     copied_vocab,
     llama_bytes,
     write_llama,
@@ -53,7 +55,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-heads", dest="n_head_kv", type=int, help="fewer than --heads: grouped-query attention")
     parser.add_argument("--ff", dest="n_ff", type=int, help="size of the feed-forward layers")
     parser.add_argument("--ctx", dest="n_ctx_train", type=int, help="longest sequence that the model knows")
-    parser.add_argument("--vocab-from", type=Path, metavar="FILE", help="another GGUF file (the default model)")
+    parser.add_argument(
+        "--vocab-from",
+        metavar="FILE|bytes",
+        help="another GGUF file (the default model), or a plain one",
+    )
     parser.add_argument(
         "--vocab-size", type=int, help=f"tokens, unused ones filled in ({LLAMA3_VOCAB}, or the other file's, if more)"
     )
@@ -66,7 +72,7 @@ def _write(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.file} is there already. Name another file, or delete it")
     sizes = {f.name: getattr(args, f.name, None) for f in fields(LlamaShape)}
     shape = replace(SHAPES[args.shape], **{name: size for name, size in sizes.items() if size is not None})
-    vocab = copied_vocab(check_file(args.vocab_from) if args.vocab_from else pull_default(), args.vocab_size)
+    vocab = _vocab(args.vocab_from, args.vocab_size)
     n_bytes, free = llama_bytes(shape, vocab, args.type), shutil.disk_usage(args.file.absolute().parent).free
     if n_bytes > free:
         raise ValueError(f"{args.file} needs {_gigabytes(n_bytes)}, and there are {_gigabytes(free)} free")
@@ -80,6 +86,12 @@ def _write(args: argparse.Namespace) -> None:
     took = perf_counter() - began
     print(f"{args.file}: {_gigabytes(args.file.stat().st_size)} in {took:.0f} s, {len(vocab.pieces):,} tokens")
     print(f"serve it: .venv/bin/cppbatch serve -m {args.file}")
+
+
+def _vocab(source: str | None, size: int | None) -> Vocab:
+    if source == "bytes":
+        return byte_vocab(LLAMA3_VOCAB if size is None else size)
+    return copied_vocab(check_file(Path(source)) if source else pull_default(), size)
 
 
 def _gigabytes(n_bytes: int) -> str:

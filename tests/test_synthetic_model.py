@@ -86,6 +86,16 @@ def test_a_sentencepiece_vocabulary_is_copied_and_filled_up_too(tmp_path: Path, 
             assert copy.vocab.tokenize(text).tolist() == donor.vocab.tokenize(text).tolist()
 
 
+def test_without_another_file_there_is_a_vocabulary_of_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.gguf"
+    assert script(path, *SMALL, "--vocab-from", "bytes", "--vocab-size", "600").returncode == 0
+    with Model(path) as model:
+        assert model.vocab.n_tokens == 600
+        assert (
+            b"".join(model.vocab.piece(int(t)) for t in model.vocab.tokenize("größer 你好")) == "größer 你好".encode()
+        )
+
+
 def test_the_presets_are_as_large_as_the_models_they_are_called_after(default_model: Path) -> None:
     vocab = copied_vocab(default_model)
     assert len(vocab.pieces) == 128_256
