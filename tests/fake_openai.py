@@ -23,6 +23,8 @@ class FakeOpenAI:
         self.between = 0.0
         """Seconds."""
         self.has_usage = True
+        self.tokens_told: int | None = None
+        """By its usage; None: as many as it says."""
         self.known_fields: set[str] | None = None
         """Others are refused; None: all are known."""
         self.faults: dict[int, str] = {}
@@ -90,8 +92,9 @@ class FakeOpenAI:
             await asyncio.sleep(self.between)
         await self._send(response, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         if self.has_usage:
-            n = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": body["max_tokens"]}
-            await self._send(response, {"choices": [], "usage": n})
+            n_told = body["max_tokens"] if self.tokens_told is None else self.tokens_told
+            usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": n_told}
+            await self._send(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response
 

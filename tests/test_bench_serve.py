@@ -16,7 +16,9 @@ from aiohttp.test_utils import TestServer
 
 from cppbatch.bench.load.arrivals import closed_loop
 from cppbatch.bench.load.client import Client, Outcome, Server
-from cppbatch.bench.load.compare import Load, LoadReport, compare
+from cppbatch.bench.load.compare import compare
+from cppbatch.bench.load.plan import Load
+from cppbatch.bench.load.side_by_side import LoadReport
 from cppbatch.bench.load.target import Target, look
 from cppbatch.bench.load.workload import Lengths, Request, Workload
 from cppbatch.cli.main import cli
@@ -100,6 +102,12 @@ async def test_without_usage_pieces_of_text_are_counted() -> None:
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, None, False)] * 2
 
 
+async def test_usage_that_is_less_than_what_came_is_not_believed() -> None:
+    """llama-server tells the tokens of one text where `n` were asked for."""
+    outcomes = await send_all(FakeOpenAI(tokens_told=2), n=2)
+    assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, 3, False)] * 2
+
+
 # --- servers ---
 
 
@@ -138,7 +146,7 @@ def test_servers_are_measured_in_turn_with_the_same_prompts_and_compared() -> No
     table = shown(report)
     assert "slow / quick" in table
     assert f"{ratio:.2f}" in table
-    assert "slow sends no usage" in table
+    assert "slow sends no usage, or too low a one" in table
 
 
 def test_failures_and_early_ends_stand_under_the_table() -> None:
@@ -208,6 +216,7 @@ def test_addresses_are_read_as_people_write_them() -> None:
         ("--url a=http://127.0.0.1:9 --url a=http://127.0.0.1:8", "the name a"),
         ("--url a=http://127.0.0.1:9 --url b=http://127.0.0.1:9/", "the address http://127.0.0.1:9"),
         ("--url http://127.0.0.1:9 --url http://127.0.0.1:8 --label x", "--label x"),
+        ("--url http://127.0.0.1:9 --api-key sécret", "--api-key has characters"),
         ("--url http://127.0.0.1:9 --rate 0", "--rate is 0"),
         ("--url http://127.0.0.1:9 --repeats 0", "--repeats is 0"),
     ],

@@ -101,7 +101,7 @@ def test_servers_are_compared_and_one_that_does_not_start_is_told_and_left_out(r
     assert "**Failed**: llama-server-bs ended with exit code 1." in section
     assert "this device cannot sample" in section
     assert "|  | ours | llama-server |" in section
-    assert "| failed | 0 | 0 |" in section
+    assert "| of them failed | 0 | 0 |" in section
 
 
 def test_swapping_and_the_tests_are_there(report: dict[str, str]) -> None:

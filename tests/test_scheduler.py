@@ -30,9 +30,9 @@ class Policy:
         self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
         self.scheduler = Scheduler(self.kv, step_tokens=step_tokens, n_parallel=n_seq_ids)
 
-    def add(self, name: str, n_prompt: int, max_new: int) -> Sequence:
+    def add(self, name: str, n_prompt: int, max_new: int, now: float = 0.0) -> Sequence:
         prompt = np.zeros(n_prompt, np.int32)
-        sequence = Sequence(GenerationRequest(id=name, prompt=[]), prompt, max_new=max_new, seed=0, now=0.0)
+        sequence = Sequence(GenerationRequest(id=name, prompt=[]), prompt, max_new=max_new, seed=0, now=now)
         self.scheduler.add(sequence)
         return sequence
 
@@ -419,3 +419,19 @@ def test_ctrl_c_in_a_step_leaves_the_others_and_their_texts_whole(moment: str, m
     for i, name in enumerate(names):
         tokens = [token for event in events if event.request_id == name for token in event.tokens]
         assert tokens == reference([i, i + 1], endless(12))[0]
+
+
+def test_a_long_prompt_is_not_overtaken_by_short_ones_for_ever() -> None:
+    policy = Policy(n_ctx=4096, n_seq_ids=8, step_tokens=9)
+    policy.add("stream", 1, 999)
+    policy.step()
+    policy.add("first", 1500, 1)
+    policy.add("long", 60, 1)
+    policy.step()
+    for n_shorts in range(100):
+        policy.add(f"short {n_shorts}", 4, 1, now=n_shorts / 100)
+        if "long" in chunks(policy.step()):
+            break
+    else:
+        pytest.fail("it was not read")
+    assert n_shorts > 5, "short ones go before it for a while"

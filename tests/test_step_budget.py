@@ -42,7 +42,7 @@ def test_streams_that_are_slower_for_good_are_the_new_measure() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.05, token_s=1e-3)
     for _ in range(30):
-        budget.observe(16, 0, 0.1)
+        budget.observe(8, 0, 0.1)
     assert run_on(budget, decode_s=0.1, token_s=1e-3, steps=1) == pytest.approx([0.25], rel=0.05)
 
 
@@ -80,12 +80,23 @@ def test_it_follows_a_machine_that_gets_slower() -> None:
     assert slow[-1] == pytest.approx(fast[-1], rel=0.1)
 
 
-def test_one_stream_does_not_hold_up_many_prompts() -> None:
+def test_few_streams_do_not_hold_up_many_prompts() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.05, token_s=1e-3)
-    one, eight, sixteen = (budget.prefill_tokens(8, n) for n in (1, 8, 16))
-    assert one == eight
-    assert sixteen == pytest.approx(2 * one, abs=1)
+    one, two, eight, sixteen = (budget.prefill_tokens(8, n) for n in (1, 2, 8, 16))
+    assert one == two == pytest.approx(1.5 * 50, abs=1)
+    assert one < eight < sixteen
+    assert eight == pytest.approx(1.5 * 50 * 8 * 7 / 8, rel=0.02)
+
+
+def test_a_number_of_streams_that_was_not_seen_is_looked_at_alone_first() -> None:
+    budget = StepBudget(2048)
+    run(budget, decode_s=0.01, token_s=1e-3)
+    assert budget.prefill_tokens(15, 1) > 0
+    assert budget.prefill_tokens(16, 1) == 0
+    budget.observe(16, 0, 0.1)
+    assert budget.prefill_tokens(16, 1) == pytest.approx(150, abs=1)
+    assert budget.prefill_tokens(8, 1) == pytest.approx(15, abs=1), "what 16 take is no measure for 8"
 
 
 def test_prompts_in_a_step_without_streams_hold_up_those_of_other_steps_no_longer() -> None:

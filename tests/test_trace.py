@@ -23,12 +23,16 @@ def spans(path: Path) -> list[dict[str, Any]]:
 
 def test_every_step_has_its_phases_one_after_the_other(tiny_llama: Path, tmp_path: Path) -> None:
     with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
-        engine.add_request("Hello", GREEDY)
+        engine.add_request([5] * 6, GREEDY)
         while engine.has_work:
             engine.step()
         n_steps = engine.stats().steps
     phases = [span for span in spans(tmp_path / "t.json") if span["tid"] in TRACKS.values()]
     assert [span["name"] for span in phases] == ["schedule", "fill", "decode", "sample", "advance", "text"] * n_steps
+    assert [span["args"] for span in phases if span["name"] == "decode"][:2] == [
+        {"rows": 0, "prompt_tokens": 6},
+        {"rows": 1, "prompt_tokens": 0},
+    ]
     for one, next_one in itertools.pairwise(phases):
         assert one["ts"] + one["dur"] <= next_one["ts"] + 0.5
 

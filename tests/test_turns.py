@@ -185,7 +185,7 @@ def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
     policy.add(X, n_prompt=4)
     for _ in range(12 * _TURN):
         policy.step(cost)
-    assert [turns.budget(its)._decode_s for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
+    assert [turns.budget(its)._decode_s.of(1) for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
 
 
 def test_a_set_that_has_only_read_prompts_goes_by_what_the_last_step_has_taught() -> None:

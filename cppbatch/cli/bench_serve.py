@@ -13,7 +13,8 @@ from cppbatch.cli.report_options import Draw, report_options
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cppbatch.bench.load.compare import Load, Progress
+    from cppbatch.bench.load.compare import Progress
+    from cppbatch.bench.load.plan import Load
     from cppbatch.bench.load.target import Target
     from cppbatch.bench.report import Report
 
@@ -140,7 +141,7 @@ def _load(
     seed: int | None,
     **others: Any,
 ) -> Load:
-    from cppbatch.bench.load.compare import Load
+    from cppbatch.bench.load.plan import Load
     from cppbatch.bench.load.workload import Lengths, Workload
 
     if rate is not None and concurrency is not None:

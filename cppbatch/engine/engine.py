@@ -251,7 +251,7 @@ class BatchInferenceEngine(Calls):
                 self._finish(sequence, FinishReason.ERROR)
             return False
         finally:
-            self.metrics.lap("decode")
+            self.metrics.lap("decode", rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
         self.metrics.count_step(decode_rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
         return True
 

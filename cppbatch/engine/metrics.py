@@ -112,13 +112,13 @@ class Metrics:
         """Starts the clock of a step."""
         self._began = self._mark = perf_counter()
 
-    def lap(self, phase: str) -> None:
-        """Books the time since the last call to a phase."""
+    def lap(self, phase: str, **about: int) -> None:
+        """Books the time since the last call to a phase; `about` it stands in a trace."""
         now = perf_counter()
         self._laps[phase] = now - self._mark
         self.seconds[phase] += now - self._mark
         if self._trace:
-            self._trace.phase(phase, self._mark, now)
+            self._trace.phase(phase, self._mark, now, about)
         self._mark = now
 
     def seconds_per_request(self) -> float:

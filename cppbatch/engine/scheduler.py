@@ -19,6 +19,7 @@ _MOST_HEADROOM = 32  # tokens a running sequence may grow before the next admiss
 _FEW = 1000  # deadlines
 _MOST_SCORED = 64  # tokens of a prompt whose every token gets logits: a row of 49,152 takes 192 KiB
 _AGING_S = 10.0  # seconds of waiting that make up for one priority
+_PATIENCE = 4.0  # times what reading a prompt takes, that shorter ones may arrive later and be read earlier
 
 Chunk = tuple[Sequence, int]
 
@@ -56,7 +57,7 @@ class StepPlan:
 class Scheduler:
     """Decode rows before prefill; admission, prefill and the right to stay by rank: priority, then order of arrival.
 
-    Beside running streams half of what a step can read is for the shortest prompts, so that a long one holds up nobody.
+    Beside running streams half of what a step can read is for short prompts, so that a long one holds up nobody.
 
     A sequence is admitted when the cells for its uncached tokens are free, with headroom for those that run to grow.
     When they have grown into each other all the same, the last in rank gives up its cells and resumes before anybody
@@ -158,9 +159,10 @@ class Scheduler:
         if self._kv.unified and not self._kv.make_room(n_streams + budget):
             budget = min(budget, self._kv.n_free - n_streams)
         first, reserved = prefilling[0], 0
-        if n_streams:  # the step has little room: half of it is for the first, half for whoever is done soonest
+        if n_streams:  # the step has little room: half of it is for the first, half for short ones
             reserved = (budget + 1) // 2
-            prefilling = [*sorted(prefilling[1:], key=_n_pending), first]
+            token_s = self._turns.budget(adapters).token_s
+            prefilling = [*sorted(prefilling[1:], key=lambda s: _due(s, token_s)), first]
         chunks = []
         for sequence in prefilling:
             until = sequence.pause_at if sequence.pause_at > sequence.n_computed else sequence.n_tokens
@@ -274,8 +276,9 @@ def _rank(sequence: Sequence) -> tuple[float, int]:
     return sequence.rank
 
 
-def _n_pending(sequence: Sequence) -> int:
-    return sequence.n_pending
+def _due(sequence: Sequence, token_s: float) -> float:
+    """Shorter prompts first, but none is overtaken for ever: arrival, with some times what reading it takes."""
+    return sequence.rank[0] * _AGING_S + _PATIENCE * sequence.n_pending * token_s
 
 
 def _seq_id(chunk: Chunk) -> int:

@@ -39,10 +39,10 @@ class Trace:
             self._name(track, name)
         log.warning("every step is traced to %s", self._file.name)
 
-    def phase(self, name: str, start: float, end: float) -> None:
+    def phase(self, name: str, start: float, end: float, about: dict[str, int] | None = None) -> None:
         """A part of a step; times by `perf_counter`."""
         track = "device" if name == "decode" else "texts" if name in ("text", "emit") else "steps"
-        self._span(TRACKS[track], name, start, end)
+        self._span(TRACKS[track], name, start, end, about)
 
     def follow(self, running: Iterable[Sequence], now: float) -> None:
         """Notes who is where now; whoever has left a seq_id, or decodes in place of prefilling, gets a span for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
+from copy import deepcopy
 
 from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.sequence import Sequence
@@ -59,7 +59,7 @@ class Turns:
         """What is known of the times of a set's steps; of a new one's, what is of the last step's."""
         budget = self._budgets.get(adapters)
         if budget is None or not budget.knows_decoding:
-            budget = self._budgets[adapters] = copy(self._last_budget)
+            budget = self._budgets[adapters] = deepcopy(self._last_budget)
             if len(self._budgets) > _MOST_BUDGETS:
                 del self._budgets[next(iter(self._budgets))]
         return budget

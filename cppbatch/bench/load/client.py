@@ -71,8 +71,9 @@ class Outcome(msgspec.Struct, kw_only=True):
     cached_tokens: int | None = None
     """Of the prompt's, as the server says."""
     output_tokens: int = 0
-    """As the server says; where it does not, pieces."""
+    """As the server says, but at least one for each piece."""
     has_usage: bool = False
+    """It says how many tokens it made, and no fewer than its pieces."""
     ended_early: bool = False
     """Before all tokens that were asked for."""
     asked_again: bool = False
@@ -158,13 +159,12 @@ def _fill(outcome: Outcome, request: Request, reading: Reading, due: float, ende
     outcome.time_to_first_token = reading.first - due
     outcome.end_to_end = ended - due
     outcome.gaps, outcome.n_pieces = reading.gaps, reading.n_pieces
-    usage = reading.usage
-    outcome.has_usage = usage is not None and usage.completion_tokens is not None
-    outcome.output_tokens = reading.n_pieces
-    if usage:
-        outcome.output_tokens = usage.completion_tokens or reading.n_pieces
+    n_told = 0
+    if usage := reading.usage:
+        n_told = usage.completion_tokens or 0
         outcome.prompt_tokens = usage.prompt_tokens
         details = usage.prompt_tokens_details
         outcome.cached_tokens = details.cached_tokens if details else None
-    if outcome.has_usage:
-        outcome.ended_early = outcome.output_tokens < request.max_tokens * request.n
+    outcome.has_usage = n_told >= reading.n_pieces  # llama-server tells those of one text where `n` were asked for
+    outcome.output_tokens = max(n_told, reading.n_pieces)
+    outcome.ended_early = outcome.has_usage and n_told < request.max_tokens * request.n

@@ -24,7 +24,7 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
         first = next(failure for failure in failures if failure.kind == kind)
         yield f"{label}: {n} of {len(outcomes)} requests failed: {kind} ({first})"
     if any(not outcome.has_usage for outcome in done):
-        yield f"{label} sends no usage: each piece of text counts as a token"
+        yield f"{label} sends no usage, or too low a one: each piece of text counts as a token"
     elif sum(outcome.n_pieces for outcome in done) < _MERGED * sum(outcome.output_tokens for outcome in done):
         yield f"{label} sends several tokens in a piece of text: inter-token times are those between pieces"
     if server.unknown:

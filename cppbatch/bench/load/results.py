@@ -50,16 +50,15 @@ class Run(msgspec.Struct, kw_only=True):
 def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     """What the table shows of these rows."""
     shown = [
-        Column("model", "model"),
         Column("requests", "requests"),
         Column("failed", "of them failed"),
         Column("output_tokens_per_second", "output tokens/s"),
-        Column("total_tokens_per_second", "prompt + output tokens/s"),
+        Column("total_tokens_per_second", "prompt+output tokens/s"),
         Column("requests_per_second", "requests/s", digits=2),
     ]
     optional = [
         Column("goodput_per_second", "goodput, requests/s", digits=2),
-        Column("cached_percent", "prompt tokens from a cache, %"),
+        Column("cached_percent", "prompts from cache, %"),
     ]
     shown += [column for column in optional if any(row[column.key] is not None for row in rows)]
     for latency in _LATENCIES:
