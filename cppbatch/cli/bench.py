@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from cppbatch.cli.bench_serve import serve
+from cppbatch.cli.bench_strategies import strategies
+from cppbatch.cli.bench_throughput import throughput
 
 
 @click.group()
@@ -12,4 +14,6 @@ def bench() -> None:
     """Measures this machine: speed, strategies, servers."""
 
 
+bench.add_command(throughput)
+bench.add_command(strategies)
 bench.add_command(serve)

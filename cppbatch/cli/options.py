@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -119,8 +119,11 @@ _ENGINE = [
 ]  # fmt: skip
 
 
-def engine_options(command: Command) -> Command:
-    """Adds the engine's options; the command gets `config`, an `EngineConfig`, in their place."""
+def engine_options(command: Command, *, without: Collection[str] = ()) -> Command:
+    """Adds the engine's options; the command gets `config`, an `EngineConfig`, in their place.
+
+    `without`: fields of `EngineConfig` that the command chooses by itself; there are no options for these.
+    """
 
     @wraps(command)
     def with_config(model: str | None, verbose: bool, **arguments: Any) -> Any:
@@ -134,6 +137,8 @@ def engine_options(command: Command) -> Command:
     wrapped: Command = click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")(with_config)
     for add in reversed([_MODEL, *_ENGINE]):
         wrapped = add(wrapped)
+    options: list[click.Parameter] = wrapped.__click_params__  # type: ignore[attr-defined]  # where click collects them
+    options[:] = [each for each in options if each.name not in without]
     return wrapped
 
 

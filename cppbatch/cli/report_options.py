@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from cppbatch.bench.report import Report
 
+_WIDE = 200
+
 Command = Callable[..., Any]
 Draw = Callable[["Report"], "Figure"]
 
@@ -41,7 +43,10 @@ def report_options(command: Command) -> Command:
 
             check_plotting(plot_file)
         report, draw = command(**arguments)
-        Console().print(report.table())
+        console = Console()
+        if not console.is_terminal:
+            console.width = _WIDE  # a file has no edge to break lines at
+        console.print(report.table())
         if json_file:
             report.write_json(json_file)
         if plot_file:

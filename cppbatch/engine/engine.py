@@ -55,12 +55,14 @@ class BatchInferenceEngine(Calls):
         *,
         progress: Callable[[float], bool] | None = None,
         runtime: Runtime | None = None,
+        policy: Callable[..., Scheduler] | None = None,
         **settings: Any,
     ) -> None:
         """Loads a GGUF file. `settings` are `EngineConfig`'s: n_ctx, n_parallel, n_gpu_layers ...
 
         `progress` is called with 0.0 to 1.0 while loading and stops it by returning False. `runtime` puts another
-        computation in the model's place (tests). Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
+        computation in the model's place (tests), `policy` another scheduler (benchmarks).
+        Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
         """
         config = self.config = engine_config(model, settings)
         self._trace = Trace(config.trace) if config.trace else None
@@ -76,7 +78,7 @@ class BatchInferenceEngine(Calls):
             cached_share=self._runtime.cached_share,
         )
         self._intake = Intake(self._vocab, self.kv.n_ctx, self.info)
-        policy = PooledScheduler if self.info.pooling else Scheduler
+        policy = policy or (PooledScheduler if self.info.pooling else Scheduler)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
         self._scheduler = policy(
             self.kv, step_tokens=context.n_batch, n_parallel=config.n_parallel, target_step_s=target

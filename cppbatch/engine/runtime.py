@@ -49,10 +49,23 @@ class Runtime:
 
 
 def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
-    """Loads the model and makes its context; `progress` as in `Model`.
+    """Loads the model and makes its context; `progress` as in `Model`. Closing it frees both.
+
+    Raises `ModelError`, `LibraryError` or `LlamaError`.
+    """
+    model = load_model(config, progress)
+    try:
+        return open_runtime(config, model, model.close)
+    except BaseException:
+        model.close()
+        raise
+
+
+def load_model(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Model:
+    """Loads the model and its adapters.
 
     A build whose fast CPU path crashes is found out first, in a child process, and used without that path.
-    Raises `ModelError`, `LibraryError` or `LlamaError`.
+    Raises `ModelError` or `LibraryError`.
     """
     use_extra_bufts = config.use_extra_bufts and safe_use_extra_bufts()
     model = Model(
@@ -63,39 +76,45 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
         progress=progress,
     )
     try:
-        if pooling := _pooling(config, model):
-            if config.lora:
-                raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
-            context = _pooled_context(config, model, pooling)
-            return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", model.close)
+        if config.lora and _pooling(config, model):
+            raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
         for path, _ in config.lora:
             model.add_adapter(path)
-        on_gpu = _on_gpu(config)
-        layout = choose_layout(
-            config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent
-        )
-        context = Context(
-            model,
-            n_ctx=config.n_ctx,
-            n_batch=config.n_batch,
-            n_ubatch=config.n_ubatch,
-            n_seq_max=config.n_parallel,
-            n_threads=config.n_threads or available_threads(),
-            flash_attn=choose_flash_attn(config, layout, on_gpu=on_gpu, has_amx=Backend.get().has_amx),
-            kv_unified=layout == "unified",
-            type_k=config.cache_type_k,
-            type_v=config.cache_type_v,
-        )
-        sharing = find_sharing(context) if config.prefix_cache else "none"
-        if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
-            found = find_candidates_on_device(context)
-            if not found and config.sampling == "backend":
-                raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
-        share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
-        return Runtime(context, model.vocab, _info(model, context, config), sharing, model.close, share)
     except BaseException:
         model.close()
         raise
+    return model
+
+
+def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] | None = None) -> Runtime:
+    """Makes a context over a model that `load_model` has loaded; several may be made, one after the other or at once.
+
+    `close` ends the runtime; None: that frees the context alone. Raises `ModelError` or `LlamaError`.
+    """
+    if pooling := _pooling(config, model):
+        context = _pooled_context(config, model, pooling)
+        return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close or context.close)
+    on_gpu = _on_gpu(config)
+    layout = choose_layout(config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent)
+    context = Context(
+        model,
+        n_ctx=config.n_ctx,
+        n_batch=config.n_batch,
+        n_ubatch=config.n_ubatch,
+        n_seq_max=config.n_parallel,
+        n_threads=config.n_threads or available_threads(),
+        flash_attn=choose_flash_attn(config, layout, on_gpu=on_gpu, has_amx=Backend.get().has_amx),
+        kv_unified=layout == "unified",
+        type_k=config.cache_type_k,
+        type_v=config.cache_type_v,
+    )
+    sharing = find_sharing(context) if config.prefix_cache else "none"
+    if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
+        found = find_candidates_on_device(context)
+        if not found and config.sampling == "backend":
+            raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
+    share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
+    return Runtime(context, model.vocab, _info(model, context, config), sharing, close or context.close, share)
 
 
 def _fill_in(vocab: Vocab) -> FillIn | None:

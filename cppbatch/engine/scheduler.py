@@ -57,7 +57,8 @@ class StepPlan:
 class Scheduler:
     """Decode rows before prefill; admission, prefill and the right to stay by rank: priority, then order of arrival.
 
-    Beside running streams half of what a step can read is for short prompts, so that a long one holds up nobody.
+    Beside running streams every other step reads short prompts first, so that a long one holds up nobody. (Steps of both
+    would cost more: with streams of their own each prompt is a computation of its own over all weights.)
 
     A sequence is admitted when the cells for its uncached tokens are free, with headroom for those that run to grow.
     When they have grown into each other all the same, the last in rank gives up its cells and resumes before anybody
@@ -78,6 +79,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._n_added = 0
+        self._is_for_first = False
         self._timed: dict[int, Sequence] = {}  # those with a timeout, by their number of arrival
         self._deadlines: list[tuple[float, int]] = []  # a heap of times and numbers
 
@@ -133,16 +135,20 @@ class Scheduler:
             sequence.pause_at = 0
         if not self._make_room():
             plan.admitted = self._admit()
+        self._choose(plan)
+        plan.n_tokens = sum(n for _, n in plan.chunks)
+        return plan
+
+    def _choose(self, plan: StepPlan) -> None:
+        """Who of those that run computes how much."""
         decoding = [s for s in self.running if s.status is Status.DECODE and not s.moving]
         self._kv.make_room(len(decoding))  # those admitted just now count too: they fit, once what is cached has gone
         for adapters in self._turns.order(self.running):
             rows = [(s, 1) for s in decoding if s.adapters == adapters]
-            plan.chunks = _in_batch_order(rows, self._prefill(adapters, len(rows), len(decoding)))
+            plan.chunks = in_batch_order(rows, self._prefill(adapters, len(rows), len(decoding)))
             if plan.chunks:
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._turns.take(adapters), len(rows)
                 break
-        plan.n_tokens = sum(n for _, n in plan.chunks)
-        return plan
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
         """Takes note of how long a step took, unless planning the graph anew was part of it."""
@@ -158,15 +164,15 @@ class Scheduler:
         budget = min(most, sum(s.n_pending for s in prefilling))
         if self._kv.unified and not self._kv.make_room(n_streams + budget):
             budget = min(budget, self._kv.n_free - n_streams)
-        first, reserved = prefilling[0], 0
-        if n_streams:  # the step has little room: half of it is for the first, half for short ones
-            reserved = (budget + 1) // 2
+        if n_streams:  # a step has little room: every other one is for the first, those between for short ones
             token_s = self._turns.budget(adapters).token_s
-            prefilling = [*sorted(prefilling[1:], key=lambda s: _due(s, token_s)), first]
+            first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, token_s))
+            self._is_for_first = not self._is_for_first
+            prefilling = [first, *others] if self._is_for_first else [*others, first]
         chunks = []
         for sequence in prefilling:
             until = sequence.pause_at if sequence.pause_at > sequence.n_computed else sequence.n_tokens
-            n = min(budget - (0 if sequence is first else reserved), until - sequence.n_computed)
+            n = min(budget, until - sequence.n_computed)
             n = min(n, _MOST_SCORED) if sequence.is_scored else n
             if n > 0:
                 chunks.append((sequence, n))
@@ -248,7 +254,7 @@ class Scheduler:
         return min(self._headroom, sequence.n_left)
 
 
-def _in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
+def in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
     """Decode rows by rising seq_id, with prefill before or behind them, such that they do not touch.
 
     With streams of their own (per-sequence layout, recurrent models) llama.cpp computes consecutive rising seq_ids

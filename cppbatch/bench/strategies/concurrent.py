@@ -1,0 +1,27 @@
+"""Many requests take turns, token by token, and none shares a decode with another."""
+
+from __future__ import annotations
+
+from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.sequence import Status
+
+
+class Concurrent(Scheduler):
+    """Interleaves: each step is one sequence's, its whole prompt or its next token, in turn.
+
+    That is what threads over one model do: everybody gets on, and nobody gains from the others' being there.
+    """
+
+    _last = (float("-inf"), 0)  # the rank of whose step it was
+
+    def _choose(self, plan: StepPlan) -> None:
+        ready = [sequence for sequence in self.running if not sequence.moving]
+        if not ready:
+            return
+        sequence = next((s for s in ready if s.rank > self._last), ready[0])
+        self._last = sequence.rank
+        n = min(sequence.n_pending, self._step_tokens)
+        if not self._kv.make_room(n):
+            n = self._kv.n_free
+        plan.chunks, plan.adapters = [(sequence, n)], sequence.adapters
+        plan.n_decode = int(sequence.status is Status.DECODE)

@@ -1,0 +1,43 @@
+"""A picture of a comparison: tokens/s, and how long one waits for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cppbatch.bench.plot import canvas
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from cppbatch.bench.report import Report
+
+_TIMES = {
+    "first_token_p50": "TTFT p50", "first_token_p95": "TTFT p95",
+    "latency_p50": "latency p50", "latency_p95": "latency p95",
+}  # fmt: skip
+
+
+def draw_strategies(report: Report) -> Figure:
+    """Bars for each strategy, with the spread of the runs."""
+    figure, (speed, times) = canvas(report, 2)
+    names = [row["strategy"] for row in report.rows]
+    places = range(len(names))
+    values = [row["tokens_per_second"] for row in report.rows]
+    speed.bar(places, [v.median for v in values], yerr=_bars(values), capsize=3)
+    speed.set_title("generated tokens/s")
+    width = 0.8 / len(_TIMES)
+    for i, (key, label) in enumerate(_TIMES.items()):
+        values = [row[key] for row in report.rows]
+        at = [place + (i - 1.5) * width for place in places]
+        colour = "tab:orange" if key.startswith("first") else "tab:blue"
+        alpha = 0.5 if key.endswith("50") else 1.0
+        times.bar(at, [v.median for v in values], width, yerr=_bars(values), label=label, color=colour, alpha=alpha)
+    times.set_title("seconds from arrival")
+    times.legend()
+    for axes in (speed, times):
+        axes.set_xticks(places, names, rotation=20)
+    return figure
+
+
+def _bars(values: list[Any]) -> list[list[float]]:
+    return [[v.median - v.low for v in values], [v.high - v.median for v in values]]

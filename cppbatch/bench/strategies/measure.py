@@ -1,0 +1,150 @@
+"""The same requests under each strategy, in turns, on one context."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cppbatch.bench.inputs import check_can_run
+from cppbatch.bench.machine import this_machine
+from cppbatch.bench.report import Column, Report
+from cppbatch.bench.spread import Spread
+from cppbatch.bench.strategies import STRATEGIES
+from cppbatch.bench.strategies.known import policies
+from cppbatch.bench.strategies.play import Played, play
+from cppbatch.bench.strategies.static import padded
+from cppbatch.bench.strategies.workload import Job, Workload
+from cppbatch.config import EngineConfig
+from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.runtime import Runtime, load_runtime
+from cppbatch.errors import ConfigError
+
+_WARM_UP = 4  # tokens of each request
+
+_COLUMNS = [
+    Column("strategy", "strategy"),
+    Column("tokens_per_second", "tok/s"),
+    Column("speedup", "x sequential", 2),
+    Column("latency_p50", "latency p50 s", 2),
+    Column("latency_p95", "p95", 2),
+    Column("first_token_p50", "TTFT p50 s", 2),
+    Column("first_token_p95", "p95", 2),
+    Column("mean_rows", "rows/step"),
+    Column("cpu_percent", "CPU %", 0),
+    Column("gpu_percent", "GPU %", 0),
+]
+
+
+class Strategies(msgspec.Struct, frozen=True, kw_only=True):
+    """What to compare. Raises `ConfigError` for settings out of range."""
+
+    names: tuple[str, ...] = STRATEGIES
+    max_wait_ms: float = 50.0
+    """How long a static batch is collected."""
+    bucket: int = 64
+    """Prompts of a padded batch are filled up to a multiple of it."""
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_wait_ms < float("inf"):
+            raise ConfigError(f"--max-wait-ms is {self.max_wait_ms}; it must be 0 or more")
+        for name, flag in (("bucket", "--bucket"), ("repeats", "--repeats")):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be at least 1")
+
+
+def measure_strategies(
+    config: EngineConfig, compared: Strategies, work: Workload, tell: Callable[[str], object] = lambda line: None
+) -> Report:
+    """Measures; `tell` gets a line for each run. `config`'s n_ctx is not used: the cells suffice for the requests.
+
+    Raises `ConfigError`, and what an engine raises.
+    """
+    longest = padded(work.prompt_tokens[1], compared.bucket) + work.new_tokens[1]
+    config = msgspec.structs.replace(
+        config, n_ctx=config.n_parallel * longest, max_queue=max(config.max_queue, work.n_requests), prefix_cache=False
+    )
+    runtime = load_runtime(config)
+    try:
+        check_can_run(runtime.info, work.prompt_tokens[1], work.new_tokens[1])
+        played = play_all(config, runtime, compared, work.jobs(runtime.info.n_vocab), tell)
+    finally:
+        runtime.close()
+    info = runtime.info
+    return Report(
+        kind="strategies",
+        title=f"{info.name}: {work.n_requests} requests, {_arrival(work)}, prompts of {_span(work.prompt_tokens)} and "
+        f"{_span(work.new_tokens)} new tokens, {config.n_parallel} places, {info.kv_layout}",
+        machine=this_machine(),
+        model=info.name,
+        settings={
+            **msgspec.to_builtins(work),
+            **msgspec.to_builtins(compared),
+            "n_parallel": config.n_parallel,
+            "kv_layout": info.kv_layout,
+            "flash_attn": config.flash_attn,
+            "sampling": info.sampling,
+            "n_threads": config.n_threads,
+        },
+        columns=_COLUMNS,
+        rows=[_row(name, runs, played.get("sequential")) for name, runs in played.items()],
+    )
+
+
+def play_all(
+    config: EngineConfig, runtime: Runtime, compared: Strategies, jobs: list[Job], tell: Callable[[str], object]
+) -> dict[str, list[Played]]:
+    """Each strategy's runs. They take turns, so that all see the same machine; the runtime stays open."""
+    shared = replace(runtime, close=lambda: None)
+    known = policies(max_wait_s=compared.max_wait_ms / 1000, bucket=compared.bucket)
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for name in compared.names:
+            engine = BatchInferenceEngine(config, runtime=shared, policy=known[name])
+            engines[name] = stack.enter_context(engine)
+            engine.survives_failures = False
+        few = [replace(job, at=0.0, n_new=min(job.n_new, _WARM_UP)) for job in jobs[: config.n_parallel]]
+        play(engines[compared.names[-1]], few)
+        played: dict[str, list[Played]] = {name: [] for name in engines}
+        for turn in range(compared.repeats):
+            for name, engine in engines.items():
+                played[name].append(play(engine, jobs))
+                tell(f"{turn + 1}/{compared.repeats} {name}: {played[name][-1].tokens_per_second:.1f} tok/s")
+    return played
+
+
+def _row(name: str, runs: Sequence[Played], sequential: Sequence[Played] | None) -> dict[str, Any]:
+    def of(figure: Callable[[Played], float]) -> Spread:
+        return Spread.of(map(figure, runs))
+
+    row: dict[str, Any] = {
+        "strategy": name,
+        "seconds": of(lambda run: run.seconds),
+        "tokens_per_second": of(lambda run: run.tokens_per_second),
+        "speedup": None,
+        "mean_rows": of(lambda run: run.mean_rows),
+        "cpu_percent": of(lambda run: run.cpu_percent),
+        "gpu_percent": None,
+    }
+    for q in (50, 95):
+        row[f"latency_p{q}"] = Spread.of(float(np.percentile(run.latency, q)) for run in runs)
+        row[f"first_token_p{q}"] = Spread.of(float(np.percentile(run.first_token, q)) for run in runs)
+    if sequential:
+        pairs = zip(runs, sequential, strict=True)
+        row["speedup"] = Spread.of(run.tokens_per_second / alone.tokens_per_second for run, alone in pairs)
+    if seen := [run.gpu_percent for run in runs if run.gpu_percent is not None]:
+        row["gpu_percent"] = Spread.of(seen)
+    return row
+
+
+def _arrival(work: Workload) -> str:
+    return f"{work.rate:g} a second" if work.rate else "all at once"
+
+
+def _span(span: tuple[int, int]) -> str:
+    return str(span[0]) if span[0] == span[1] else f"{span[0]}-{span[1]}"

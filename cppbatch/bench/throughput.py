@@ -1,0 +1,197 @@
+"""How fast prompts are read and texts written, over batch sizes, KV layouts and flash attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cppbatch.bench.bare import Prompts, Speeds, bare_loop
+from cppbatch.bench.inputs import check_can_run, random_prompt
+from cppbatch.bench.machine import this_machine
+from cppbatch.bench.report import Column, Report
+from cppbatch.bench.spread import Spread
+from cppbatch.config import EngineConfig
+from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.metrics import PHASES
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.runtime import Runtime, load_model, open_runtime
+from cppbatch.errors import ConfigError
+from cppbatch.llama import Batch
+
+REQUESTS = {
+    "greedy": SamplingParams(temperature=0),
+    "sampled": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0),
+    "defaults": SamplingParams(),
+    "penalised": SamplingParams(repetition_penalty=1.1, presence_penalty=0.5),
+    "chain": SamplingParams(typical_p=0.9, min_p=0),
+    "json": SamplingParams(json_schema={"type": "array", "items": {"type": "number"}, "minItems": 1000}),
+    "logprobs": SamplingParams(logprobs=5),
+}
+"""Kinds of requests; each costs the sampler something else. "chain" goes through llama.cpp's own samplers."""
+
+_WHOLE_PROMPTS = 60_000  # ms that a step may take: prompts are not cut for the sake of those who decode already
+_WARM_UP = 8  # tokens
+
+_COLUMNS = [
+    Column("kv_layout", "KV layout"),
+    Column("flash_attn", "FA"),
+    Column("requests", "requests"),
+    Column("batch_size", "B"),
+    Column("prefill", "prefill tok/s", 0),
+    Column("prefill_of_bare", "% of bare"),
+    Column("decode", "decode tok/s"),
+    Column("decode_of_bare", "% of bare"),
+    Column("step_ms", "step ms", 2),
+    Column("sample_percent", "sample %", 2),
+    Column("overhead_percent", "not decode %", 2),
+]
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure. Raises `ConfigError` for sizes out of range."""
+
+    batch_sizes: tuple[int, ...] = (1, 4, 8, 16)
+    layouts: tuple[str, ...] = ("unified", "per-sequence")
+    flash_attns: tuple[str, ...] = ("on", "off")
+    requests: tuple[str, ...] = ("greedy",)
+    """Some of REQUESTS."""
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        least = {"prompt_tokens": 1, "new_tokens": 2, "repeats": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be at least {low}")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The engine once, and the bare loop once."""
+
+    engine: Speeds
+    bare: Speeds
+    phases: dict[str, float]
+    """Seconds of a step that decodes, by the engine's phases."""
+
+
+def measure_throughput(config: EngineConfig, sizes: Sizes, tell: Callable[[str], object] = lambda line: None) -> Report:
+    """Measures; `tell` gets a line for each row. `config` says what the sizes do not: model, device, threads, cache.
+
+    Raises `ConfigError`, and what an engine raises.
+    """
+    if "off" in sizes.flash_attns and config.cache_type_v in ("q8_0", "q4_0"):
+        raise ConfigError(f"-ctv {config.cache_type_v} needs flash attention: give --flash-attns on")
+    config = msgspec.structs.replace(
+        config,
+        n_ctx=max(sizes.batch_sizes) * (sizes.prompt_tokens + sizes.new_tokens),
+        n_parallel=max(sizes.batch_sizes),
+        target_step_ms=_WHOLE_PROMPTS,
+        prefix_cache=False,  # what it keeps would be in the bare loop's way
+    )
+    rows: list[dict[str, Any]] = []
+    with load_model(config) as model:
+        for layout in sizes.layouts:
+            for flash_attn in sizes.flash_attns:
+                here = msgspec.structs.replace(config, kv_layout=layout, flash_attn=flash_attn)
+                runtime = open_runtime(here, model)
+                with BatchInferenceEngine(here, runtime=runtime) as engine:
+                    check_can_run(engine.info, sizes.prompt_tokens, sizes.new_tokens)
+                    engine.survives_failures = False
+                    for row in _rows(engine, runtime, sizes):
+                        rows.append({"kv_layout": layout, "flash_attn": flash_attn, **row})
+                        tell(_line(rows[-1]))
+        return _report(config, sizes, runtime.info, rows)
+
+
+def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    batch = Batch(runtime.context.n_batch)
+    for n in sizes.batch_sizes:
+        draw = np.random.default_rng(n)
+        prompts = [random_prompt(draw, sizes.prompt_tokens, runtime.info.n_vocab) for _ in range(n)]
+        for name in sizes.requests:
+            params = msgspec.structs.replace(REQUESTS[name], ignore_eos=True)
+            few = min(sizes.new_tokens, _WARM_UP)
+            engine_loop(engine, prompts, params, few), bare_loop(runtime.context, batch, prompts, few)
+            turns = []
+            for _ in range(sizes.repeats):
+                speeds, phases = engine_loop(engine, prompts, params, sizes.new_tokens)
+                turns.append(Turn(speeds, bare_loop(runtime.context, batch, prompts, sizes.new_tokens), phases))
+            yield {"batch_size": n, "requests": name, **_figures(turns)}
+
+
+def engine_loop(
+    engine: BatchInferenceEngine, prompts: Prompts, params: SamplingParams, n_new: int
+) -> tuple[Speeds, dict[str, float]]:
+    """Runs the prompts at once. Its speeds, and the seconds of a step by phase after the prompts were read."""
+    params = msgspec.structs.replace(params, max_tokens=n_new)
+    for prompt in prompts:
+        engine.add_request(prompt.tolist(), params)
+    began = perf_counter()
+    engine.step()
+    while any(sequence.n_computed < sequence.n_prompt for sequence in engine.running):
+        engine.step()
+    read, before = perf_counter(), engine.stats()
+    start = perf_counter()
+    while engine.has_work:
+        engine.step()
+    seconds, after = perf_counter() - start, engine.stats()
+    speeds = Speeds(sum(map(len, prompts)) / (read - began), (after.decode_rows - before.decode_rows) / seconds)
+    n_steps = after.steps - before.steps
+    return speeds, {phase: (after.step_seconds[phase] - before.step_seconds[phase]) / n_steps for phase in PHASES}
+
+
+def _figures(turns: list[Turn]) -> dict[str, Any]:
+    """Ratios are of the two loops of one turn, so that what disturbs both does not count."""
+    figures: dict[str, Any] = {}
+    for name in Speeds._fields:
+        ours = [getattr(turn.engine, name) for turn in turns]
+        bare = [getattr(turn.bare, name) for turn in turns]
+        figures[name], figures[f"bare_{name}"] = Spread.of(ours), Spread.of(bare)
+        figures[f"{name}_of_bare"] = Spread.of(100 * a / b for a, b in zip(ours, bare, strict=True))
+    steps = [sum(turn.phases.values()) for turn in turns]
+    figures["step_ms"] = Spread.of(1000 * step for step in steps)
+    figures["phases_ms"] = {phase: Spread.of(1000 * turn.phases[phase] for turn in turns) for phase in PHASES}
+    for phase, name in (("sample", "sample_percent"), ("decode", "overhead_percent")):
+        shares = [100 * turn.phases[phase] / step for turn, step in zip(turns, steps, strict=True)]
+        figures[name] = Spread.of(shares if phase == "sample" else [100 - share for share in shares])
+    return figures
+
+
+def _line(row: dict[str, Any]) -> str:
+    where = f"{row['kv_layout']}, flash attention {row['flash_attn']}, {row['requests']}, B = {row['batch_size']}"
+    return f"{where}: {row['decode'].text(1)} tok/s, {row['decode_of_bare'].text(1)}% of bare"
+
+
+def _report(config: EngineConfig, sizes: Sizes, info: ModelInfo, rows: list[dict[str, Any]]) -> Report:
+    return Report(
+        kind="throughput",
+        title=f"{info.name}: {sizes.prompt_tokens} prompt + {sizes.new_tokens} new tokens, sampling on the "
+        f"{'device' if info.sampling == 'backend' else 'host'}",
+        machine=this_machine(),
+        model=info.name,
+        settings={
+            **msgspec.to_builtins(sizes),
+            "n_batch": config.n_batch,
+            "n_ubatch": config.n_ubatch,
+            "n_threads": config.n_threads,
+            "n_gpu_layers": config.n_gpu_layers,
+            "cache_type_k": config.cache_type_k,
+            "cache_type_v": config.cache_type_v,
+            "sampling": info.sampling,
+        },
+        columns=_COLUMNS,
+        rows=rows,
+        notes=[
+            "bare: llama_decode alone with the same batch, in turns with the engine; the ratio is the turns' median.",
+            "not decode: the share of a step that is spent outside llama_decode.",
+        ],
+    )

@@ -1,0 +1,52 @@
+"""A picture of throughput: decode speed over batch size, and where a step's time goes beside `llama_decode`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cppbatch.bench.plot import canvas
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from cppbatch.bench.report import Report
+
+
+def draw_throughput(report: Report) -> Figure:
+    """A line for each layout, flash attention setting and kind of requests, the engine's solid, the bare one dashed."""
+    figure, (speed, split) = canvas(report, 2)
+    for name, rows in _lines(report.rows).items():
+        sizes = [row["batch_size"] for row in rows]
+        (line,) = speed.plot(sizes, [row["decode"].median for row in rows], "o-", label=name)
+        speed.plot(sizes, [row["bare_decode"].median for row in rows], "--", color=line.get_color())
+    speed.set_title("decode tokens/s; dashed: bare llama_decode")
+    speed.set_xlabel("sequences at once")
+    speed.set_ylim(bottom=0)
+    speed.legend(fontsize=7)
+    _draw_split(split, report.rows)
+    return figure
+
+
+def _lines(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["batch_size"]):
+        lines.setdefault(_name(row), []).append(row)
+    return lines
+
+
+def _name(row: dict[str, Any]) -> str:
+    kind = "" if row["requests"] == "greedy" else f", {row['requests']}"
+    return f"{row['kv_layout']}, FA {row['flash_attn']}{kind}"
+
+
+def _draw_split(axes: Any, rows: list[dict[str, Any]]) -> None:
+    labels = [f"{_name(row)}, B = {row['batch_size']}" for row in rows]
+    left = [0.0] * len(rows)
+    for phase in (phase for phase in rows[0]["phases_ms"] if phase != "decode"):
+        widths = [1000 * row["phases_ms"][phase].median for row in rows]
+        axes.barh(labels, widths, left=left, label=phase)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=6)
+    axes.set_title("microseconds of a step outside llama_decode")
+    axes.legend(fontsize=7)

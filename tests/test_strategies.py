@@ -1,0 +1,289 @@
+"""What each strategy promises: who shares a step with whom, who joins when, and what padding costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cppbatch import BatchInferenceEngine
+from cppbatch.bench.strategies import STRATEGIES
+from cppbatch.bench.strategies.concurrent import Concurrent
+from cppbatch.bench.strategies.known import policies
+from cppbatch.bench.strategies.measure import Strategies, measure_strategies
+from cppbatch.bench.strategies.play import play
+from cppbatch.bench.strategies.sequential import Sequential
+from cppbatch.bench.strategies.static import Static, padded, padding_of
+from cppbatch.bench.strategies.workload import Job, Workload
+from cppbatch.config import EngineConfig
+from cppbatch.engine.scheduler import Scheduler
+from cppbatch.errors import ConfigError
+from tests.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, reference
+
+Policy = Callable[..., Scheduler]
+
+PROMPTS, NEW = [3, 9, 1, 14, 2, 20, 5, 7, 11, 4], [5, 1, 9, 2, 17, 3, 8, 4, 12, 6]
+KNOWN = policies(max_wait_s=0.0, bucket=8)
+LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
+
+
+class Clock:
+    """Time that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def engine_with(
+    policy: Policy, *, n_parallel: int = 4, n_batch: int = 32, unified: bool = True
+) -> BatchInferenceEngine:
+    n_ctx = n_parallel * 64
+    return fake_engine(n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, unified=unified, policy=policy)
+
+
+def jobs(prompts: Sequence[int] = PROMPTS, new: Sequence[int] = NEW) -> list[Job]:
+    return [
+        Job(0.0, [(7 * i + 3 * k) % N_VOCAB for k in range(n)], m)
+        for i, (n, m) in enumerate(zip(prompts, new, strict=True))
+    ]
+
+
+def add(engine: BatchInferenceEngine, name: str, n_prompt: int, n_new: int) -> str:
+    return engine.add_request([1] * n_prompt, greedy(n_new, ignore_eos=True), request_id=name)
+
+
+def running(engine: BatchInferenceEngine) -> set[str]:
+    return {sequence.id for sequence in engine.running}
+
+
+def n_computed(engine: BatchInferenceEngine) -> int:
+    return sum(sum(step.values()) for step in context_of(engine).steps)
+
+
+# --- the same work, whoever schedules it ----------------------------------------------------------------------------
+
+
+@LAYOUTS
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unified: bool) -> None:
+    engine = engine_with(KNOWN[name], unified=unified)
+    expected = [reference(job.prompt, greedy(job.n_new, ignore_eos=True))[0] for job in jobs()]
+    for _ in range(2):  # the second time with what the first has left behind
+        assert play(engine, jobs()).tokens == expected
+        engine.kv.check()
+        assert engine.kv.n_used == 0
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_without_padding_each_token_is_computed_once(name: str) -> None:
+    engine = engine_with(KNOWN[name])
+    play(engine, jobs())
+    needed = sum(PROMPTS) + sum(NEW) - len(NEW)  # nobody computes the last token
+    assert (n_computed(engine) == needed) == (name != "static-padded")
+
+
+@LAYOUTS
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_cancelled_request_leaves_no_trace(name: str, unified: bool) -> None:
+    engine = engine_with(KNOWN[name], unified=unified)
+    for i in range(6):
+        add(engine, str(i), 5 + i, 8)
+    events = []
+    for i in (0, 5):
+        for _ in range(3):
+            events += engine.step()
+        assert engine.cancel(str(i))
+    events += drain(engine)
+    ended = Counter(event.finish_reason.value for event in events if event.finish_reason)
+    assert ended == {"length": 4, "cancelled": 2}
+    engine.kv.check()
+    assert engine.kv.n_used == 0
+
+
+# --- sequential and concurrent --------------------------------------------------------------------------------------
+
+
+def test_sequential_never_has_two_sequences_at_once() -> None:
+    engine = engine_with(Sequential)
+    for i, job in enumerate(jobs()):
+        engine.add_request(job.prompt, greedy(job.n_new, ignore_eos=True), request_id=str(i))
+    ended = []
+    while engine.has_work:
+        ended += [event.request_id for event in engine.step() if event.finish_reason]
+        assert len(engine.running) <= 1
+    assert all(len(step) == 1 for step in context_of(engine).steps)
+    assert ended == [str(i) for i in range(len(PROMPTS))]
+
+
+def test_concurrent_runs_many_and_computes_one_a_step() -> None:
+    engine = engine_with(Concurrent)
+    for i in range(4):
+        add(engine, str(i), 3, 6)
+    engine.step()
+    assert running(engine) == {"0", "1", "2", "3"}
+    drain(engine)
+    assert all(len(step) == 1 for step in context_of(engine).steps)
+    assert engine.stats().mean_decode_batch == 1
+
+
+def test_concurrent_gives_everybody_a_turn_before_anybody_has_a_second() -> None:
+    engine = engine_with(Concurrent)
+    for i in range(3):
+        add(engine, str(i), 3, 6)
+    told = [event.request_id for _ in range(7) for event in engine.step()]
+    assert told == ["0", "1", "2", "0", "1", "2", "0"]
+    add(engine, "3", 3, 6)
+    told = [event.request_id for _ in range(5) for event in engine.step()]
+    assert told == ["1", "2", "3", "0", "1"]
+
+
+def test_concurrent_reads_a_prompt_longer_than_a_step_in_turns_too() -> None:
+    engine = engine_with(Concurrent, n_batch=8)
+    add(engine, "long", 20, 2)
+    add(engine, "short", 3, 2)
+    drain(engine)
+    assert [sum(step.values()) for step in context_of(engine).steps] == [8, 3, 8, 1, 4, 1]
+
+
+# --- static ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket", [0, 8])
+def test_nobody_joins_a_batch_and_its_places_stay_taken_until_all_of_it_has_ended(bucket: int) -> None:
+    engine = engine_with(partial(Static, max_wait_s=0.0, bucket=bucket))
+    for name, n_new in {"a": 2, "b": 4, "c": 9}.items():
+        add(engine, name, 3, n_new)
+    while not engine.running:
+        engine.step()
+    for name in "def":
+        add(engine, name, 3, 2)
+    ended: list[str] = []
+    while len(ended) < 3:
+        assert running(engine) <= {"a", "b", "c"}
+        ended += [event.request_id for event in engine.step() if event.finish_reason]
+    assert ended == ["a", "b", "c"]
+    while not engine.running:
+        engine.step()
+    assert running(engine) == {"d", "e", "f"}
+
+
+def test_a_batch_starts_when_it_is_full() -> None:
+    clock = Clock()
+    engine = engine_with(partial(Static, max_wait_s=1e9, clock=clock), n_parallel=3)
+    for name in "ab":
+        add(engine, name, 3, 2)
+        engine.step()
+        assert not engine.running
+    for name in "cd":
+        add(engine, name, 3, 2)
+    engine.step()
+    assert running(engine) == {"a", "b", "c"}
+
+
+def test_a_batch_starts_when_its_first_request_has_waited_long_enough() -> None:
+    clock = Clock()
+    engine = engine_with(partial(Static, max_wait_s=5.0, clock=clock))
+    add(engine, "a", 3, 3)
+    arrived = engine._scheduler.waiting[0].arrived_at
+    clock.now = arrived + 4.9
+    assert engine.step() == []
+    add(engine, "b", 3, 3)
+    assert engine.step() == []
+    assert not engine.running
+    clock.now = arrived + 5.0
+    engine.step()
+    assert running(engine) == {"a", "b"}
+
+
+def test_a_batch_decodes_when_all_its_prompts_are_read() -> None:
+    engine = engine_with(partial(Static, max_wait_s=0.0), n_batch=16, n_parallel=3)
+    for name in "abc":
+        add(engine, name, 12, 3)
+    drain(engine)
+    sizes = [sorted(step.values(), reverse=True) for step in context_of(engine).steps]
+    assert sizes == [[12, 4], [8, 8], [4], [1, 1, 1], [1, 1, 1]]
+
+
+def test_padding_fills_prompts_up_to_the_bucket_that_holds_the_longest() -> None:
+    assert [padded(n, 64) for n in (1, 64, 65)] == [64, 64, 128]
+    assert padding_of([10, 100, 128], 64) == 3 * 128 - 238
+    assert padding_of([10, 100, 129], 64) == 3 * 192 - 239
+    assert padding_of([10, 100, 129], 0) == 0
+
+
+@LAYOUTS
+@pytest.mark.parametrize("n_batch", [64, 8])
+def test_a_padded_batch_computes_a_rectangle_of_prompts_and_one_of_rows(n_batch: int, unified: bool) -> None:
+    engine = engine_with(partial(Static, max_wait_s=0.0, bucket=8), n_batch=n_batch, unified=unified)
+    prompts, new = [3, 9, 1, 14], [5, 1, 9, 2]
+    play(engine, jobs(prompts, new))
+    assert n_computed(engine) == 4 * 16 + 4 * (max(new) - 1)
+    assert engine.stats().decode_rows == sum(new) - 4  # those that somebody has asked for
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() -> None:
+    work = Workload(n_requests=200, prompt_tokens=(4, 32), new_tokens=(1, 64), rate=10.0, seed=3)
+    drawn = work.jobs(N_VOCAB)
+    assert drawn == work.jobs(N_VOCAB)
+    assert {len(job.prompt) for job in drawn} <= set(range(4, 33))
+    assert {job.n_new for job in drawn} <= set(range(1, 65))
+    assert sum(job.n_new < 8 for job in drawn) > 80
+    assert drawn[0].at == 0
+    assert 10 < drawn[-1].at < 40  # 200 at 10 a second
+    assert {job.at for job in Workload(n_requests=5).jobs(N_VOCAB)} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"n_requests": 0}, "--num-requests"), ({"prompt_tokens": (0, 4)}, "--prompt-tokens"),
+        ({"new_tokens": (5, 4)}, "--new-tokens"), ({"rate": -1.0}, "--rate"), ({"rate": float("nan")}, "--rate"),
+        ({"seed": -1}, "--seed"),
+    ],
+)  # fmt: skip
+def test_a_bad_workload_is_refused_with_its_flag(settings: dict[str, object], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        Workload(**settings)  # type: ignore[arg-type]
+
+
+def test_times_count_from_when_a_request_was_due() -> None:
+    engine = engine_with(Scheduler)
+    spaced = [Job(0.02 * i, [1, 2, 3], 2) for i in range(5)]
+    played = play(engine, spaced)
+    assert played.seconds > 0.08
+    assert all(0 < first <= last < 0.08 for first, last in zip(played.first_token, played.latency, strict=True))
+
+
+def test_a_comparison_has_a_row_for_each_strategy_with_the_same_texts(tiny_llama: Path) -> None:
+    config = EngineConfig(
+        model_path=str(tiny_llama), n_parallel=4, n_threads=1, flash_attn="off", cache_type_k="f32", cache_type_v="f32"
+    )
+    work = Workload(n_requests=9, prompt_tokens=(4, 40), new_tokens=(2, 24))
+    report = measure_strategies(config, Strategies(repeats=2), work)
+    rows = {row["strategy"]: row for row in report.rows}
+    assert tuple(rows) == STRATEGIES
+    assert rows["sequential"]["speedup"].median == 1
+    assert [rows[name]["mean_rows"].median for name in ("sequential", "concurrent")] == [1, 1]
+    assert rows["continuous"]["mean_rows"].median > rows["static-ragged"]["mean_rows"].median > 1
+    report.table()
+
+
+@pytest.mark.parametrize("layout", ["unified", "per-sequence"])
+def test_all_strategies_give_the_same_greedy_texts_on_float_weights(tiny_llama: Path, layout: str) -> None:
+    settings = {"n_threads": 1, "flash_attn": "off", "kv_layout": layout, "n_ctx": 512, "n_parallel": 4}
+    drawn = Workload(n_requests=8, prompt_tokens=(4, 40), new_tokens=(4, 24)).jobs(462)
+    texts = {}
+    for name, policy in KNOWN.items():
+        with BatchInferenceEngine(tiny_llama, prefix_cache=False, policy=policy, **settings) as engine:
+            texts[name] = play(engine, drawn).tokens
+    assert all(text == texts["sequential"] for text in texts.values())
+    assert len(set(map(tuple, texts["sequential"]))) == len(drawn)

@@ -1,0 +1,136 @@
+"""`cppbatch bench throughput` and `strategies`: what is measured, what is refused, and what becomes of the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from cppbatch import BatchInferenceEngine
+from cppbatch.bench.bare import bare_loop
+from cppbatch.bench.inputs import random_prompt
+from cppbatch.bench.throughput import REQUESTS, Sizes, engine_loop, measure_throughput
+from cppbatch.cli.main import cli
+from cppbatch.config import EngineConfig
+from cppbatch.engine.metrics import PHASES
+from cppbatch.errors import ConfigError
+from cppbatch.llama import Batch
+from tests.fakes import N_VOCAB, FakeContext, context_of, fake_engine, greedy
+
+SMALL = ["--prompt-tokens", "6", "--new-tokens", "4", "--repeats", "1", "-t", "1"]
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["bench", *map(str, arguments)], catch_exceptions=True)
+
+
+def prompts(n: int, length: int) -> list[np.ndarray]:
+    return [random_prompt(np.random.default_rng(i), length, N_VOCAB) for i in range(n)]
+
+
+@pytest.mark.parametrize("n_batch", [64, 7])
+def test_the_bare_loop_computes_what_the_engine_does_and_leaves_the_context_empty(n_batch: int) -> None:
+    context = FakeContext(n_ctx=64, n_batch=n_batch, n_seq_max=4, kv_unified=True, sharing="none")
+    speeds = bare_loop(context, Batch(n_batch), prompts(4, 10), 5)
+    read, written = context.steps[:-4], context.steps[-4:]
+    assert sum(sum(step.values()) for step in read) == 40
+    assert [sum(step.values()) for step in read[:-1]] == [n_batch] * (len(read) - 1)
+    assert written == [{0: 1, 1: 1, 2: 1, 3: 1}] * 4
+    assert context.n_used == 0
+    assert min(speeds) > 0
+
+
+def test_the_engine_s_speed_is_of_full_batches() -> None:
+    engine = fake_engine(n_ctx=64, n_batch=40, n_parallel=4)
+    speeds, phases = engine_loop(engine, prompts(4, 10), greedy(ignore_eos=True), 5)
+    assert context_of(engine).steps == [dict.fromkeys((3, 2, 1, 0), 10)] + [dict.fromkeys(range(4), 1)] * 4
+    assert tuple(phases) == PHASES
+    assert min(speeds) > 0
+
+
+def test_every_kind_of_requests_has_a_row_for_each_batch_size_layout_and_attention(tiny_llama: Path) -> None:
+    sizes = Sizes(batch_sizes=(1, 3), requests=tuple(REQUESTS), prompt_tokens=8, new_tokens=4, repeats=2)
+    report = measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes)
+    seen = [(row["kv_layout"], row["flash_attn"], row["batch_size"], row["requests"]) for row in report.rows]
+    assert len(seen) == len(set(seen)) == 2 * 2 * 2 * len(REQUESTS)
+    for row in report.rows:
+        assert tuple(row["phases_ms"]) == PHASES
+        assert row["decode"].median > 0
+        assert row["bare_decode"].low <= row["bare_decode"].median <= row["bare_decode"].high
+        assert 0 < row["overhead_percent"].median < 100
+    report.table()
+
+
+def test_one_model_serves_all_contexts(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cppbatch.bench.throughput as module
+
+    loaded = []
+    load = module.load_model
+    monkeypatch.setattr(module, "load_model", lambda config: loaded.append(load(config)) or loaded[-1])
+    sizes = Sizes(batch_sizes=(2,), prompt_tokens=4, new_tokens=2, repeats=1)
+    measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes)
+    assert len(loaded) == 1
+
+
+@pytest.mark.parametrize("command", ["throughput", "strategies"])
+def test_figures_go_to_a_table_a_file_and_a_picture(command: str, tiny_llama: Path, tmp_path: Path) -> None:
+    few = ["-B", "1,2"] if command == "throughput" else ["--num-requests", "3", "-np", "2"]
+    files = ["--json", tmp_path / "figures.json", "--plot", tmp_path / "figures.png"]
+    result = run(command, "-m", tiny_llama, *few, *SMALL, *files)
+    assert result.exit_code == 0, result.output
+    assert "tok/s" in result.stdout
+    figures = msgspec.json.decode((tmp_path / "figures.json").read_bytes())
+    assert figures["kind"] == command
+    assert figures["rows"]
+    assert figures["settings"]["repeats"] == 1
+    assert (tmp_path / "figures.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["throughput", "-B", "0,4"], "numbers from 1"),
+        (["throughput", "-B", "four"], "numbers from 1"),
+        (["throughput", "--layouts", "paged"], "some of unified, per-sequence"),
+        (["throughput", "--requests", "greedy,free"], "some of greedy, sampled"),
+        (["throughput", "-c", "512"], "No such option"),
+        (["throughput", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2"),
+        (["throughput", "--repeats", "0"], "--repeats is 0"),
+        (["throughput", "--prompt-tokens", "5000"], "Lower --prompt-tokens"),
+        (["throughput", "-ctv", "q8_0"], "give --flash-attns on"),
+        (["throughput", "-B", "300"], "256 sequence ids"),
+        (["strategies", "--strategies", "static"], "some of sequential, concurrent"),
+        (["strategies", "--new-tokens", "8-x"], "a number, or two like"),
+        (["strategies", "--new-tokens", "9-8"], "--new-tokens is 9-8"),
+        (["strategies", "--prompt-tokens", "16-5000"], "Lower --prompt-tokens"),
+        (["strategies", "--bucket", "0"], "--bucket is 0"),
+        (["strategies", "--max-wait-ms", "nan"], "--max-wait-ms is nan"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_the_reason(
+    arguments: list[str], message: str, tiny_llama: Path
+) -> None:
+    result = run(*arguments, "-m", tiny_llama)
+    assert result.exit_code != 0
+    assert message in result.output + str(result.exception)
+
+
+def test_a_model_that_gives_vectors_is_refused(tiny_reranker: Path) -> None:
+    for command in ("throughput", "strategies"):
+        assert isinstance(run(command, "-m", tiny_reranker).exception, ConfigError)
+
+
+def test_a_runtime_over_a_loaded_model_leaves_the_model_open(tiny_llama: Path) -> None:
+    from cppbatch.engine.runtime import load_model, open_runtime
+
+    config = EngineConfig(model_path=str(tiny_llama), n_ctx=256, n_parallel=2, n_threads=1)
+    texts = []
+    with load_model(config) as model:
+        for _ in range(2):
+            with BatchInferenceEngine(config, runtime=open_runtime(config, model)) as engine:
+                texts.append(engine.generate(["the cat"], greedy(6, ignore_eos=True))[0].tokens)
+        assert model.handle
+    assert texts[0] == texts[1]
