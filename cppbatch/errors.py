@@ -19,6 +19,10 @@ class ConfigError(CppBatchError):
     """A setting of the engine or the server is out of range, or two settings contradict each other."""
 
 
+class EstimateFailed(CppBatchError):
+    """What an engine would take of the memory cannot be found out. It may load all the same."""
+
+
 class UnusableServer(CppBatchError):
     """A server that was to be measured is not there, or is not one that can be."""
 

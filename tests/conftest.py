@@ -17,6 +17,14 @@ from tests.conversations import template_of
 from tests.llama_cpp_source import chat_templates
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What somebody has tuned on this machine is nothing to the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPPBATCH_CONFIG", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 import click
 import msgspec
 
+from cppbatch.cli.fitting import fitted
 from cppbatch.cli.options import engine_options
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SamplingParams
@@ -37,6 +38,7 @@ from cppbatch.errors import CppBatchError
 @click.option("--stop", multiple=True, metavar="TEXT", help="End a text where this comes; may be given several times.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, in the prompts' order.")
 @engine_options
+@fitted
 def generate(config: EngineConfig, prompts: tuple[str, ...], file: TextIO | None, as_json: bool, **given: Any) -> None:
     """Continues prompts, all in one batch."""
     everything = [*prompts, *_lines(file)]

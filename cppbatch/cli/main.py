@@ -10,8 +10,10 @@ import cppbatch
 from cppbatch.cli.bench import bench
 from cppbatch.cli.doctor import doctor
 from cppbatch.cli.generate import generate
+from cppbatch.cli.memory import memory
 from cppbatch.cli.models import models
 from cppbatch.cli.serve import serve
+from cppbatch.cli.tune import tune
 from cppbatch.errors import CppBatchError
 
 
@@ -24,6 +26,8 @@ def cli() -> None:
 cli.add_command(serve)
 cli.add_command(generate)
 cli.add_command(models)
+cli.add_command(memory)
+cli.add_command(tune)
 cli.add_command(bench)
 cli.add_command(doctor)
 

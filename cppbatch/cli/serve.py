@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cppbatch.cli.deployment_options import deployment_options
+from cppbatch.cli.fitting import fitted
 from cppbatch.cli.options import engine_options
 from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 @server_options  # these first, so that they complain before a model is fetched
 @deployment_options
 @engine_options
+@fitted
 def serve(config: EngineConfig, deployment: Deployment, settings: ServerSettings, address: Address) -> None:
     """Serves a model over HTTP with an OpenAI-compatible API."""
     from cppbatch.server.serve import serve as run

@@ -61,29 +61,22 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
         raise
 
 
-def load_model(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Model:
-    """Loads the model and its adapters.
+def load_model(
+    config: EngineConfig, progress: Callable[[float], bool] | None = None, *, simulated: bool = False
+) -> Model:
+    """The model of an engine, without its adapters; `progress` and `simulated` as in `Model`.
 
     A build whose fast CPU path crashes is found out first, in a child process, and used without that path.
     Raises `ModelError` or `LibraryError`.
     """
-    use_extra_bufts = config.use_extra_bufts and safe_use_extra_bufts()
-    model = Model(
+    return Model(
         config.model_path,
         n_gpu_layers=config.n_gpu_layers,
         device=config.device,
-        use_extra_bufts=use_extra_bufts,
+        use_extra_bufts=config.use_extra_bufts and safe_use_extra_bufts(),
         progress=progress,
+        simulated=simulated,
     )
-    try:
-        if config.lora and _pooling(config, model):
-            raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
-        for path, _ in config.lora:
-            model.add_adapter(path)
-    except BaseException:
-        model.close()
-        raise
-    return model
 
 
 def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] | None = None) -> Runtime:
@@ -91,12 +84,31 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
 
     `close` ends the runtime; None: that frees the context alone. Raises `ModelError` or `LlamaError`.
     """
+    context = make_context(config, model)
+    close = close or context.close
     if pooling := _pooling(config, model):
-        context = _pooled_context(config, model, pooling)
-        return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close or context.close)
+        return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close)
+    on_gpu = _on_gpu(config)
+    sharing = find_sharing(context) if config.prefix_cache else "none"
+    if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
+        found = find_candidates_on_device(context)
+        if not found and config.sampling == "backend":
+            raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
+    share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
+    return Runtime(context, model.vocab, _info(model, context, config), sharing, close, share)
+
+
+def make_context(config: EngineConfig, model: Model) -> Context:
+    """The context of an engine; its model gets the adapters. Raises `ModelError` or `LlamaError`."""
+    if pooling := _pooling(config, model):
+        if config.lora:
+            raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
+        return _pooled_context(config, model, pooling)
+    for path, _ in config.lora[len(model.adapters) :]:
+        model.add_adapter(path)
     on_gpu = _on_gpu(config)
     layout = choose_layout(config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent)
-    context = Context(
+    return Context(
         model,
         n_ctx=config.n_ctx,
         n_batch=config.n_batch,
@@ -108,13 +120,6 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
         type_k=config.cache_type_k,
         type_v=config.cache_type_v,
     )
-    sharing = find_sharing(context) if config.prefix_cache else "none"
-    if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
-        found = find_candidates_on_device(context)
-        if not found and config.sampling == "backend":
-            raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
-    share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
-    return Runtime(context, model.vocab, _info(model, context, config), sharing, close or context.close, share)
 
 
 def _fill_in(vocab: Vocab) -> FillIn | None:
@@ -146,8 +151,12 @@ def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
 
 
 def _pooled_context(config: EngineConfig, model: Model, pooling: Pooling) -> Context:
-    """With cells for one step: nothing stays longer."""
+    """With cells for one step: nothing stays longer.
+
+    llama.cpp plans it with as many tokens for each sequence, and aborts where that does not come out even.
+    """
     step = min(config.n_batch, config.n_ctx)
+    step -= step % config.n_parallel
     return Context(
         model,
         n_ctx=step,

@@ -57,8 +57,8 @@ class StepPlan:
 class Scheduler:
     """Decode rows before prefill; admission, prefill and the right to stay by rank: priority, then order of arrival.
 
-    Beside running streams every other step reads short prompts first, so that a long one holds up nobody. (Steps of both
-    would cost more: with streams of their own each prompt is a computation of its own over all weights.)
+    Beside running streams every other step reads short prompts first, so that a long one holds up nobody. (Steps of
+    both would cost more: with streams of their own each prompt is a computation of its own over all weights.)
 
     A sequence is admitted when the cells for its uncached tokens are free, with headroom for those that run to grow.
     When they have grown into each other all the same, the last in rank gives up its cells and resumes before anybody

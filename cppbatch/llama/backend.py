@@ -38,6 +38,7 @@ class _LogRouter:
     def __init__(self) -> None:
         self.callback = C.llama_log_callback(self._receive)  # kept here: C holds no reference
         self.captured: dict[int, list[str]] = {}  # by thread: several models may load at once
+        self.heard: dict[int, list[str]] = {}
         self._level, self._line = logging.DEBUG, ""
 
     def _receive(self, level: int, text: bytes, _user: object) -> None:
@@ -47,6 +48,8 @@ class _LogRouter:
         if not self._line.endswith("\n"):
             return
         line, self._line = self._line.rstrip(), ""
+        if (heard := self.heard.get(threading.get_ident())) is not None:
+            heard.append(line)
         captured = self.captured.get(threading.get_ident())
         if captured is not None and self._level >= logging.ERROR:
             captured.append(line)
@@ -87,6 +90,16 @@ class Backend:
             yield lines
         finally:
             del self._router.captured[threading.get_ident()]
+
+    @contextlib.contextmanager
+    def lines(self) -> Iterator[list[str]]:
+        """Collects all lines that llama.cpp logs on this thread, of every level; they go to `logging` as well."""
+        lines: list[str] = []
+        self._router.heard[threading.get_ident()] = lines
+        try:
+            yield lines
+        finally:
+            del self._router.heard[threading.get_ident()]
 
     def devices(self) -> list[Device]:
         """Every device the library can compute on, with its free memory now."""

@@ -95,6 +95,7 @@ class Context:
         self.model = model  # also keeps the model alive
         self._n_positions = min(C.llama_n_ctx_seq(self._handle), model.n_ctx_train)  # some have a table of that length
         self.kv_unified = kv_unified
+        self.is_pooled = pooling is not None
         self._flash_attn = flash_attn
         self.n_ctx: int = C.llama_n_ctx(self._handle)
         self.n_ctx_seq: int = C.llama_n_ctx_seq(self._handle)
@@ -159,6 +160,8 @@ class Context:
 
     def _check(self, batch: Batch) -> None:
         n = batch.n_tokens
+        if self.model.is_simulated:
+            raise OutOfRange(f"{self.model.path.name} is simulated: there are no weights to compute with")
         if not 1 <= n <= self.n_batch:
             raise OutOfRange(f"a batch has {n} tokens; it must have 1 to {self.n_batch}")
         limits = ((batch.tokens, self._n_vocab, "token id"), (batch.seq_ids, self.n_seq_max, "seq_id"))

@@ -22,8 +22,9 @@ REINSTALL = (
 _NEEDED = """
     llama_backend_init llama_log_set llama_print_system_info llama_version llama_supports_gpu_offload
     llama_max_parallel_sequences llama_model_default_params llama_model_load_from_file llama_model_free
-    llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_ctx_train
-    llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label llama_model_meta_count
+    llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_layer
+    llama_model_n_ctx_train llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label
+    llama_model_meta_count
     llama_model_meta_key_by_index llama_model_meta_val_str_by_index llama_model_chat_template
     llama_model_has_encoder llama_model_has_decoder llama_model_is_recurrent llama_model_is_hybrid
     llama_model_is_diffusion llama_vocab_type llama_vocab_get_text llama_vocab_n_tokens llama_vocab_is_eog
@@ -82,7 +83,7 @@ def library_path() -> str:
 
 
 def ggml() -> ctypes.CDLL:
-    """ggml's library, with the device functions that llama-cpp-python does not declare."""
+    """ggml's library, with the functions about devices that llama-cpp-python does not declare."""
     from llama_cpp._ggml import libggml
 
     lib: ctypes.CDLL = libggml
@@ -92,6 +93,8 @@ def ggml() -> ctypes.CDLL:
     lib.ggml_backend_dev_get.restype = ctypes.c_void_p
     lib.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size_p, size_p]
     lib.ggml_backend_dev_memory.restype = None
+    lib.ggml_backend_cpu_buffer_type.argtypes = []
+    lib.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
     for name, restype in (
         ("name", ctypes.c_char_p),
         ("description", ctypes.c_char_p),

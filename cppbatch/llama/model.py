@@ -16,6 +16,7 @@ from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama.adapters import load_adapter
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C
+from cppbatch.llama.simulation import simulate
 from cppbatch.llama.tensors import has_tensor
 from cppbatch.llama.vocab import Vocab
 
@@ -45,12 +46,15 @@ class Model:
         device: int | None = None,
         use_extra_bufts: bool = True,
         progress: Progress | None = None,
+        simulated: bool = False,
     ) -> None:
         """Loads `path`.
 
         `n_gpu_layers`: layers kept on the GPU, -1 for all. `device`: the one GPU to use, None for all.
         `use_extra_bufts`: let llama.cpp repack weights for this CPU. `progress` is called with 0.0 to 1.0 while
         loading; loading stops when it returns False.
+        `simulated`: no weights are loaded, and contexts get no cells and nothing to compute in (only recurrent states
+        are real), but llama.cpp logs what each would take: `cppbatch.llama.simulation`.
         Raises `ModelError` with llama.cpp's own reason when the file cannot be loaded.
         """
         self.path = Path(path)
@@ -63,6 +67,9 @@ class Model:
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = use_extra_bufts
+        self.is_simulated = simulated
+        if simulated:
+            simulate(params)
         if device is not None:
             _check_device(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
@@ -142,6 +149,11 @@ class Model:
     def n_params(self) -> int:
         """Number of weights."""
         return int(C.llama_model_n_params(self.handle))
+
+    @property
+    def n_layers(self) -> int:
+        """Layers, as -ngl counts them but for the output."""
+        return int(C.llama_model_n_layer(self.handle))
 
     @property
     def n_ctx_train(self) -> int:

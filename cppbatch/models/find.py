@@ -12,6 +12,7 @@ from platformdirs import user_data_path
 from cppbatch.errors import ModelError
 
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
+_FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf$")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
@@ -26,6 +27,15 @@ def models_folder() -> Path:
 def models_in(folder: Path) -> list[Path]:
     """The GGUF models of a folder, sorted by name; a model split into parts counts once, by its first part."""
     return sorted(path for path in folder.glob("*.gguf") if not _LATER_PART.search(path.name))
+
+
+def model_parts(path: Path) -> list[Path]:
+    """The files of a model, given its first or only one."""
+    first = _FIRST_PART.match(path.name)
+    if not first:
+        return [path]
+    name, n = first.groups()
+    return [path.with_name(f"{name}-{i:05d}-of-{n}.gguf") for i in range(1, int(n) + 1)]
 
 
 def check_file(path: Path) -> Path:

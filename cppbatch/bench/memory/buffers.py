@@ -1,0 +1,59 @@
+"""The sizes of llama.cpp's buffers, as it logs them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["weights", "adapters", "cells", "states", "compute", "output", "process", "engine"]
+"""cells: the KV cache. states: what recurrent layers have in its place. output: rows of logits, or vectors. process:
+the interpreter, libraries and vocabulary. engine: copies of such rows, in our own code."""
+
+
+class Buffer(msgspec.Struct, frozen=True):
+    """A piece of memory."""
+
+    kind: Kind
+    place: str
+    """llama.cpp's name of the kind of buffer: CPU, CPU_Mapped, CPU_REPACK, CUDA0, CUDA_Host ..."""
+    n_bytes: int
+
+
+_KINDS: dict[str, Kind] = {"model": "weights", "LoRA": "adapters", "compute": "compute", "output": "output"}
+_SIZE = re.compile(r"(\S+)\s+(model|LoRA|KV|RS|DSV4 \S+ state|compute|output) buffer size =\s*([\d.]+) MiB")
+_CACHE = re.compile(r"size =\s*([\d.]+) MiB \(\s*\d+ cells,.* K \(")
+_CACHE_LAYER = re.compile(r"layer\s+\d+: dev = (\S+)")
+
+
+def read_buffers(lines: Iterable[str]) -> list[Buffer]:
+    """All buffers in the log of a model's load or of a context's making; one for each kind and place.
+
+    A simulated KV cache has buffers of size 0. Then its total counts, which llama.cpp logs as well, spread over the
+    devices by the number of layers on them.
+    """
+    sizes: Counter[tuple[Kind, str]] = Counter()
+    cache: Counter[str] = Counter()  # of the cache whose total has not come yet
+    layers: Counter[str] = Counter()
+    for line in lines:
+        if "sched_reserve: reserving ..." in line:  # planned anew: what was planned before is gone
+            sizes = Counter({key: n for key, n in sizes.items() if key[0] != "compute"})
+        elif found := _CACHE_LAYER.search(line):
+            layers[found[1]] += 1
+        elif (found := _SIZE.search(line)) and found[2] == "KV":
+            cache[found[1]] += _bytes(found[3])
+        elif found:
+            sizes[_KINDS.get(found[2], "states"), found[1]] += _bytes(found[3])
+        elif found := _CACHE.search(line):
+            total = _bytes(found[1])
+            shares = cache if cache.total() else {place: total * n // layers.total() for place, n in layers.items()}
+            sizes.update({("cells", place): n for place, n in shares.items()})
+            layers, cache = Counter(), Counter()
+    return [Buffer(kind, place, n) for (kind, place), n in sizes.items() if n]
+
+
+def _bytes(mib: str) -> int:
+    return round(float(mib) * 2**20)

@@ -1,0 +1,52 @@
+"""What an engine takes of the memory once it is loaded and has worked."""
+
+from __future__ import annotations
+
+import msgspec
+import psutil
+
+from cppbatch.bench.memory.buffers import Buffer, read_buffers
+from cppbatch.config import EngineConfig
+from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.runtime import load_runtime
+from cppbatch.llama import Backend
+
+_NEW_TOKENS = 4
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What was measured, in bytes."""
+
+    buffers: list[Buffer]
+    """As llama.cpp logged them."""
+    process: int
+    """By how much the process has grown, without what nobody has touched yet."""
+    devices: dict[str, int]
+    """How much less each device has free."""
+
+
+def measure(config: EngineConfig) -> Taken:
+    """Loads the model into this process and lets every sequence work, so that its memory is not only promised."""
+    backend, process = Backend.get(), psutil.Process()
+    free_before, resident_before = _free(backend), process.memory_info().rss
+    with backend.lines() as lines:
+        runtime = load_runtime(config)
+    with BatchInferenceEngine(config, runtime=runtime) as engine:
+        info = engine.info
+        n_prompt = max(1, min(-(-config.n_ubatch // config.n_parallel), info.max_sequence - _NEW_TOKENS))
+        most = info.n_vocab - 1
+        prompts = [[(7 * i + 3 * k) % most + 1 for k in range(n_prompt)] for i in range(config.n_parallel)]
+        if info.pooling:
+            engine.embed(prompts)
+        else:
+            engine.generate(prompts, SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True, temperature=0))
+        return Taken(
+            read_buffers(lines),
+            process.memory_info().rss - resident_before,
+            {name: free_before[name] - free for name, free in _free(backend).items()},
+        )
+
+
+def _free(backend: Backend) -> dict[str, int]:
+    return {device.name: device.memory_free for device in backend.devices() if "GPU" in device.kind}

@@ -1,0 +1,142 @@
+"""The memory plan as a table and a picture."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from cppbatch.bench.machine import this_machine
+from cppbatch.bench.memory.buffers import Buffer
+from cppbatch.bench.memory.host import free_host_memory
+from cppbatch.bench.memory.measure import Taken
+from cppbatch.bench.memory.plan import HOST, Demand, demands, gib, where
+from cppbatch.bench.memory.survey import Device, Footprint, Survey, survey
+from cppbatch.bench.memory.weights import MAPPED
+from cppbatch.bench.plot import canvas
+from cppbatch.bench.report import Column, Report
+from cppbatch.config import MAX_SEQ_IDS, EngineConfig
+from cppbatch.errors import ModelError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MIB = 2**20
+_NAMES = {
+    "weights": "weights", "adapters": "LoRA adapters", "cells": "KV cells", "states": "recurrent states",
+    "compute": "compute buffers", "output": "rows of logits", "engine": "their copies", "process": "process",
+}  # fmt: skip
+_PLANNED = ("process", "engine")  # llama.cpp logs no such thing
+
+
+def memory_report(config: EngineConfig) -> Report:
+    """What the engine would take, beside what is free. Raises `EstimateFailed`, `ModelError`."""
+    found = survey([config])
+    footprint = _sound(found)[0]
+    needed = demands(found, free_host_memory())
+    return Report(
+        kind="memory",
+        title=f"Memory of -c {config.n_ctx} -np {config.n_parallel}, {footprint.kv_layout}",
+        machine=this_machine(),
+        model=config.model_path,
+        settings={"config": config, "sequence_cells": footprint.sequence_cells, "demands": needed},
+        columns=[Column("what", ""), Column("where", "where"), Column("predicted_mib", "MiB", 1)],
+        rows=[_row(buffer, found.devices) for buffer in _sorted(footprint.buffers)],
+        notes=[*map(_verdict, needed), _limits(config)],
+    )
+
+
+def with_measured(report: Report, taken: Taken, devices: Sequence[Device] = ()) -> Report:
+    """The report with what was measured beside it."""
+    measured: Counter[tuple[str, str]] = Counter()
+    for buffer in taken.buffers:
+        measured[_NAMES[buffer.kind], _where(buffer, devices)] += buffer.n_bytes
+    rows = [_with_measured(row, measured.get((row["what"], row["where"]))) for row in report.rows]
+    firm = sum(round(row["predicted_mib"] * _MIB) for row in report.rows if row["kind"] != "process")
+    notes = [f"this process grew by {gib(taken.process)} of {gib(firm)}: what no token has needed yet is not there"]
+    notes += [f"{name} has {gib(n)} less free" for name, n in taken.devices.items()]
+    columns = [*report.columns, Column("measured_mib", "measured", 1), Column("difference", "difference %", 1)]
+    return replace(report, columns=columns, rows=rows, notes=[*report.notes, *notes])
+
+
+def draw_memory(report: Report) -> Figure:
+    """Memory against context, and against parallelism with as many cells for each sequence; asks llama.cpp anew."""
+    config: EngineConfig = report.settings["config"]
+    contexts = [config.n_ctx * part // 8 for part in range(1, 17) if config.n_ctx * part // 8 >= config.n_parallel]
+    each = config.n_ctx // config.n_parallel
+    parallel = [n for n in (1 << i for i in range(9)) if n <= min(MAX_SEQ_IDS, config.n_batch, 4 * config.n_parallel)]
+    by_context = [replace(config, n_ctx=n) for n in contexts]
+    by_parallel = [replace(config, n_parallel=n, n_ctx=n * each) for n in parallel]
+    found = _sound(survey([*by_context, *by_parallel]))
+    figure, (left, right) = canvas(report, 2)
+    _areas(left, contexts, found[: len(contexts)])
+    left.set_xlabel(f"-c, with -np {config.n_parallel}")
+    _areas(right, parallel, found[len(contexts) :])
+    right.set_xlabel(f"-np, with {each} cells each")
+    right.legend(loc="upper left", fontsize=8)
+    return figure
+
+
+def _areas(axes: Any, sizes: list[int], footprints: list[Footprint]) -> None:
+    kinds = [kind for kind in _NAMES if any(b.kind == kind for f in footprints for b in f.buffers)]
+    layers = [[sum(b.n_bytes for b in f.buffers if b.kind == kind) / _MIB for f in footprints] for kind in kinds]
+    axes.stackplot(sizes, layers, labels=[_NAMES[kind] for kind in kinds], alpha=0.8)
+    axes.set_ylabel("MiB")
+
+
+def _sound(found: Survey) -> list[Footprint]:
+    for footprint in found.footprints:
+        if footprint.error:
+            raise ModelError(footprint.error)
+    return found.footprints
+
+
+def _sorted(buffers: list[Buffer]) -> list[Buffer]:
+    """Those of a kind and a place together, in the order of the names above."""
+    sizes: Counter[tuple[str, str]] = Counter()
+    for buffer in buffers:
+        sizes[buffer.kind, buffer.place] += buffer.n_bytes
+    order = list(_NAMES)
+    ordered = sorted(sizes.items(), key=lambda item: order.index(item[0][0]))
+    return [Buffer(kind, place, n) for (kind, place), n in ordered]  # type: ignore[arg-type]
+
+
+def _row(buffer: Buffer, devices: Sequence[Device]) -> dict[str, Any]:
+    return {
+        "what": _NAMES[buffer.kind],
+        "where": _where(buffer, devices),
+        "predicted_mib": buffer.n_bytes / _MIB,
+        "kind": buffer.kind,
+        "place": buffer.place,
+    }
+
+
+def _where(buffer: Buffer, devices: Sequence[Device]) -> str:
+    if buffer.place == MAPPED:
+        return "host, the file itself"
+    place = where(buffer, devices)
+    repacked = place == HOST and buffer.kind == "weights"
+    return f"{place}, repacked ({buffer.place})" if repacked else place
+
+
+def _with_measured(row: dict[str, Any], n_bytes: int | None) -> dict[str, Any]:
+    if n_bytes is None or row["kind"] in _PLANNED:
+        return row
+    measured = n_bytes / _MIB
+    return {**row, "measured_mib": measured, "difference": 100 * (row["predicted_mib"] / measured - 1)}
+
+
+def _verdict(demand: Demand) -> str:
+    file = f", and {gib(demand.mapped)} of the file" if demand.mapped else ""
+    fits = "will fit" if demand.will_fit else "will NOT fit"
+    slow = "; but the weights will not stay in memory" if demand.will_be_slow else ""
+    return f"{demand.where}: {gib(demand.firm)}{file}; {gib(demand.free)} free: {fits}{slow}"
+
+
+def _limits(config: EngineConfig) -> str:
+    return (
+        f"when cells run out, up to {config.swap_space} MiB of host memory more for sequences (--swap-space) and "
+        f"{config.prefix_cache_ram} for prefixes (--prefix-cache-ram)"
+    )

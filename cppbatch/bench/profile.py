@@ -1,0 +1,133 @@
+"""Settings that `cppbatch tune` found best for a model on this machine, kept as a TOML file."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import msgspec
+from platformdirs import user_config_path
+
+from cppbatch.bench.machine import this_machine
+from cppbatch.config import EngineConfig, FlashAttention, KvLayout
+from cppbatch.errors import ConfigError
+
+log = logging.getLogger("cppbatch.tune")
+
+VERSION = 1
+_HEADER_BYTES = 1 << 20
+_CONDITIONS = ("n_gpu_layers", "device", "cache_type_k", "cache_type_v")
+_FLAGS = {
+    "n_parallel": "-np", "n_ctx": "-c", "kv_layout": "--kv-layout", "flash_attn": "-fa", "n_ubatch": "-ub",
+    "n_threads": "-t",
+}  # fmt: skip
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of an `EngineConfig` that were chosen."""
+
+    n_parallel: int
+    n_ctx: int
+    kv_layout: KvLayout
+    flash_attn: FlashAttention
+    n_ubatch: int
+    n_threads: int
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A profile's file."""
+
+    version: int
+    made: datetime.datetime
+    cppbatch: str
+    model: str
+    cpu: str
+    cores: int
+    conditions: dict[str, str]
+    """Settings that it was measured with and says nothing about otherwise."""
+    settings: Tuned
+    measured: dict[str, float]
+    """What they reached, for the reader."""
+
+
+def profiles_folder() -> Path:
+    """$CPPBATCH_CONFIG, else the user's folder of settings; profiles are in `profiles`."""
+    named = os.environ.get("CPPBATCH_CONFIG")
+    return (Path(named).expanduser() if named else user_config_path("cppbatch")) / "profiles"
+
+
+def profile_path(config: EngineConfig) -> Path:
+    """The file for this model on this machine. Another size or header of the model file is another model."""
+    model, machine = Path(config.model_path), this_machine(with_llama=False)
+    with model.open("rb") as file:
+        header = hashlib.sha256(file.read(_HEADER_BYTES)).hexdigest()
+    key = repr((model.stat().st_size, header, machine.cpu, machine.cores, *conditions(config).values()))
+    return profiles_folder() / f"{model.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+
+
+def conditions(config: EngineConfig) -> dict[str, str]:
+    """What a profile depends on beside the model and the machine."""
+    return {name: str(getattr(config, name)) for name in _CONDITIONS}
+
+
+def save_profile(config: EngineConfig, settings: Tuned, measured: dict[str, float]) -> Path:
+    """Writes it, whole or not at all, in place of an older one. Raises `ConfigError` where that cannot be."""
+    path, machine = profile_path(config), this_machine(with_llama=False)
+    profile = Profile(
+        version=VERSION,
+        made=datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
+        cppbatch=machine.cppbatch,
+        model=Path(config.model_path).name,
+        cpu=machine.cpu,
+        cores=machine.cores,
+        conditions=conditions(config),
+        settings=settings,
+        measured=measured,
+    )
+    part = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(msgspec.toml.encode(profile))
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the profile cannot be written to {path}: {error.strerror}. Set CPPBATCH_CONFIG") from error
+    return path
+
+
+def use_profile(config: EngineConfig, given: Collection[str]) -> tuple[EngineConfig, str | None]:
+    """`config` with what its profile says of the settings that are not in `given`, and a line that says so.
+
+    A file that makes no sense any more is left out with a warning. None: nothing was changed.
+    """
+    path = profile_path(config)
+    if config.pooling or not path.is_file():
+        return config, None
+    try:
+        profile = msgspec.toml.decode(path.read_bytes(), type=Profile)
+        if profile.version != VERSION:
+            raise ConfigError(f"it is of version {profile.version}, and this cppbatch reads {VERSION}")
+        changes = _changes(profile.settings, config, given)
+        changed = msgspec.structs.replace(config, **changes)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError, ConfigError) as error:
+        log.warning("the profile %s is not used: %s. Make a new one with `cppbatch tune`, or delete it", path, error)
+        return config, None
+    if not changes:
+        return config, None
+    date = profile.made.date()
+    return changed, f"using the profile {path} of {date}: {as_flags(changes)}; --no-profile leaves it out"
+
+
+def as_flags(settings: Mapping[str, object]) -> str:
+    """Settings as one would give them."""
+    return " ".join(f"{_FLAGS[name]} {value}" for name, value in settings.items())
+
+
+def _changes(settings: Tuned, config: EngineConfig, given: Collection[str]) -> dict[str, object]:
+    """-np and -c belong together: who gives one of them decides about both."""
+    ours = set(given) | ({"n_parallel", "n_ctx"} if {"n_parallel", "n_ctx"} & set(given) else set())
+    found = msgspec.structs.asdict(settings)
+    return {name: value for name, value in found.items() if name not in ours and value != getattr(config, name)}

@@ -1,0 +1,1 @@
+"""Finds the settings for a model on this machine: `search` has the rules, `points` measures, `tuner` goes round."""

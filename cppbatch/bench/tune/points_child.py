@@ -1,0 +1,93 @@
+"""The process of `measure_point`: runs the real engine with some settings for a second or two."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+
+from cppbatch.bench.tune.points import Point, Task
+from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.params import SamplingParams
+from cppbatch.errors import CppBatchError, ModelError
+
+_PROMPT = 32  # tokens of the sequences that decode
+_FEWEST_STEPS = 8
+_WARM_UP = 2  # steps that do not count
+
+
+def main() -> None:
+    """Reads a `Task` from the standard input, writes a `Point` to the standard output."""
+    with contextlib.suppress(OSError):  # Linux: if memory runs out, let it be this process's end and nobody else's
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    try:
+        with BatchInferenceEngine(task.config) as engine:
+            point = _measured(engine, task)
+    except CppBatchError as error:
+        point = Point(error=str(error))
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(point))
+
+
+def _measured(engine: BatchInferenceEngine, task: Task) -> Point:
+    if engine.info.pooling:
+        raise ModelError(f"{engine.info.name} gives vectors: a step's texts are all there is to its batch")
+    engine.generate([_prompt(engine, 1, 16)], SamplingParams(max_tokens=2, ignore_eos=True))  # pages come into memory
+    reading = _reading_speed(engine, task.prompt_tokens) if task.prompt_tokens else 0.0
+    if not task.seconds and task.prompt_tokens:
+        return Point(prompt_tokens_per_s=reading, kv_layout=engine.info.kv_layout)
+    steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
+    median = statistics.median(steps)
+    return Point(
+        inter_token_ms=1000 * median,
+        tokens_per_s=engine.config.n_parallel / median,
+        prompt_tokens_per_s=reading,
+        steps=len(steps),
+        kv_layout=engine.info.kv_layout,
+    )
+
+
+def _reading_speed(engine: BatchInferenceEngine, n_tokens: int) -> float:
+    """Prompt tokens/s of one prompt with nothing beside it."""
+    prompt = _prompt(engine, 2, n_tokens)
+    start = perf_counter()
+    engine.generate([prompt], SamplingParams(max_tokens=1))
+    return len(prompt) / (perf_counter() - start)
+
+
+def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -> list[float]:
+    """Seconds of each step in which all sequences decode, for that long; of one step at least."""
+    n = engine.config.n_parallel
+    room = max(4, min(engine.info.n_ctx // n, engine.info.max_sequence) - n_prompt)
+    params = SamplingParams(max_tokens=room, ignore_eos=True)
+    ids = [engine.add_request(_prompt(engine, 3 + i, n_prompt), params) for i in range(n)]
+    told: set[str] = set()
+    while len(told) < n:  # a first token of each: all prompts are read
+        told |= {event.request_id for event in engine.step()}
+    for _ in range(_WARM_UP if seconds else 0):
+        engine.step()
+    steps: list[float] = []
+    end = perf_counter() + seconds
+    while len(steps) < (_FEWEST_STEPS if seconds else 1) or perf_counter() < end:
+        start = perf_counter()
+        ended = [event for event in engine.step() if event.finish_reason]
+        steps.append(perf_counter() - start)
+        if ended:
+            break
+    for request_id in ids:
+        engine.cancel(request_id)
+    return steps
+
+
+def _prompt(engine: BatchInferenceEngine, which: int, n_tokens: int) -> list[int]:
+    """Others for each `which`, so that nothing is shared."""
+    n = max(1, min(n_tokens, engine.info.max_sequence // 2))
+    return [(7 * which + 3 * k) % (engine.info.n_vocab - 1) + 1 for k in range(n)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What was tuned, as a table and a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cppbatch.bench.machine import this_machine
+from cppbatch.bench.plot import canvas
+from cppbatch.bench.profile import as_flags
+from cppbatch.bench.report import Column, Report
+from cppbatch.bench.tune.search import LEAST_GAIN
+from cppbatch.bench.tune.tuner import Tuning
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def tuning_report(tuning: Tuning) -> Report:
+    """Each setting that was measured, and at the end what was chosen."""
+    chosen = msgspec.structs.asdict(tuning.settings())
+    speed = tuning.speed
+    return Report(
+        kind="tune",
+        title="Settings measured",
+        machine=this_machine(),
+        model=tuning.config.model_path,
+        settings={
+            "chosen": chosen,
+            "speed": msgspec.structs.asdict(speed),
+            "curve": [msgspec.structs.asdict(each) for each in tuning.curve],
+            "least_gain": LEAST_GAIN,
+        },
+        columns=[
+            Column("what", "of"),
+            Column("setting", "setting"),
+            Column("tokens_per_s", "tokens/s", 1),
+            Column("inter_token_ms", "ms between tokens", 1),
+            Column("prompt_tokens_per_s", "prompt tokens/s", 0),
+            Column("error", ""),
+        ],
+        rows=[_row(point) for point in tuning.points],
+        notes=[
+            f"chosen: {as_flags(chosen)}",
+            f"{speed.tokens_per_s:.1f} tokens/s together, {speed.inter_token_ms:.1f} ms between two of one sequence",
+            *tuning.notes,
+        ],
+    )
+
+
+def draw_tuning(report: Report) -> Figure:
+    """Throughput and latency against parallelism, with the choice marked."""
+    curve, chosen = report.settings["curve"], report.settings["speed"]
+    figure, (left, right) = canvas(report, 2)
+    sizes = [each["n_parallel"] for each in curve]
+    for axes, key, label in (
+        (left, "tokens_per_s", "tokens/s of all sequences"),
+        (right, "inter_token_ms", "ms between two tokens of a sequence"),
+    ):
+        axes.plot(sizes, [each[key] for each in curve], marker="o")
+        axes.axvline(chosen["n_parallel"], color="tab:red", linestyle="--", label=f"chosen: {chosen['n_parallel']}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, list(map(str, sizes)))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("-np")
+        axes.set_ylabel(label)
+    left.legend()
+    return figure
+
+
+def _row(point: dict[str, Any]) -> dict[str, Any]:
+    """What was not measured is empty, not 0."""
+    return {key: value or None if isinstance(value, float) else value for key, value in point.items()}

@@ -1,0 +1,33 @@
+"""`cppbatch memory`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from cppbatch.cli.options import engine_options
+from cppbatch.cli.report_options import Draw, report_options
+from cppbatch.config import EngineConfig
+
+if TYPE_CHECKING:
+    from cppbatch.bench.report import Report
+
+
+@click.command()
+@engine_options
+@report_options
+@click.option("--load", is_flag=True, help="Load the model then, and show what it really takes beside.")
+def memory(config: EngineConfig, load: bool) -> tuple[Report, Draw]:
+    """Shows what an engine would take of the memory, before it is loaded.
+
+    --plot draws that against the context and against parallelism.
+    """
+    from cppbatch.bench.memory.report import draw_memory, memory_report, with_measured
+
+    report = memory_report(config)
+    if load:
+        from cppbatch.bench.memory.measure import measure
+
+        report = with_measured(report, measure(config))
+    return report, draw_memory

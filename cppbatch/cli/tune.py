@@ -1,0 +1,56 @@
+"""`cppbatch tune`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from cppbatch.cli.fitting import given_settings
+from cppbatch.cli.options import engine_options
+from cppbatch.cli.report_options import Draw, report_options
+from cppbatch.config import EngineConfig
+
+if TYPE_CHECKING:
+    from cppbatch.bench.report import Report
+
+
+@click.command()
+@engine_options
+@report_options
+@click.option("--max-parallel", type=click.IntRange(1, 256), default=64, show_default=True, help="Try no more.")
+@click.option(
+    "--target-latency-ms", type=float, default=None, help="A sequence must not wait longer for its next token."
+)
+@click.option("--max-minutes", type=float, default=5, show_default=True, help="How long to measure at most.")
+@click.option("--dry-run", is_flag=True, help="Show the best settings, and write no profile.")
+def tune(
+    config: EngineConfig, max_parallel: int, target_latency_ms: float | None, max_minutes: float, dry_run: bool
+) -> tuple[Report, Draw]:
+    """Finds the best settings for this model on this machine.
+
+    Parallelism, KV layout, flash attention, -ub and threads; what is given by a flag is left at that. Each sequence
+    gets as many cells as -c / -np are. `serve` and `generate` use the profile that comes of it.
+    """
+    from cppbatch.bench.profile import save_profile
+    from cppbatch.bench.tune.report import draw_tuning, tuning_report
+    from cppbatch.bench.tune.tuner import Tuner, check_limits
+
+    check_limits(target_latency_ms, max_minutes)
+    console = Console(stderr=True)
+    with console.status("tuning") as status:
+        tuning = Tuner(
+            config,
+            given=given_settings(),
+            most_parallel=max_parallel,
+            target_ms=target_latency_ms,
+            seconds=60 * max_minutes,
+            say=status.update,
+        ).run()
+    report = tuning_report(tuning)
+    if dry_run:
+        return report, draw_tuning
+    path = save_profile(config, tuning.settings(), tuning.figures())
+    console.print(f"written: {path}; serve and generate use it from now on", soft_wrap=True)
+    return report, draw_tuning

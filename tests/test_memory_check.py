@@ -1,0 +1,139 @@
+"""Settings that will not fit are refused before anything is loaded, with others that would."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from msgspec.structs import replace
+
+from cppbatch.bench.memory import check
+from cppbatch.bench.memory.buffers import Buffer
+from cppbatch.bench.memory.check import alternatives, check_memory
+from cppbatch.bench.memory.host import free_host_memory
+from cppbatch.bench.memory.plan import demands
+from cppbatch.bench.memory.survey import Device, Footprint, Survey
+from cppbatch.bench.memory.weights import MAPPED
+from cppbatch.cli.main import cli
+from cppbatch.config import EngineConfig
+from cppbatch.errors import ConfigError, EstimateFailed
+from tests.server_process import ServerProcess
+
+GIB = 2**30
+CONFIG = EngineConfig(model_path="model.gguf", n_ctx=16384, n_parallel=16)
+GPU = Device("CUDA0", "a GPU", 8 * GIB, 10 * GIB)
+
+
+def footprint(config: EngineConfig) -> Footprint:
+    """1 MiB a cell, half of that if quantised; with layers on the GPU the cells are there."""
+    size = (2**20 if config.cache_type_k == "f16" else 2**19) * config.n_ctx
+    place = "CUDA0" if config.n_gpu_layers == -1 else "CPU"
+    return Footprint(buffers=[Buffer("weights", MAPPED, GIB), Buffer("cells", place, size)], n_layers=8)
+
+
+def survey(configs: list[EngineConfig]) -> Survey:
+    return Survey([footprint(config) for config in configs], [GPU])
+
+
+@pytest.fixture
+def with_memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(check, "survey", survey)
+    monkeypatch.setattr(check, "free_host_memory", lambda: 9 * GIB)
+    return monkeypatch
+
+
+def test_what_fits_is_not_refused(with_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    check_memory(replace(CONFIG, n_ctx=4096))
+    assert not caplog.records
+
+
+def test_a_refusal_has_the_numbers_and_what_would_fit(with_memory: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_memory(replace(CONFIG, n_gpu_layers=0))
+    message = str(refused.value)
+    assert "needs 16.00 GiB of the host's memory (cells 16.00 GiB), and 9.00 GiB are free there" in message
+    assert "fit with -c 8192, or with -np 8 -c 8192, or with -ctk q8_0 -ctv q8_0." in message
+    assert "--no-memory-check (CPPBATCH_MEMORY_CHECK=0)" in message
+
+
+def test_a_gpu_that_is_too_small_is_named_and_fewer_layers_on_it_are_offered(with_memory: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"of CUDA0 .* 8\.00 GiB are free there\. It would fit with -c 8192"
+    ) as refused:
+        check_memory(replace(CONFIG))
+    assert "-ngl" not in str(refused.value)  # on the host there is not enough either
+    with_memory.setattr(check, "free_host_memory", lambda: 64 * GIB)
+    with pytest.raises(ConfigError, match="or with -ngl 7"):
+        check_memory(CONFIG)
+
+
+def test_several_workers_need_it_several_times_but_share_the_file(with_memory: pytest.MonkeyPatch) -> None:
+    on_host = replace(CONFIG, n_ctx=4096, n_gpu_layers=0)
+    assert [(d.firm, d.mapped) for d in demands(survey([on_host] * 3), 9 * GIB)] == [(12 * GIB, GIB)]
+    with pytest.raises(ConfigError, match=r"memory by 3 workers .* fit with -c 2048"):
+        check_memory(on_host, lambda config: [config] * 3)
+
+
+def test_weights_that_would_be_read_again_and_again_are_a_warning(
+    with_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_memory(replace(CONFIG, n_ctx=8704, n_gpu_layers=0))
+    assert "8.50 GiB needed beside 1.00 GiB of weights" in caplog.text
+
+
+def test_an_estimate_that_fails_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(configs: list[EngineConfig]) -> Survey:
+        raise EstimateFailed("the process ended with code -6")
+
+    monkeypatch.setattr(check, "survey", fail)
+    check_memory(CONFIG)
+    assert "not checked: the process ended with code -6" in caplog.text
+
+
+def test_a_model_that_cannot_be_opened_is_left_to_the_loading(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(check, "survey", lambda configs: Survey([Footprint(error="it is damaged")], []))
+    check_memory(CONFIG)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_device_that_does_not_tell_is_not_held_against_anybody() -> None:
+    silent = replace(GPU, free=0, total=0)
+    assert all(demand.will_fit for demand in demands(Survey([footprint(CONFIG)], [silent]), 9 * GIB))
+
+
+def test_all_that_is_offered_takes_less_and_can_be_set() -> None:
+    smallest = replace(CONFIG, n_ctx=600, n_parallel=1, n_batch=64, cache_type_k="q8_0", cache_type_v="q8_0")
+    assert not [flags for group in alternatives(smallest) for flags, _ in group]
+    assert all(changed != CONFIG for group in alternatives(CONFIG, n_layers=4) for _, changed in group)
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 200000\nactive_file 50000\n")
+    assert free_host_memory(tmp_path) == 550_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_memory(tmp_path) > 2**24
+
+
+def test_generate_is_refused_and_can_insist(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "free_host_memory", lambda: 2**20)
+    sizes = ["-c", "512", "-np", "2", "-t", "1"]
+    arguments = ["generate", "-m", str(tiny_llama), *sizes, "-p", "ab", "-n", "2", "--no-profile"]
+    refused = CliRunner().invoke(cli, arguments)
+    assert isinstance(refused.exception, ConfigError)
+    assert "1.0 MiB are free there. Take a smaller model" in str(refused.exception)
+    assert CliRunner().invoke(cli, [*arguments, "--no-memory-check"]).exit_code == 0
+
+
+def test_serve_ends_before_it_loads_what_can_never_fit(default_model: Path) -> None:
+    with ServerProcess("-m", default_model, "-c", "2147483647", "-np", "4", "--kv-layout", "unified") as server:
+        assert server.wait() == 2
+    message = "".join(server.errors)
+    assert "error: -c 2147483647 -np 4 needs 4" in message  # some 46 TiB
+    assert "It would fit with -c " in message or "Take a smaller model" in message  # as this machine has room
+    assert not [line for line in server.lines if "loading" in line]

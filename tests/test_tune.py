@@ -1,0 +1,247 @@
+"""How settings are chosen, on made-up machines; and once on a real one with a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from cppbatch.bench.memory.buffers import Buffer
+from cppbatch.bench.memory.survey import Footprint, Survey
+from cppbatch.bench.profile import profiles_folder
+from cppbatch.bench.tune import tuner
+from cppbatch.bench.tune.points import Point, Task, measure_point
+from cppbatch.bench.tune.search import Speed, doublings, fastest, knee, largest_that
+from cppbatch.bench.tune.tuner import Tuner, Tuning, check_limits
+from cppbatch.cli.main import cli
+from cppbatch.config import EngineConfig
+from cppbatch.errors import ConfigError, ModelError
+
+CONFIG = EngineConfig(model_path="model.gguf", n_threads=2)
+
+
+def curve(*tokens_per_s: float) -> list[Speed]:
+    return [Speed(1 << i, speed, 1000 * (1 << i) / speed) for i, speed in enumerate(tokens_per_s)]
+
+
+# --- the rules ---
+
+
+def test_the_knee_is_where_another_doubling_gains_less_than_a_tenth() -> None:
+    assert knee(curve(100, 190, 350, 600, 640, 900)).n_parallel == 8
+    assert knee(curve(100, 111, 123, 136)).n_parallel == 8  # the last one, as all were worth it
+    assert knee(curve(100, 105)).n_parallel == 1
+    assert knee(curve(100, 60)).n_parallel == 1
+
+
+def test_less_than_a_doubling_needs_to_gain_less() -> None:
+    assert knee([Speed(16, 100, 1), Speed(24, 106, 1)]).n_parallel == 16
+    assert knee([Speed(16, 100, 1), Speed(24, 108, 1)]).n_parallel == 24
+
+
+def test_a_target_latency_bounds_the_parallelism() -> None:
+    speeds = curve(100, 190, 350, 600)  # 10, 10.5, 11.4 and 13.3 ms
+    assert knee(speeds, target_ms=11).n_parallel == 2
+    assert knee(speeds, target_ms=1).n_parallel == 1  # nothing keeps to it
+    assert knee(speeds, target_ms=50).n_parallel == 8
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 37, 63, 64, 1000])
+def test_the_largest_that_fits_is_found_with_few_trials(limit: int) -> None:
+    asked: list[int] = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= limit
+
+    assert largest_that(fits, 1, 64) == (min(limit, 64) or None)
+    assert len(asked) <= 8
+    assert len(set(asked)) == len(asked)
+
+
+def test_another_setting_must_be_clearly_faster() -> None:
+    assert fastest([100, 102]) == 0
+    assert fastest([100, 104]) == 1
+    assert fastest([None, 50, 40]) == 1
+    assert fastest([None, None]) is None
+
+
+def test_parallelism_is_doubled_up_to_the_most() -> None:
+    assert doublings(1) == [1]
+    assert doublings(16) == [1, 2, 4, 8, 16]
+    assert doublings(20) == [1, 2, 4, 8, 16, 20]
+
+
+def test_targets_and_times_must_make_sense() -> None:
+    check_limits(None, 5)
+    for target, minutes in ((0, 5), (-1, 5), (float("nan"), 5), (10, 0)):
+        with pytest.raises(ConfigError, match="must be more than 0"):
+            check_limits(target, minutes)
+
+
+# --- going round, on a made-up machine ---
+
+
+def machine(task: Task, timeout: float) -> Point:
+    """Fastest with one thread, per-sequence streams, flash attention off and -ub 256; no gain beyond 8 sequences."""
+    config = task.config
+    speed = 100.0 * min(config.n_parallel, 8)
+    speed *= 1.5 if config.kv_layout == "per-sequence" else 1
+    speed *= 1.2 if config.flash_attn == "off" else 1
+    speed *= 1.1 if config.n_threads == 1 else 1
+    reading = 1000.0 if config.n_ubatch == 256 else 900.0
+    return Point(
+        tokens_per_s=speed, inter_token_ms=1000 * config.n_parallel / speed, prompt_tokens_per_s=reading, steps=9
+    )
+
+
+@pytest.fixture
+def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Room for so many sequences by the estimate."""
+
+    def room(n: int) -> None:
+        def survey(configs: list[EngineConfig]) -> Survey:
+            needs = [[Buffer("cells", "CPU", config.n_parallel)] for config in configs]
+            return Survey([Footprint(buffers=buffers, n_ctx_train=1024) for buffers in needs], [])
+
+        monkeypatch.setattr(tuner, "survey", survey)
+        monkeypatch.setattr(tuner, "free_host_memory", lambda: n)
+        monkeypatch.setattr(tuner, "_threads", lambda config: [2, 1, 4])
+
+    room(1000)
+    return room
+
+
+def tuned(
+    config: EngineConfig = CONFIG, measure: Callable[[Task, float], Point] = machine, **options: object
+) -> Tuning:
+    settings = {"most_parallel": 64, "seconds": 60.0, "measure": measure, **options}
+    return Tuner(config, **settings).run()  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_every_setting_is_found() -> None:
+    found = tuned()
+    settings = found.settings()
+    assert (settings.n_threads, settings.kv_layout, settings.flash_attn) == (1, "per-sequence", "off")
+    assert (settings.n_parallel, settings.n_ctx, settings.n_ubatch) == (8, 16384, 256)
+    assert [speed.n_parallel for speed in found.curve] == [1, 2, 4, 8, 16]  # nothing beyond what shows the knee
+    assert found.speed.tokens_per_s == pytest.approx(800 * 1.5 * 1.2 * 1.1)
+    assert not found.notes
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_cells_grow_with_parallelism_unless_they_are_given() -> None:
+    def scales(task: Task, timeout: float) -> Point:
+        n = task.config.n_parallel
+        return Point(tokens_per_s=100.0 * n, inter_token_ms=10, prompt_tokens_per_s=1000, steps=9)
+
+    assert tuned(measure=scales).settings().n_ctx == 64 * 1024
+    given = tuned(EngineConfig(model_path="model.gguf", n_ctx=20), measure=scales, given={"n_ctx"}).settings()
+    assert (given.n_parallel, given.n_ctx) == (20, 20)
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_streams_that_could_not_hold_the_longest_text_are_not_tried() -> None:
+    found = tuned(EngineConfig(model_path="model.gguf", n_ctx=16 * 1023))
+    assert found.settings().kv_layout == "unified"
+    assert not [point for point in found.points if "per-sequence" in point["setting"]]
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_a_disturbed_measurement_does_not_end_the_curve() -> None:
+    tries: list[int] = []
+
+    def disturbed(task: Task, timeout: float) -> Point:
+        n = task.config.n_parallel
+        tries.append(n)
+        point = machine(task, timeout)
+        return msgspec.structs.replace(point, tokens_per_s=1.0) if n == 4 and tries.count(4) == 1 else point
+
+    found = tuned(measure=disturbed)
+    assert found.settings().n_parallel == 8
+    assert tries.count(4) == 2
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_what_the_user_has_given_stays() -> None:
+    given = {"n_parallel", "flash_attn", "n_ubatch", "n_threads", "kv_layout"}
+    config = EngineConfig(model_path="model.gguf", n_parallel=3, n_ctx=999, flash_attn="on", n_ubatch=64, n_threads=4)
+    found = tuned(config, given=given)
+    assert found.settings() == tuner.Tuned(
+        n_parallel=3, n_ctx=999, kv_layout="auto", flash_attn="on", n_ubatch=64, n_threads=4
+    )
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_quantised_values_are_never_tried_without_flash_attention() -> None:
+    found = tuned(EngineConfig(model_path="model.gguf", cache_type_v="q8_0"))
+    assert found.settings().flash_attn == "on"
+    assert not [point for point in found.points if "off" in point["setting"]]
+
+
+def test_memory_bounds_parallelism_by_estimate_and_by_trying(memory_for: Callable[[int], None]) -> None:
+    memory_for(5)  # so 4 of the doublings
+
+    def only_three_load(task: Task, timeout: float) -> Point:
+        return machine(task, timeout) if task.config.n_parallel <= 3 else Point(error="out of memory")
+
+    found = tuned(measure=only_three_load)
+    assert found.most_parallel == 3
+    assert found.settings().n_parallel == 3
+    assert "memory has room for -np 3 -c 16384 at most" in found.notes
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_when_the_time_is_over_what_is_known_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(tuner, "monotonic", lambda: float(next(clock)))
+    found = tuned(seconds=10.5)  # memory, 3 threads, 4 layouts, 2 of the curve
+    assert [speed.n_parallel for speed in found.curve] == [1, 2]
+    assert found.settings().n_parallel == 2
+    assert any("--max-minutes" in note for note in found.notes)
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_a_model_that_does_not_run_is_an_error_with_the_reason() -> None:
+    with pytest.raises(ModelError, match="not even -np 1 -c 16384 runs: it is cursed"):
+        tuned(measure=lambda task, timeout: Point(error="it is cursed"))
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_a_latency_that_nothing_keeps_to_is_said() -> None:
+    found = tuned(target_ms=0.001)
+    assert found.settings().n_parallel == 1
+    assert found.notes == ["not even one sequence keeps to 0.001 ms a token here"]
+
+
+# --- a real engine ---
+
+
+def test_a_process_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
+    config = EngineConfig(model_path=str(tmp_path / "none.gguf"))
+    assert "there is no model file" in (measure_point(Task(config=config, seconds=0.1), 60).error or "")
+
+
+def test_a_profile_of_a_real_model_is_written_and_used(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPPBATCH_CONFIG", str(tmp_path))
+    monkeypatch.setattr(tuner, "_SECONDS", 0.02)
+    model = ["-m", str(tiny_llama), "-c", "1024", "-t", "1", "-fa", "off", "-ub", "64", "--kv-layout", "unified"]
+    report = tmp_path / "report.json"
+    limits = ["-np", "4", "--max-minutes", "1", "--json", str(report)]
+    done = CliRunner().invoke(cli, ["tune", *model, *limits])
+    assert done.exit_code == 0, done.output
+    figures = json.loads(report.read_text())
+    assert figures["settings"]["chosen"]["n_parallel"] == 4
+    assert figures["rows"][0]["tokens_per_s"] > 0
+    [profile] = profiles_folder().iterdir()
+    used = CliRunner().invoke(cli, ["generate", "-m", str(tiny_llama), "-p", "ab", "-n", "2"])
+    assert used.exit_code == 0, used.output
+    assert f"using the profile {profile} of 2" in used.stderr
+    assert "-np 4 -c 1024 --kv-layout unified -fa off -ub 64 -t 1; --no-profile leaves it out" in used.stderr
