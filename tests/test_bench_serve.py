@@ -14,13 +14,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from cppbatch.bench.lengths import Lengths
 from cppbatch.bench.load.arrivals import closed_loop
 from cppbatch.bench.load.client import Client, Outcome, Server
 from cppbatch.bench.load.compare import compare
 from cppbatch.bench.load.plan import Load
 from cppbatch.bench.load.side_by_side import LoadReport
 from cppbatch.bench.load.target import Target, look
-from cppbatch.bench.load.workload import Lengths, Request, Workload
+from cppbatch.bench.load.workload import Request, Workload
 from cppbatch.cli.main import cli
 from cppbatch.errors import ConfigError, UnusableServer
 from cppbatch.server.app import create_app

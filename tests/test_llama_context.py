@@ -24,6 +24,14 @@ def test_sizes_out_of_range_are_refused_with_their_name_and_value(make_context, 
         make_context(**{name: value})
 
 
+@pytest.mark.parametrize("kv_unified", [True, False])
+def test_a_batch_may_be_as_small_as_a_token_for_each_sequence(make_context, kv_unified):
+    context, batch = make_context(n_batch=4, kv_unified=kv_unified), Batch(4)  # llama.cpp would abort here
+    batch.add_rows([7] * 4, [0] * 4, range(4))
+    context.decode(batch)
+    assert context.logits(4).shape[0] == 4
+
+
 def test_the_sizes_told_are_the_actual_ones(make_context):
     assert make_context(n_ctx=100).n_ctx == 256
     context = make_context(n_ctx=1024, kv_unified=False, n_ubatch=32)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from cppbatch.bench.lengths import Lengths
 from cppbatch.bench.load.arrivals import open_loop, poisson
 from cppbatch.bench.load.client import Outcome, Server
 from cppbatch.bench.load.results import Run, row
 from cppbatch.bench.load.stream import Failure, Reading
-from cppbatch.bench.load.workload import Lengths, Request, Workload
+from cppbatch.bench.load.workload import Request, Workload
 from cppbatch.bench.report import cell
 from cppbatch.errors import ConfigError
 from cppbatch.llama import Model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -53,6 +54,18 @@ def test_what_cannot_be_told_ends_the_loop_with_that_error() -> None:
     engine.add_request([1, 2], PARAMS)
     with pytest.raises(RuntimeError, match="boom"):
         StepLoop(broken).run(engine)
+
+
+def test_what_cannot_be_told_at_the_very_end_is_an_error_too() -> None:
+    def broken(new: list[GenerationEvent]) -> None:
+        loop.stop()
+        time.sleep(0.2)  # the loop has done its last command, and waits for this
+        raise RuntimeError("boom")
+
+    loop, engine = StepLoop(broken), fake_engine()
+    engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=1))
+    with pytest.raises(RuntimeError, match="boom"):
+        loop.run(engine)
 
 
 def test_a_slow_reader_of_events_holds_the_steps_up_rather_than_memory() -> None:

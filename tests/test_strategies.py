@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cppbatch import BatchInferenceEngine
+from cppbatch.bench.lengths import Lengths
 from cppbatch.bench.strategies import STRATEGIES
 from cppbatch.bench.strategies.concurrent import Concurrent
 from cppbatch.bench.strategies.known import policies
@@ -231,7 +232,7 @@ def test_a_padded_batch_computes_a_rectangle_of_prompts_and_one_of_rows(n_batch:
 
 
 def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() -> None:
-    work = Workload(n_requests=200, prompt_tokens=(4, 32), new_tokens=(1, 64), rate=10.0, seed=3)
+    work = Workload(n_requests=200, prompt_tokens=Lengths(4, 32), new_tokens=Lengths(1, 64), rate=10.0, seed=3)
     drawn = work.jobs(N_VOCAB)
     assert drawn == work.jobs(N_VOCAB)
     assert {len(job.prompt) for job in drawn} <= set(range(4, 33))
@@ -245,8 +246,8 @@ def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() 
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
-        ({"n_requests": 0}, "--num-requests"), ({"prompt_tokens": (0, 4)}, "--prompt-tokens"),
-        ({"new_tokens": (5, 4)}, "--new-tokens"), ({"rate": -1.0}, "--rate"), ({"rate": float("nan")}, "--rate"),
+        ({"n_requests": 0}, "--requests"), ({"prompt_tokens": Lengths(0, 4)}, "--prompt-tokens"),
+        ({"new_tokens": Lengths(5, 4)}, "--new-tokens"), ({"rate": -1.0}, "--rate"), ({"rate": float("nan")}, "--rate"),
         ({"seed": -1}, "--seed"),
     ],
 )  # fmt: skip
@@ -267,7 +268,7 @@ def test_a_comparison_has_a_row_for_each_strategy_with_the_same_texts(tiny_llama
     config = EngineConfig(
         model_path=str(tiny_llama), n_parallel=4, n_threads=1, flash_attn="off", cache_type_k="f32", cache_type_v="f32"
     )
-    work = Workload(n_requests=9, prompt_tokens=(4, 40), new_tokens=(2, 24))
+    work = Workload(n_requests=9, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(2, 24))
     report = measure_strategies(config, Strategies(repeats=2), work)
     rows = {row["strategy"]: row for row in report.rows}
     assert tuple(rows) == STRATEGIES
@@ -280,7 +281,7 @@ def test_a_comparison_has_a_row_for_each_strategy_with_the_same_texts(tiny_llama
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_all_strategies_give_the_same_greedy_texts_on_float_weights(tiny_llama: Path, layout: str) -> None:
     settings = {"n_threads": 1, "flash_attn": "off", "kv_layout": layout, "n_ctx": 512, "n_parallel": 4}
-    drawn = Workload(n_requests=8, prompt_tokens=(4, 40), new_tokens=(4, 24)).jobs(462)
+    drawn = Workload(n_requests=8, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(4, 24)).jobs(462)
     texts = {}
     for name, policy in KNOWN.items():
         with BatchInferenceEngine(tiny_llama, prefix_cache=False, policy=policy, **settings) as engine:

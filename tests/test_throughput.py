@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from cppbatch import BatchInferenceEngine
 from cppbatch.bench.bare import bare_loop
 from cppbatch.bench.inputs import random_prompt
-from cppbatch.bench.throughput import REQUESTS, Sizes, engine_loop, measure_throughput
+from cppbatch.bench.throughput import KINDS, Sizes, engine_loop, measure_throughput
 from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import PHASES
@@ -52,10 +52,10 @@ def test_the_engine_s_speed_is_of_full_batches() -> None:
 
 
 def test_every_kind_of_requests_has_a_row_for_each_batch_size_layout_and_attention(tiny_llama: Path) -> None:
-    sizes = Sizes(batch_sizes=(1, 3), requests=tuple(REQUESTS), prompt_tokens=8, new_tokens=4, repeats=2)
+    sizes = Sizes(batch_sizes=(1, 3), kinds=tuple(KINDS), prompt_tokens=8, new_tokens=4, repeats=2)
     report = measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes)
-    seen = [(row["kv_layout"], row["flash_attn"], row["batch_size"], row["requests"]) for row in report.rows]
-    assert len(seen) == len(set(seen)) == 2 * 2 * 2 * len(REQUESTS)
+    seen = [(row["kv_layout"], row["flash_attn"], row["batch_size"], row["kind"]) for row in report.rows]
+    assert len(seen) == len(set(seen)) == 2 * 2 * 2 * len(KINDS)
     for row in report.rows:
         assert tuple(row["phases_ms"]) == PHASES
         assert row["decode"].median > 0
@@ -77,7 +77,7 @@ def test_one_model_serves_all_contexts(tiny_llama: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("command", ["throughput", "strategies"])
 def test_figures_go_to_a_table_a_file_and_a_picture(command: str, tiny_llama: Path, tmp_path: Path) -> None:
-    few = ["-B", "1,2"] if command == "throughput" else ["--num-requests", "3", "-np", "2"]
+    few = ["-B", "1,2"] if command == "throughput" else ["--requests", "3", "-np", "2"]
     files = ["--json", tmp_path / "figures.json", "--plot", tmp_path / "figures.png"]
     result = run(command, "-m", tiny_llama, *few, *SMALL, *files)
     assert result.exit_code == 0, result.output
@@ -95,7 +95,7 @@ def test_figures_go_to_a_table_a_file_and_a_picture(command: str, tiny_llama: Pa
         (["throughput", "-B", "0,4"], "numbers from 1"),
         (["throughput", "-B", "four"], "numbers from 1"),
         (["throughput", "--layouts", "paged"], "some of unified, per-sequence"),
-        (["throughput", "--requests", "greedy,free"], "some of greedy, sampled"),
+        (["throughput", "--kinds", "greedy,free"], "some of greedy, sampled"),
         (["throughput", "-c", "512"], "No such option"),
         (["throughput", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2"),
         (["throughput", "--repeats", "0"], "--repeats is 0"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
 import json
 from pathlib import Path
@@ -85,6 +87,29 @@ def test_a_trace_that_was_cut_off_has_one_event_a_line(tmp_path: Path) -> None:
     assert lines[0] == "["
     span = json.loads(lines[-1].removesuffix(","))
     assert (span["name"], span["ts"], span["dur"]) == ("decode", 1e6, 1e6)
+
+
+class Full(io.RawIOBase):
+    """A file on a disk that has no room."""
+
+    name = "full.json"
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
+        assert engine._trace
+        engine._trace._file.close()
+        engine._trace._file = io.BufferedWriter(Full(), 64)
+        assert len(engine.generate(["Hello"], GREEDY)[0].tokens) == 6
+    assert "ends here: No space left on device" in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

@@ -39,8 +39,9 @@ def test_the_knee_is_where_another_doubling_gains_less_than_a_tenth() -> None:
 
 
 def test_less_than_a_doubling_needs_to_gain_less() -> None:
-    assert knee([Speed(16, 100, 1), Speed(24, 106, 1)]).n_parallel == 16
-    assert knee([Speed(16, 100, 1), Speed(24, 108, 1)]).n_parallel == 24
+    assert knee([Speed(16, 100, 1), Speed(24, 105, 1)]).n_parallel == 16
+    assert knee([Speed(16, 100, 1), Speed(24, 106, 1)]).n_parallel == 24
+    assert knee([Speed(64, 100, 1), Speed(66, 100.5, 1)]).n_parallel == 66  # a twentieth of a doubling
 
 
 def test_a_target_latency_bounds_the_parallelism() -> None:
@@ -225,6 +226,13 @@ def test_a_latency_that_nothing_keeps_to_is_said() -> None:
 def test_a_process_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
     config = EngineConfig(model_path=str(tmp_path / "none.gguf"))
     assert "there is no model file" in (measure_point(Task(config=config, seconds=0.1), 60).error or "")
+
+
+def test_speed_is_of_the_tokens_that_came_not_of_the_sequences_that_there_might_be(tiny_llama: Path) -> None:
+    config = EngineConfig(model_path=str(tiny_llama), n_ctx=160, n_parallel=4, n_batch=4, n_threads=1)
+    point = measure_point(Task(config=config, seconds=0.05), 60)  # the first has ended before the last is read
+    assert not point.error
+    assert 0 <= point.tokens_per_s * point.inter_token_ms / 1000 < 3.5
 
 
 def test_a_profile_of_a_real_model_is_written_and_used(

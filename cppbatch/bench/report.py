@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from cppbatch.bench.machine import Machine
 from cppbatch.bench.spread import Spread
@@ -40,14 +41,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Sentences to stand under the table."""
 
     def table(self) -> Table:
-        """For a terminal."""
-        caption = "\n".join([self.machine.line(), *self.notes])
-        table = Table(title=self.title, title_justify="left", caption=caption, caption_justify="left")
+        """For a terminal. Names and errors stand as they are: brackets in them are no markup."""
+        caption = Text("\n".join([self.machine.line(), *self.notes]))
+        table = Table(title=Text(self.title), title_justify="left", caption=caption, caption_justify="left")
         for column in self.columns:
             is_text = all(isinstance(row.get(column.key), str) for row in self.rows)
             table.add_column(column.title, justify="left" if is_text else "right")
         for row in self.rows:
-            table.add_row(*(cell(row.get(column.key), column.digits) for column in self.columns))
+            table.add_row(*(Text(cell(row.get(column.key), column.digits)) for column in self.columns))
         return table
 
     def write_json(self, path: Path) -> None:

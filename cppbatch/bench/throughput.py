@@ -24,7 +24,7 @@ from cppbatch.engine.runtime import Runtime, load_model, open_runtime
 from cppbatch.errors import ConfigError
 from cppbatch.llama import Batch
 
-REQUESTS = {
+KINDS = {
     "greedy": SamplingParams(temperature=0),
     "sampled": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0),
     "defaults": SamplingParams(),
@@ -41,7 +41,7 @@ _WARM_UP = 8  # tokens
 _COLUMNS = [
     Column("kv_layout", "KV layout"),
     Column("flash_attn", "FA"),
-    Column("requests", "requests"),
+    Column("kind", "requests"),
     Column("batch_size", "B"),
     Column("prefill", "prefill tok/s", 0),
     Column("prefill_of_bare", "% of bare"),
@@ -59,8 +59,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     batch_sizes: tuple[int, ...] = (1, 4, 8, 16)
     layouts: tuple[str, ...] = ("unified", "per-sequence")
     flash_attns: tuple[str, ...] = ("on", "off")
-    requests: tuple[str, ...] = ("greedy",)
-    """Some of REQUESTS."""
+    kinds: tuple[str, ...] = ("greedy",)
+    """Some of KINDS."""
     prompt_tokens: int = 128
     new_tokens: int = 64
     repeats: int = 3
@@ -117,15 +117,15 @@ def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes) -> Itera
     for n in sizes.batch_sizes:
         draw = np.random.default_rng(n)
         prompts = [random_prompt(draw, sizes.prompt_tokens, runtime.info.n_vocab) for _ in range(n)]
-        for name in sizes.requests:
-            params = msgspec.structs.replace(REQUESTS[name], ignore_eos=True)
+        for name in sizes.kinds:
+            params = msgspec.structs.replace(KINDS[name], ignore_eos=True)
             few = min(sizes.new_tokens, _WARM_UP)
             engine_loop(engine, prompts, params, few), bare_loop(runtime.context, batch, prompts, few)
             turns = []
             for _ in range(sizes.repeats):
                 speeds, phases = engine_loop(engine, prompts, params, sizes.new_tokens)
                 turns.append(Turn(speeds, bare_loop(runtime.context, batch, prompts, sizes.new_tokens), phases))
-            yield {"batch_size": n, "requests": name, **_figures(turns)}
+            yield {"batch_size": n, "kind": name, **_figures(turns)}
 
 
 def engine_loop(
@@ -167,7 +167,7 @@ def _figures(turns: list[Turn]) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    where = f"{row['kv_layout']}, flash attention {row['flash_attn']}, {row['requests']}, B = {row['batch_size']}"
+    where = f"{row['kv_layout']}, flash attention {row['flash_attn']}, {row['kind']}, B = {row['batch_size']}"
     return f"{where}: {row['decode'].text(1)} tok/s, {row['decode_of_bare'].text(1)}% of bare"
 
 

@@ -35,7 +35,7 @@ def _lines(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _name(row: dict[str, Any]) -> str:
-    kind = "" if row["requests"] == "greedy" else f", {row['requests']}"
+    kind = "" if row["kind"] == "greedy" else f", {row['kind']}"
     return f"{row['kv_layout']}, FA {row['flash_attn']}{kind}"
 
 

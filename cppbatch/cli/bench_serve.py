@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cppbatch.bench.lengths import Lengths
 from cppbatch.cli.report_options import Draw, report_options
+from cppbatch.cli.values import lengths
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,22 +21,11 @@ if TYPE_CHECKING:
     from cppbatch.bench.report import Report
 
 _SIZES = {  # of each workload, in tokens: its prompts, its outputs
-    "mixed": ((32, 512), (16, 128)),
-    "fixed": ((128, 128), (64, 64)),
-    "shared-prefix": ((20, 20), (32, 32)),
-    "fan-out": ((256, 256), (32, 32)),
+    "mixed": (Lengths(32, 512), Lengths(16, 128)),
+    "fixed": (Lengths(128, 128), Lengths(64, 64)),
+    "shared-prefix": (Lengths(20, 20), Lengths(32, 32)),
+    "fan-out": (Lengths(256, 256), Lengths(32, 32)),
 }
-
-
-def _lengths(_context: object, _option: object, given: str | None) -> tuple[int, int] | None:
-    """N, or LOW-HIGH."""
-    if given is None:
-        return None
-    low, _, high = given.partition("-")
-    try:
-        return int(low), int(high or low)
-    except ValueError:
-        raise click.BadParameter(f"{given!r} is neither a number, like 128, nor a range, like 32-512") from None
 
 
 @click.command("serve")
@@ -56,7 +47,12 @@ def _lengths(_context: object, _option: object, given: str | None) -> tuple[int,
     "fan-out: many samples of each prompt.",
 )
 @click.option(
-    "--requests", "n_requests", type=int, default=48, show_default=True, help="Of each repeat; of fan-out, samples."
+    "--requests",
+    "n_requests",
+    type=int,
+    default=48,
+    show_default=True,
+    help="How many in each repeat; with fan-out, how many samples.",
 )
 @click.option(
     "--concurrency", type=int, help="Clients that wait for their answer before they ask again.  [default: 16]"
@@ -66,13 +62,21 @@ def _lengths(_context: object, _option: object, given: str | None) -> tuple[int,
 )
 @click.option(
     "--prompt-tokens",
-    callback=_lengths,
+    callback=lengths,
     metavar="N|LOW-HIGH",
-    help="Of each prompt, about; of shared-prefix, behind the prefix.",
+    help="Of each prompt, about; with shared-prefix, of what follows the prefix.  [default: the workload's]",
 )
-@click.option("--output-tokens", callback=_lengths, metavar="N|LOW-HIGH", help="Of each completion.")
-@click.option("--prefix-tokens", type=int, default=580, show_default=True, help="That shared-prefix has in common.")
-@click.option("--samples", type=int, default=16, show_default=True, help="Of each prompt of fan-out.")
+@click.option(
+    "--output-tokens", callback=lengths, metavar="N|LOW-HIGH", help="Of each answer.  [default: the workload's]"
+)
+@click.option(
+    "--prefix-tokens",
+    type=int,
+    default=580,
+    show_default=True,
+    help="With shared-prefix: how many all prompts have in common.",
+)
+@click.option("--samples", type=int, default=16, show_default=True, help="With fan-out: how many of each prompt.")
 @click.option(
     "--samples-by",
     type=click.Choice(["requests", "n"]),
@@ -131,8 +135,8 @@ def _load(
     *,
     workload: Any,
     n_requests: int,
-    prompt_tokens: tuple[int, int] | None,
-    output_tokens: tuple[int, int] | None,
+    prompt_tokens: Lengths | None,
+    output_tokens: Lengths | None,
     prefix_tokens: int,
     samples: int,
     samples_by: Any,
@@ -142,7 +146,7 @@ def _load(
     **others: Any,
 ) -> Load:
     from cppbatch.bench.load.plan import Load
-    from cppbatch.bench.load.workload import Lengths, Workload
+    from cppbatch.bench.load.workload import Workload
 
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate and --concurrency exclude each other: at a rate, nobody waits for answers")
@@ -151,8 +155,8 @@ def _load(
         workload=Workload(
             kind=workload,
             n_requests=n_requests,
-            prompt_tokens=Lengths(*(prompt_tokens or prompt)),
-            output_tokens=Lengths(*(output_tokens or output)),
+            prompt_tokens=prompt_tokens or prompt,
+            output_tokens=output_tokens or output,
             prefix_tokens=prefix_tokens if workload == "shared-prefix" else 0,
             samples=samples if workload == "fan-out" else 1,
             samples_by=samples_by,
@@ -168,12 +172,13 @@ def _load(
 def _progress(load: Load) -> Iterator[Progress]:
     """A line that says where it is, on stderr, if that is a terminal. It is drawn seldom: this is a measurement."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(stderr=True)
     with console.status("looking at the servers ...", refresh_per_second=2) as status:
 
         def show(label: str, repeat: int, n_done: int) -> None:
             what = f"repeat {repeat + 1} of {load.repeats}" if repeat >= 0 else "warming up"
-            status.update(f"{label}: {what}, {n_done} requests done")
+            status.update(Text(f"{label}: {what}, {n_done} requests done"))
 
         yield show

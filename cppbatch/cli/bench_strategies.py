@@ -10,7 +10,7 @@ import click
 from cppbatch.bench.strategies import STRATEGIES
 from cppbatch.cli.options import engine_options
 from cppbatch.cli.report_options import Draw, report_options
-from cppbatch.cli.values import names_of, span
+from cppbatch.cli.values import lengths, names_of
 from cppbatch.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ _CHOSEN_HERE = ("n_ctx", "max_queue", "swap_space", "prefix_cache", "prefix_cach
     "--strategies", "names", callback=names_of(STRATEGIES), default=",".join(STRATEGIES), metavar="NAME,NAME...",
     help="Those to compare.",
 )  # fmt: skip
-@option("--num-requests", "n_requests", type=int, default=48, help="Requests.")
-@option("--prompt-tokens", callback=span, default="16-256", metavar="N-N", help="Length of prompts.")
-@option("--new-tokens", callback=span, default="16-256", metavar="N-N", help="Length of outputs.")
+@option("--requests", "n_requests", type=int, default=48, help="How many each strategy gets.")
+@option("--prompt-tokens", callback=lengths, default="16-256", metavar="N|LOW-HIGH", help="Of each prompt.")
+@option("--new-tokens", callback=lengths, default="16-256", metavar="N|LOW-HIGH", help="Of each output.")
 @option("--rate", type=float, default=0.0, help="Requests that arrive a second; 0: all at once.")
 @option("--max-wait-ms", type=float, default=50.0, help="How long a static batch is collected.")
 @option("--bucket", type=int, default=64, help="static-padded: prompts are filled up to a multiple of it.")

@@ -37,7 +37,7 @@ _CHOSEN_HERE = (
     help="With and without flash attention.",
 )  # fmt: skip
 @option(
-    "--requests", callback=names_of(_KINDS), default="greedy", metavar="NAME,NAME...",
+    "--kinds", callback=names_of(_KINDS), default="greedy", metavar="NAME,NAME...",
     help=f"Kinds of requests: {', '.join(_KINDS)}.",
 )  # fmt: skip
 @option("--prompt-tokens", type=int, default=128, help="Length of each prompt.")

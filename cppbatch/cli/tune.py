@@ -52,5 +52,5 @@ def tune(
     if dry_run:
         return report, draw_tuning
     path = save_profile(config, tuning.settings(), tuning.figures())
-    console.print(f"written: {path}; serve and generate use it from now on", soft_wrap=True)
+    click.echo(f"written: {path}; serve and generate use it from now on", err=True)
     return report, draw_tuning

@@ -1,10 +1,12 @@
-"""Lists and spans on the command line, read by callbacks of their options."""
+"""Lists and ranges on the command line, read by callbacks of their options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import click
+
+from cppbatch.bench.lengths import Lengths
 
 Callback = Callable[[click.Context, click.Parameter, str], tuple[str, ...]]
 
@@ -30,9 +32,11 @@ def names_of(known: Sequence[str]) -> Callback:
     return names
 
 
-def span(_context: click.Context, _option: click.Parameter, given: str) -> tuple[int, int]:
-    """`16-256`, or one number: the smallest and the largest that may occur."""
+def lengths(_context: click.Context, _option: click.Parameter, given: str | None) -> Lengths | None:
+    """`128`, or `16-256`; None where nothing is given."""
+    if given is None:
+        return None
     parts = given.split("-")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
         raise click.BadParameter(f"{given!r}: write a number, or two like 16-256")
-    return int(parts[0]), int(parts[-1])
+    return Lengths(int(parts[0]), int(parts[-1]))

@@ -54,6 +54,7 @@ class StepLoop:
                     talker.tell(engine.take_news())
             self._do_all(engine)
             talker.tell(engine.take_news())
+        self._do_all(engine)  # perhaps the last of it could not be told
 
     def wait(self, engine: BatchInferenceEngine) -> None:
         """Does one command, if one comes soon."""

@@ -93,7 +93,7 @@ class BatchInferenceEngine(Calls):
         self._outputs = Outputs(self._vocab, self.teller)
         self.metrics = Metrics(self._trace)
         self._sequences: dict[str, Sequence] = {}
-        self._events = Events(self.teller)
+        self._events = Events(self.teller, self.metrics)
         self._next_id = 0
         self._closed = False
         self.survives_failures = True
@@ -196,10 +196,6 @@ class BatchInferenceEngine(Calls):
     def step(self) -> list[GenerationEvent]:
         """Computes one batch and returns what is new, of every request, in order."""
         self.compute()
-        began = perf_counter()
-        self._events.tell()
-        made = perf_counter()
-        self.metrics.told(began, made, made)
         return self._events.take()
 
     def take_news(self) -> list[News]:

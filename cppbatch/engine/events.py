@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container
+from time import perf_counter
 
+from cppbatch.engine.metrics import Metrics
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.engine.sequence import News
 from cppbatch.engine.teller import Teller
@@ -13,8 +15,8 @@ from cppbatch.engine.teller import Teller
 class Events:
     """The last step's news, and the events that came up while somebody waited for other requests."""
 
-    def __init__(self, teller: Teller) -> None:
-        self._teller = teller
+    def __init__(self, teller: Teller, metrics: Metrics) -> None:
+        self._teller, self._metrics = teller, metrics
         self.new: list[News] = []
         self._kept: dict[str, list[GenerationEvent]] = {}
 
@@ -24,13 +26,19 @@ class Events:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._kept
 
-    def tell(self) -> list[GenerationEvent]:
+    def _tell(self) -> list[GenerationEvent]:
         """The new ones as events; they stay here."""
-        return [self._teller.event(news) for news in self.new]
+        if not self.new:
+            return []
+        began = perf_counter()
+        events = [self._teller.event(news) for news in self.new]
+        made = perf_counter()
+        self._metrics.told(began, made, made)
+        return events
 
     def take(self) -> list[GenerationEvent]:
         """All of them, in each request's order."""
-        events = [*itertools.chain(*self._kept.values()), *self.tell()]
+        events = [*itertools.chain(*self._kept.values()), *self._tell()]
         self._kept, self.new = {}, []
         return events
 
@@ -46,7 +54,7 @@ class Events:
 
     def keep(self) -> None:
         """The new ones wait for those who ask for them."""
-        for event in self.tell():
+        for event in self._tell():
             self._kept.setdefault(event.request_id, []).append(event)
         self.new = []
 

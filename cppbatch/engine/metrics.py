@@ -14,7 +14,8 @@ from cppbatch.engine.request import FinishReason
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.window import Window, percentile
 
-PHASES = ("schedule", "fill", "decode", "sample", "advance", "text", "emit")
+_TOLD = ("text", "emit")
+PHASES = ("schedule", "fill", "decode", "sample", "advance", *_TOLD)
 """Of a step: who runs; the batch; `llama_decode`, until the device is done; rows to tokens; the books, and who has
 ended; tokens to text; events to whoever waits for them. The last two may overlap with the next step (`StepLoop`)."""
 _MOST_STEPS = 16_384  # of the last minute; at more than 273 steps a second they are of a shorter time
@@ -123,7 +124,8 @@ class Metrics:
 
     def seconds_per_request(self) -> float:
         """Time of all steps for each finished request, from 1 to 60 s: how soon the next one ends, roughly."""
-        return min(60.0, max(1.0, sum(self.seconds.values()) / max(1, self.finished.total())))
+        seconds = sum(self.seconds[phase] for phase in PHASES if phase not in _TOLD)  # those go on beside steps
+        return min(60.0, max(1.0, seconds / max(1, self.finished.total())))
 
     def count_step(self, *, decode_rows: int, prompt_tokens: int) -> None:
         """Notes a computed step."""

@@ -5,6 +5,7 @@ The format is Chrome's "JSON array format": one event a line; a file that was cu
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -34,7 +35,7 @@ class Trace:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Sequence, Status, float]] = {}  # who is in a seq_id, as what, since when
         self._named: set[int] = set()
-        self._file.write(b"[\n")
+        self._put(b"[\n")
         for name, track in TRACKS.items():
             self._name(track, name)
         log.warning("every step is traced to %s", self._file.name)
@@ -67,10 +68,9 @@ class Trace:
 
     def close(self) -> None:
         """Ends the file."""
-        with self._lock:
-            if not self._file.closed:
-                self._file.write(b"{}]\n")
-                self._file.close()
+        self._put(b"{}]\n")
+        with contextlib.suppress(OSError), self._lock:  # no room: it is cut off, and can be read as well
+            self._file.close()
 
     def _span(self, track: int, name: str, start: float, end: float, args: dict[str, Any] | None = None) -> None:
         times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
@@ -82,10 +82,19 @@ class Trace:
         self._write({"name": "thread_sort_index", **about, "args": {"sort_index": track}})
 
     def _write(self, event: dict[str, Any]) -> None:
-        line = msgspec.json.encode(event) + b",\n"
+        self._put(msgspec.json.encode(event) + b",\n")
+
+    def _put(self, line: bytes) -> None:
+        """A file that can take no more ends there: no request is lost for it."""
         with self._lock:
-            if not self._file.closed:
+            if self._file.closed:
+                return
+            try:
                 self._file.write(line)
+            except OSError as error:
+                log.error("the trace %s ends here: %s", self._file.name, error.strerror)
+                with contextlib.suppress(OSError):  # it tries to write again
+                    self._file.close()
 
 
 def _new_file(path: Path) -> BinaryIO:

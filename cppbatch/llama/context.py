@@ -78,9 +78,10 @@ class Context:
         if pooling:
             params.embeddings, params.pooling_type = True, _POOLING[pooling]
         params.n_seq_max = n_seq_max + has_shelf
+        # It asserts that there is room for a row of logits for each of them; 0: for each token of a batch.
+        params.n_outputs_max = params.n_seq_max if params.n_seq_max > n_batch else 0
         params.n_threads = params.n_threads_batch = n_threads
-        params.flash_attn_type = _FLASH_ATTENTION[flash_attn]
-        params.kv_unified = kv_unified
+        params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
         params.type_k, params.type_v = _CACHE_TYPES[type_k], _CACHE_TYPES[type_v]
         params.no_perf = True
         with Backend.get().errors() as lines:

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
+from cppbatch.bench.lengths import Lengths
 from cppbatch.bench.load.words import text
 from cppbatch.errors import ConfigError
 
 Kind = Literal["mixed", "fixed", "shared-prefix", "fan-out"]
 SamplesBy = Literal["requests", "n"]
-
-
-class Lengths(NamedTuple):
-    """From `low` to `high` tokens."""
-
-    low: int
-    high: int
-
-    def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
-
-    def spread(self, n: int) -> list[int]:
-        """`n` lengths at equal ratios from the lowest to the highest: the same total for every seed."""
-        ratio = self.high / self.low
-        return [round(self.low * ratio ** (i / max(n - 1, 1))) for i in range(n)]
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -55,9 +41,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each sample is a request with a seed of its own, or one request asks for all (`n`)."""
 
     def __post_init__(self) -> None:
-        for flag, lengths in (("--prompt-tokens", self.prompt_tokens), ("--output-tokens", self.output_tokens)):
-            if not 1 <= lengths.low <= lengths.high:
-                raise ConfigError(f"{flag} is {lengths.low}-{lengths.high}; it must rise, from 1 on")
+        self.prompt_tokens.check("--prompt-tokens")
+        self.output_tokens.check("--output-tokens")
         at_least_one = {"--requests": self.n_requests, "--samples": self.samples}
         for flag, value in at_least_one.items():
             if value < 1:

@@ -65,21 +65,21 @@ def measure_strategies(
 
     Raises `ConfigError`, and what an engine raises.
     """
-    longest = padded(work.prompt_tokens[1], compared.bucket) + work.new_tokens[1]
+    longest = padded(work.prompt_tokens.high, compared.bucket) + work.new_tokens.high
     config = msgspec.structs.replace(
         config, n_ctx=config.n_parallel * longest, max_queue=max(config.max_queue, work.n_requests), prefix_cache=False
     )
     runtime = load_runtime(config)
     try:
-        check_can_run(runtime.info, work.prompt_tokens[1], work.new_tokens[1])
+        check_can_run(runtime.info, work.prompt_tokens.high, work.new_tokens.high)
         played = play_all(config, runtime, compared, work.jobs(runtime.info.n_vocab), tell)
     finally:
         runtime.close()
     info = runtime.info
     return Report(
         kind="strategies",
-        title=f"{info.name}: {work.n_requests} requests, {_arrival(work)}, prompts of {_span(work.prompt_tokens)} and "
-        f"{_span(work.new_tokens)} new tokens, {config.n_parallel} places, {info.kv_layout}",
+        title=f"{info.name}: {work.n_requests} requests, {_arrival(work)}, prompts of {work.prompt_tokens} and "
+        f"{work.new_tokens} new tokens, {config.n_parallel} places, {info.kv_layout}",
         machine=this_machine(),
         model=info.name,
         settings={
@@ -144,7 +144,3 @@ def _row(name: str, runs: Sequence[Played], sequential: Sequence[Played] | None)
 
 def _arrival(work: Workload) -> str:
     return f"{work.rate:g} a second" if work.rate else "all at once"
-
-
-def _span(span: tuple[int, int]) -> str:
-    return str(span[0]) if span[0] == span[1] else f"{span[0]}-{span[1]}"

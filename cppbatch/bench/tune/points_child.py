@@ -41,10 +41,9 @@ def _measured(engine: BatchInferenceEngine, task: Task) -> Point:
     if not task.seconds and task.prompt_tokens:
         return Point(prompt_tokens_per_s=reading, kv_layout=engine.info.kv_layout)
     steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
-    median = statistics.median(steps)
     return Point(
-        inter_token_ms=1000 * median,
-        tokens_per_s=engine.config.n_parallel / median,
+        inter_token_ms=1000 * statistics.median(seconds for seconds, _ in steps),
+        tokens_per_s=statistics.median(tokens / seconds for seconds, tokens in steps),
         prompt_tokens_per_s=reading,
         steps=len(steps),
         kv_layout=engine.info.kv_layout,
@@ -59,8 +58,11 @@ def _reading_speed(engine: BatchInferenceEngine, n_tokens: int) -> float:
     return len(prompt) / (perf_counter() - start)
 
 
-def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -> list[float]:
-    """Seconds of each step in which all sequences decode, for that long; of one step at least."""
+def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -> list[tuple[float, int]]:
+    """Seconds and tokens of each step, for that long, of one at least; all sequences decode.
+
+    But not where the cells hold so little that the first have ended before the last are read.
+    """
     n = engine.config.n_parallel
     room = max(4, min(engine.info.n_ctx // n, engine.info.max_sequence) - n_prompt)
     params = SamplingParams(max_tokens=room, ignore_eos=True)
@@ -70,13 +72,13 @@ def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -
         told |= {event.request_id for event in engine.step()}
     for _ in range(_WARM_UP if seconds else 0):
         engine.step()
-    steps: list[float] = []
+    steps: list[tuple[float, int]] = []
     end = perf_counter() + seconds
     while len(steps) < (_FEWEST_STEPS if seconds else 1) or perf_counter() < end:
         start = perf_counter()
-        ended = [event for event in engine.step() if event.finish_reason]
-        steps.append(perf_counter() - start)
-        if ended:
+        events = engine.step()
+        steps.append((perf_counter() - start, sum(len(event.tokens) for event in events)))
+        if any(event.finish_reason for event in events):
             break
     for request_id in ids:
         engine.cancel(request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import log2
 
 import msgspec
 
@@ -55,8 +56,8 @@ def knee(speeds: Sequence[Speed], target_ms: float | None = None) -> Speed:
 
 def is_worth_it(this: Speed, following: Speed) -> bool:
     """Whether so much more parallelism gains enough."""
-    doublings = following.n_parallel / this.n_parallel / 2
-    return following.tokens_per_s >= this.tokens_per_s * (1 + LEAST_GAIN * doublings)
+    least: float = (1 + LEAST_GAIN) ** log2(following.n_parallel / this.n_parallel)
+    return following.tokens_per_s >= this.tokens_per_s * least
 
 
 def fastest(speeds: Sequence[float | None]) -> int | None:
