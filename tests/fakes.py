@@ -108,7 +108,7 @@ class FakeContext:
     ) -> None:
         self.n_ctx = n_ctx
         self.n_ctx_seq = n_ctx if kv_unified else n_ctx // n_seq_max
-        self.n_batch = n_batch
+        self.n_batch = self.n_ubatch = n_batch
         self.n_seq_max = n_seq_max
         self.n_seq_ids = n_seq_ids = n_seq_max + n_more_ids
         self.kv_unified = kv_unified

@@ -25,6 +25,7 @@ def blocks(language: str) -> list[str]:
 
 PROGRAMS = blocks("python")
 COMMANDS = [block for block in blocks("bash") if "./scripts/" not in block]  # those two run this test
+PLACES = {"python": sys.executable, "cppbatch": f"{sys.executable} -m cppbatch"}
 
 
 class Servers:
@@ -64,8 +65,8 @@ def run(command: list[str], servers: Servers) -> str:
 
 
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
-    assert len(PROGRAMS) == 15
-    assert len(COMMANDS) == 13
+    assert len(PROGRAMS) == 18
+    assert len(COMMANDS) == 21
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -75,7 +76,7 @@ def test_each_program_runs_and_prints(program: str, servers: Servers) -> None:
 
 @pytest.mark.parametrize("commands", COMMANDS)
 def test_each_command_runs_and_prints(commands: str, servers: Servers) -> None:
-    ours = commands.replace(".venv/bin/cppbatch", f"{sys.executable} -m cppbatch")
+    ours = re.sub(r"\.venv/bin/(cppbatch|python)", lambda name: PLACES[name[1]], commands)
     assert run(["bash", "-euo", "pipefail", "-c", ours], servers).strip()
 
 

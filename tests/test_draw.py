@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.engine.sampling.draw import IMPOSSIBLE, Filters, draw
 from cppbatch.llama import SamplerChain
 
@@ -350,3 +353,15 @@ def test_as_many_of_tied_tokens_are_kept_as_llama_cpp_keeps(filters: Filters) ->
 def test_a_row_of_equal_logits_is_drawn_evenly_over_the_whole_vocabulary() -> None:
     row = np.zeros(1000, np.float32)
     assert_drawn_from(drawn(row, Filters(0, 1.0, 0.0, 1.0), keys()), np.full(1000, 1e-3))
+
+
+def test_a_batch_of_greedy_rows_is_chosen_alike_the_quick_way_and_the_long_way(tiny_llama: Path) -> None:
+    """The quick way does for rows whose largest logit may come; a ban, a penalty or a NaN sends all the long way."""
+    with BatchInferenceEngine(tiny_llama, n_ctx=256, n_parallel=4, n_threads=1) as engine:
+        plain = engine.generate(["Hello"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].tokens
+        banned = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, suppress_tokens=(plain[0],))
+        slow = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+        quick, other, long = engine.generate(["Hello"] * 3, [slow, banned, slow])
+        assert quick.tokens == long.tokens == plain
+        assert plain[0] not in other.tokens
+        assert engine.generate(["Hello"] * 2, [banned, banned])[1].tokens == other.tokens

@@ -61,10 +61,17 @@ def test_a_prompt_goes_on_however_slow_the_machine_is() -> None:
     assert budget.prefill_tokens(8, 1) == 4
 
 
-def test_nobody_decoding_means_full_steps() -> None:
+def test_nobody_decoding_means_large_steps() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.05, token_s=1e-3)
     assert budget.prefill_tokens(0, 1) == 2048
+
+
+def test_a_step_is_no_larger_than_what_is_computed_at_once() -> None:
+    budget = StepBudget(2048, alone=512)
+    run(budget, decode_s=0.05, token_s=1e-5)
+    assert budget.prefill_tokens(0, 3) == 512
+    assert budget.prefill_tokens(8, 1) > 512, "that is for the target to say"
 
 
 def test_the_budget_never_exceeds_the_step() -> None:

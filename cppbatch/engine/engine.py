@@ -81,7 +81,11 @@ class BatchInferenceEngine(Calls):
         policy = policy or (PooledScheduler if self.info.pooling else Scheduler)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
         self._scheduler = policy(
-            self.kv, step_tokens=context.n_batch, n_parallel=config.n_parallel, target_step_s=target
+            self.kv,
+            step_tokens=context.n_batch,
+            ubatch_tokens=context.n_ubatch,
+            n_parallel=config.n_parallel,
+            target_step_s=target,
         )
         self._sampler = Pooler(context) if self.info.pooling else StepSampler(self._vocab, context)
         self.teller = Teller(self._vocab)

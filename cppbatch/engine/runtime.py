@@ -27,6 +27,7 @@ class Computation(Memory, Protocol):
     """The part of a context that the engine uses (`cppbatch.llama.Context`)."""
 
     n_batch: int
+    n_ubatch: int
     candidates: DeviceCandidates | None
 
     def use_adapters(self, adapters: AdapterSet) -> None: ...

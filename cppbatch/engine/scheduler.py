@@ -69,11 +69,21 @@ class Scheduler:
     Of those that run, the ones with the LoRA adapters whose turn it is (`Turns`) compute; the others hold their cells.
     """
 
-    def __init__(self, kv: KVPool, *, step_tokens: int, n_parallel: int, target_step_s: float | None = None) -> None:
+    def __init__(
+        self,
+        kv: KVPool,
+        *,
+        step_tokens: int,
+        n_parallel: int,
+        ubatch_tokens: int | None = None,
+        target_step_s: float | None = None,
+    ) -> None:
+        """`step_tokens`: most of a step. `ubatch_tokens`: what llama.cpp computes at once; more prompt tokens in a step
+        gain nothing, and would let the first of them wait for the last."""
         self._kv = kv
         self._n_parallel = n_parallel
         self._step_tokens = step_tokens
-        self._turns = Turns(StepBudget(step_tokens, target_step_s))
+        self._turns = Turns(StepBudget(step_tokens, target_step_s, ubatch_tokens))
         self._headroom = max(1, min(_MOST_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
         # Both in order of rank.
         self.waiting: list[Sequence] = []

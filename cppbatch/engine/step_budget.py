@@ -13,7 +13,7 @@ _NEW_QUIET = 0.02  # the same for what a step took before the prompts came, whil
 
 
 class StepBudget:
-    """Keeps steps short while anybody decodes, and full-size when nobody does.
+    """Keeps steps short while anybody decodes, and large when nobody does.
 
     A step's time is taken as that of its decode rows plus so much for each prompt token: measured, mixing costs the sum
     of both and never more (docs/architecture.md). `target_s`: seconds a step may take; None: 2.5 times a step without
@@ -21,8 +21,10 @@ class StepBudget:
     few streams.
     """
 
-    def __init__(self, most: int, target_s: float | None = None) -> None:
+    def __init__(self, most: int, target_s: float | None = None, alone: int | None = None) -> None:
+        """`most`: tokens of a step. `alone`: prompt tokens of one in which nobody decodes; None: as many."""
         self._most = most
+        self._alone = min(most, alone or most)
         self._target_s = target_s
         self._decode_s = _ByRows()
         """Running means of steps in which all decode."""
@@ -51,7 +53,7 @@ class StepBudget:
         most = self._most - n_decode
         n_streams = n_decode + n_others
         if n_streams == 0 or self._token_s is None:
-            return most
+            return min(most, self._alone)
         if n_decode and (self._since_refresh >= _REFRESH_EVERY or not self._quiet_s.knows(n_decode)):
             return 0  # to learn what so many take alone
         if not self.knows_decoding:

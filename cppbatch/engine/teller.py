@@ -37,12 +37,13 @@ class Teller:
             self._open(news)
         while news.n_said < len(news.tokens):
             token, logprob = news.tokens[news.n_said], news.logprobs.get(news.n_said)
-            news.n_said += 1
+            is_seen = not sequence.params.skip_special_tokens or token in sequence.recipe.visible
+            piece = self._vocab.piece(token, special=is_seen)
+            news.n_said += 1  # from here on nothing of it is said again, whatever interrupts
             if logprob:
                 at = sequence.echoed + sequence.text.n_characters
                 news.told_logprobs.append(msgspec.structs.replace(logprob, text_offset=at))
-            is_seen = not sequence.params.skip_special_tokens or token in sequence.recipe.visible
-            news.text += sequence.text.push(self._vocab.piece(token, special=is_seen))
+            news.text += sequence.text.push(piece)
 
     def _open(self, news: News) -> None:
         """What stands before the first token: the prompt, where `echo` asks for it."""

@@ -38,13 +38,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def inspect_model(path: Path) -> ModelFacts:
     """Reads a GGUF file's metadata and tensor list. Raises `ModelError` for a file that is none."""
-    import gguf
-
-    check_file(path)
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError) as error:  # what it raises for cut-off or damaged files
-        raise ModelError(f"{path} is damaged or cut off ({error}). Download it again") from error
+    reader = read_gguf(path)
 
     def value(key: str) -> Any:
         field = reader.get_field(key)
@@ -70,3 +64,14 @@ def inspect_model(path: Path) -> ModelFacts:
         has_chat_template=reader.get_field("tokenizer.chat_template") is not None,
         pooling=_POOLING.get(value(f"{architecture}.pooling_type")),
     )
+
+
+def read_gguf(path: Path) -> Any:
+    """A file's `gguf.GGUFReader`. Raises `ModelError` for a file that is none."""
+    import gguf
+
+    check_file(path)
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError) as error:  # what it raises for cut-off or damaged files
+        raise ModelError(f"{path} is damaged or cut off ({error}). Download it again") from error

@@ -11,7 +11,7 @@ import math
 import os
 import string
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
+
+from cppbatch.errors import ModelError
+from cppbatch.models.inspect import read_gguf
 
 QUANTS = {  # what `quant` may be, and the file type written to the metadata
     "F32": gguf.LlamaFileType.ALL_F32,
@@ -40,11 +43,13 @@ _DRAWN = 1 << 22  # random values drawn per tensor; larger ones repeat them, whi
 
 @dataclass(frozen=True)
 class Vocab:
-    """A SentencePiece vocabulary: three lists with one entry per token id."""
+    """A vocabulary, SentencePiece's unless `copied` says more: three lists with one entry per token id."""
 
     pieces: list[str]
-    scores: list[float]
+    scores: list[float]  # empty for kinds that have none
     types: list[int]  # gguf.TokenType
+    copied: dict[str, Any] = field(default_factory=dict)
+    """All else of another file's tokeniser, `GGUFReader`'s fields by name: kind, merges, special ids, chat template."""
 
     def ids(self, *types: int) -> list[int]:
         """The token ids of these types."""
@@ -79,6 +84,38 @@ def byte_vocab(size: int = 512) -> Vocab:
     )
 
 
+def copied_vocab(path: Path, size: int | None = None) -> Vocab:
+    """The vocabulary of another GGUF file, so that a model tokenises as that one and has its chat template.
+
+    Filled up to `size` tokens (None: as many as a Llama 3 has, if there are fewer) with unused ones, which no text
+    contains and `write_llama`'s models hardly say. Raises `ModelError` for a file without a vocabulary of one of the
+    kinds `COPIED_KINDS`, ValueError for a `size` that is too small.
+    """
+    reader = read_gguf(path)
+    fields = {name: value for name, value in reader.fields.items() if name.startswith("tokenizer.")}
+    kind = fields.pop("tokenizer.ggml.model", None)
+    if kind is None or "tokenizer.ggml.tokens" not in fields:
+        raise ModelError(f"{path} has no vocabulary. Take it from a model that generates text")
+    if kind.contents() not in COPIED_KINDS:
+        wanted = " or ".join(COPIED_KINDS.values())
+        raise ModelError(f"{path} has a vocabulary of the kind {kind.contents()!r}. Take one of {wanted}")
+    pieces = fields.pop("tokenizer.ggml.tokens").contents()
+    n_more = (max(len(pieces), LLAMA3_VOCAB) if size is None else size) - len(pieces)
+    if n_more < 0:
+        raise ValueError(f"a vocabulary of {size} tokens: {path} has {len(pieces)}, and none can be left out")
+    scores, types = (fields.pop(f"tokenizer.ggml.{name}", None) for name in ("scores", "token_type"))
+    return Vocab(
+        pieces=pieces + [f"<|unused_{i}|>" for i in range(n_more)],
+        scores=scores.contents() + [-1e6] * n_more if scores else [],
+        types=(types.contents() if types else [gguf.TokenType.NORMAL] * len(pieces)) + [gguf.TokenType.UNUSED] * n_more,
+        copied={"tokenizer.ggml.model": kind, **fields},
+    )
+
+
+COPIED_KINDS = {"gpt2": "byte-level BPE (gpt2)", "llama": "SentencePiece (llama)"}
+"""Whose vocabularies `copied_vocab` takes, by what GGUF calls them: in these no unused token is found in a text."""
+
+
 @dataclass(frozen=True)
 class LlamaShape:
     """The sizes of a Llama model. Raises ValueError where they do not fit together."""
@@ -89,12 +126,31 @@ class LlamaShape:
     n_head_kv: int = 2
     n_ff: int = 128
     n_ctx_train: int = 4096
+    rope_base: float = 10_000.0
+    tied: bool = False
+    """The token embedding is the output matrix too, as in many small models."""
 
     def __post_init__(self) -> None:
-        if min(vars(self).values()) < 1:
-            raise ValueError(f"{self}: every size must be at least 1")
-        if self.n_embd % (2 * self.n_head) or self.n_head % self.n_head_kv:
-            raise ValueError(f"{self}: n_embd must be a multiple of 2 * n_head, n_head of n_head_kv")
+        for name in ("n_layer", "n_embd", "n_head", "n_head_kv", "n_ff", "n_ctx_train", "rope_base"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: must be at least 1")
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f"n_embd is {self.n_embd}: must be a multiple of 2 * n_head, {2 * self.n_head}")
+        if self.n_head % self.n_head_kv:
+            raise ValueError(f"n_head is {self.n_head}: must be a multiple of n_head_kv, {self.n_head_kv}")
+
+
+SHAPES = {
+    "1B": LlamaShape(
+        n_layer=16, n_embd=2048, n_head=32, n_head_kv=8, n_ff=8192, n_ctx_train=131_072, rope_base=500_000.0, tied=True
+    ),
+    "8B": LlamaShape(
+        n_layer=32, n_embd=4096, n_head=32, n_head_kv=8, n_ff=14_336, n_ctx_train=131_072, rope_base=500_000.0
+    ),
+}
+"""The sizes of Llama 3.2 1B and Llama 3.1 8B; both have `LLAMA3_VOCAB` tokens."""
+
+LLAMA3_VOCAB = 128_256
 
 
 class Weight(NamedTuple):
@@ -125,7 +181,7 @@ def write_llama(
     seed: int = 0,
     chat_template: str | None = None,
     vocab: Vocab | None = None,
-    silent: Sequence[int] = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL),
+    silent: Sequence[int] = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED),
 ) -> Path:
     """Write a random Llama model to `path` and return it; the same arguments give the same bytes.
 
@@ -145,6 +201,7 @@ def write_llama(
     writer.add_head_count(shape.n_head)
     writer.add_head_count_kv(shape.n_head_kv)
     writer.add_rope_dimension_count(shape.n_embd // shape.n_head)
+    writer.add_rope_freq_base(shape.rope_base)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(vocab.pieces))
     add_vocab(writer, vocab)
@@ -190,11 +247,19 @@ def write_lora(
 
 
 def add_vocab(writer: Any, vocab: Vocab) -> None:
-    """Put a `byte_vocab` into a GGUFWriter's metadata: a BOS in front, no space added, so text comes back."""
-    writer.add_tokenizer_model("llama")
+    """Put a vocabulary into a GGUFWriter's metadata.
+
+    A `byte_vocab` with a BOS in front and no space added, so text comes back; a copied one as it was.
+    """
     writer.add_token_list(vocab.pieces)
-    writer.add_token_scores(vocab.scores)
     writer.add_token_types(vocab.types)
+    if vocab.scores:
+        writer.add_token_scores(vocab.scores)
+    for name, copied in vocab.copied.items():
+        writer.add_key_value(name, copied.contents(), copied.types[0], copied.types[-1])
+    if vocab.copied:
+        return
+    writer.add_tokenizer_model("llama")
     writer.add_unk_token_id(UNK)
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
@@ -210,17 +275,12 @@ def write_gguf(
 
     `writer` is a GGUFWriter that nothing has been written from yet. Raises as `write_llama` does.
     """
-    if quant not in QUANTS:
-        raise ValueError(f"quant is {quant!r}: must be one of {', '.join(QUANTS)}")
     weights = list(weights)
+    n_bytes = [_n_bytes(weight, quant) for weight in weights]
     writer.add_file_type(QUANTS[quant])
-    for weight in weights:
+    for weight, size in zip(weights, n_bytes, strict=True):
         kind = _kind(weight, quant)
-        block, size = GGML_QUANT_SIZES[kind]
-        if weight.shape[-1] % block:
-            raise ValueError(f"{weight.name} has rows of {weight.shape[-1]}: must be a multiple of {block}")
-        n_bytes = math.prod(weight.shape) // block * size
-        writer.add_tensor_info(weight.name, weight.shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
+        writer.add_tensor_info(weight.name, weight.shape, np.dtype(np.float32), size, raw_dtype=kind)
     rng = np.random.default_rng(seed)
     try:
         writer.write_header_to_file(path)
@@ -233,7 +293,21 @@ def write_gguf(
     return Path(path)
 
 
+def llama_bytes(shape: LlamaShape, vocab: Vocab, quant: str) -> int:
+    """How large the weights are that `write_llama` would write. Raises as it does."""
+    return sum(_n_bytes(weight, quant) for weight in _llama_weights(shape, vocab, ()))
+
+
+def _n_bytes(weight: Weight, quant: str) -> int:
+    block, size = GGML_QUANT_SIZES[_kind(weight, quant)]
+    if weight.shape[-1] % block:
+        raise ValueError(f"{weight.name} has rows of {weight.shape[-1]}: must be a multiple of {block} for {quant}")
+    return int(math.prod(weight.shape) // block * size)
+
+
 def _kind(weight: Weight, quant: str) -> Any:
+    if quant not in QUANTS:
+        raise ValueError(f"quant is {quant!r}: must be one of {', '.join(QUANTS)}")
     return gguf.GGMLQuantizationType[quant if len(weight.shape) > 1 else "F32"]
 
 
@@ -259,7 +333,10 @@ def _llama_weights(shape: LlamaShape, vocab: Vocab, silent: Sequence[int]) -> It
     """The gains keep text varied: attention that picks a few tokens, and layers that outweigh the embedding."""
     n_embd, n_vocab = shape.n_embd, len(vocab.pieces)
     n_kv = n_embd // shape.n_head * shape.n_head_kv
-    yield Weight("token_embd.weight", (n_vocab, n_embd), std=0.5)
+    if shape.tied:
+        yield matrix("token_embd", n_vocab, n_embd, 4.0, zero_rows=vocab.ids(*silent))
+    else:
+        yield Weight("token_embd.weight", (n_vocab, n_embd), std=0.5)
     for i in range(shape.n_layer):
         yield norm(f"blk.{i}.attn_norm", n_embd)
         yield matrix(f"blk.{i}.attn_q", n_embd, n_embd, 2.0)
@@ -271,4 +348,5 @@ def _llama_weights(shape: LlamaShape, vocab: Vocab, silent: Sequence[int]) -> It
         yield matrix(f"blk.{i}.ffn_up", shape.n_ff, n_embd)
         yield matrix(f"blk.{i}.ffn_down", n_embd, shape.n_ff)
     yield norm("output_norm", n_embd)
-    yield matrix("output", n_vocab, n_embd, 4.0, zero_rows=vocab.ids(*silent))
+    if not shape.tied:
+        yield matrix("output", n_vocab, n_embd, 4.0, zero_rows=vocab.ids(*silent))

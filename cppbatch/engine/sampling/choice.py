@@ -48,6 +48,20 @@ def at_fault(sequence: Sequence, row: Row) -> str | None:
     return params.grammar_field or ("stop_token_ids" if params.stop_token_ids else None)
 
 
+def choose_the_largest(sequences: list[Sequence], logits: Rows) -> list[Choice] | None:
+    """The quick way, for sequences that are all greedy and nothing more. None where it does not do for one of them.
+
+    A step leaves hardly any of our code in the CPU's caches, and then each line of it costs microseconds.
+    """
+    if any(sequence.recipe.lowered is None for sequence in sequences):
+        return None
+    tokens = logits.argmax(axis=1)
+    is_lowered = any(token in s.recipe.lowered for s, token in zip(sequences, tokens.tolist(), strict=True))  # type: ignore[operator]
+    if is_lowered or not np.isfinite(logits[np.arange(len(tokens)), tokens]).all():
+        return None
+    return [Choice(token) for token in tokens.tolist()]
+
+
 def choose_greedily(row: Row) -> int:
     """Where the largest logit is; `IMPOSSIBLE` if that is no number."""
     place = int(row.argmax())  # of the NaN, if there is one

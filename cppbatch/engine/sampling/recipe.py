@@ -52,6 +52,8 @@ class Recipe:
     """Control tokens that are text."""
     n_candidates: int
     """How many of the largest logits are enough; 0: all are wanted."""
+    lowered: frozenset[int] | None
+    """The largest logit decides, unless it is that of one of these; None: other things matter too."""
 
 
 def make_recipe(params: SamplingParams, vocab: Tokens, longest: int) -> Recipe:
@@ -66,7 +68,8 @@ def make_recipe(params: SamplingParams, vocab: Tokens, longest: int) -> Recipe:
             never |= vocab.eog
         if params.min_tokens:
             not_yet = {*vocab.eog, *params.stop_token_ids}
-    kind, filters = _kind(params), _filters(params)
+    kind, filters, lowered = _kind(params), _filters(params), {*never, *not_yet, *bias}
+    n_candidates = _n_candidates(params, kind, filters, lowered=lowered, raised=bias)
     return Recipe(
         kind=kind,
         filters=filters,
@@ -76,7 +79,8 @@ def make_recipe(params: SamplingParams, vocab: Tokens, longest: int) -> Recipe:
         bias=np.array([bias[token] for token in sorted(bias)], np.float32),
         dry=_dry(params, vocab, longest) if "dry" in params.samplers and is_active("dry", params) else None,
         visible=frozenset(_single_tokens(params.visible_tokens, vocab)),
-        n_candidates=_n_candidates(params, kind, filters, lowered={*never, *not_yet, *bias}, raised=bias),
+        n_candidates=n_candidates,
+        lowered=frozenset(lowered) if kind is Kind.GREEDY and n_candidates and not params.has_penalties else None,
     )
 
 

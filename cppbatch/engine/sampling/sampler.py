@@ -11,6 +11,7 @@ from cppbatch.engine.sampling.choice import (
     at_fault,
     choose_greedily,
     choose_randomly,
+    choose_the_largest,
     keys_of,
     nothing_left,
 )
@@ -43,6 +44,8 @@ class Sampler:
 
     def sample(self, sequences: list[Sequence], logits: Rows) -> list[Choice]:
         """A choice for each row of `logits`, float32[len(sequences), n_vocab], which are changed in place."""
+        if choices := choose_the_largest(sequences, logits):
+            return choices
         likelihoods = {
             i: Likelihoods(logits[i], sequence.params.logprobs)
             for i, sequence in enumerate(sequences)

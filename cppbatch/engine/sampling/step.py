@@ -43,7 +43,10 @@ class StepSampler:
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[Choice]:
         """A choice for each of the plan's outputs, from the last decode, which had `n_outputs` rows."""
-        sequences, rows, scores = plan.outputs(), plan.rows(), plan.scores
+        sequences, scores = plan.outputs(), plan.scores
+        if self._context.candidates is None and not scores:  # then each sequence has one row
+            return self._sampler.sample(sequences, self._context.logits(n_outputs))
+        rows = plan.rows()
         near = [i for i, sequence in enumerate(sequences) if self._is_near(sequence)]
         far = [i for i in range(len(sequences)) if i not in near] if near else list(range(len(sequences)))
         choices: dict[int, Choice] = {}

@@ -1,0 +1,106 @@
+"""Child processes that may hang or crash without harm to the one that measures."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import psutil
+
+
+class Outcome(NamedTuple):
+    """What became of a command."""
+
+    seconds: float
+    output: str
+    """stdout and stderr together."""
+    failure: str | None
+    """Why it is not to be trusted; None: it ended well."""
+
+
+class Child:
+    """A command that runs until it ends or the `with` block does; then it and all it has started are gone."""
+
+    def __init__(
+        self, command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
+        """Starts it. Raises OSError where that cannot be done."""
+        self._folder = tempfile.TemporaryDirectory(prefix="cppbatch-child-")
+        self._log = Path(self._folder.name, "output")  # not a pipe: that could fill up, and block it
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    list(map(str, command)), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=cwd
+                )
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code; None when it still runs after that time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout=seconds)
+        return None
+
+    def wait_for(self, url: str, seconds: float) -> str | None:
+        """Until a GET of `url` gives 200. Why that did not come, or None."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if (code := self.wait(0.2)) is not None:
+                return f"ended with exit code {code}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return None
+        return f"was not ready after {seconds:.0f} s"
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """Kills it with all that it has started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+
+def run_bounded(
+    command: Sequence[str | Path], seconds: float, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Outcome:
+    """Runs a command for so long at most. Never raises for what it does."""
+    began = time.monotonic()
+    try:
+        with Child(command, env=env, cwd=cwd) as child:
+            code = child.wait(seconds)
+            output = child.output()
+    except OSError as error:
+        return Outcome(0.0, "", f"it could not be started: {error}")
+    took = time.monotonic() - began
+    if code is None:
+        return Outcome(took, output, f"it was stopped after its time limit of {seconds:.0f} s")
+    return Outcome(took, output, f"it ended with exit code {code}" if code else None)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody has just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,378 @@
+#!/usr/bin/env python3
+"""Measures all that matters on a GPU, in a few minutes, and writes one Markdown report.
+
+llama.cpp's own benchmark, the engine at the same points, sampling on the host and on the device, servers under load,
+where the time of a step goes, swapping, and tests. Each part is a process of its own with a time limit; one that fails
+is a paragraph with its output, and the others go on. The report is written anew after every part.
+
+-m takes GGUF files, or shapes of which a random-weight file is made first. --peers is a folder with llama.cpp's
+bin/llama-batched-bench and bin/llama-server, built for the same device. It runs without a GPU too (-ngl 0 --small).
+
+    .venv/bin/python scripts/gpu_report.py -m 8B --peers peers -o gpu-report.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cppbatch.bench.children import Child, Outcome, free_port, run_bounded
+from cppbatch.bench.machine import Machine
+from cppbatch.bench.markdown import markdown, markdown_table, read_report
+from cppbatch.bench.report import Column, Report
+from cppbatch.models.find import models_folder
+from cppbatch.models.pull import DEFAULT
+from cppbatch.models.synthetic import SHAPES
+
+Command = Sequence[object]
+"""Its words, as they are or to be written out."""
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+CPPBATCH = [PYTHON, "-m", "cppbatch"]
+LEAST_SECONDS = 3  # a part for which less is left is not begun
+OUTPUT_LINES = 30  # of what failed
+
+TELL_MACHINE = (
+    "import msgspec; from cppbatch.bench.machine import this_machine; "
+    "print(msgspec.json.encode(this_machine()).decode())"
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    batch_sizes: tuple[int, ...] = (1, 8, 16, 32, 64)
+    sampled: tuple[int, ...] = (16, 32, 64)
+    """Batch sizes for which host and device sampling are compared."""
+    prompt: int = 128
+    new: int = 64
+    repeats: int = 3
+    requests: int = 48
+    concurrency: int = 16
+    cells: int = 16_384
+    """Of the servers."""
+    swapped: int = 1000
+    tests: tuple[str, ...] = ("test_llama_context", "test_llama_memory", "test_device_sampling", "test_engine_native")
+
+
+SMALL = Sizes(
+    batch_sizes=(1, 2), sampled=(2,), prompt=16, new=8, repeats=1, requests=4, concurrency=2, cells=4096, swapped=64,
+    tests=("test_llama_memory",),
+)  # fmt: skip
+
+
+class Page:
+    """The report, and the time that is left for it."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.path = path
+        self.failed = 0
+        self._began = time.monotonic()
+        self._end = self._began + seconds
+        self._blocks: list[str] = []
+
+    def add(self, block: str) -> None:
+        """Appends a heading, a paragraph or a table."""
+        self._blocks.append(block)
+        self.path.write_text("\n\n".join(self._blocks) + "\n", "utf-8")
+
+    def add_failure(self, why: str, output: str = "") -> None:
+        """Appends what went wrong."""
+        self.failed += 1
+        self.add(f"**Failed**: {why}.")
+        if output.strip():
+            self.add(as_code("\n".join(output.strip().splitlines()[-OUTPUT_LINES:])))
+
+    def seconds_left(self) -> float:
+        return self._end - time.monotonic()
+
+    def seconds_gone(self) -> float:
+        return time.monotonic() - self._began
+
+    def part(self, title: str, command: Command, seconds: float, show: Callable[[Outcome], str]) -> str | None:
+        """A section: the command, and what `show` makes of its output. None when it failed."""
+        self.add(f"### {title}")
+        return self.run(title, command, seconds, show)
+
+    def run(self, title: str, command: Command, seconds: float, show: Callable[[Outcome], str]) -> str | None:
+        """The same without a heading."""
+        if self.seconds_left() < LEAST_SECONDS:
+            self.add_failure("not begun, because the time for the whole report (--minutes) is over")
+            return None
+        print(f"{self.seconds_gone():4.0f} s  {title}", file=sys.stderr, flush=True)
+        self.add(as_typed(command))
+        outcome = run_bounded(list(map(str, command)), min(seconds, self.seconds_left()), env=environment(), cwd=ROOT)
+        if outcome.failure:
+            self.add_failure(outcome.failure, outcome.output)
+            return None
+        try:
+            shown = show(outcome)
+        except (OSError, ValueError, LookupError) as error:  # it ended well, and yet left nothing that can be read
+            self.add_failure(f"its result cannot be read: {error}", outcome.output)
+            return None
+        self.add(f"{shown}\n\nTook {outcome.seconds:.1f} s.")
+        return shown
+
+
+def as_code(text: str) -> str:
+    return f"```text\n{text.replace('```', chr(39) * 3)}\n```"
+
+
+def as_typed(command: Command) -> str:
+    """As one would write it in a shell."""
+    return as_code(shlex.join("python" if word == PYTHON else str(word) for word in command))
+
+
+def environment() -> dict[str, str]:
+    """So that the children find this checkout's package, installed or not."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def numbers(values: tuple[int, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One model, and what is known about how to measure it."""
+
+    page: Page
+    sizes: Sizes
+    model: Path
+    gpu_layers: int
+    peers: Path | None
+    folder: Path
+    """For files of the children."""
+
+    def all(self) -> None:
+        """Every part, the ones to compare side by side one after the other."""
+        self.page.add(f"## {self.model.stem}")
+        self.batched_bench()
+        self.engine()
+        self.sampling()
+        self.servers()
+        self.swapping()
+
+    def batched_bench(self) -> None:
+        sizes, binary = self.sizes, self._peer("llama-batched-bench")
+        for name, flags in (("unified", ["-kvu"]), ("per-sequence", [])):
+            title = f"llama-batched-bench, {name}"
+            if not binary:
+                self._skip(title, "llama-batched-bench")
+                continue
+            cells = max(sizes.batch_sizes) * (sizes.prompt + sizes.new)
+            command = [
+                binary,
+                "-m",
+                self.model,
+                "-ngl",
+                self.gpu_layers,
+                "-c",
+                cells,
+                "-b",
+                2048,
+                "-ub",
+                512,
+                "-fa",
+                "on",
+            ]
+            command += ["-npp", sizes.prompt, "-ntg", sizes.new, "-npl", numbers(sizes.batch_sizes), *flags]
+            self.page.part(title, command, 60, its_table)
+
+    def engine(self) -> None:
+        command, show = self._throughput(self.sizes.batch_sizes, "unified,per-sequence", "greedy", "backend")
+        self.page.part("The engine, and where the time of a step goes", command, 150, show)
+
+    def sampling(self) -> None:
+        for where in ("host", "backend"):
+            command, show = self._throughput(self.sizes.sampled, "unified", "defaults", where)
+            self.page.part(f"Sampling: {where}", command, 75, show)
+
+    def servers(self) -> None:
+        self.page.add("### Servers under load")
+        sizes, port = self.sizes, {name: free_port() for name in ("ours", "llama-server", "llama-server-bs")}
+        common = ["-m", self.model, "-ngl", self.gpu_layers, "-c", sizes.cells, "-np", sizes.concurrency, "-fa", "on"]
+        commands: dict[str, Command] = {"ours": [*CPPBATCH, "serve", "--port", port["ours"], *common]}
+        if binary := self._peer("llama-server"):
+            plain = [binary, *common, "--cache-ram", 0, "--no-ui", "--port"]
+            commands["llama-server"] = [*plain, port["llama-server"]]
+            commands["llama-server-bs"] = [*plain, port["llama-server-bs"], "--backend-sampling"]
+        else:
+            self.page.add(self._missing("llama-server"))
+        with ExitStack() as stack:
+            urls = [
+                f"{name}=http://127.0.0.1:{port[name]}"
+                for name, command in commands.items()
+                if self._start(stack, name, command, port[name])
+            ]
+            if urls:
+                self._load(urls)
+
+    def _start(self, stack: ExitStack, name: str, command: Command, port: int) -> bool:
+        """Whether it is ready for requests; the page says why not."""
+        self.page.add(as_typed(command))
+        try:
+            server = stack.enter_context(Child(list(map(str, command)), env=environment(), cwd=ROOT))
+        except OSError as error:
+            self.page.add_failure(f"{name} could not be started: {error}")
+            return False
+        problem = server.wait_for(f"http://127.0.0.1:{port}/health", min(60, self.page.seconds_left()))
+        if problem:
+            self.page.add_failure(f"{name} {problem}", server.output())
+        return not problem
+
+    def _load(self, urls: list[str]) -> None:
+        sizes, file = self.sizes, self.folder / "serve.json"
+        command: list[object] = [*CPPBATCH, "bench", "serve"]
+        for url in urls:
+            command += ["--url", url]
+        command += ["--workload", "mixed", "--requests", sizes.requests, "--concurrency", sizes.concurrency]
+        command += ["--repeats", sizes.repeats, "--json", file]
+        self.page.run("Servers under load", command, 120, lambda _: markdown(read_report(file)))
+
+    def swapping(self) -> None:
+        file = self.folder / "swap.json"
+        command = [PYTHON, "scripts/bench_swap.py", "-m", self.model, "-ngl", self.gpu_layers]
+        command += ["--tokens", self.sizes.swapped, "--json", file]
+        title = f"Swapping {self.sizes.swapped:,} tokens"
+        self.page.part(title, command, 60, lambda _: markdown(read_report(file)))
+
+    def _throughput(
+        self, batch_sizes: tuple[int, ...], layouts: str, requests: str, sampling: str
+    ) -> tuple[Command, Callable[[Outcome], str]]:
+        sizes, file = self.sizes, self.folder / f"{requests}-{sampling}.json"
+        command = [*CPPBATCH, "bench", "throughput", "-m", self.model, "-ngl", self.gpu_layers]
+        command += ["-B", numbers(batch_sizes), "--layouts", layouts, "--flash-attns", "on", "--sampling", sampling]
+        command += ["--requests", requests, "--prompt-tokens", sizes.prompt, "--new-tokens", sizes.new]
+        command += ["--repeats", sizes.repeats, "--json", file]
+        return command, lambda _: with_phases(read_report(file))
+
+    def _peer(self, name: str) -> Path | None:
+        found = (
+            shutil.which(name, path=os.pathsep.join([str(self.peers / "bin"), str(self.peers)])) if self.peers else None
+        )
+        return Path(found).resolve() if found else None
+
+    def _skip(self, title: str, name: str) -> None:
+        self.page.add(f"### {title}\n\n{self._missing(name)}")
+
+    def _missing(self, name: str) -> str:
+        where = f"there is no {name} in {self.peers} or its bin folder" if self.peers else "--peers was not given"
+        return f"{name} was not measured: {where}."
+
+
+def with_phases(report: Report) -> str:
+    """A throughput report, and below it where the time of its decode steps went."""
+    phases = list(report.rows[0]["phases_ms"])
+    columns = [column for column in report.columns if column.key in ("kv_layout", "requests", "batch_size")]
+    columns += [Column(phase, phase, 3) for phase in phases]
+    rows = [{**row, **row["phases_ms"]} for row in report.rows]
+    split = msgspec.structs.replace(report, title="ms of a step by phase", columns=columns, rows=rows, notes=[])
+    return f"{markdown(report)}\n\n{markdown(split)}"
+
+
+def its_table(outcome: Outcome) -> str:
+    """The lines of a table that llama.cpp's tools print, which is Markdown already."""
+    lines = [line for line in outcome.output.splitlines() if line.startswith("|")]
+    if not lines:
+        raise ValueError("there is no table in its output")
+    return "\n".join(lines)
+
+
+def about_machine(page: Page) -> None:
+    """The first section. Says plainly when there is no GPU."""
+    page.add("## Machine and build")
+    machines: list[Machine] = []
+
+    def show(outcome: Outcome) -> str:
+        machine = msgspec.json.decode(outcome.output.strip().splitlines()[-1], type=Machine)
+        machines.append(machine)
+        return markdown_table(["", ""], [[name, told(value)] for name, value in msgspec.to_builtins(machine).items()])
+
+    page.run("Machine and build", [PYTHON, "-c", TELL_MACHINE], 60, show)
+    if machines and not machines[0].devices:
+        page.add("**No GPU was there, or none that this build can use: all figures are the CPU's.**")
+
+
+def told(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def made_model(page: Page, shape: str, folder: Path) -> Path | None:
+    """A random-weight file of this shape; None when that failed."""
+    page.add(f"## A model of the shape {shape}")
+    model = folder / f"synthetic-{shape}-Q4_0.gguf"
+    command = [PYTHON, "scripts/synthetic_model.py", model, "--shape", shape, "--type", "Q4_0"]
+    donor = models_folder() / DEFAULT.file_name
+    command += ["--vocab-from", donor.absolute() if donor.is_file() else "bytes"]
+    return model if page.run(f"Writing {shape}", command, 180, lambda done: as_code(done.output.strip())) else None
+
+
+def gpu_tests(page: Page, sizes: Sizes) -> None:
+    """Those that compute on the device, with tiny models."""
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in sizes.tests)]
+    page.add("## Tests")
+    page.run("Tests", command, 120, lambda done: as_code("\n".join(done.output.strip().splitlines()[-OUTPUT_LINES:])))
+
+
+def main() -> None:
+    """Writes the report. The exit code is 0 whatever failed in it: the report says so."""
+    args = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # children are ended as for Ctrl-C
+    page = Page(args.output, args.minutes * 60)
+    page.add(f"# GPU report\n\nWritten by scripts/gpu_report.py, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}.")
+    sizes = SMALL if args.small else Sizes()
+    try:
+        about_machine(page)
+        for named in args.model or ["1B"]:
+            with tempfile.TemporaryDirectory(prefix="gpu-report-") as name:
+                folder = Path(name)
+                model = made_model(page, named, folder) if named in SHAPES else Path(named).absolute()
+                if model:
+                    Measurement(page, sizes, model, args.gpu_layers, args.peers, folder).all()
+        gpu_tests(page, sizes)
+    except KeyboardInterrupt:
+        page.add_failure("interrupted here")
+        sys.exit(130)
+    parts = "1 part" if page.failed == 1 else f"{page.failed} parts"
+    page.add(f"---\n\n{parts} failed; {page.seconds_gone():.0f} s in all.")
+    print(f"{args.output}: {parts} failed, {page.seconds_gone():.0f} s", file=sys.stderr)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "-m", "--model", action="append", metavar=f"FILE|{'|'.join(SHAPES)}", help="may be given several times (1B)"
+    )
+    parser.add_argument("-ngl", "--gpu-layers", type=int, default=99)
+    parser.add_argument("--peers", type=lambda path: Path(path).absolute(), help="folder with llama.cpp's programs")
+    parser.add_argument("-o", "--output", type=Path, default=Path("gpu-report.md"))
+    parser.add_argument("--minutes", type=float, default=8, help="for all together (8)")
+    parser.add_argument("--small", action="store_true", help="little of everything: to see whether it works")
+    args = parser.parse_args()
+    if not args.output.absolute().parent.is_dir():
+        parser.error(f"-o {args.output}: there is no folder {args.output.absolute().parent}")
+    if args.minutes <= 0:
+        parser.error(f"--minutes is {args.minutes:g}: must be above 0")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""scripts/gpu_report.py, run without a GPU on a tiny model; what it needs to survive what its parts do."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from cppbatch.bench.children import Child, free_port, run_bounded
+from cppbatch.bench.machine import this_machine
+from cppbatch.bench.markdown import markdown, markdown_table, read_report
+from cppbatch.bench.report import Column, Report
+from cppbatch.bench.spread import Spread
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_report.py"
+
+BATCHED_BENCH = """
+import sys
+print("llama_context: n_ctx =", sys.argv[sys.argv.index("-c") + 1])
+print("|    PP |     TG |    B |")
+print("|-------|--------|------|")
+for n in sys.argv[sys.argv.index("-npl") + 1].split(","):
+    print("|", " | ".join([sys.argv[sys.argv.index("-npp") + 1], sys.argv[sys.argv.index("-ntg") + 1], n]), "|")
+"""
+SERVER = """
+import sys
+from aiohttp import web
+from tests.fake_openai import FakeOpenAI
+if "--backend-sampling" in sys.argv:
+    sys.exit("this device cannot sample")
+async def health(request):
+    return web.json_response({"status": "ok"})
+app = FakeOpenAI(model="peer").app()
+app.router.add_get("/health", health)
+web.run_app(app, host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]), print=None)
+"""
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("peers")
+    (folder / "bin").mkdir()
+    for name, program in (("llama-batched-bench", BATCHED_BENCH), ("llama-server", SERVER)):
+        file = folder / "bin" / name
+        file.write_text(f"#!{sys.executable}\n{program}")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return folder
+
+
+def gpu_report(folder: Path, *args: str | Path) -> dict[str, str]:
+    """The report's sections by their headings."""
+    file = folder / "report.md"
+    command = [sys.executable, str(SCRIPT), "-ngl", "0", "--small", "-o", str(file), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    sections, heading = {}, ""
+    for line in file.read_text().splitlines():
+        heading = line.lstrip("# ") if line.startswith("#") else heading
+        sections[heading] = sections.get(heading, "") + line + "\n"
+    return sections
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, peers: Path) -> dict[str, str]:
+    return gpu_report(tmp_path_factory.mktemp("report"), "-m", tiny_llama, "--peers", peers)
+
+
+def test_it_says_what_it_ran_on_and_that_there_was_no_gpu(report: dict[str, str]) -> None:
+    assert f"| cpu | {this_machine(with_llama=False).cpu} |" in report["Machine and build"]
+    assert "**No GPU was there" in report["Machine and build"]
+
+
+def test_the_peers_benchmark_runs_at_the_engines_points_in_both_layouts(report: dict[str, str]) -> None:
+    for name, has_flag in (("unified", True), ("per-sequence", False)):
+        section = report[f"llama-batched-bench, {name}"]
+        assert ("-kvu" in section) is has_flag
+        assert "| 16 | 8 | 1 |\n| 16 | 8 | 2 |" in section
+        assert "llama_context" not in section
+
+
+def test_the_engine_is_measured_in_both_layouts_with_the_phases_of_a_step(report: dict[str, str]) -> None:
+    section = report["The engine, and where the time of a step goes"]
+    for layout in ("unified", "per-sequence"):
+        assert section.count(f"| {layout} |") == 4, "two batch sizes, in two tables"
+    assert "| schedule | fill | decode | sample | advance |" in section
+
+
+def test_sampling_is_measured_on_the_host_and_on_the_device(report: dict[str, str]) -> None:
+    assert "sampling on the host" in report["Sampling: host"]
+    assert "sampling on the device" in report["Sampling: backend"]
+
+
+def test_servers_are_compared_and_one_that_does_not_start_is_told_and_left_out(report: dict[str, str]) -> None:
+    section = report["Servers under load"]
+    assert "**Failed**: llama-server-bs ended with exit code 1." in section
+    assert "this device cannot sample" in section
+    assert "|  | ours | llama-server |" in section
+    assert "| of them failed | 0 | 0 |" in section
+
+
+def test_swapping_and_the_tests_are_there(report: dict[str, str]) -> None:
+    assert "| per-sequence | 64 |" in report["Swapping 64 tokens"]
+    assert "passed" in report["Tests"]
+    assert "1 part failed;" in report["Tests"]
+
+
+def test_without_peers_and_without_time_every_part_says_why_it_is_empty(tmp_path: Path) -> None:
+    began = time.monotonic()
+    sections = gpu_report(tmp_path, "-m", tmp_path / "none.gguf", "--minutes", "0.03")
+    assert time.monotonic() - began < 20
+    for name in ("unified", "per-sequence"):
+        assert "was not measured: --peers was not given" in sections[f"llama-batched-bench, {name}"]
+    for name in ("The engine, and where the time of a step goes", "Swapping 64 tokens", "Tests"):
+        assert "not begun, because the time for the whole report" in sections[name]
+
+
+def test_what_it_cannot_do_is_said_at_once(tmp_path: Path) -> None:
+    for flags, message in (
+        (["-o", tmp_path / "none" / "report.md"], "there is no folder"),
+        (["--minutes", "0"], "--minutes is 0: must be above 0"),
+    ):
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *map(str, flags)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+# --- children ---------------------------------------------------------------------------------------------------------
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def test_a_child_that_ends_well_gives_its_output_and_others_their_reason() -> None:
+    well = run_bounded(python("import sys; print('one', flush=True); print('two', file=sys.stderr)"), 30)
+    assert (well.output, well.failure) == ("one\ntwo\n", None)
+    badly = run_bounded(python("print('so far', flush=True); raise SystemExit(3)"), 30)
+    assert (badly.output, badly.failure) == ("so far\n", "it ended with exit code 3")
+    missing = run_bounded(["no-such-program-anywhere"], 30)
+    assert missing.failure
+    assert missing.failure.startswith("it could not be started: ")
+
+
+def test_a_child_that_runs_out_of_time_is_gone_with_all_it_started_and_its_output_is_kept() -> None:
+    program = (
+        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+    )
+    outcome = run_bounded(python(program), 1.5)
+    assert outcome.failure == "it was stopped after its time limit of 2 s"
+    assert outcome.seconds < 10
+    grandchild = int(outcome.output)
+    assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_that_never_answers_or_ends_is_not_waited_for_longer_than_told() -> None:
+    url = f"http://127.0.0.1:{free_port()}/health"
+    with Child(python("import time; time.sleep(60)")) as child:
+        assert child.wait_for(url, 0.5) == "was not ready after 0 s"
+    with Child(python("raise SystemExit('no')")) as child:
+        assert child.wait_for(url, 30) == "ended with exit code 1"
+        assert child.output() == "no\n"
+
+
+# --- Markdown ---------------------------------------------------------------------------------------------------------
+
+REPORT = Report(
+    kind="throughput",
+    title="m: 1 | 2",
+    machine=this_machine(with_llama=False),
+    columns=[Column("name", "name"), Column("speed", "tok/s"), Column("nothing", "none")],
+    rows=[{"name": "a|b", "speed": Spread(2.0, 1.0, 3.0), "phases": {"fill": Spread(1.0, 1.0, 1.0)}, "nothing": None}],
+    notes=["A note."],
+)
+
+
+def test_a_report_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+    REPORT.write_json(tmp_path / "report.json")
+    assert read_report(tmp_path / "report.json") == REPORT
+
+
+def test_a_reports_table_is_markdown_with_its_notes_below() -> None:
+    assert markdown(REPORT) == (
+        "m: 1 | 2:\n\n| name | tok/s | none |\n| --- | ---: | ---: |\n| a\\|b | 2.0 ±1.0 | - |\n\n- A note."
+    )
+    assert markdown_table(["x", "y"], []) == "| x | y |\n| --- | ---: |"
+
+
+def test_servers_stand_side_by_side() -> None:
+    columns = [Column("failed", "failed"), Column("speed", "tok/s", 0)]
+    rows = [{"server": "ours", "failed": 0, "speed": 5.0}, {"server": "other", "failed": 1, "speed": 4.0}]
+    served = msgspec.structs.replace(REPORT, kind="serve", columns=columns, rows=rows, notes=[])
+    assert markdown(served).endswith(
+        "|  | ours | other |\n| --- | ---: | ---: |\n| failed | 0 | 1 |\n| tok/s | 5 | 4 |"
+    )
