@@ -253,12 +253,12 @@ class Measurement:
         self.page.part(title, command, 60, lambda _: markdown(read_report(file)))
 
     def _throughput(
-        self, batch_sizes: tuple[int, ...], layouts: str, requests: str, sampling: str
+        self, batch_sizes: tuple[int, ...], layouts: str, kinds: str, sampling: str
     ) -> tuple[Command, Callable[[Outcome], str]]:
-        sizes, file = self.sizes, self.folder / f"{requests}-{sampling}.json"
+        sizes, file = self.sizes, self.folder / f"{kinds}-{sampling}.json"
         command = [*CPPBATCH, "bench", "throughput", "-m", self.model, "-ngl", self.gpu_layers]
         command += ["-B", numbers(batch_sizes), "--layouts", layouts, "--flash-attns", "on", "--sampling", sampling]
-        command += ["--requests", requests, "--prompt-tokens", sizes.prompt, "--new-tokens", sizes.new]
+        command += ["--kinds", kinds, "--prompt-tokens", sizes.prompt, "--new-tokens", sizes.new]
         command += ["--repeats", sizes.repeats, "--json", file]
         return command, lambda _: with_phases(read_report(file))
 
@@ -279,7 +279,7 @@ class Measurement:
 def with_phases(report: Report) -> str:
     """A throughput report, and below it where the time of its decode steps went."""
     phases = list(report.rows[0]["phases_ms"])
-    columns = [column for column in report.columns if column.key in ("kv_layout", "requests", "batch_size")]
+    columns = [column for column in report.columns if column.key in ("kv_layout", "kind", "batch_size")]
     columns += [Column(phase, phase, 3) for phase in phases]
     rows = [{**row, **row["phases_ms"]} for row in report.rows]
     split = msgspec.structs.replace(report, title="ms of a step by phase", columns=columns, rows=rows, notes=[])
