@@ -20,7 +20,7 @@ UInt64 = npt.NDArray[np.uint64]
 UInt64 = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
-MANY = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+MANY = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 N_DRAWS = 20_000
 DEFAULTS = Filters(top_k=40, top_p=0.95, min_p=0.05, temperature=0.8)
 SMALL = {  # compared with llama.cpp too

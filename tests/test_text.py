@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cppbatch.engine.text import TextStream
 from tests.fakes import cut_before_stop
 
-MANY = settings(deadline=None, derandomize=True, database=None, max_examples=1000)
+MANY = settings(deadline=None, derandomize=True, database=None, max_examples=500)
 LETTERS = "ab\n é日🙂"
 TEXTS = st.text(LETTERS, max_size=24) | st.text(max_size=24)
 STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=4).map(tuple)
