@@ -70,6 +70,13 @@ async def test_the_text_of_one_step_is_made_while_the_next_one_computes(default_
     assert len(meanwhile) > len(texts) / 2
 
 
+def test_what_has_ended_is_in_the_file_before_the_engine_is_closed(tiny_llama: Path, tmp_path: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
+        engine.generate(["Hello"], GREEDY)
+        lines = [json.loads(line.removesuffix(",")) for line in (tmp_path / "t.json").read_text().splitlines()[1:]]
+        assert sum(line["name"] == "advance" for line in lines) == engine.stats().steps
+
+
 def test_a_trace_that_is_there_is_not_overwritten(tiny_llama: Path, tmp_path: Path) -> None:
     for _ in range(2):
         with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:

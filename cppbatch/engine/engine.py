@@ -220,6 +220,8 @@ class BatchInferenceEngine(Calls):
                     self._advance(plan, choices)
         if not self._scheduler.has_work:
             self._check_books()
+            if self._trace:
+                self._trace.flush()
 
     def _plan(self) -> StepPlan:
         for sequence in self._scheduler.expired(perf_counter()):
