@@ -38,7 +38,7 @@ def tuning_report(tuning: Tuning) -> Report:
             Column("tokens_per_s", "tokens/s", 1),
             Column("inter_token_ms", "ms between tokens", 1),
             Column("prompt_tokens_per_s", "prompt tokens/s", 0),
-            Column("error", ""),
+            *([Column("error", "failed")] if any(point["error"] for point in tuning.points) else []),
         ],
         rows=[_row(point) for point in tuning.points],
         notes=[
