@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import msgspec
 
+from cppbatch.bench.ask import ask
 from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.config import EngineConfig
 from cppbatch.errors import EstimateFailed
@@ -51,14 +50,7 @@ def survey(configs: list[EngineConfig]) -> Survey:
     """
     unique = list(dict.fromkeys(configs))
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "cppbatch.bench.memory.survey_child"],
-            input=msgspec.json.encode(unique),
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger's account of an abort takes seconds
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        done = ask("cppbatch.bench.memory.survey_child", msgspec.json.encode(unique), _TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise EstimateFailed(f"llama.cpp has not said in {_TIMEOUT_S} s what it would allocate") from None
     except OSError as error:

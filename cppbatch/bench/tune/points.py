@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import msgspec
 
+from cppbatch.bench.ask import ask
 from cppbatch.config import EngineConfig
 
 
@@ -38,14 +37,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 def measure_point(task: Task, timeout: float) -> Point:
     """Never raises but for an interrupt; a process that takes longer than `timeout` seconds is ended."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "cppbatch.bench.tune.points_child"],
-            input=msgspec.json.encode(task),
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger's account of an abort takes seconds
-            capture_output=True,
-            timeout=timeout,
-            check=False,
-        )
+        done = ask("cppbatch.bench.tune.points_child", msgspec.json.encode(task), timeout)
     except subprocess.TimeoutExpired:
         return Point(error=f"not done within {timeout:.0f} s")
     except OSError as error:
