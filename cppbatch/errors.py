@@ -27,6 +27,10 @@ class UnusableServer(CppBatchError):
     """A server that was to be measured is not there, or is not one that can be."""
 
 
+class StorageError(CppBatchError):
+    """What jobs are kept in cannot be used: the disk is full, a file is broken, read-only, or in use elsewhere."""
+
+
 class InvalidRequest(CppBatchError, ValueError):
     """One request cannot be served as asked; nothing else is affected.
 

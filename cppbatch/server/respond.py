@@ -10,11 +10,11 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.cluster.client import EngineClient
-from cppbatch.engine.request import GenerationEvent, GenerationRequest
+from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.errors import json_response
 from cppbatch.server.metrics import METRICS, endpoint_of
-from cppbatch.server.plan import Plan
+from cppbatch.server.plan import Plan, gather
 from cppbatch.server.reply import Frame, Reply
 from cppbatch.server.run import Event, run
 from cppbatch.server.serving import SERVING
@@ -33,19 +33,9 @@ async def answer(request: web.Request, plan: Plan, runner: Runner | None = None)
     try:
         if plan.stream:
             return await _send_stream(request, events, plan.reply)
-        return json_response(plan.reply.whole(await _gather(events, plan)))
-    except InvalidRequest as error:  # named as the client does
-        raise InvalidRequest({"task": "model", **plan.renames}.get(error.field, error.field), error.message) from error
-
-
-async def _gather(events: AsyncGenerator[Event, None], plan: Plan) -> list[list[GenerationEvent]]:
-    """Waits for every completion: all events of each. Raises what the reply makes of a failed one."""
-    completions: list[list[GenerationEvent]] = [[] for _ in plan.requests]
-    async with contextlib.aclosing(events):
-        async for index, event in events:
-            plan.reply.note(index, event)
-            completions[index].append(event)
-    return completions
+        return json_response(plan.reply.whole(await gather(events, plan)))
+    except InvalidRequest as error:
+        raise plan.renamed(error) from error
 
 
 async def _send_stream(request: web.Request, events: AsyncGenerator[Event, None], reply: Reply) -> web.StreamResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from cppbatch.cluster.client import EngineClient
 from cppbatch.engine.request import GenerationEvent, GenerationRequest
@@ -12,6 +12,9 @@ from cppbatch.engine.request import GenerationEvent, GenerationRequest
 _EVENTS_AHEAD = 2  # of each request, that a slow reader has not taken yet; then its requests wait
 
 Event = tuple[int, GenerationEvent]
+
+
+Submit = Callable[[GenerationRequest], AsyncGenerator[GenerationEvent, None]]
 
 
 async def run(
@@ -22,25 +25,26 @@ async def run(
     `check`: nothing starts before every prompt is known to be good, so that a stream is refused whole or not at all.
     When one of them raises all the same, the others are cancelled and the exception is raised here.
     """
-    if len(requests) == 1:
-        async with contextlib.aclosing(client.submit(requests[0])) as stream:
-            async for event in stream:
-                yield 0, event
-        return
-    if check:
+    if check and len(requests) > 1:
         for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
             await client.check(request)
-    async with contextlib.aclosing(_merged(client, requests)) as merged:
+    async with contextlib.aclosing(merge(client.submit, requests)) as merged:
         async for item in merged:
             yield item
 
 
-async def _merged(client: EngineClient, requests: list[GenerationRequest]) -> AsyncGenerator[Event, None]:
+async def merge(submit: Submit, requests: list[GenerationRequest]) -> AsyncGenerator[Event, None]:
+    """`run`, in whichever way requests are submitted."""
+    if len(requests) == 1:
+        async with contextlib.aclosing(submit(requests[0])) as stream:
+            async for event in stream:
+                yield 0, event
+        return
     events: asyncio.Queue[Event | Exception] = asyncio.Queue(_EVENTS_AHEAD * len(requests))
 
     async def pump(index: int, request: GenerationRequest) -> None:
         try:
-            async with contextlib.aclosing(client.submit(request)) as stream:
+            async with contextlib.aclosing(submit(request)) as stream:
                 async for event in stream:
                     await events.put((index, event))
         except Exception as error:

@@ -205,3 +205,17 @@ def _count(field: str, given: int | None) -> int:
     if not 1 <= n <= MOST_CHOICES:
         raise InvalidRequest(field, f"is {n}; it must be from 1 to {MOST_CHOICES}")
     return n
+
+
+_SAME = [
+    {*GRAMMARS, "response_format"},  # what the text must look like
+    {"max_tokens", "max_completion_tokens", "max_output_tokens"},
+    *({ours, theirs} for ours, theirs in SamplingFields._ALIASES.items()),
+]
+"""Fields of which an item's own replaces any that all items have."""
+
+
+def merged(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """An item's own fields, before they are typed, over those that all items have."""
+    replaced = set(own) | {name for same in _SAME if not same.isdisjoint(own) for name in same}
+    return {name: value for name, value in shared.items() if name not in replaced} | own

@@ -7,22 +7,16 @@ from typing import Any
 
 import msgspec
 
-from cppbatch.engine.params import GRAMMARS
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.generate.schemas import BatchRequest, GenerateRequest
 from cppbatch.server.limits import Limits
 from cppbatch.server.parse import convert
-from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server.sampling_fields import merged
 
 Json = dict[str, Any]
 
 _WHOLE = ("stream", "stream_options")
 """Fields that only a whole batch can have."""
-_SAME = [
-    {*GRAMMARS, "response_format"},  # what the text must look like
-    *({ours, theirs} for ours, theirs in SamplingFields._ALIASES.items()),
-]
-"""Fields of which an item's own replaces any that all items have."""
 
 
 class Item:
@@ -40,7 +34,7 @@ class Item:
         for name in _WHOLE:
             if own.get(name):
                 raise InvalidRequest(name, "is for a whole batch, not for one of its items")
-        body = convert(_merged(self._shared, own), GenerateRequest)
+        body = convert(merged(self._shared, own), GenerateRequest)
         body.check_one_text()
         return body
 
@@ -65,10 +59,9 @@ def items_of(body: BatchRequest, limits: Limits) -> list[Item]:
     if len(entries) > (most := limits.max_prompts_per_batch):
         raise InvalidRequest(field, f"has {len(entries)} items; this server takes {most} (--max-prompts-per-batch)")
     shared: Json = msgspec.to_builtins(body)
-    shared = {name: value for name, value in shared.items() if value is not None and name not in ("prompts", "params")}
+    shared = {
+        name: value
+        for name, value in shared.items()
+        if value is not None and name not in ("prompts", "params", *_WHOLE)
+    }
     return [Item(entry, f"{field}[{i}]", shared) for i, entry in enumerate(entries)]
-
-
-def _merged(shared: Json, own: Json) -> Json:
-    replaced = set(own) | {name for same in _SAME if not same.isdisjoint(own) for name in same}
-    return {name: value for name, value in shared.items() if name not in replaced and name not in _WHOLE} | own

@@ -10,15 +10,18 @@ from cppbatch.server.plan import Plan
 from cppbatch.server.requests import Prompt, requests_of
 from cppbatch.server.serving import Serving
 
-_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none of its own
+COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for /v1/completions; chat has none of its own."""
 
 
-async def completion_plan(body: CompletionRequest, serving: Serving) -> Plan:
-    """`/v1/completions`. Raises `InvalidRequest`."""
+async def completion_plan(
+    body: CompletionRequest, serving: Serving, usual_tokens: int | None = COMPLETION_TOKENS
+) -> Plan:
+    """`/v1/completions`; `usual_tokens`: for one that names no number. Raises `InvalidRequest`."""
     serving.check(body)
     schema = body.schema()
     form = {} if schema is None else {"json_schema": schema}
-    params = body.params(max_tokens=serving.limits.default_tokens(_COMPLETION_TOKENS), **form)
+    params = body.params(max_tokens=serving.limits.default_tokens(usual_tokens), **form)
     reply = CompletionReply(body, serving.info.name)
     prompts: list[Prompt] = body.prompts()
     if body.suffix:

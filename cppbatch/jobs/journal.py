@@ -1,0 +1,102 @@
+"""A job's results on the disk: the files they go to, and the ledger that says what of them counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from cppbatch.jobs.items import Item, Refused
+from cppbatch.jobs.ledger import Ended, Ledger, State
+from cppbatch.jobs.outputs import Appended
+from cppbatch.jobs.results import Result, refused
+
+_AT_ONCE = 256  # held results that are written together
+_TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+
+
+class Journal:
+    """Every line of the input is answered or refused once, whatever happens in between.
+
+    First a result is appended to its file, then the ledger says, in one commit, that the line is dealt with and how
+    long the file is. What a dying process appended in between goes beyond that length and is cut off.
+
+    For one thread at a time. Raises `StorageError`.
+    """
+
+    def __init__(self, ledger: Ledger, output: Path, errors: Path, *, ordered: bool = False) -> None:
+        """Opens `output` for answers and `errors` for the rest; that file is made when there is a first one.
+
+        `ordered`: answers in the order of the input's lines; the ledger holds those that are early.
+        """
+        self.ledger = ledger
+        self._ordered = ordered
+        self._errors_path = errors
+        self._output = Appended(output, ledger.number("output_bytes"))
+        size = ledger.number("error_bytes")
+        self._errors = Appended(errors, size) if size or errors.exists() else None
+        self.tokens = Counter({name: ledger.number(name) for name in _TOKENS})
+        if ordered:
+            self._write_ready()
+
+    @property
+    def n_done(self) -> int:
+        """Lines that were answered."""
+        return self.ledger.n_done
+
+    @property
+    def n_failed(self) -> int:
+        """Lines that were refused, or answered with an error."""
+        return self.ledger.n_failed
+
+    def reopen_failed(self) -> None:
+        """The failed lines are to be answered again, and their errors are forgotten."""
+        self.ledger.reopen_failed({"error_bytes": 0})
+        if self._errors:
+            self._errors.close()
+            self._errors = Appended(self._errors_path, 0)
+
+    def register(self, entries: Sequence[Item | Refused]) -> list[Item]:
+        """Notes lines that follow each other, writes what is to be refused, and returns what is to be answered."""
+        to_answer, to_refuse = self.ledger.register(entries)
+        self.refuse(to_refuse)
+        return to_answer
+
+    def refuse(self, lines: Sequence[Refused]) -> None:
+        """Writes that these lines have no answer."""
+        if lines:
+            self.record([refused(line) for line in lines])
+
+    def record(self, results: Sequence[Result]) -> None:
+        """These are on the disk when this returns."""
+        good = [result for result in results if result.is_good]
+        bad = [result for result in results if not result.is_good]
+        numbers: dict[str, int] = {}
+        if good and not self._ordered:
+            self._output.append(b"".join(result.data for result in good))
+            numbers["output_bytes"] = self._output.size
+        if bad:
+            self._errors = self._errors or Appended(self._errors_path, 0)
+            self._errors.append(b"".join(result.data for result in bad))
+            numbers["error_bytes"] = self._errors.size
+        tokens = sum((Counter(result.numbers) for result in results), Counter(self.tokens))
+        self.ledger.record(
+            [Ended(result.line, State.DONE if result.is_good else State.FAILED) for result in results],
+            numbers | tokens,
+            [(result.line, result.data) for result in good] if self._ordered else (),
+        )
+        self.tokens = tokens
+        if self._ordered:
+            self._write_ready()
+
+    def _write_ready(self) -> None:
+        while ready := self.ledger.ready(_AT_ONCE):
+            self._output.append(b"".join(data for _, data in ready))
+            self.ledger.let_go((line for line, _ in ready), {"output_bytes": self._output.size})
+
+    def close(self) -> None:
+        """Closes all files."""
+        self._output.close()
+        if self._errors:
+            self._errors.close()
+        self.ledger.close()

@@ -1,0 +1,182 @@
+"""What has become of each line of a job's input: on disk, so that a job goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from cppbatch.errors import StorageError
+from cppbatch.jobs.database import Database
+from cppbatch.jobs.hashing import hash64
+from cppbatch.jobs.items import Item, Json, Refused
+
+_MIGRATIONS = (
+    (
+        """CREATE TABLE items (
+            line INTEGER PRIMARY KEY,
+            id INTEGER UNIQUE,          -- hash of the custom_id; NULL: none, or that of an earlier line
+            content INTEGER NOT NULL,   -- hash of what stood there
+            state INTEGER NOT NULL
+        )""",
+        "CREATE INDEX open_items ON items (line) WHERE state = 0",
+        "CREATE TABLE held (line INTEGER PRIMARY KEY, result BLOB NOT NULL)",
+        "CREATE TABLE numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+        "CREATE TABLE notes (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
+    ),
+)
+
+
+class State(IntEnum):
+    """Of a line."""
+
+    OPEN = 0
+    DONE = 1
+    FAILED = 2
+
+
+_Row = tuple[int | None, int, int]
+"""The hash of a line's id, that of its content, its state."""
+
+
+class Ended(NamedTuple):
+    """A line that has been dealt with."""
+
+    line: int
+    state: State
+
+
+class Ledger:
+    """One job's lines. For one thread at a time. Raises `StorageError`."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = Database(path, _MIGRATIONS)
+        self.n_done, self.n_failed = self._count(State.DONE), self._count(State.FAILED)
+
+    def _count(self, state: State) -> int:
+        ((n,),) = self._db.execute("SELECT count(*) FROM items WHERE state = ?", (state,))
+        return int(n)
+
+    def close(self) -> None:
+        """Lets others have it."""
+        self._db.close()
+
+    # --- lines --------------------------------------------------------------------------------------------------
+
+    def register(self, entries: Sequence[Item | Refused]) -> tuple[list[Item], list[Refused]]:
+        """Notes lines, which follow each other in the input, and says which of them are still to be answered, and
+        which to be refused: also those whose id an earlier line has. Lines that have been dealt with are neither.
+
+        Raises `StorageError` when a line is not what it was when its result was written.
+        """
+        rows = [(entry.line, _id_of(entry), entry.content) for entry in entries]
+        with self._db.transaction():
+            self._db.each("INSERT OR IGNORE INTO items VALUES (?, ?, ?, 0)", rows)
+            self._db.each(  # as they were edited since
+                "UPDATE OR IGNORE items SET id = ?2, content = ?3 WHERE line = ?1 AND state = 0 "
+                "AND (id IS NOT ?2 OR content <> ?3)",
+                rows,
+            )
+            known = self._known(rows[0][0], rows[-1][0])
+            twice = [(line, content) for line, hashed, content in rows if _is_taken(known.get(line), hashed)]
+            self._db.each(
+                "INSERT INTO items VALUES (?, NULL, ?, 0) "
+                "ON CONFLICT (line) DO UPDATE SET id = NULL, content = excluded.content",
+                twice,
+            )
+        is_twice = {line for line, _ in twice}
+        to_answer: list[Item] = []
+        to_refuse: list[Refused] = []
+        for entry in entries:
+            _, content, state = known.get(entry.line, (None, entry.content, State.OPEN))
+            if state == State.DONE and content != entry.content:
+                raise StorageError(
+                    f"line {entry.line} of the input has changed since its result was written: "
+                    "write the results of the new input to another file"
+                )
+            if state != State.OPEN:
+                continue
+            if isinstance(entry, Refused):
+                to_refuse.append(entry)
+            elif entry.line in is_twice:
+                to_refuse.append(self._refused_twice(entry))
+            else:
+                to_answer.append(entry)
+        return to_answer, to_refuse
+
+    def _known(self, first: int, last: int) -> dict[int, _Row]:
+        rows = self._db.execute("SELECT line, id, content, state FROM items WHERE line BETWEEN ? AND ?", (first, last))
+        return {line: (hashed, content, state) for line, hashed, content, state in rows}
+
+    def _refused_twice(self, item: Item) -> Refused:
+        ((line,),) = self._db.execute("SELECT line FROM items WHERE id = ?", (hash64(item.custom_id.encode()),))
+        message = f"the custom_id {item.custom_id!r} is that of line {line} already; each line needs its own"
+        return Refused(
+            line=item.line, code="duplicate_id", message=message, custom_id=item.custom_id, content=item.content
+        )
+
+    def record(self, ended: Iterable[Ended], numbers: dict[str, int], held: Iterable[tuple[int, bytes]] = ()) -> None:
+        """Notes lines that have been dealt with, and these numbers' new values, in one commit."""
+        ended = list(ended)
+        with self._db.transaction():
+            self._db.each("UPDATE items SET state = ? WHERE line = ?", [(state, line) for line, state in ended])
+            self._db.each("INSERT INTO held VALUES (?, ?)", held)
+            self._set(numbers)
+        self.n_done += sum(state == State.DONE for _, state in ended)
+        self.n_failed += sum(state == State.FAILED for _, state in ended)
+
+    def reopen_failed(self, numbers: dict[str, int]) -> None:
+        """The failed lines are to be answered again."""
+        with self._db.transaction():
+            self._db.execute("UPDATE items SET state = ? WHERE state = ?", (State.OPEN, State.FAILED))
+            self._set(numbers)
+        self.n_failed = 0
+
+    # --- results that wait for those of earlier lines -----------------------------------------------------------
+
+    def ready(self, most: int) -> list[tuple[int, bytes]]:
+        """Of the held results, those before every line that is still open, in order."""
+        return self._db.execute(
+            "SELECT line, result FROM held "
+            "WHERE line < ifnull((SELECT min(line) FROM items WHERE state = 0), 9223372036854775807) "
+            "ORDER BY line LIMIT ?",
+            (most,),
+        )
+
+    def let_go(self, lines: Iterable[int], numbers: dict[str, int]) -> None:
+        """These results are held no more."""
+        with self._db.transaction():
+            self._db.each("DELETE FROM held WHERE line = ?", [(line,) for line in lines])
+            self._set(numbers)
+
+    # --- numbers and notes --------------------------------------------------------------------------------------
+
+    def number(self, name: str) -> int:
+        """A number; 0 if it was never set."""
+        rows = self._db.execute("SELECT value FROM numbers WHERE name = ?", (name,))
+        return int(rows[0][0]) if rows else 0
+
+    def _set(self, numbers: dict[str, int]) -> None:
+        self._db.each("INSERT OR REPLACE INTO numbers VALUES (?, ?)", numbers.items())
+
+    def note(self, name: str) -> Json | None:
+        """A note; None if there is none."""
+        rows = self._db.execute("SELECT value FROM notes WHERE name = ?", (name,))
+        return msgspec.json.decode(rows[0][0]) if rows else None
+
+    def set_note(self, name: str, value: Json) -> None:
+        """Keeps a note."""
+        with self._db.transaction():
+            self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, msgspec.json.encode(value)))
+
+
+def _id_of(entry: Item | Refused) -> int | None:
+    return hash64(entry.custom_id.encode()) if isinstance(entry, Item) else None
+
+
+def _is_taken(row: _Row | None, hashed: int | None) -> bool:
+    """Whether an open line could not get its id, for another one has it."""
+    return row is None or (row[2] == State.OPEN and row[0] != hashed)

@@ -1,0 +1,71 @@
+"""How results are written: OpenAI's lines, and short ones for mere prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cppbatch.jobs.items import Answer, Item, Json, Refused
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written of one line of the input."""
+
+    line: int
+    is_good: bool
+    data: bytes
+    """A line of JSON, with its end."""
+    numbers: dict[str, int] = {}
+    """Tokens, to be added up."""
+
+
+def answered(item: Item, answer: Answer) -> Result:
+    """The result of an item that its endpoint has answered, with an error or without."""
+    told = _short(item, answer) if item.is_plain and answer.is_good else _openai(item, answer)
+    tokens = {
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "completion_tokens": answer.completion_tokens,
+    }
+    return Result(line=item.line, is_good=answer.is_good, data=_encoded(told), numbers=tokens)
+
+
+def refused(line: Refused) -> Result:
+    """The result of a line that no endpoint has seen."""
+    error = {"code": line.code, "message": line.message, "line": line.line}
+    told = {"id": _id(line.line), "custom_id": line.custom_id, "line": line.line, "response": None, "error": error}
+    return Result(line=line.line, is_good=False, data=_encoded(told))
+
+
+def _openai(item: Item, answer: Answer) -> Json:
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
+    place = {} if answer.is_good else {"line": item.line}
+    return {"id": _id(item.line), "custom_id": item.custom_id, **place, "response": response, "error": None}
+
+
+def _short(item: Item, answer: Answer) -> Json:
+    body: Json = msgspec.to_builtins(answer.body)
+    told: Json = {"custom_id": item.custom_id, "line": item.line}
+    if "choices" in body:
+        choices = body["choices"]
+        told |= _of_choice(choices[0]) if len(choices) == 1 else {"choices": [_of_choice(each) for each in choices]}
+    else:
+        told["embedding"] = body["data"][0]["embedding"]
+    return told | {"usage": body["usage"]}
+
+
+def _of_choice(choice: Json) -> Json:
+    message: dict[str, Any] = choice.get("message") or {"content": choice.get("text")}
+    told = {"text": message["content"], "finish_reason": choice["finish_reason"]}
+    if message.get("tool_calls"):
+        told["tool_calls"] = message["tool_calls"]
+    return told
+
+
+def _id(line: int) -> str:
+    return f"batch_req_{line}"
+
+
+def _encoded(told: Json) -> bytes:
+    return msgspec.json.encode(told) + b"\n"

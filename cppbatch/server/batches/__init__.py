@@ -1,0 +1,1 @@
+"""Batch jobs, and the files they are made of, over OpenAI's API."""
