@@ -31,6 +31,10 @@ class StorageError(CppBatchError):
     """What jobs are kept in cannot be used: the disk is full, a file is broken, read-only, or in use elsewhere."""
 
 
+class InUse(StorageError):
+    """Another process works with it."""
+
+
 class InvalidRequest(CppBatchError, ValueError):
     """One request cannot be served as asked; nothing else is affected.
 

@@ -10,6 +10,7 @@ import msgspec
 
 from cppbatch.cli.fitting import fitted
 from cppbatch.cli.options import engine_options
+from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason
@@ -24,27 +25,18 @@ from cppbatch.errors import CppBatchError
     type=click.File(encoding="utf-8-sig"),
     help="A file with one prompt a line; - reads the standard input.",
 )
-@click.option("-n", "--n-predict", "max_tokens", type=int, default=None, help="Most tokens for each prompt.")
-@click.option("--temp", "temperature", type=float, default=None, help="Temperature; 0: greedy.")
-@click.option("--top-k", type=int, default=None, help="Sample among this many likeliest tokens.")
-@click.option("--top-p", type=float, default=None, help="Sample among tokens with this probability together.")
-@click.option("--min-p", type=float, default=None, help="Drop tokens less than this times as likely as the likeliest.")
-@click.option("--repeat-penalty", "repetition_penalty", type=float, default=None, help="Lowers recent tokens.")
-@click.option(
-    "-j", "--json-schema", metavar="JSON", default=None, help="The texts are JSON of this schema; {} for any."
-)
-@click.option("--grammar", metavar="TEXT", default=None, help="The texts follow this GBNF or Lark grammar.")
-@click.option("-s", "--seed", type=int, default=None, help="Seed; the same one gives the same text.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End a text where this comes; may be given several times.")
+@sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, in the prompts' order.")
 @engine_options
 @fitted
-def generate(config: EngineConfig, prompts: tuple[str, ...], file: TextIO | None, as_json: bool, **given: Any) -> None:
+def generate(
+    config: EngineConfig, prompts: tuple[str, ...], file: TextIO | None, as_json: bool, sampling: dict[str, Any]
+) -> None:
     """Continues prompts, all in one batch."""
     everything = [*prompts, *_lines(file)]
     if not everything:
         raise click.UsageError("no prompt; give -p TEXT (several times, if you like) or -f FILE with one a line")
-    params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    params = SamplingParams(**sampling)
 
     from cppbatch.engine.engine import BatchInferenceEngine
 

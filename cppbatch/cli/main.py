@@ -7,6 +7,7 @@ import sys
 import click
 
 import cppbatch
+from cppbatch.cli.batch import batch
 from cppbatch.cli.bench import bench
 from cppbatch.cli.doctor import doctor
 from cppbatch.cli.generate import generate
@@ -25,6 +26,7 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(generate)
+cli.add_command(batch)
 cli.add_command(models)
 cli.add_command(memory)
 cli.add_command(tune)

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cppbatch.errors import StorageError
+from cppbatch.errors import InUse, StorageError
 
 _WAIT_S = 2.0  # for a process that is just going down
 
 Migration = Sequence[str]
 """The statements that lead from one version of a file to the next."""
 
+_IN_USE = "is in use by another cppbatch: end that one, or use another folder or output"
 _REASONS = {
-    "locked": "is in use by another cppbatch: end that one, or use another folder or output",
     "full": "cannot grow, the disk is full: free some space and start again; nothing that was written is lost",
     "readonly": "is read-only: make it and its folder writable",
     "read-only": "is read-only: make it and its folder writable",
@@ -102,5 +102,7 @@ class Database:
             yield
         except sqlite3.Error as error:
             text = str(error)
+            if "locked" in text:
+                raise InUse(f"{self.path} {_IN_USE}") from error
             reason = next((reason for word, reason in _REASONS.items() if word in text), "failed")
             raise StorageError(f"{self.path} {reason} (SQLite: {text})") from error

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 from collections.abc import Callable
 
 from aiohttp import web
@@ -19,6 +18,7 @@ from cppbatch.server.connections import most_connections
 from cppbatch.server.lifecycle import IN_FLIGHT
 from cppbatch.server.listener import Address, Listener, listen
 from cppbatch.server.settings import ServerSettings
+from cppbatch.server.signals import AT_ONCE, on_signals
 
 log = logging.getLogger("cppbatch.server")
 
@@ -34,7 +34,7 @@ async def serve(
     the terminal. Raises `ConfigError` when the address is taken, and whatever loading raises.
     """
     stop = asyncio.Event()
-    _on_signals(stop)
+    on_signals(stop)
     engine = deployment.start(config)
     app = create_app(engine, settings)
     try:
@@ -52,21 +52,6 @@ async def serve(
             await engine.close()  # before the connections: whoever still waits for an answer is told
 
 
-def _on_signals(stop: asyncio.Event) -> None:
-    loop = asyncio.get_running_loop()
-
-    def received() -> None:
-        if stop.is_set():
-            os._exit(130)  # a second signal: now, whatever a thread is doing
-        stop.set()
-
-    for name in (signal.SIGINT, signal.SIGTERM):
-        try:
-            loop.add_signal_handler(name, received)
-        except NotImplementedError:  # Windows
-            signal.signal(name, lambda *_: loop.call_soon_threadsafe(received))
-
-
 async def _listen(app: web.Application, settings: ServerSettings, address: Address) -> Listener:
     idle_timeout = settings.limits.idle_timeout
     listener = await listen(app, address, most=most_connections(), idle_timeout=idle_timeout)
@@ -82,7 +67,7 @@ async def _loaded(engine: EngineClient, stop: asyncio.Event) -> None:
     loading, stopping = asyncio.ensure_future(engine.loaded()), asyncio.ensure_future(stop.wait())
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
-        os._exit(130)  # not by returning: the loading thread is deep in llama.cpp and would be waited for
+        os._exit(AT_ONCE)  # not by returning: the loading thread is deep in llama.cpp and would be waited for
     stopping.cancel()
     loading.result()
 
