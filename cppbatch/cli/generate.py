@@ -30,18 +30,18 @@ from cppbatch.errors import CppBatchError
 @engine_options
 @fitted
 def generate(
-    config: EngineConfig, prompts: tuple[str, ...], file: TextIO | None, as_json: bool, sampling: dict[str, Any]
+    config: EngineConfig, prompts: tuple[str, ...], file: TextIO | None, as_json: bool, params: dict[str, Any]
 ) -> None:
     """Continues prompts, all in one batch."""
     everything = [*prompts, *_lines(file)]
     if not everything:
         raise click.UsageError("no prompt; give -p TEXT (several times, if you like) or -f FILE with one a line")
-    params = SamplingParams(**sampling)
+    checked = SamplingParams(**params)
 
     from cppbatch.engine.engine import BatchInferenceEngine
 
     with BatchInferenceEngine(config) as engine:
-        results = engine.generate(everything, params, progress=sys.stderr.isatty())
+        results = engine.generate(everything, checked, progress=sys.stderr.isatty())
     for i, (prompt, result) in enumerate(zip(everything, results, strict=True)):
         if as_json:
             click.echo(msgspec.json.encode({"index": i, "prompt": prompt, **msgspec.to_builtins(result)}))

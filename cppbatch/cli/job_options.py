@@ -15,7 +15,7 @@ from cppbatch.engine.params import SamplingParams
 
 Command = Callable[..., Any]
 
-_OPTIONS = [
+_OPTIONS: list[Callable[[Command], Command]] = [
     click.argument("input_file", metavar="INPUT", type=click.Path(path_type=Path)),
     click.option(
         "-o", "--output", required=True, metavar="OUT.jsonl", type=click.Path(path_type=Path),
@@ -56,7 +56,7 @@ def job_options(command: Command) -> Command:
         input_file: Path,
         output: Path,
         errors: Path | None,
-        sampling: dict[str, Any],
+        params: dict[str, Any],
         chat_template: str | None,
         **arguments: Any,
     ) -> Any:
@@ -64,13 +64,18 @@ def job_options(command: Command) -> Command:
         from cppbatch.jobs.file_job import FileJob
         from cppbatch.jobs.inputs import input_form
 
-        SamplingParams(**sampling)  # complains before a model is fetched
-        form = input_form(input_file, **{name: arguments.pop(name) for name in ("column", "endpoint", "system")})
+        SamplingParams(**params)  # complains before a model is fetched
+        form = input_form(
+            input_file,
+            column=arguments.pop("column"),
+            endpoint=arguments.pop("endpoint"),
+            system=arguments.pop("system"),
+        )
         job = FileJob(
             form=form,
             output=output,
             errors=errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}"),
-            defaults=sampling,
+            defaults=params,
             chat_template=find_template(chat_template) if chat_template else None,
             ordered=arguments.pop("ordered"),
             longest_first=arguments.pop("longest_first"),

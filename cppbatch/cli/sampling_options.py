@@ -35,17 +35,17 @@ _NAMES = (
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds these options; the command gets `sampling`, those fields of `SamplingParams` that were given."""
+    """Adds these options; the command gets `params`, those fields of `SamplingParams` that were given."""
 
     @wraps(command)
-    def with_sampling(**arguments: Any) -> Any:
+    def with_params(**arguments: Any) -> Any:
         given = {name: arguments.pop(name) for name in _NAMES}
-        sampling = {name: value for name, value in given.items() if value is not None and value != ()}
-        if stop := sampling.get("stop"):
-            sampling["stop"] = list(stop)
-        return command(sampling=sampling, **arguments)
+        params = {name: value for name, value in given.items() if value is not None and value != ()}
+        if stop := params.get("stop"):
+            params["stop"] = list(stop)
+        return command(params=params, **arguments)
 
-    wrapped: Command = with_sampling
+    wrapped: Command = with_params
     for add in reversed(_OPTIONS):
         wrapped = add(wrapped)
     return wrapped

@@ -81,7 +81,8 @@ class JobRun:
             self._end.set_exception(error)
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        # Shielded: what was handed over is done, though nobody waits for it any more.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, function))
 
     # --- from the input to the items at work --------------------------------------------------------------------
 

@@ -1,0 +1,338 @@
+"""A job's results on disk: each line of the input is dealt with once, wherever the process dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cppbatch.errors import InUse, StorageError
+from cppbatch.jobs.hashing import hash64
+from cppbatch.jobs.items import Answer, Item, Refused
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.outputs import Appended
+from cppbatch.jobs.results import Result, answered
+
+
+def item(line: int, custom_id: str | None = None, prompt: str = "say") -> Item:
+    custom_id = custom_id or f"id-{line}"
+    return Item(
+        line=line,
+        custom_id=custom_id,
+        url="/v1/completions",
+        body={"prompt": prompt},
+        content=hash64(f"{custom_id} {prompt}".encode()),
+    )
+
+
+def result(one: Item, *, status: int = 200) -> Result:
+    return answered(one, Answer(status=status, body={"said": one.line}, prompt_tokens=2, completion_tokens=3))
+
+
+def opened(folder: Path, *, ordered: bool = False) -> Journal:
+    return Journal(Ledger(folder / "job"), folder / "out.jsonl", folder / "errors.jsonl", ordered=ordered)
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def ids_of(path: Path) -> list[str]:
+    return [line["custom_id"] for line in lines_of(path)]
+
+
+# --- going on -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_recorded_is_not_asked_again(tmp_path: Path) -> None:
+    items = [item(i) for i in range(1, 6)]
+    journal = opened(tmp_path)
+    assert journal.register(items) == items
+    journal.record([result(items[0]), result(items[3], status=500)])
+    journal.close()
+
+    journal = opened(tmp_path)
+    assert (journal.n_done, journal.n_failed) == (1, 1)
+    assert journal.register(items) == [items[1], items[2], items[4]]
+    assert journal.tokens["completion_tokens"] == 6
+    assert ids_of(tmp_path / "out.jsonl") == ["id-1"]
+    assert ids_of(tmp_path / "errors.jsonl") == ["id-4"]
+
+
+def test_what_was_being_written_when_the_process_died_is_cut_off(tmp_path: Path) -> None:
+    items = [item(1), item(2)]
+    journal = opened(tmp_path)
+    journal.register(items)
+    journal.record([result(items[0])])
+    journal.close()
+    with (tmp_path / "out.jsonl").open("ab") as file:
+        file.write(result(items[1]).data + b'{"custom_id": "ha')
+
+    journal = opened(tmp_path)
+    assert ids_of(tmp_path / "out.jsonl") == ["id-1"]
+    assert journal.register(items) == [items[1]]
+
+
+class PowerLoss(Exception):
+    pass
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_wherever_it_dies_each_line_is_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, ordered: bool
+) -> None:
+    """Dies before or after any step to the disk, with random results in random groups, until all are done."""
+    rng = random.Random(seed)
+    items = [item(i, prompt="x" * rng.randrange(30)) for i in range(1, 61)]
+
+    def mortal(kind: type, name: str) -> None:
+        living = getattr(kind, name)
+
+        def step(*arguments: object, **named: object) -> object:
+            if rng.random() < 0.1:
+                raise PowerLoss
+            done = living(*arguments, **named)
+            if rng.random() < 0.1:
+                raise PowerLoss
+            return done
+
+        monkeypatch.setattr(kind, name, step)
+
+    mortal(Ledger, "record")
+    mortal(Ledger, "let_go")
+    mortal(Ledger, "register")
+    mortal(Appended, "append")
+
+    def live() -> None:
+        ledger = Ledger(tmp_path / "job")
+        try:
+            journal = Journal(ledger, tmp_path / "out.jsonl", tmp_path / "errors.jsonl", ordered=ordered)
+            for at in range(0, len(items), 16):
+                to_do = journal.register(items[at : at + 16])
+                rng.shuffle(to_do)
+                while to_do:
+                    n = rng.randrange(1, 5)
+                    group, to_do = to_do[:n], to_do[n:]
+                    journal.record([result(each, status=400 if each.line % 10 == 0 else 200) for each in group])
+        except PowerLoss:
+            pass
+        finally:
+            ledger.close()  # as the end of a process would; the files are as they are
+
+    n_lives = 0
+    while n_lives < 400:
+        n_lives += 1
+        live()
+        ledger = Ledger(tmp_path / "job")
+        n_ended = ledger.n_done + ledger.n_failed
+        ledger.close()
+        if n_ended == len(items):
+            break
+    monkeypatch.undo()
+    opened(tmp_path, ordered=ordered).close()
+    good = [each.custom_id for each in items if each.line % 10]
+    assert n_lives > 3
+    found = ids_of(tmp_path / "out.jsonl")
+    assert (found if ordered else sorted(found)) == (good if ordered else sorted(good))
+    assert Counter(ids_of(tmp_path / "errors.jsonl")) == Counter(f"id-{i}" for i in range(10, 61, 10))
+
+
+def test_ordered_results_wait_for_earlier_lines_on_the_disk(tmp_path: Path) -> None:
+    items = [item(i) for i in range(1, 5)]
+    journal = opened(tmp_path, ordered=True)
+    journal.register(items)
+    journal.record([result(items[2]), result(items[3])])
+    assert ids_of(tmp_path / "out.jsonl") == []
+    journal.close()
+
+    journal = opened(tmp_path, ordered=True)
+    assert journal.register(items) == items[:2]
+    journal.record([result(items[0])])
+    assert ids_of(tmp_path / "out.jsonl") == ["id-1"]
+    journal.record([result(items[1], status=400)])  # refused: nobody waits for it any more
+    assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-3", "id-4"]
+
+
+def test_failed_lines_can_be_tried_again(tmp_path: Path) -> None:
+    items = [item(1), item(2)]
+    journal = opened(tmp_path)
+    journal.register(items)
+    journal.record([result(items[0], status=500), result(items[1])])
+    journal.reopen_failed()
+    assert journal.n_failed == 0
+    assert journal.register(items) == [items[0]]
+    journal.record([result(items[0])])
+    assert sorted(ids_of(tmp_path / "out.jsonl")) == ["id-1", "id-2"]
+    assert ids_of(tmp_path / "errors.jsonl") == []
+
+
+# --- lines that are not as they should be ---------------------------------------------------------------------------
+
+
+def test_a_second_line_with_the_same_id_is_refused_with_the_first_ones_number(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    items = [item(1, "a"), item(2, "b"), item(3, "a")]
+    assert journal.register(items) == items[:2]
+    later = [item(4, "b"), item(5, "c")]
+    assert journal.register(later) == later[1:]
+    errors = lines_of(tmp_path / "errors.jsonl")
+    assert [(error["line"], error["error"]["code"]) for error in errors] == [(3, "duplicate_id"), (4, "duplicate_id")]
+    assert "'a' is that of line 1" in errors[0]["error"]["message"]
+    assert journal.register(items) == items[:2]  # and once is enough
+    assert len(lines_of(tmp_path / "errors.jsonl")) == 2
+
+
+def test_a_refused_line_is_written_once(tmp_path: Path) -> None:
+    bad = Refused(line=1, code="invalid_json", message="is no JSON", content=5)
+    journal = opened(tmp_path)
+    assert journal.register([bad, item(2)]) == [item(2)]
+    journal.close()
+    journal = opened(tmp_path)
+    assert journal.register([bad, item(2)]) == [item(2)]
+    assert [line["error"]["message"] for line in lines_of(tmp_path / "errors.jsonl")] == ["is no JSON"]
+
+
+def test_a_failed_line_that_was_mended_is_answered(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.register([Refused(line=1, code="invalid_json", message="is no JSON", content=5), item(2)])
+    journal.reopen_failed()
+    assert journal.register([item(1), item(2)]) == [item(1), item(2)]
+
+
+def test_a_duplicate_that_was_renamed_is_answered(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.register([item(1, "a"), item(2, "a")])
+    journal.reopen_failed()
+    assert journal.register([item(1, "a"), item(2, "b")]) == [item(1, "a"), item(2, "b")]
+
+
+def test_a_line_that_changed_after_its_result_was_written_ends_the_job(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.register([item(1), item(2)])
+    journal.record([result(item(1))])
+    with pytest.raises(StorageError, match="line 1 of the input has changed since its result was written"):
+        journal.register([item(1, prompt="other"), item(2)])
+
+
+def test_a_line_that_changed_before_it_was_answered_is_taken_as_it_is_now(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.register([item(1)])
+    changed = item(1, "new", prompt="other")
+    assert journal.register([changed]) == [changed]
+    assert journal.register([item(2, "id-1")]) == [item(2, "id-1")]  # its old id is free
+
+
+# --- files that are not as they should be ---------------------------------------------------------------------------
+
+
+def test_an_output_that_was_shortened_is_not_written_to(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.register([item(1)])
+    journal.record([result(item(1))])
+    journal.close()
+    (tmp_path / "out.jsonl").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"has 0 bytes, though .* were written"):
+        opened(tmp_path)
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_broken_ledger_says_so(tmp_path: Path) -> None:
+    (tmp_path / "job").write_bytes(b"no database, but long enough to be taken for one" * 100)
+    with pytest.raises(StorageError, match="is no database of ours: move it away"):
+        Ledger(tmp_path / "job")
+
+
+def test_a_ledger_with_a_hole_in_it_says_so(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.register([item(i) for i in range(1, 2000)])
+    journal.close()
+    data = bytearray((tmp_path / "job").read_bytes())
+    data[4096 * 3 : 4096 * 6] = os.urandom(4096 * 3)
+    (tmp_path / "job").write_bytes(data)
+    with pytest.raises(StorageError, match="is broken: move it away"):
+        Ledger(tmp_path / "job")
+
+
+def test_a_ledger_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    Ledger(tmp_path / "job").close()
+    with sqlite3.connect(tmp_path / "job") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StorageError, match="written by a newer cppbatch \\(version 99"):
+        Ledger(tmp_path / "job")
+
+
+def test_a_ledger_in_use_is_refused(tmp_path: Path) -> None:
+    Ledger(tmp_path / "job").close()
+    code = f"""
+import time
+from pathlib import Path
+from cppbatch.jobs.ledger import Ledger
+ledger = Ledger(Path({str(tmp_path / "job")!r}))
+print("open", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        try:
+            with pytest.raises(InUse, match="is in use by another cppbatch"):
+                Ledger(tmp_path / "job")
+        finally:
+            other.kill()
+    Ledger(tmp_path / "job").close()  # a process that was killed holds nothing
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """The limit on a file's size stands in for the disk's."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+from cppbatch.errors import StorageError
+from tests.test_job_journal import item, opened, result
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+journal = opened(Path({str(tmp_path)!r}))
+items = [item(i) for i in range(1, 1001)]
+journal.register(items)
+journal.record([result(each) for each in items[:100]])
+size = journal._output.size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, size + 1000))
+try:
+    journal.record([result(each) for each in items[100:]])
+except StorageError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "out.jsonl cannot be written (File too large): free some space and start again" in said
+    assert len(ids_of(tmp_path / "out.jsonl")) == 100
+    journal = opened(tmp_path)
+    items = [item(i) for i in range(1, 1001)]
+    assert journal.register(items) == items[100:]
+    journal.record([result(each) for each in items[100:]])
+    assert ids_of(tmp_path / "out.jsonl") == [each.custom_id for each in items]
+
+
+def test_a_full_database_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "job")
+    ledger.register([item(1)])
+    ((pages,),) = ledger._db.execute("PRAGMA page_count")
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StorageError, match="cannot grow, the disk is full"):
+        ledger.register([item(i) for i in range(2, 5000)])
+    ledger.close()
+    ledger = Ledger(tmp_path / "job")
+    assert ledger.register([item(1), item(2)]) == ([item(1), item(2)], [])
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="nowhere/job cannot be opened: its folder must be there"):
+        Ledger(tmp_path / "nowhere" / "job")
