@@ -12,7 +12,7 @@ from typing import Any
 from cppbatch.errors import Conflict, InvalidRequest, StorageError
 from cppbatch.jobs.data import DataFolder
 from cppbatch.jobs.open_batch import OpenBatch, Workplace
-from cppbatch.jobs.records import Batch, BatchRecord, check_life, check_metadata, window_seconds
+from cppbatch.jobs.records import Batch, BatchRecord, check_metadata, window_seconds
 from cppbatch.jobs.store import Page, Store
 
 log = logging.getLogger("cppbatch.jobs")
@@ -55,8 +55,6 @@ class Batches:
         if endpoint not in self._urls:
             raise InvalidRequest("endpoint", f"is {endpoint[:80]!r}; it must be one of {', '.join(self._urls)}")
         check_metadata(metadata)
-        if output_life is not None:
-            check_life("output_expires_after.seconds", output_life)
         now, name = int(time.time()), uuid.uuid4().hex
         shown = Batch(
             id=f"batch_{name}",

@@ -23,7 +23,6 @@ ENDED: tuple[Status, ...] = ("completed", "expired", "cancelled", "failed")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 _LONGEST_WINDOW_S = 366 * 86400
-_SHORTEST_LIFE_S, _LONGEST_LIFE_S = 3600, 30 * 86400
 _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 
 
@@ -147,13 +146,6 @@ def window_seconds(given: str) -> int:
             "completion_window",
             f"is {given[:40]!r}; it must be a whole number with s, m, h or d, such as 24h, up to 366d",
         )
-    return seconds
-
-
-def check_life(field: str, seconds: int) -> int:
-    """For how long a file is kept. Raises `InvalidRequest`."""
-    if not _SHORTEST_LIFE_S <= seconds <= _LONGEST_LIFE_S:
-        raise InvalidRequest(field, f"is {seconds}; it must be from {_SHORTEST_LIFE_S} to {_LONGEST_LIFE_S}")
     return seconds
 
 

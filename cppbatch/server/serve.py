@@ -35,8 +35,9 @@ async def serve(
     """
     stop = asyncio.Event()
     on_signals(stop)
+    storage = open_storage(settings.data_dir)
     engine = deployment.start(config)
-    app = create_app(engine, settings)
+    app = create_app(engine, settings, storage)
     try:
         listener = await _listen(app, settings, address)
     except BaseException:
@@ -47,6 +48,7 @@ async def serve(
             await _loaded(engine, stop)
             _announce(engine, listener, settings, say)
             await stop.wait()
+            await storage.stop()  # what its batches have not done is done after the next start
             await _drain(app, settings.drain_timeout, say)
         finally:
             await engine.close()  # before the connections: whoever still waits for an answer is told
