@@ -21,6 +21,9 @@ OPTION_RANGES = {
 }
 """What numbers `GenerationRequest` takes, but for the params'."""
 
+BACKGROUND = OPTION_RANGES["priority"][1]
+"""The lowest priority, for work that nobody sits and waits for."""
+
 
 class FinishReason(str, Enum):
     """Why a request ended."""
@@ -59,7 +62,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     event, its last, with the `embedding`; `params`, `cache_prompt` and `cache_salt` do not matter to it."""
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = 0
-    """Lower runs first, -100 to 100. Every 10 seconds of waiting make up for one, so nobody starves."""
+    """Lower runs first, -100 to 100. Every 10 seconds of waiting make up for one, so nobody starves.
+
+    100 is for work in the background: it takes what room others leave, and stands still while one of them that ranks
+    before it waits for its first token."""
     timeout: float | None = None
     """Seconds from arrival to the end at most; None: no limit."""
     queue_timeout: float | None = None
