@@ -25,7 +25,7 @@ from cppbatch.models.pull import choose_model
 
 PLACES, LENGTHS = 16, (20, 100, 400)
 BACKGROUND_PROMPT, BACKGROUND_NEW = (30, 160), (64, 128)  # tokens, from and to
-SETTLE_S, ALONE_S, PAUSE_S = 6.0, 4.0, (0.5, 1.0)
+SETTLE_S, ALONE_S, PAUSE_S = 5.0, 3.0, (0.4, 0.8)
 
 
 class Background:
@@ -85,8 +85,9 @@ async def run(args: argparse.Namespace) -> None:
                 ttfts["busy", n_prompt].append(await ask(engine, rng, n_prompt, next(numbers)))
             beside.append((background.n_tokens - n_before) / (perf_counter() - began))
             await background.cancel()
+            await asyncio.sleep(1)  # its cells are moved out of the way
             for n_prompt in LENGTHS:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.5)
                 ttfts["idle", n_prompt].append(await ask(engine, rng, n_prompt, next(numbers)))
     report(ttfts, median(steps), median(alone), median(beside))
 

@@ -194,3 +194,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprob] = []
     """If the params ask for it; with `echo`, the prompt's come first."""
     error: str | None = None
+
+
+class Mapped(msgspec.Struct, frozen=True):
+    """A result of `BatchInferenceEngine.map`."""
+
+    index: int
+    """The prompt's place in the iterable, from 0."""
+    prompt: Prompt
+    completion: Completion
+    """With the finish reason `error` for a prompt that cannot run; its `error` then begins with the field at fault."""
