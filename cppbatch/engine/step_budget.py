@@ -55,7 +55,8 @@ class StepBudget:
         """
         most = self._most - n_decode
         if background:
-            most = min(most, max(self._alone // _BACKGROUND_PART, int(_BACKGROUND_S / self.token_s)))
+            piece = max(_SMALLEST_CHUNK, self._alone // _BACKGROUND_PART, int(_BACKGROUND_S / self.token_s))
+            most = min(most, piece)
         n_streams = n_decode + n_others
         if n_streams == 0 or self._token_s is None:
             return min(most, self._alone)
