@@ -19,6 +19,7 @@ from cppbatch.server.lifecycle import IN_FLIGHT
 from cppbatch.server.listener import Address, Listener, listen
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.signals import AT_ONCE, on_signals
+from cppbatch.server.storage import open_storage
 
 log = logging.getLogger("cppbatch.server")
 

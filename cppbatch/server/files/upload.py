@@ -13,7 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from cppbatch.errors import InvalidRequest
 from cppbatch.jobs.outputs import storage_error
-from cppbatch.server.files.schemas import ExpiresAfter, Upload
+from cppbatch.server.files.schemas import ExpiresAfter, Upload, UploadPurpose
 from cppbatch.server.parse import convert
 
 _CHUNK = 1 << 18
@@ -28,7 +28,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
     filename: str
     n_bytes: int
-    purpose: str
+    purpose: UploadPurpose
     life: int | None
     """Seconds for which the file is kept; None: for ever."""
 
@@ -40,12 +40,13 @@ async def receive(request: web.Request, path: Path, most_mb: int) -> Received:
     """
     if request.content_type != "multipart/form-data":
         raise InvalidRequest("body", f"is {request.content_type}; a file comes as multipart/form-data")
-    if request.content_length is not None and request.content_length > (most_mb << 20) + (_CHUNK):
+    if request.content_length is not None and request.content_length > (most_mb << 20) + _CHUNK:
         raise _too_large(most_mb, request.content_length)
     fields: dict[str, str] = {}
     filename, n_bytes = None, 0
     try:
-        async for part in await request.multipart():
+        form = await request.multipart()
+        while (part := await form.next()) is not None:
             if not isinstance(part, BodyPartReader):
                 raise InvalidRequest("body", "has a form within the form")
             if part.name == "file":
