@@ -1,0 +1,150 @@
+"""Prompts in a column of a CSV file."""
+
+from __future__ import annotations
+
+import csv
+from collections import deque
+from collections.abc import Iterator
+
+from cppbatch.errors import ConfigError
+from cppbatch.jobs.forms import InputForm, table_columns
+from cppbatch.jobs.hashing import hash64
+from cppbatch.jobs.items import Item, Refused
+from cppbatch.jobs.lines import LONGEST_LINE, Lines
+from cppbatch.jobs.requests import Requests, Unusable, checked_text
+
+_REREAD_AT_FIRST = 64 << 20
+_REREAD_PER_BYTE = 4
+
+
+class CsvFile:
+    """The items of a CSV file, whose first line names the columns."""
+
+    def __init__(self, form: InputForm, requests: Requests) -> None:
+        self._form = form
+        self._requests = requests
+        self._lines = Lines(form.path)
+
+    @property
+    def fraction(self) -> float:
+        return self._lines.fraction
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def __iter__(self) -> Iterator[Item | Refused]:
+        # The limit, of 128 KiB by default, is one for the whole process; what we read is limited by _Feed.
+        csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
+        feed = _Feed(self._lines)
+        delimiter = self._delimiter(feed.first_line())
+        rows = csv.reader(feed, delimiter=delimiter, strict=True)
+        columns = self._columns(rows)
+        prompt, *naming = map(columns.index, table_columns(self._form, columns))
+        while True:
+            feed.begin_record()
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield feed.refuse(error)
+                continue
+            if not row:
+                continue
+            if len(row) < len(columns):
+                yield feed.refused(
+                    "invalid_record", f"has {len(row)} of the {len(columns)} fields that the first line names"
+                )
+            elif any(row[len(columns) :]):
+                more = f"has {len(row)} fields, more than the {len(columns)} that the first line names"
+                yield feed.refused("invalid_record", f"{more}: a text with {delimiter!r} in it must be in quotes")
+            else:
+                yield self._requests.item(feed.line, row[naming[0]] if naming else None, row[prompt])
+
+    def _delimiter(self, first_line: str) -> str:
+        if self._form.path.suffix.lower() == ".tsv":
+            return "\t"
+        return ";" if ";" in first_line and "," not in first_line else ","
+
+    def _columns(self, rows: Iterator[list[str]]) -> list[str]:
+        try:
+            columns = [checked_text(name.strip()) for name in next(rows, [])]
+        except (csv.Error, Unusable) as error:
+            raise ConfigError(f"{self._form.path}: its first line should name the columns, but: {error}") from None
+        if not columns:
+            raise ConfigError(f"{self._form.path}: is empty, and its first line should name the columns")
+        return columns
+
+
+class _TooLong(csv.Error):
+    """A record is longer than a line may be."""
+
+
+class _Feed:
+    """The lines that a csv.reader reads, and which of them make up the record that it reads just now.
+
+    A quote that is never closed takes in all lines up to the file's end, so of a record that cannot be read only the
+    first line is given up, and the others are read again; as long as that is not too often, since a file can be made
+    in which each line would have 16 MiB read again.
+    """
+
+    def __init__(self, lines: Lines) -> None:
+        self._fresh = iter(lines)
+        self._again: deque[tuple[int, bytes]] = deque()
+        self._may_reread = _REREAD_AT_FIRST
+        self._record: list[tuple[int, bytes]] = []
+        self._record_size = 0
+
+    def __iter__(self) -> _Feed:
+        return self
+
+    def __next__(self) -> str:
+        if self._again:
+            number, line = self._again.popleft()
+        else:
+            number, line = next(self._fresh)
+            self._may_reread += _REREAD_PER_BYTE * len(line)
+        self._record.append((number, line))
+        self._record_size += len(line)
+        if self._record_size > LONGEST_LINE:
+            raise _TooLong
+        return line.decode(errors="surrogateescape")
+
+    def first_line(self) -> str:
+        """The first that is not blank; it is still to be read."""
+        for number, line in self._fresh:
+            if line.strip():
+                self._again.append((number, line))
+                return line.decode(errors="surrogateescape")
+        return ""
+
+    def begin_record(self) -> None:
+        self._record = []
+        self._record_size = 0
+
+    @property
+    def line(self) -> int:
+        """Where the record begins."""
+        return self._record[0][0]
+
+    def refused(self, code: str, message: str) -> Refused:
+        data = b"".join(line for _, line in self._record)
+        return Refused(line=self.line, code=code, message=message, content=hash64(data))
+
+    def refuse(self, error: csv.Error) -> Refused:
+        """Gives up the record's first line, or all of them if that costs too much, for this error."""
+        first, *others = self._record
+        size = self._record_size - len(first[1])
+        if others and size <= self._may_reread:
+            self._may_reread -= size
+            self._again.extendleft(reversed(others))
+            self._record = [first]
+        if isinstance(error, _TooLong) and not others:
+            return self.refused("line_too_long", f"is longer than {LONGEST_LINE} bytes, the most a line may have")
+        last = self._record[-1][0]
+        if isinstance(error, _TooLong) or "end of data" in str(error):
+            problem = "a quote that begins here is not closed"
+        else:
+            problem = f"cannot be read as CSV: {error}"
+        given_up = "" if last == self.line else f"; nothing is read of the lines up to {last}"
+        return self.refused("invalid_record", problem + given_up)

@@ -1,0 +1,110 @@
+"""Reading a job's input: in order, in constant memory, and what is wrong with a line is wrong with that line alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from types import TracebackType
+from typing import Protocol
+
+from cppbatch.jobs.csv_file import CsvFile
+from cppbatch.jobs.forms import InputForm, input_form
+from cppbatch.jobs.hashing import hash64
+from cppbatch.jobs.items import Item, Refused
+from cppbatch.jobs.jsonl import json_item
+from cppbatch.jobs.lines import LONGEST_LINE, Lines
+from cppbatch.jobs.parquet_file import ParquetFile
+from cppbatch.jobs.requests import Requests
+
+__all__ = ["InputForm", "InputReader", "input_form"]
+
+
+class InputReader:
+    """Iterating it yields what each line of an input asks for, or why it is refused. Blank lines are left out.
+
+    Lines may ask for these `urls`. The file is opened when iterating begins, each time anew; `ConfigError` is raised
+    if it cannot be read, and for a table that has not the columns it should have. Whether names are unique is not
+    looked at.
+    """
+
+    def __init__(self, form: InputForm, urls: Collection[str]) -> None:
+        self._form = form
+        self._requests = Requests(form, urls)
+        self._source: _Source | None = None
+        self._is_done = False
+
+    def __iter__(self) -> Iterator[Item | Refused]:
+        self.close()
+        self._is_done = False
+        self._source = self._open()
+        yield from self._source
+        self._is_done = True
+        self.close()
+
+    @property
+    def fraction(self) -> float:
+        """How much of the file is read, from 0 to 1. Another thread may ask."""
+        source = self._source
+        if source is None:
+            return float(self._is_done)
+        return source.fraction
+
+    def close(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    def __enter__(self) -> InputReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> _Source:
+        if self._form.kind == "csv":
+            return CsvFile(self._form, self._requests)
+        if self._form.kind == "parquet":
+            return ParquetFile(self._form, self._requests)
+        return _LineFile(self._form, self._requests, json_item if self._form.kind == "jsonl" else _text_item)
+
+
+class _Source(Protocol):
+    """A file that is open."""
+
+    @property
+    def fraction(self) -> float: ...
+    def __iter__(self) -> Iterator[Item | Refused]: ...
+    def close(self) -> None: ...
+
+
+class _LineFile:
+    """A file each of whose lines asks for something."""
+
+    def __init__(
+        self, form: InputForm, requests: Requests, read: Callable[[int, bytes, Requests], Item | Refused]
+    ) -> None:
+        self._lines = Lines(form.path)
+        self._requests = requests
+        self._read = read
+
+    @property
+    def fraction(self) -> float:
+        return self._lines.fraction
+
+    def __iter__(self) -> Iterator[Item | Refused]:
+        read, requests = self._read, self._requests
+        for number, raw in self._lines:
+            line = raw.rstrip(b"\r\n")
+            if len(line) > LONGEST_LINE:
+                message = f"is longer than {LONGEST_LINE} bytes, the most a line may have"
+                yield Refused(line=number, code="line_too_long", message=message, content=hash64(line))
+            elif line and not line.isspace():
+                yield read(number, line, requests)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def _text_item(number: int, line: bytes, requests: Requests) -> Item | Refused:
+    return requests.item(number, None, line.decode(errors="surrogateescape"))

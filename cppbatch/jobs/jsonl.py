@@ -1,0 +1,122 @@
+"""A line of JSON: a request in OpenAI's form, an object with a prompt, or a prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cppbatch.jobs.hashing import hash64
+from cppbatch.jobs.items import Item, Json, Refused
+from cppbatch.jobs.requests import Requests, Unusable, checked_id, line_name, not_text, shown
+
+MOST_NESTED = 128
+"""Lists and objects within each other. Python's own limit is for the whole stack, so those who use a body later, with
+more of the stack in use, would fail where reading did not."""
+
+_PROMPTS = ("prompt", "messages", "input")
+_decode = msgspec.json.Decoder().decode
+
+
+def json_item(number: int, line: bytes, requests: Requests) -> Item | Refused:
+    """What a line of JSON asks for."""
+    content = hash64(line)
+    custom_id: str | None = None
+    try:
+        record = _decoded(line)
+        is_plain = "body" not in record and "url" not in record
+        if is_plain:
+            custom_id = _plain_id(record, number)
+            url, body = _plain_request(record, requests)
+        else:
+            custom_id = _id(record)
+            url, body = _request(record, requests)
+    except Unusable as wrong:
+        return Refused(line=number, code=wrong.code, message=str(wrong), custom_id=custom_id, content=content)
+    return Item(line=number, custom_id=custom_id, url=url, body=body, is_plain=is_plain, content=content)
+
+
+def _decoded(line: bytes) -> Json:
+    try:
+        record = _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Unusable("invalid_json", _why_no_json(line, error)) from None
+    if isinstance(record, str):
+        return {"prompt": record}
+    if not isinstance(record, dict):
+        raise Unusable("invalid_line", f"{shown(record)} is neither an object nor a string")
+    if line.count(b"[") + line.count(b"{") > MOST_NESTED and _is_deep(record):
+        raise Unusable("invalid_json", f"has lists and objects nested more than {MOST_NESTED} deep")
+    return record
+
+
+def _why_no_json(line: bytes, error: Exception) -> str:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return not_text(line)
+    if "\0" in text:
+        return not_text(line)
+    if isinstance(error, RecursionError):
+        return f"has lists and objects nested more than {MOST_NESTED} deep"
+    return f"is not JSON: {error}: {shown(text)}"
+
+
+def _is_deep(record: Json) -> bool:
+    level: list[Any] = [record]
+    for _ in range(MOST_NESTED):
+        inner = (child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent))
+        level = [child for child in inner if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _id(record: Json) -> str:
+    if "custom_id" not in record:
+        raise Unusable("missing_custom_id", "custom_id: is missing; by it the result is found")
+    return checked_id("custom_id", record["custom_id"])
+
+
+def _request(record: Json, requests: Requests) -> tuple[str, Json]:
+    method = record.get("method", "POST")
+    if not isinstance(method, str) or method.upper() != "POST":
+        raise Unusable("invalid_method", f"method: {shown(method)} must be POST")
+    if "url" not in record:
+        raise Unusable("invalid_url", "url: is missing")
+    url = requests.check_url(record["url"])
+    if "body" not in record:
+        raise Unusable("missing_body", "body: is missing; it is what the endpoint is sent")
+    body = record["body"]
+    if not isinstance(body, dict):
+        raise Unusable("invalid_body", f"body: {shown(body)} is no object")
+    return url, body
+
+
+def _plain_id(record: Json, number: int) -> str:
+    """A plain line may be named by a number too, as rows of data sets are."""
+    for field in ("custom_id", "id"):
+        value = record.get(field)
+        if value is not None:
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            return checked_id(field, str(value) if is_number else value)
+    return line_name(number)
+
+
+def _plain_request(record: Json, requests: Requests) -> tuple[str, Json]:
+    kinds = [field for field in _PROMPTS if field in record]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) or (f"only {', '.join(map(shown, list(record)[:8]))}" if record else "nothing")
+        raise Unusable("invalid_line", f"has {found}; it must have a url and a body, or one of {', '.join(_PROMPTS)}")
+    others = {field: value for field, value in record.items() if field not in ("custom_id", "id")}
+    if "messages" in record:
+        return requests.check_url("/v1/chat/completions"), others
+    if "input" in record:
+        return requests.check_url("/v1/embeddings"), others
+    prompt = others["prompt"]
+    if isinstance(prompt, list):
+        return requests.check_url("/v1/completions"), others
+    if not isinstance(prompt, str):
+        raise Unusable("invalid_line", f"prompt: {shown(prompt)} is neither a string nor a list")
+    del others["prompt"]
+    return requests.of_prompt(prompt, others)
