@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from cppbatch.engine.engine import BatchInferenceEngine
     from cppbatch.engine.generate_batch import generate_batch
     from cppbatch.engine.params import SamplingParams
-    from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, GenerationRequest, Pair, TokenLogprob
+    from cppbatch.engine.request import (
+        Completion,
+        FinishReason,
+        GenerationEvent,
+        GenerationRequest,
+        Mapped,
+        Pair,
+        TokenLogprob,
+    )
     from cppbatch.errors import CppBatchError, InvalidRequest
 
 __version__ = version("cppbatch")
@@ -36,6 +44,7 @@ _HOMES = {
     "FinishReason": "cppbatch.engine.request",
     "GenerationEvent": "cppbatch.engine.request",
     "GenerationRequest": "cppbatch.engine.request",
+    "Mapped": "cppbatch.engine.request",
     "Pair": "cppbatch.engine.request",
     "SamplingParams": "cppbatch.engine.params",
     "TokenLogprob": "cppbatch.engine.request",
@@ -54,6 +63,7 @@ __all__ = [
     "GenerationRequest",
     "InvalidRequest",
     "LocalEngine",
+    "Mapped",
     "Pair",
     "SamplingParams",
     "TokenLogprob",

@@ -117,7 +117,7 @@ def arrivals(draw: st.DrawFn) -> Arrive:
         min_tokens=draw(st.just(0) | st.integers(0, max_tokens)),
     )
     options = {
-        "priority": draw(st.sampled_from((0, 0, 0, 1, -1))),
+        "priority": draw(st.sampled_from((0, 0, 0, 1, -1, 100))),
         "timeout": draw(st.sampled_from((None, None, None, None, 30))),
         "queue_timeout": draw(st.sampled_from((None, None, None, 0, 15))),
         "cache_prompt": draw(st.sampled_from((True, True, True, False))),

@@ -111,3 +111,20 @@ def test_prompts_in_a_step_without_streams_hold_up_those_of_other_steps_no_longe
     run(budget, decode_s=0.05, token_s=1e-3)
     assert budget.prefill_tokens(0, 1, n_others=8) * 1e-3 == pytest.approx(2.5 * 0.05, rel=0.05)
     assert budget.prefill_tokens(0, 1) == 2048
+
+
+@pytest.mark.parametrize(("token_s", "most"), [(1e-5, 512), (2e-3, 100), (0.1, 32)])
+def test_background_prompts_take_a_fifth_of_a_second_of_a_step_where_that_is_a_piece_worth_computing(
+    token_s: float, most: int
+) -> None:
+    budget = StepBudget(2048, alone=512)
+    assert budget.prefill_tokens(0, 3, background=True) <= 200, "before anything is known"
+    budget.observe(0, 100, 100 * token_s)
+    assert budget.prefill_tokens(0, 3, background=True) == pytest.approx(most, abs=1)
+    assert budget.prefill_tokens(0, 3) == 512
+
+
+def test_background_prompts_go_on_however_slow_the_machine_is() -> None:
+    budget = StepBudget(16)
+    budget.observe(0, 1, 10.0)
+    assert budget.prefill_tokens(0, 1, background=True) == 4

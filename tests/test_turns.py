@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +31,10 @@ SCHEDULES = settings(
 )
 
 
-def sequence(adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, **options: object) -> Sequence:
-    request = GenerationRequest(id="", prompt=[], **options)  # type: ignore[arg-type]
+def sequence(adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, now: float = 0.0, **options: Any) -> Sequence:
+    request = GenerationRequest(id="", prompt=[], **options)
     prompt = np.zeros(n_prompt, np.int32)
-    return Sequence(request, prompt, max_new=max_new, seed=0, now=0.0, adapters=adapters)
+    return Sequence(request, prompt, max_new=max_new, seed=0, now=now, adapters=adapters)
 
 
 class Policy:
@@ -44,7 +45,7 @@ class Policy:
         self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
         self.scheduler = Scheduler(self.kv, step_tokens=16, n_parallel=n_parallel)
 
-    def add(self, adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, **options: object) -> Sequence:
+    def add(self, adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, **options: Any) -> Sequence:
         new = sequence(adapters, n_prompt, max_new, **options)
         self.scheduler.add(new)
         return new

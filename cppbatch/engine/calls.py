@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 from typing import Any
 
+from cppbatch.config import EngineConfig
 from cppbatch.engine.collect import collect, collect_vectors, expand, likeliest, n_candidates, params_for_each
 from cppbatch.engine.events import Events
+from cppbatch.engine.mapping import Mapper
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import Completion, GenerationEvent, Prompt
+from cppbatch.engine.request import Completion, GenerationEvent, GenerationRequest, Mapped, Prompt
 from cppbatch.engine.sequence import Sequence
 from cppbatch.engine.vectors import Vector, check_dimensions, normalised
 from cppbatch.errors import InvalidRequest
@@ -20,6 +22,7 @@ from cppbatch.errors import InvalidRequest
 class Calls(ABC):
     """The simple ways to use an engine. `BatchInferenceEngine` has the rest: requests and the step loop."""
 
+    config: EngineConfig
     _events: Events
     _sequences: dict[str, Sequence]
 
@@ -83,6 +86,41 @@ class Calls(ABC):
     def _stream(self, sequence: Sequence) -> Generator[GenerationEvent, None, None]:
         self.add(sequence)  # not before the iteration starts: an iterator that never ran leaves nothing behind
         yield from self._run({sequence.id})
+
+    def map(
+        self,
+        prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]],
+        params: SamplingParams | None = None,
+        *,
+        ordered: bool = False,
+        **options: Any,
+    ) -> Generator[Mapped, None, None]:
+        """Continues prompts as they come, yielding each result as soon as it is there.
+
+        `prompts`: any iterable, an endless one too, of prompts, or of pairs with params of their own. It is asked for
+        no more than keep the engine busy: those that run, and as many to follow. The engine steps while the next result
+        is waited for. `ordered`: results in the prompts' order, for which up to eight times as many as run at once are
+        held back; then no more are started before the one that all wait for has ended.
+
+        A prompt that cannot run is a result with an error, and the others go on. `options`: fields of
+        `GenerationRequest` (priority, timeout, cache_salt ...) for all. Closing the iterator, or an exception of the
+        iterable, cancels what is left. Other requests of this engine advance meanwhile, and their events are kept for
+        those who ask. Raises `InvalidRequest` at once for what no prompt could run with; `EngineClosed`.
+        """
+        if isinstance(prompts, str):
+            raise InvalidRequest("prompts", "is one string; give an iterable of them, like [prompt]")
+        if self.info.pooling or "task" in options:
+            raise InvalidRequest("task", "`map` is for models that generate text; for vectors use `embed`")
+        if not isinstance(params, SamplingParams | None):
+            raise InvalidRequest("params", f"is {params!r:.200}; give one SamplingParams, or pairs with the prompts")
+        GenerationRequest(id="", prompt="", **options)  # raises for options that are bad for all
+
+        def start(prompt: Prompt, its: SamplingParams | None) -> str:
+            sequence = self._prepare(prompt, its or params, **options)
+            self._queue(sequence)
+            return sequence.id
+
+        return Mapper(self, self._events, start, prompts, ordered=ordered).results()
 
     def embed(
         self,

@@ -70,7 +70,7 @@ def likeliest(completions: list[Completion], n: int, of: int) -> list[Completion
 def collect(ids: list[str], events: Iterable[GenerationEvent], *, progress: bool) -> list[Completion]:
     """Reads all events of these requests and returns their results in the order of `ids`."""
     parts = _gathered(ids, events, "generating", progress=progress)
-    return [_completion(parts[request_id]) for request_id in ids]
+    return [completion_of(parts[request_id]) for request_id in ids]
 
 
 def collect_vectors(ids: list[str], events: Iterable[GenerationEvent], n_embd: int, *, progress: bool) -> Vector:
@@ -117,7 +117,8 @@ def _progress_line(*, enabled: bool) -> Progress:
     )
 
 
-def _completion(events: list[GenerationEvent]) -> Completion:
+def completion_of(events: list[GenerationEvent]) -> Completion:
+    """All events of a request that has ended, as one result."""
     last = events[-1]
     assert last.finish_reason is not None
     assert last.usage is not None

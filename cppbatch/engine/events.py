@@ -19,9 +19,13 @@ class Events:
         self._teller, self._metrics = teller, metrics
         self.new: list[News] = []
         self._kept: dict[str, list[GenerationEvent]] = {}
+        self.reserved: set[str] = set()
+        """Requests whose events are for `take_of` alone, whoever steps."""
 
     def __bool__(self) -> bool:
-        return bool(self.new or self._kept)
+        """Whether `take` has any to give."""
+        ids = itertools.chain(self._kept, (news.sequence.id for news in self.new))
+        return any(request_id not in self.reserved for request_id in ids)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._kept
@@ -37,9 +41,14 @@ class Events:
         return events
 
     def take(self) -> list[GenerationEvent]:
-        """All of them, in each request's order."""
-        events = [*itertools.chain(*self._kept.values()), *self._tell()]
-        self._kept, self.new = {}, []
+        """All that are not reserved, in each request's order."""
+        if self.reserved:
+            self.keep()
+        kept, self._kept = self._kept, {}
+        for request_id in self.reserved & kept.keys():
+            self._kept[request_id] = kept.pop(request_id)
+        events = [*itertools.chain(*kept.values()), *self._tell()]
+        self.new = []
         return events
 
     def take_news(self) -> list[News]:

@@ -21,6 +21,9 @@ OPTION_RANGES = {
 }
 """What numbers `GenerationRequest` takes, but for the params'."""
 
+BACKGROUND = OPTION_RANGES["priority"][1]
+"""The lowest priority, for work that nobody sits and waits for."""
+
 
 class FinishReason(str, Enum):
     """Why a request ended."""
@@ -59,7 +62,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     event, its last, with the `embedding`; `params`, `cache_prompt` and `cache_salt` do not matter to it."""
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = 0
-    """Lower runs first, -100 to 100. Every 10 seconds of waiting make up for one, so nobody starves."""
+    """Lower runs first, -100 to 100. Every 10 seconds of waiting make up for one, so nobody starves.
+
+    100 is for work in the background: it takes what room others leave, and stands still while one of them that ranks
+    before it waits for its first token."""
     timeout: float | None = None
     """Seconds from arrival to the end at most; None: no limit."""
     queue_timeout: float | None = None
@@ -188,3 +194,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprob] = []
     """If the params ask for it; with `echo`, the prompt's come first."""
     error: str | None = None
+
+
+class Mapped(msgspec.Struct, frozen=True):
+    """A result of `BatchInferenceEngine.map`."""
+
+    index: int
+    """The prompt's place in the iterable, from 0."""
+    prompt: Prompt
+    completion: Completion
+    """With the finish reason `error` for a prompt that cannot run; its `error` then begins with the field at fault."""

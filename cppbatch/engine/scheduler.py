@@ -67,6 +67,7 @@ class Scheduler:
     one that waits for its prefix, which another is computing just then, lets others pass.
 
     Of those that run, the ones with the LoRA adapters whose turn it is (`Turns`) compute; the others hold their cells.
+    So do those in the background (`BACKGROUND`) while anybody else who ranks before them has no token yet.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Scheduler:
         # Both in order of rank.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._displaced: set[Sequence] = set()  # in this step, in which they do not come back
         self._n_added = 0
         self._is_for_first = False
         self._timed: dict[int, Sequence] = {}  # those with a timeout, by their number of arrival
@@ -143,40 +145,57 @@ class Scheduler:
         plan = StepPlan()
         for sequence in self.running:
             sequence.pause_at = 0
-        if not self._make_room():
-            plan.admitted = self._admit()
+        self._displaced.clear()
+        self._make_room()
+        plan.admitted = self._admit()
         self._choose(plan)
         plan.n_tokens = sum(n for _, n in plan.chunks)
         return plan
 
     def _choose(self, plan: StepPlan) -> None:
         """Who of those that run computes how much."""
-        decoding = [s for s in self.running if s.status is Status.DECODE and not s.moving]
+        in_play = self._in_play()
+        decoding = [s for s in in_play if s.status is Status.DECODE and not s.moving]
+        prompts = [s for s in in_play if s.status is Status.PREFILL and not s.moving]
         self._kv.make_room(len(decoding))  # those admitted just now count too: they fit, once what is cached has gone
-        for adapters in self._turns.order(self.running):
+        for adapters in self._turns.order(in_play):
             rows = [(s, 1) for s in decoding if s.adapters == adapters]
-            plan.chunks = in_batch_order(rows, self._prefill(adapters, len(rows), len(decoding)))
+            prefill = self._prefill([s for s in prompts if s.adapters == adapters], adapters, len(rows), decoding)
+            plan.chunks = in_batch_order(rows, prefill)
             if plan.chunks:
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._turns.take(adapters), len(rows)
                 break
+
+    def _in_play(self) -> list[Sequence]:
+        """Those that run, but not background work behind somebody whose first token is still to come."""
+        first = next((s for s in self.running if not s.is_background and not s.n_generated), None)
+        return [s for s in self.running if first is None or not s.is_background or s.rank < first.rank]
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
         """Takes note of how long a step took, unless planning the graph anew was part of it."""
         if not plan.is_switch:
             self._turns.computed(plan.adapters, plan.n_decode, plan.n_tokens - plan.n_decode, seconds)
 
-    def _prefill(self, adapters: AdapterSet, n_decode: int, n_streams: int) -> list[Chunk]:
-        """Pieces of prompts for what the decode rows leave of the step, and all streams' next tokens of the cells."""
-        prefilling = [s for s in self.running if s.status is Status.PREFILL and not s.moving and s.adapters == adapters]
+    def _prefill(
+        self, prefilling: list[Sequence], adapters: AdapterSet, n_decode: int, streams: list[Sequence]
+    ) -> list[Chunk]:
+        """Pieces of these prompts for what decode rows leave of the step, and all streams' next tokens of the cells.
+
+        Background work that stands still is no stream here: when its next tokens find no cells, it gives up its own.
+        """
         if not prefilling:
             return []
-        most = self._turns.budget(adapters).prefill_tokens(n_decode, len(prefilling), n_streams - n_decode)
+        n_streams = len(streams)
+        n_urgent = sum(not s.is_background for s in prefilling)
+        # Others' streams are not held up for the sake of many prompts in the background.
+        n_prompts = n_urgent or (len(prefilling) if all(s.is_background for s in streams) else 1)
+        step_times = self._turns.budget(adapters)
+        most = step_times.prefill_tokens(n_decode, n_prompts, n_streams - n_decode, background=not n_urgent)
         budget = min(most, sum(s.n_pending for s in prefilling))
         if self._kv.unified and not self._kv.make_room(n_streams + budget):
             budget = min(budget, self._kv.n_free - n_streams)
         if n_streams:  # a step has little room: every other one is for the first, those between for short ones
-            token_s = self._turns.budget(adapters).token_s
-            first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, token_s))
+            first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, step_times.token_s))
             self._is_for_first = not self._is_for_first
             prefilling = [first, *others] if self._is_for_first else [*others, first]
         chunks = []
@@ -189,20 +208,18 @@ class Scheduler:
                 budget -= n
         return chunks
 
-    def _make_room(self) -> bool:
+    def _make_room(self) -> None:
         """Preempts until every decoding sequence can grow, or, if none decodes, until the first one can go on."""
-        preempted = False
         while self.running:
             decoding = sum(s.status is Status.DECODE for s in self.running)
             if self._kv.make_room(max(1, decoding)):
                 break
             self._preempt(self.running[-1])
-            preempted = True
-        return preempted
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._kv.preempt(sequence)
+        self._displaced.add(sequence)
         insort(self.waiting, sequence, key=_rank)
 
     def _admit(self) -> list[Sequence]:
@@ -211,6 +228,8 @@ class Scheduler:
         at, n_seen = 0, 0
         while at < len(self.waiting) and n_seen < 2 * self._n_parallel:  # bounded, as many may wait for a prefix
             sequence = self.waiting[at]
+            if sequence in self._displaced:
+                break
             n_seen += 1
             lower = self._lower(sequence)
             if len(self.running) >= self._n_parallel and not lower:
@@ -219,8 +238,7 @@ class Scheduler:
             if wait:
                 at += 1
                 continue
-            preempts = not self._fits(sequence, match)
-            if preempts and not self._displace(lower, sequence, match):
+            if not self._fits(sequence, match) and not self._displace(lower, sequence, match):
                 match = None  # its source would have to stay; without it there may be room
                 if not self._displace(lower, sequence, match):
                     break
@@ -228,8 +246,6 @@ class Scheduler:
             insort(self.running, sequence, key=_rank)
             self._kv.admit(sequence, match)
             admitted.append(sequence)
-            if preempts:
-                break  # whom it has displaced waits now, and must not come back in the same step
         return admitted
 
     def _fits(self, sequence: Sequence, match: Match | None) -> bool:

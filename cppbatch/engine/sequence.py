@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.cells import Span
 from cppbatch.engine.request import (
+    BACKGROUND,
     FinishReason,
     GenerationEvent,
     GenerationRequest,
@@ -141,6 +142,11 @@ class Sequence:
     def salt(self) -> Hashable:
         """Whose keys and values are worth anything to it: those with the same salt, computed with the same adapters."""
         return self.request.cache_salt, self.adapters
+
+    @property
+    def is_background(self) -> bool:
+        """Whether nobody sits and waits for it."""
+        return self.request.priority >= BACKGROUND
 
     @property
     def n_pending(self) -> int:

@@ -8,6 +8,8 @@ _SLOWDOWN = 1.5  # of a step without prefill: the time prompts may add to it; th
 _REFRESH_EVERY = 16  # steps with prefill, before one without tells what decoding alone takes now
 _PROMPTS_WEIGH = 8  # times as much as streams, from the second one on: the first tokens of many are late, not of one
 _GUESSED_TOKEN_S = 0.001
+_BACKGROUND_S = 0.2  # what background prompts may take of a step, while somebody may come who has to wait for its end
+_BACKGROUND_PART = 16  # of what is computed at once: smaller pieces would cost throughput
 _NEW = 0.3  # weight of a new measurement in the running means
 _NEW_QUIET = 0.02  # the same for what a step took before the prompts came, while they are being read
 
@@ -45,12 +47,16 @@ class StepBudget:
         """What a prompt token adds to a step, in seconds; a guess before anything is known."""
         return self._token_s or _GUESSED_TOKEN_S
 
-    def prefill_tokens(self, n_decode: int, n_prefill: int, n_others: int = 0) -> int:
+    def prefill_tokens(self, n_decode: int, n_prefill: int, n_others: int = 0, *, background: bool = False) -> int:
         """Prompt tokens, of `n_prefill` sequences, for the next step beside `n_decode` decoding ones.
 
-        `n_others` decode too, but in other steps: this one is not to take long for them either.
+        `n_others` decode too, but in other steps: this one is not to take long for them either. `background`: nor for
+        those who come while it computes, as these prompts are in no hurry.
         """
         most = self._most - n_decode
+        if background:
+            piece = max(_SMALLEST_CHUNK, self._alone // _BACKGROUND_PART, int(_BACKGROUND_S / self.token_s))
+            most = min(most, piece)
         n_streams = n_decode + n_others
         if n_streams == 0 or self._token_s is None:
             return min(most, self._alone)

@@ -1,0 +1,244 @@
+"""Work in the background (priority 100) takes the room that others leave, and gives it up at once."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cppbatch import FinishReason, GenerationRequest
+from cppbatch.engine.adapters import AdapterSet
+from cppbatch.engine.request import BACKGROUND
+from cppbatch.engine.scheduler import StepPlan
+from cppbatch.engine.sequence import Sequence, Status
+from tests.fakes import context_of, drain, fake_engine, greedy, reference
+from tests.test_turns import NONE, SCHEDULES, Policy, X, Y
+
+
+def background(policy: Policy, n: int, n_prompt: int = 1) -> list[Sequence]:
+    return [policy.add(NONE, n_prompt, priority=BACKGROUND) for _ in range(n)]
+
+
+def computed(plan: StepPlan) -> dict[Sequence, int]:
+    return dict(plan.chunks)
+
+
+def by_tokens(plan: StepPlan) -> float:
+    """Steps that cost a tenth of a second for each token, so that prompts beside streams are read in small pieces."""
+    return 0.1 * plan.n_tokens
+
+
+def test_the_lowest_priority_there_is_is_that_of_background_work() -> None:
+    assert BACKGROUND == 100
+    assert GenerationRequest(id="", prompt="", priority=BACKGROUND).priority == BACKGROUND
+
+
+# --- the first token of others --------------------------------------------------------------------------------------
+
+
+def test_while_a_prompt_is_read_background_rows_and_prompts_stand_still_and_then_go_on() -> None:
+    policy = Policy(n_ctx=512)
+    streams = background(policy, 2)
+    policy.step()
+    prompt, *_ = background(policy, 1, 30)
+    policy.step()
+    urgent = policy.add(NONE, 40)
+    plans = [policy.step() for _ in range(3)]
+    assert [computed(plan) for plan in plans] == [{urgent: 16}, {urgent: 16}, {urgent: 8}]
+    assert [plan.n_decode for plan in plans] == [0, 0, 0]
+    assert set(computed(policy.step())) == {urgent, prompt, *streams}
+
+
+def test_a_prompt_is_read_in_whole_steps_as_if_background_streams_were_not_there() -> None:
+    policy = Policy(n_ctx=512)
+    background(policy, 3)
+    for _ in range(10):
+        policy.step(by_tokens)
+    urgent = policy.add(NONE, 32)
+    assert [computed(policy.step(by_tokens)) for _ in range(2)] == [{urgent: 16}] * 2
+
+
+def test_beside_other_streams_it_is_read_in_pieces_for_their_sake_only() -> None:
+    policy = Policy(n_ctx=1024)
+    stream = policy.add(NONE)
+    background(policy, 2)
+    for _ in range(40):
+        policy.step(by_tokens)
+    urgent = policy.add(NONE, 20)
+    while not urgent.n_generated:
+        plan = policy.step(by_tokens)
+        assert set(computed(plan)) <= {stream, urgent}
+        assert plan.n_tokens <= 1 + 4, "2.5 times a step of one row, but always so many"
+
+
+def test_no_other_priority_stands_still() -> None:
+    policy = Policy(n_ctx=512)
+    low = policy.add(NONE, priority=BACKGROUND - 1)
+    policy.step()
+    policy.add(NONE, 40)
+    assert low in computed(policy.step())
+
+
+def test_a_prompt_that_is_cached_but_for_its_last_token_is_waited_for_too() -> None:
+    engine = fake_engine(n_ctx=256, n_batch=64, sharing="cells")
+    (first,) = engine.generate([[1] * 40], greedy(1))
+    for i in range(3):
+        engine.add_request([i + 2, 3], greedy(30, ignore_eos=True), priority=BACKGROUND)
+    engine.step()
+    engine.add_request([1] * 40, greedy(1), request_id="urgent")
+    (event,) = engine.step()
+    assert (event.request_id, event.tokens) == ("urgent", first.tokens)
+    assert context_of(engine).steps[-1] == {3: 1}
+    drain(engine)
+
+
+def test_background_work_with_other_adapters_has_no_turn_meanwhile() -> None:
+    policy = Policy(n_ctx=512)
+    policy.add(X, priority=BACKGROUND)
+    stream = policy.add(Y)
+    for _ in range(3):
+        policy.step()
+    policy.add(NONE, 100)
+    turns = policy.turns(12)
+    assert X not in turns
+    assert {NONE, Y} == set(turns), "but those of others that run have theirs"
+    assert stream.n_generated > 3
+
+
+def test_rows_that_stand_still_are_no_rows_of_the_steps_that_are_learnt_from() -> None:
+    def cost(plan: StepPlan) -> float:
+        return 0.1 * plan.n_decode + 0.01 * (plan.n_tokens - plan.n_decode)
+
+    policy = Policy(n_ctx=512)
+    background(policy, 3)
+    for _ in range(10):
+        policy.step(cost)
+    policy.add(NONE, 64)
+    for _ in range(4):
+        policy.step(cost)
+    times = policy.scheduler._turns.budget(NONE)
+    assert times.token_s == pytest.approx(0.01)
+    assert times._decode_s.of(3) == pytest.approx(0.3)
+
+
+# --- background prompts ---------------------------------------------------------------------------------------------
+
+
+def test_many_background_prompts_hold_up_streams_of_others_no_more_than_one_does() -> None:
+    policy = Policy(n_ctx=1024, n_parallel=8)
+    stream = policy.add(NONE)
+    for _ in range(10):
+        policy.step(by_tokens)
+    prompts = background(policy, 7, 20)
+    for _ in range(30):
+        plan = policy.step(by_tokens)
+        assert stream in computed(plan)
+        assert plan.n_tokens - plan.n_decode <= max(4, 1.5 * plan.n_decode)
+    assert prompts[0].n_generated > 0
+
+
+def test_without_such_streams_they_are_read_together_however_few_decode() -> None:
+    policy = Policy(n_ctx=1024, n_parallel=8)
+    background(policy, 1)
+    for _ in range(10):
+        policy.step(lambda plan: 0.001 * plan.n_tokens)
+    background(policy, 7, 20)
+    assert policy.step(lambda plan: 0.001 * plan.n_tokens).n_tokens == 16
+
+
+# --- cells and places -----------------------------------------------------------------------------------------------
+
+
+def test_one_that_comes_when_background_work_has_all_places_and_cells_is_admitted_and_read_at_once() -> None:
+    params = greedy(40, ignore_eos=True)
+    engine = fake_engine(n_ctx=256, n_batch=128, n_parallel=16)
+    names = [engine.add_request([i, 1, 2], params, priority=BACKGROUND) for i in range(16)]
+    events = []
+    while engine.kv.n_free > 20:
+        events += engine.step()
+    assert engine.stats().running == 16
+    engine.add_request([7] * 100, greedy(3, ignore_eos=True), request_id="urgent")
+    told = engine.step()
+    assert [event.request_id for event in told] == ["urgent"]
+    assert context_of(engine).steps[-1].popitem()[1] == 100
+    assert engine.stats().running < 12, "several had to make room"
+    events += [*told, *drain(engine)]
+    assert len([event for event in events if event.finish_reason is FinishReason.LENGTH]) == 17
+    for i, name in enumerate(names):
+        tokens = [token for event in events if event.request_id == name for token in event.tokens]
+        assert tokens == reference([i, 1, 2], params)[0]
+
+
+def test_several_that_come_together_are_admitted_in_one_step() -> None:
+    policy = Policy(n_ctx=512)
+    streams = background(policy, 4)
+    policy.step()
+    urgent = [policy.add(NONE, 4) for _ in range(3)]
+    plan = policy.step()
+    assert plan.admitted == urgent
+    assert computed(plan) == dict.fromkeys(urgent, 4)
+    assert [its.status for its in streams] == [Status.DECODE, *[Status.SWAPPED] * 3]
+
+
+def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_same() -> None:
+    policy = Policy(n_ctx=64, n_parallel=4)
+    streams = background(policy, 3)
+    while policy.kv.n_free >= 3:
+        policy.step()
+    urgent = policy.add(NONE, 8)
+    assert policy.step().admitted == [urgent]
+    assert streams[0].status is Status.DECODE
+
+
+# --- nobody starves -------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_never_cease_hold_background_work_up_until_it_ranks_before_them() -> None:
+    policy = Policy(n_ctx=1024, n_parallel=2)
+    (patient,) = background(policy, 1)
+    policy.step()
+    n_known, seconds = patient.n_tokens, count(step=10)
+    for now in seconds:
+        policy.add(NONE, 8, max_new=1, now=float(now))
+        policy.step()
+        if patient.n_tokens > n_known:
+            break
+        assert now < 2000, "it starves"
+    assert 1000 <= now <= 1020
+
+
+ARRIVALS = st.tuples(
+    st.sampled_from((NONE, NONE, X)), st.integers(1, 30), st.integers(1, 30), st.sampled_from((0, BACKGROUND))
+)
+
+
+@settings(SCHEDULES, max_examples=300)
+@given(
+    arrivals=st.lists(ARRIVALS, min_size=2, max_size=20),
+    pauses=st.lists(st.integers(0, 6), min_size=20, max_size=20),
+    n_ctx=st.sampled_from((64, 100, 400)),
+    unified=st.booleans(),
+)
+def test_in_any_schedule_nobody_waits_for_background_rows_and_every_step_computes_something(
+    arrivals: list[tuple[AdapterSet, int, int, int]], pauses: list[int], n_ctx: int, unified: bool
+) -> None:
+    policy = Policy(n_ctx=n_ctx if unified else 400, n_parallel=4, unified=unified)
+    coming = iter(zip(arrivals, pauses, strict=False))
+    pause = 0
+    for _ in range(4000):
+        pause -= 1
+        while pause <= 0 and (new := next(coming, None)):
+            (adapters, n_prompt, max_new, priority), pause = new
+            policy.add(adapters, n_prompt, max_new, priority=priority)
+        if not policy.scheduler.has_work and pause <= 0:
+            return
+        begun = {its for its in policy.scheduler.running if its.n_generated}
+        plan = policy.step(by_tokens)
+        urgent = {its for its in policy.scheduler.running if not its.is_background} - begun
+        waited_for = {its for its in urgent if not its.n_generated} | (set(computed(plan)) & urgent)
+        if waited_for:
+            assert not any(its.is_background for its in computed(plan))
+        assert plan.chunks or plan.admitted or not policy.scheduler.running
+    raise AssertionError("the scheduler never comes to rest")
