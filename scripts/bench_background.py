@@ -86,7 +86,7 @@ async def run(args: argparse.Namespace) -> None:
         for _ in range(args.repeats):
             background = Background(engine, rng, args.priority, numbers)
             await asyncio.sleep(SETTLE_S)
-            assert (await engine.stats()).running == PLACES
+            assert (await engine.stats()).waiting, "they are all busy"
             await look(engine, background, alone, steps)
             n_before, began = background.n_tokens, perf_counter()
             for n_prompt in LENGTHS:
