@@ -16,7 +16,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from random import Random
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 
 from cppbatch import GenerationRequest, LocalEngine, SamplingParams
@@ -25,7 +25,7 @@ from cppbatch.models.pull import choose_model
 
 PLACES, LENGTHS = 16, (20, 100, 400)
 BACKGROUND_PROMPT, BACKGROUND_NEW = (30, 160), (64, 128)  # tokens, from and to
-SETTLE_S, ALONE_S, PAUSE_S = 5.0, 3.0, (0.4, 0.8)
+SETTLE_S, ALONE_S, PAUSE_S = 8.0, 2.5, (0.4, 0.8)
 
 
 class Background:
@@ -37,10 +37,12 @@ class Background:
         self._tasks = [asyncio.create_task(self._go_on()) for _ in range(2 * PLACES)]
 
     async def _go_on(self) -> None:
+        fewest = 1  # at first, so that they do not end together
         while True:
             n = next(self._numbers)
             prompt = f"{n}. {text(self._rng, self._rng.randint(*BACKGROUND_PROMPT))}"
-            params = SamplingParams(max_tokens=self._rng.randint(*BACKGROUND_NEW), ignore_eos=True)
+            params = SamplingParams(max_tokens=self._rng.randint(fewest, BACKGROUND_NEW[1]), ignore_eos=True)
+            fewest = BACKGROUND_NEW[0]
             request = GenerationRequest(id=f"b{n}", prompt=prompt, params=params, priority=self._priority)
             async for event in self._engine.submit(request):
                 self.n_tokens += len(event.tokens)
@@ -62,10 +64,21 @@ async def ask(engine: LocalEngine, rng: Random, n_prompt: int, n: int) -> tuple[
     return first, waited
 
 
+async def look(engine: LocalEngine, background: Background, speeds: list[float], steps: list[float]) -> None:
+    """Notes the tokens/s of work in the background that has the engine to itself, and the seconds of its steps."""
+    before, n_before, began = await engine.stats(), background.n_tokens, perf_counter()
+    await asyncio.sleep(ALONE_S)
+    took = perf_counter() - began
+    speeds.append((background.n_tokens - n_before) / took)
+    steps.append(took / ((await engine.stats()).steps - before.steps))
+
+
 async def run(args: argparse.Namespace) -> None:
     rng, numbers = Random(1), itertools.count(1000)
     ttfts: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    alone, beside, steps = [], [], []
+    alone: list[float] = []
+    beside: list[float] = []
+    steps: list[float] = []
     settings = {"n_ctx": args.n_ctx, "kv_layout": args.kv_layout}
     async with LocalEngine(choose_model(args.model), n_parallel=PLACES, **settings) as engine:
         for n_prompt in LENGTHS:
@@ -73,23 +86,20 @@ async def run(args: argparse.Namespace) -> None:
         for _ in range(args.repeats):
             background = Background(engine, rng, args.priority, numbers)
             await asyncio.sleep(SETTLE_S)
-            before, n_before, began = await engine.stats(), background.n_tokens, perf_counter()
-            assert before.running == PLACES
-            await asyncio.sleep(ALONE_S)
-            took = perf_counter() - began
-            alone.append((background.n_tokens - n_before) / took)
-            steps.append(took / ((await engine.stats()).steps - before.steps))
+            assert (await engine.stats()).waiting, "they are all busy"
+            await look(engine, background, alone, steps)
             n_before, began = background.n_tokens, perf_counter()
             for n_prompt in LENGTHS:
                 await asyncio.sleep(rng.uniform(*PAUSE_S))
                 ttfts["busy", n_prompt].append(await ask(engine, rng, n_prompt, next(numbers)))
             beside.append((background.n_tokens - n_before) / (perf_counter() - began))
+            await look(engine, background, alone, steps)
             await background.cancel()
             await asyncio.sleep(1)  # its cells are moved out of the way
             for n_prompt in LENGTHS:
                 await asyncio.sleep(0.5)
                 ttfts["idle", n_prompt].append(await ask(engine, rng, n_prompt, next(numbers)))
-    report(ttfts, median(steps), median(alone), median(beside))
+    report(ttfts, median(steps), mean(alone), mean(beside))
 
 
 def report(ttfts: dict[tuple[str, int], list[tuple[float, float]]], step_s: float, alone: float, beside: float) -> None:

@@ -167,12 +167,27 @@ def test_failed_lines_can_be_tried_again(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register(items)
     journal.record([result(items[0], status=500), result(items[1])])
-    journal.reopen_failed()
+    journal.ledger.reopen_failed()
+    journal.close()
+    journal = opened(tmp_path)
     assert journal.n_failed == 0
     assert journal.register(items) == [items[0]]
     journal.record([result(items[0])])
     assert sorted(ids_of(tmp_path / "out.jsonl")) == ["id-1", "id-2"]
     assert ids_of(tmp_path / "errors.jsonl") == []
+
+
+def test_errors_that_somebody_has_removed_are_not_missed(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.register([item(1), item(2)])
+    journal.record([result(item(1), status=500)])
+    journal.close()
+    (tmp_path / "errors.jsonl").unlink()
+    journal = opened(tmp_path)
+    journal.record([result(item(2), status=500)])
+    journal.close()
+    opened(tmp_path).close()
+    assert ids_of(tmp_path / "errors.jsonl") == ["id-2"]
 
 
 # --- lines that are not as they should be ---------------------------------------------------------------------------
@@ -204,14 +219,14 @@ def test_a_refused_line_is_written_once(tmp_path: Path) -> None:
 def test_a_failed_line_that_was_mended_is_answered(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register([Refused(line=1, code="invalid_json", message="is no JSON", content=5), item(2)])
-    journal.reopen_failed()
+    journal.ledger.reopen_failed()
     assert journal.register([item(1), item(2)]) == [item(1), item(2)]
 
 
 def test_a_duplicate_that_was_renamed_is_answered(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register([item(1, "a"), item(2, "a")])
-    journal.reopen_failed()
+    journal.ledger.reopen_failed()
     assert journal.register([item(1, "a"), item(2, "b")]) == [item(1, "a"), item(2, "b")]
 
 

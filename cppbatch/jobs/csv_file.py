@@ -13,7 +13,7 @@ from cppbatch.jobs.items import Item, Refused
 from cppbatch.jobs.lines import LONGEST_LINE, Lines
 from cppbatch.jobs.requests import Requests, Unusable, checked_text
 
-_REREAD_AT_FIRST = 64 << 20
+_REREAD_AT_FIRST = 16 << 20
 _REREAD_PER_BYTE = 4
 
 
@@ -36,8 +36,7 @@ class CsvFile:
         # The limit, of 128 KiB by default, is one for the whole process; what we read is limited by _Feed.
         csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
         feed = _Feed(self._lines)
-        delimiter = self._delimiter(feed.first_line())
-        rows = csv.reader(feed, delimiter=delimiter, strict=True)
+        rows = csv.reader(feed, delimiter=self._delimiter(feed.first_line()), strict=True)
         columns = self._columns(rows)
         prompt, *naming = map(columns.index, table_columns(self._form, columns))
         while True:
@@ -47,17 +46,15 @@ class CsvFile:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield feed.refuse(error)
+                yield feed.give_up(error)
                 continue
-            if not row:
+            if feed.is_blank:
                 continue
             if len(row) < len(columns):
-                yield feed.refused(
-                    "invalid_record", f"has {len(row)} of the {len(columns)} fields that the first line names"
-                )
+                yield feed.refused(f"has {len(row)} of the {len(columns)} fields that the first line names")
             elif any(row[len(columns) :]):
                 more = f"has {len(row)} fields, more than the {len(columns)} that the first line names"
-                yield feed.refused("invalid_record", f"{more}: a text with {delimiter!r} in it must be in quotes")
+                yield feed.refused(f"{more}: a text with {rows.dialect.delimiter!r} in it must be in quotes")
             else:
                 yield self._requests.item(feed.line, row[naming[0]] if naming else None, row[prompt])
 
@@ -127,24 +124,25 @@ class _Feed:
         """Where the record begins."""
         return self._record[0][0]
 
-    def refused(self, code: str, message: str) -> Refused:
+    @property
+    def is_blank(self) -> bool:
+        return len(self._record) == 1 and self._record[0][1].isspace()
+
+    def refused(self, message: str, code: str = "invalid_record") -> Refused:
         data = b"".join(line for _, line in self._record)
         return Refused(line=self.line, code=code, message=message, content=hash64(data))
 
-    def refuse(self, error: csv.Error) -> Refused:
-        """Gives up the record's first line, or all of them if that costs too much, for this error."""
-        first, *others = self._record
-        size = self._record_size - len(first[1])
-        if others and size <= self._may_reread:
-            self._may_reread -= size
+    def give_up(self, error: csv.Error) -> Refused:
+        """Refuses the record's first line, or all its lines if reading the others again would cost too much."""
+        (_, first), *others = self._record
+        if others and self._record_size - len(first) <= self._may_reread:
+            self._may_reread -= self._record_size - len(first)
             self._again.extendleft(reversed(others))
-            self._record = [first]
-        if isinstance(error, _TooLong) and not others:
-            return self.refused("line_too_long", f"is longer than {LONGEST_LINE} bytes, the most a line may have")
+            del self._record[1:]
+        is_too_long = isinstance(error, _TooLong)
+        if is_too_long and not others:
+            return self.refused(f"is longer than {LONGEST_LINE} bytes, the most a line may have", "line_too_long")
+        is_open = is_too_long or "end of data" in str(error)
+        problem = "a quote that begins here is not closed" if is_open else f"cannot be read as CSV: {error}"
         last = self._record[-1][0]
-        if isinstance(error, _TooLong) or "end of data" in str(error):
-            problem = "a quote that begins here is not closed"
-        else:
-            problem = f"cannot be read as CSV: {error}"
-        given_up = "" if last == self.line else f"; nothing is read of the lines up to {last}"
-        return self.refused("invalid_record", problem + given_up)
+        return self.refused(problem if last == self.line else f"{problem}; nothing is read of the lines up to {last}")

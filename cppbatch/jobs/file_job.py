@@ -69,16 +69,15 @@ def open_job(
     ledger = Ledger(job.ledger)
     try:
         _check_settings(job, model, ledger)
-        journal = Journal(ledger, job.output, job.errors, ordered=job.ordered)
+        if ledger.n_done or ledger.n_failed:
+            say(f"going on: {ledger.n_done} lines are done, {ledger.n_failed} have failed")
+        if retry_failed and ledger.n_failed:
+            say("those that have failed are tried again")
+            ledger.reopen_failed()
+        return Journal(ledger, job.output, job.errors, ordered=job.ordered)
     except BaseException:
         ledger.close()
         raise
-    if retry_failed and journal.n_failed:
-        say(f"{journal.n_failed} failed lines are tried again")
-        journal.reopen_failed()
-    elif journal.n_done or journal.n_failed:
-        say(f"going on: {journal.n_done} lines are done, {journal.n_failed} have failed")
-    return journal
 
 
 def _remove(job: FileJob, *files: Path) -> None:

@@ -33,8 +33,7 @@ class Journal:
         self._ordered = ordered
         self._errors_path = errors
         self._output = Appended(output, ledger.number("output_bytes"))
-        size = ledger.number("error_bytes")
-        self._errors = Appended(errors, size) if size or errors.exists() else None
+        self._errors = Appended(errors, ledger.number("error_bytes")) if errors.exists() else None
         self.tokens = Counter({name: ledger.number(name) for name in _TOKENS})
         if ordered:
             self._write_ready()
@@ -48,13 +47,6 @@ class Journal:
     def n_failed(self) -> int:
         """Lines that were refused, or answered with an error."""
         return self.ledger.n_failed
-
-    def reopen_failed(self) -> None:
-        """The failed lines are to be answered again, and their errors are forgotten."""
-        self.ledger.reopen_failed({"error_bytes": 0})
-        if self._errors:
-            self._errors.close()
-            self._errors = Appended(self._errors_path, 0)
 
     def register(self, entries: Sequence[Item | Refused]) -> list[Item]:
         """Notes lines that follow each other, writes what is to be refused, and returns what is to be answered."""

@@ -128,11 +128,11 @@ class Ledger:
         self.n_done += sum(state == State.DONE for _, state in ended)
         self.n_failed += sum(state == State.FAILED for _, state in ended)
 
-    def reopen_failed(self, numbers: dict[str, int]) -> None:
-        """The failed lines are to be answered again."""
+    def reopen_failed(self) -> None:
+        """The failed lines are to be answered again, and what was written of them does not count any more."""
         with self._db.transaction():
             self._db.execute("UPDATE items SET state = ? WHERE state = ?", (State.OPEN, State.FAILED))
-            self._set(numbers)
+            self._set({"error_bytes": 0})
         self.n_failed = 0
 
     # --- results that wait for those of earlier lines -----------------------------------------------------------

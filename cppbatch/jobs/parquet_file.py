@@ -26,13 +26,14 @@ class ParquetFile:
         self._requests = requests
         self._rows_read = 0
         self._arrow, parquet = _pyarrow()
+        self._errors = (self._arrow.ArrowException, OSError, UnicodeDecodeError)  # the last: a column's name
         try:
             file = open(form.path, "rb")  # noqa: SIM115 (close() does); pyarrow's own errors say less
         except (OSError, ValueError) as error:
             raise unreadable(form.path, error) from None
         try:
-            self._file = parquet.ParquetFile(file, buffer_size=_BUFFER)
-        except (self._arrow.ArrowException, OSError) as error:
+            self._file = parquet.ParquetFile(file, buffer_size=_BUFFER, page_checksum_verification=True)
+        except self._errors as error:
             file.close()
             raise self._broken(error) from None
         self._opened = file
@@ -47,20 +48,23 @@ class ParquetFile:
         self._opened.close()
 
     def __iter__(self) -> Iterator[Item | Refused]:
-        columns = self._columns()
-        batches = self._file.iter_batches(self._rows_at_once(columns[0]), columns=columns, use_threads=False)
-        while True:
-            try:
-                batch = next(batches, None)
-                if batch is None:
-                    return
-                cells = [_cells(batch.column(column)) for column in columns]
-            except (self._arrow.ArrowException, OSError) as error:
-                raise self._broken(error) from error
-            names = cells[1] if len(columns) > 1 else [None] * len(batch)
-            for prompt, name in zip(cells[0], names, strict=True):
+        for cells in self._batches():
+            for prompt, name in zip(cells[0], cells[1], strict=True):
                 self._rows_read += 1
                 yield self._item(self._rows_read, prompt, name)
+
+    def _batches(self) -> Iterator[tuple[list[str | None], list[str | None]]]:
+        """The prompts and the names of a few rows each."""
+        try:
+            columns = self._columns()
+            batches = self._file.iter_batches(self._rows_at_once(), columns=columns, use_threads=False)
+            for batch in batches:
+                prompts, *names = [_cells(batch.column(column)) for column in columns]
+                yield prompts, names[0] if names else [None] * len(prompts)
+        except self._errors as error:
+            raise self._broken(error) from error
+        if self._rows_read != self._rows:
+            raise self._broken(f"it should have {self._rows} rows")
 
     def _item(self, row: int, prompt: str | None, name: str | None) -> Item | Refused:
         prompt = prompt or ""
@@ -79,17 +83,16 @@ class ParquetFile:
                 raise ConfigError(f"{self._form.path}: column {column!r} has {use}, and holds no text but {kind}")
         return columns
 
-    def _rows_at_once(self, column: str) -> int:
-        """So few that prompts of any length take little memory."""
-        metadata = self._file.metadata
-        size = 0
-        for group in map(metadata.row_group, range(metadata.num_row_groups)):
-            for chunk in map(group.column, range(group.num_columns)):
-                size += chunk.total_uncompressed_size if chunk.path_in_schema == column else 0
-        row_size = size / max(1, self._rows)
-        return int(min(max(1, _BATCH_BYTES / max(1, row_size)), _MOST_ROWS))
+    def _rows_at_once(self) -> int:
+        """So few that prompts of any length take little memory.
 
-    def _broken(self, error: Exception) -> ConfigError:
+        Of all columns together: asking pyarrow 26 for one's size aborts the process if the file is corrupt.
+        """
+        metadata = self._file.metadata
+        size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+        return int(min(max(1, _BATCH_BYTES * self._rows / max(1, size)), _MOST_ROWS))
+
+    def _broken(self, error: object) -> ConfigError:
         where = f" after {self._rows_read} rows" if self._rows_read else ""
         reason = " ".join(str(error).split())
         return ConfigError(f"{self._form.path}: is no Parquet file that can be read{where}: {reason}")

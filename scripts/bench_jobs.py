@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Batch jobs: their speed beside the engine's own, and a million lines of input.
+
+throughput: 300 prompts by `BatchInferenceEngine.generate`, and the same ones by a job (worker process, ledger, files),
+in turns; tokens/s of each and their ratio, medians of some turns. Loading the model is not counted.
+input: a file of a million requests: how long the command takes to its first result, what it takes of memory; how long
+reading all of it into a ledger takes, and the most memory of that.
+
+.venv/bin/python scripts/bench_jobs.py throughput|input [--repeats 3] [-m model.gguf]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from cppbatch.cluster.deployment import Deployment
+from cppbatch.config import EngineConfig
+from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.params import SamplingParams
+from cppbatch.jobs.file_job import FileJob, open_job
+from cppbatch.jobs.inputs import InputReader, input_form
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.windows import windows
+from cppbatch.server.batches.offline import OfflineJob, run_offline
+from cppbatch.server.batches.work import URLS
+
+N_TOKENS = 48
+TASKS = [
+    "Explain in simple words", "Write a short story about", "List five facts about", "Give me advice about",
+    "Summarise what people know about", "Write a letter to a friend about", "What are common mistakes with",
+    "Compare two opinions about", "Write a short poem about", "Describe a day in the life of somebody who loves",
+]  # fmt: skip
+SUBJECTS = [
+    "the water cycle", "old trains", "baking bread", "learning to swim", "the moon", "small gardens", "bees", "chess",
+    "the history of maps", "riding a bicycle", "saving money", "winter in the mountains", "public libraries",
+    "how rockets fly", "coral reefs", "playing the piano", "city birds", "volcanoes", "good sleep", "making tea",
+    "the first computers", "long walks", "lighthouses", "healthy lunches", "clouds", "dogs and cats", "deserts",
+    "repairing clothes", "the stars", "museums",
+]  # fmt: skip
+N_LINES = 1_000_000
+
+
+def prompts() -> list[str]:
+    """300 of them, of 8 to 20 tokens."""
+    return [f"{task} {subject}.\n\n" for task in TASKS for subject in SUBJECTS]
+
+
+def by_engine(config: EngineConfig) -> float:
+    """Tokens/s."""
+    params = SamplingParams(max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+    with BatchInferenceEngine(config) as engine:
+        began = time.perf_counter()
+        results = engine.generate(prompts(), params)
+        seconds = time.perf_counter() - began
+    return sum(len(result.tokens) for result in results) / seconds
+
+
+def by_job(config: EngineConfig, folder: Path) -> float:
+    """Tokens/s, from the loaded model to the last result on the disk."""
+    source, out = folder / "in.jsonl", folder / "out.jsonl"
+    fields = {"max_tokens": N_TOKENS, "temperature": 0, "ignore_eos": True}
+    source.write_text("".join(json.dumps({"prompt": prompt, **fields}) + "\n" for prompt in prompts()))
+    job = FileJob(form=input_form(source), output=out, errors=folder / "errors.jsonl")
+    began = 0.0
+
+    def start() -> None:
+        nonlocal began
+        began = time.perf_counter()
+
+    with InputReader(job.form, URLS) as reader:
+        journal = open_job(job, config.model_path, overwrite=True, say=print)
+        offline = OfflineJob(job, journal, reader)
+        assert asyncio.run(run_offline(config, Deployment(), offline, started=start))
+        assert (journal.n_done, journal.n_failed) == (len(prompts()), 0)
+        seconds = time.perf_counter() - began
+        journal.close()
+    return offline.n_tokens / seconds
+
+
+def throughput(config: EngineConfig, repeats: int) -> None:
+    """Prints each turn, and the medians."""
+    rates: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(repeats):
+            rates.append((by_engine(config), by_job(config, Path(folder))))
+            print(f"engine {rates[-1][0]:6.1f} tokens/s   job {rates[-1][1]:6.1f}", flush=True)
+    engine, job = (median(each) for each in zip(*rates, strict=True))
+    share = median(job / engine for engine, job in rates)
+    print(f"medians: {engine:.1f} and {job:.1f} tokens/s; of the turns' shares {share:.1%}")
+
+
+def a_million(path: Path) -> None:
+    """About 180 bytes each."""
+    with path.open("w") as file:
+        for i in range(N_LINES):
+            body = {
+                "messages": [{"role": "user", "content": f"Question {i} about {SUBJECTS[i % 30]}?"}],
+                "max_tokens": 4,
+            }
+            line = {"custom_id": f"request-{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+
+
+def first_result(config: EngineConfig, source: Path, folder: Path) -> None:
+    """Runs the command until there is a result, and a while longer."""
+    out = folder / "out.jsonl"
+    command = [sys.executable, "-m", "cppbatch", "batch", str(source), "-o", str(out), "-m", config.model_path]
+    began = time.perf_counter()
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            while not (out.exists() and out.stat().st_size):
+                time.sleep(0.02)
+            seconds = time.perf_counter() - began
+            time.sleep(20)
+            me = psutil.Process(process.pid)
+            print(f"first result after {seconds:.1f} s; the reader's memory {me.memory_info().rss / 2**20:.0f} MiB")
+        finally:
+            process.terminate()
+
+
+def read_all(source: Path, folder: Path) -> None:
+    """In this process, which has nothing else in it."""
+    journal = Journal(Ledger(folder / "job"), folder / "all.jsonl", folder / "errors.jsonl")
+    began = time.perf_counter()
+    with InputReader(input_form(source), URLS) as reader:
+        n = sum(len(journal.register(window)) for window in windows(reader))
+    seconds, most = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    journal.close()
+    size = (folder / "job").stat().st_size / 2**20
+    print(f"{n} lines into a ledger of {size:.0f} MiB in {seconds:.1f} s; most memory {most:.0f} MiB", flush=True)
+
+
+def big_input(config: EngineConfig) -> None:
+    """Prints both."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = folder / "in.jsonl"
+        a_million(source)
+        print(f"{source.stat().st_size / 2**20:.0f} MiB of input")
+        read_all(source, folder)
+        first_result(config, source, folder)
+
+
+def main() -> None:
+    """One of the two."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["throughput", "input"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("-m", "--model", default="models/SmolLM2-135M-Instruct.Q4_1.gguf")
+    options = parser.parse_args()
+    config = EngineConfig(model_path=options.model)
+    if options.what == "throughput":
+        throughput(config, options.repeats)
+    else:
+        big_input(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""`cppbatch batch` as its users start it: a process of its own, that dies at any moment and goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.server_process import COMMAND
+from tests.test_job_journal import ids_of, lines_of
+
+FAST = ("-np", "8", "-c", "2048", "-t", "1", "--no-memory-check")
+FLOATS = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
+"""With these and float weights, a text does not depend on what else is in the batch."""
+
+
+def command(model: Path, source: Path, out: Path, *args: str) -> list[str]:
+    return [*COMMAND, "batch", str(source), "-o", str(out), "-m", str(model), *FAST, *args]
+
+
+def batch(model: Path, source: Path, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(model, source, out, *args), capture_output=True, text=True, timeout=120, check=False)
+
+
+def write_lines(path: Path, lines: Iterable[Any]) -> Path:
+    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in lines))
+    return path
+
+
+def request(custom_id: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def job_of(path: Path, n: int) -> Path:
+    """Requests of different lengths, greedy."""
+    rng = random.Random(n)
+    words = "alpha beta gamma delta epsilon zeta".split()
+    return write_lines(
+        path,
+        (
+            request(
+                f"item-{i}",
+                prompt=f"{i} " + " ".join(rng.choices(words, k=rng.randrange(1, 12))),
+                max_tokens=rng.randrange(2, 24),
+                temperature=0,
+                ignore_eos=True,
+            )
+            for i in range(n)
+        ),
+    )
+
+
+def texts_of(path: Path) -> dict[str, str]:
+    return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines_of(path)}
+
+
+# --- it goes on -----------------------------------------------------------------------------------------------------
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """As a power loss would: the command and its worker, at once."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for each in family:
+        each.kill()
+    process.wait(30)
+    psutil.wait_procs(family, timeout=30)
+
+
+def dies_and_goes_on(model: Path, tmp_path: Path, *, n_items: int, n_kills: int, args: tuple[str, ...] = ()) -> None:
+    """Kills a job again and again, at random moments; in the end its output is that of one that was left alone."""
+    source, out, alone = job_of(tmp_path / "in.jsonl", n_items), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
+    began = time.perf_counter()
+    assert batch(model, source, alone, *FLOATS, *args).returncode == 0
+    seconds = time.perf_counter() - began
+    rng = random.Random(n_items)
+    progress = []
+    for _ in range(n_kills):
+        process = subprocess.Popen(command(model, source, out, *FLOATS, *args), stderr=subprocess.DEVNULL)
+        before = progress[-1] if progress else 0
+        deadline = time.monotonic() + 60
+        while len(ids_of_whole(out)) <= before and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, seconds / n_kills / 2))
+        assert process.poll() is None, f"it was done after {len(progress)} kills"
+        kill(process)
+        progress.append(len(ids_of_whole(out)))
+    ended = batch(model, source, out, *FLOATS, *args)
+    assert ended.returncode == 0, ended.stderr
+    found = ids_of(out)
+    assert len(found) == n_items
+    assert texts_of(out) == texts_of(alone)
+    if "--ordered" in args:
+        assert found == [f"item-{i}" for i in range(n_items)]
+
+
+def ids_of_whole(path: Path) -> list[str]:
+    """Of a file that somebody is writing to."""
+    if not path.exists():
+        return []
+    return [json.loads(line)["custom_id"] for line in path.read_bytes().splitlines(keepends=True) if line[-1:] == b"\n"]
+
+
+@pytest.mark.parametrize("args", [(), ("--ordered",)], ids=["as they come", "ordered"])
+def test_killed_at_random_moments_every_item_is_there_once_with_the_same_text(
+    tiny_llama: Path, tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    dies_and_goes_on(tiny_llama, tmp_path, n_items=120, n_kills=3, args=args)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("args", [(), ("--ordered",)], ids=["as they come", "ordered"])
+def test_killed_20_times_in_a_job_of_500_items(tiny_llama: Path, tmp_path: Path, args: tuple[str, ...]) -> None:
+    dies_and_goes_on(tiny_llama, tmp_path, n_items=500, n_kills=20, args=args)
+
+
+def test_ctrl_c_says_how_to_go_on(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = job_of(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
+    process = subprocess.Popen(command(tiny_llama, source, out), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not ids_of_whole(out) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert "the same command goes on" in said
+    n = len(ids_of(out))
+    assert 0 < n < 400
+    assert f"{n} done, 0 failed" in said
+    again = batch(tiny_llama, source, out)
+    assert f"going on: {n} lines are done" in again.stderr
+    assert sorted(ids_of(out)) == sorted(f"item-{i}" for i in range(400))
+
+
+def test_a_job_that_is_done_loads_no_model(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = job_of(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    model = tmp_path / "gone.gguf"
+    model.write_bytes(tiny_llama.read_bytes())
+    assert batch(model, source, out).returncode == 0
+    model.write_bytes(b"GGUF, but not much of it")
+    again = batch(model, source, out, "--no-profile")
+    assert (again.returncode, len(ids_of(out))) == (0, 3), again.stderr
+    assert "3 done, 0 failed" in again.stderr
+
+
+def test_two_at_once_on_one_output_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = job_of(tmp_path / "in.jsonl", 2000), tmp_path / "out.jsonl"
+    process = subprocess.Popen(command(tiny_llama, source, out), stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not ids_of_whole(out) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        second = batch(tiny_llama, source, out)
+        assert second.returncode == 2
+        assert "out.jsonl.job is in use by another cppbatch" in second.stderr
+        assert batch(tiny_llama, source, out, "--overwrite").returncode == 2
+    finally:
+        kill(process)
+
+
+# --- lines that are wrong -------------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_a_line_is_told_with_its_number_and_the_others_finish(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [
+        request("good-1", prompt="a", max_tokens=2),
+        "{not json",
+        request("good-1", prompt="b", max_tokens=2),
+        {**request("x", prompt="b"), "url": "/v1/nowhere"},
+        request("long", prompt="word " * 5000, max_tokens=2),
+        {"method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}},
+        request("hot", prompt="a", temperature=1e6),
+        request("streams", prompt="a", stream=True),
+        {"custom_id": "vector", "url": "/v1/embeddings", "body": {"input": "a"}},
+        {"prompt": "plain", "max_tokens": 3},
+        request("good-2", prompt="a", max_tokens=2),
+    ]
+    write_lines(source, lines)
+    with source.open("ab") as file:
+        file.write(bytes(range(128, 256)) + b"\n")
+    ended = batch(tiny_llama, source, tmp_path / "out.jsonl")
+    assert ended.returncode == 1
+    assert sorted(ids_of(tmp_path / "out.jsonl")) == ["good-1", "good-2", "line-10"]
+    errors = {error["line"]: error for error in lines_of(tmp_path / "out.errors.jsonl")}
+    told = {line: error["error"] or error["response"]["body"]["error"] for line, error in errors.items()}
+    assert {line: error["code"] for line, error in told.items() if error["code"]} == {
+        2: "invalid_json", 3: "duplicate_id", 4: "invalid_url", 6: "missing_custom_id", 12: "invalid_json",
+    }  # fmt: skip
+    assert "is that of line 1" in told[3]["message"]
+    assert "/v1/nowhere" in told[4]["message"]
+    assert "prompt" in told[5]["message"]
+    assert "temperature: is 1000000.0" in told[7]["message"]
+    assert "stream: is true" in told[8]["message"]
+    assert "--pooling" in told[9]["message"]
+    assert "3 done, 9 failed" in ended.stderr
+
+
+def test_failed_lines_are_tried_again_when_asked(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_lines(source, [request("a", prompt="a", max_tokens=2), request("b", prompt="b", max_tokens=-2)])
+    assert batch(tiny_llama, source, out).returncode == 1
+    assert batch(tiny_llama, source, out).returncode == 1  # as it is, not again
+    write_lines(source, [request("a", prompt="a", max_tokens=2), request("b", prompt="b", max_tokens=2)])
+    ended = batch(tiny_llama, source, out, "--retry-failed")
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ids_of(out)) == ["a", "b"]
+    assert ids_of(tmp_path / "out.errors.jsonl") == []
+
+
+# --- plain prompts --------------------------------------------------------------------------------------------------
+
+
+def test_text_and_tables_have_a_prompt_a_line(tiny_llama: Path, tmp_path: Path) -> None:
+    prompts = ["one", "two, too", 'three "quoted"']
+    text, table = tmp_path / "in.txt", tmp_path / "in.csv"
+    text.write_text("\n".join(prompts))
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["question", "id"], *([prompt, f"q{i}"] for i, prompt in enumerate(prompts))])
+    args = ("-n", "4", "--temp", "0", "--ordered", *FLOATS)
+    assert batch(tiny_llama, text, tmp_path / "text.jsonl", *args).returncode == 0
+    assert batch(tiny_llama, table, tmp_path / "table.jsonl", "--column", "question", *args).returncode == 0
+    from_text, from_table = lines_of(tmp_path / "text.jsonl"), lines_of(tmp_path / "table.jsonl")
+    assert [line["custom_id"] for line in from_text] == ["line-1", "line-2", "line-3"]
+    assert [line["custom_id"] for line in from_table] == ["q0", "q1", "q2"]
+    assert [line["text"] for line in from_text] == [line["text"] for line in from_table]
+    assert {line["usage"]["completion_tokens"] for line in from_text} <= {1, 2, 3, 4}
+
+
+def test_an_items_own_fields_win_over_the_flags(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {"custom_id": "own", "url": "/v1/chat/completions"}
+    chat["body"] = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5, "ignore_eos": True}
+    write_lines(source, [{"prompt": "a", "ignore_eos": True}, chat])
+    assert batch(tiny_llama, source, out, "-n", "3").returncode == 0
+    used = {line["custom_id"]: line.get("usage") or line["response"]["body"]["usage"] for line in lines_of(out)}
+    assert {name: usage["completion_tokens"] for name, usage in used.items()} == {"line-1": 3, "own": 5}
+
+
+def test_prompts_become_vectors_with_an_embedding_model(tiny_llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("one\ntwo\n")
+    ended = batch(tiny_llama, source, tmp_path / "out.jsonl", "--pooling", "mean", "--endpoint", "embeddings")
+    assert ended.returncode == 0, ended.stderr
+    assert all(sum(x * x for x in line["embedding"]) == pytest.approx(1) for line in lines_of(tmp_path / "out.jsonl"))
+
+
+# --- what is refused before anything runs -----------------------------------------------------------------------------
+
+
+def test_a_foreign_output_is_not_touched(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = job_of(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
+    out.write_text("somebody's work\n")
+    ended = batch(tiny_llama, source, out)
+    assert (ended.returncode, out.read_text()) == (2, "somebody's work\n")
+    assert "is there already" in ended.stderr
+    assert "--overwrite" in ended.stderr
+    assert batch(tiny_llama, source, out, "--overwrite").returncode == 0
+    assert len(ids_of(out)) == 2
+
+
+def test_other_settings_do_not_mix_into_one_output(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = job_of(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
+    assert batch(tiny_llama, source, out, "--temp", "0").returncode == 0
+    ended = batch(tiny_llama, source, out, "--temp", "0.5")
+    assert ended.returncode == 2
+    assert "was begun with temperature 0.0, and this is with 0.5" in ended.stderr
+
+
+def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = job_of(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
+    assert batch(tiny_llama, source, out).returncode == 0
+    out.unlink()
+    ended = batch(tiny_llama, source, out)
+    assert ended.returncode == 0
+    assert "begins anew" in ended.stderr
+    assert len(ids_of(out)) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["missing.jsonl", "-o", "out.jsonl"], "missing.jsonl"),
+        (["in.jsonl", "-o", "in.jsonl"], "the input and -o are the same file"),
+        (["in.jsonl", "-o", "nowhere/out.jsonl"], "nowhere"),
+        (["in.jsonl", "-o", "out.jsonl", "--temp", "-3"], "temperature: is -3"),
+        (["in.jsonl", "-o", "out.jsonl", "--column", "a"], "column"),
+        (["in.xyz", "-o", "out.jsonl"], ".jsonl"),
+    ],
+)
+def test_what_cannot_be_is_said_before_a_model_is_loaded(
+    tiny_llama: Path, tmp_path: Path, args: list[str], said: str
+) -> None:
+    job_of(tmp_path / "in.jsonl", 2)
+    (tmp_path / "in.xyz").touch()
+    line = [*COMMAND, "batch", *args, "-m", str(tiny_llama)]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
