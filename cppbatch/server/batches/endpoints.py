@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cppbatch.jobs.records import Batch
-from cppbatch.server.batches.schemas import BatchQuery, BatchRequest
+from cppbatch.server.batches.schemas import BatchQuery, NewBatch
 from cppbatch.server.batches.shapes import BatchList
 from cppbatch.server.endpoint import Endpoint, asking, json, ref
 
@@ -11,7 +11,7 @@ _WRITING = (401, 413, 429, 503, 507)
 
 ENDPOINTS = {
     ("post", "/v1/batches"): Endpoint(
-        "Has every line of a file answered", json(ref(Batch)), (400, *_WRITING), BatchRequest, types=(Batch,)
+        "Has every line of a file answered", json(ref(Batch)), (400, *_WRITING), NewBatch, types=(Batch,)
     ),
     ("get", "/v1/batches"): asking("The batches, the newest first", BatchList, (400, 401, 503), query=BatchQuery),
     ("get", "/v1/batches/{id}"): asking("A batch as it is now", Batch, (401, 404, 503)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from cppbatch.server.batches.schemas import BatchQuery, BatchRequest
+from cppbatch.server.batches.schemas import BatchQuery, NewBatch
 from cppbatch.server.batches.shapes import BatchList
 from cppbatch.server.errors import json_response
 from cppbatch.server.parse import convert, parse
@@ -17,7 +17,7 @@ routes = web.RouteTableDef()
 @routes.post("/v1/batches")
 async def create_batch(request: web.Request) -> web.Response:
     """A new one; it survives this process from now on."""
-    body = parse(await request.read(), BatchRequest)
+    body = parse(await request.read(), NewBatch)
     batch = await batches_of(request).create(
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,

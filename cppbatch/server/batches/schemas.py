@@ -10,7 +10,7 @@ from cppbatch.jobs.store import Page
 from cppbatch.server.files.schemas import ExpiresAfter
 
 
-class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/batches`."""
 
     input_file_id: str
