@@ -70,7 +70,9 @@ class BatchProgress:
             while True:
                 has_ended = self._ended.wait(_LOOK_S)
                 job = self._job
-                said = f"{job.journal.n_failed} failed, {self._recent_speed():.0f} tokens/s, batch {job.n_running}"
+                said = (
+                    f"done, {job.journal.n_failed} failed, {self._recent_speed():.0f} tokens/s, batch {job.n_running}"
+                )
                 n_ended = job.journal.n_done + job.journal.n_failed
                 bar.update(task, completed=n_ended, total=job.n_lines, description=said)
                 if has_ended:
