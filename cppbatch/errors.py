@@ -46,6 +46,14 @@ class InvalidRequest(CppBatchError, ValueError):
         self.field, self.message = field, message
 
 
+class NotFound(InvalidRequest):
+    """What a request names is not here."""
+
+
+class Conflict(InvalidRequest):
+    """What a request asks for does not go together with what is happening just now."""
+
+
 class QueueFull(CppBatchError):
     """As many requests wait as may (--max-queue). `retry_after`: seconds until one of them has likely gone."""
 

@@ -26,7 +26,8 @@ class AppThread:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with LocalEngine(**self._settings) as self.engine:
-            runner = web.AppRunner(self._make_app(self.engine), handler_cancellation=True, access_log=None)
+            self.app = self._make_app(self.engine)
+            runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"

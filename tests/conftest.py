@@ -11,6 +11,7 @@ import pytest
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.llama import Context, Model
 from cppbatch.llama.quantize import requantize
+from cppbatch.models.find import models_folder
 from cppbatch.models.pull import pull_default
 from tests import tiny_models
 from tests.conversations import template_of
@@ -22,6 +23,15 @@ def no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What somebody has tuned on this machine is nothing to the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CPPBATCH_CONFIG", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What servers keep is kept elsewhere than in the user's own folder; models stay where they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPPBATCH_MODELS", str(models_folder()))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,14 +18,18 @@ COMMAND = [sys.executable, "-m", "cppbatch"]
 
 
 class ServerProcess:
-    """`cppbatch serve` with these arguments. `wait_ready` returns once it says where it listens."""
+    """`cppbatch serve` with these arguments. `wait_ready` returns once it says where it listens.
 
-    def __init__(self, *args: str | Path) -> None:
+    `in_group`: its processes are a group of their own, which `kill_group` ends.
+    """
+
+    def __init__(self, *args: str | Path, in_group: bool = False) -> None:
         self.process = subprocess.Popen(
             [*COMMAND, "serve", "--port", "0", *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=in_group,
         )
         self.lines: list[str] = []
         self.errors: list[str] = []
@@ -80,6 +85,11 @@ class ServerProcess:
     def interrupt(self) -> None:
         """Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
+
+    def kill_group(self) -> None:
+        """kill -9 for it and its workers, all at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait()
 
     def wait(self, seconds: float = 30) -> int:
         """The exit code."""

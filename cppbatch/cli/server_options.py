@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,6 +28,11 @@ _OPTIONS = [
         help="Let pages of this origin use the server from a browser; * for all; may be given several times.",
     ),
     option("--max-body-mb", env="MAX_BODY_MB", type=int, default=16, help="Most MiB of a request's body."),
+    option("--max-file-mb", env="MAX_FILE_MB", type=int, default=1024, help="Most MiB of a file that is uploaded."),
+    option(
+        "--data-dir", env="DATA_DIR", type=click.Path(path_type=Path), metavar="DIR", default=None,
+        help="Where files and batches are kept. Without it: in your own folder for data.",
+    ),
     option("--max-n", env="MAX_N", type=int, default=128, help="Most completions of one prompt."),
     option(
         "--max-prompts-per-batch", env="MAX_PROMPTS_PER_BATCH", type=int, default=256,
@@ -93,6 +99,7 @@ def server_options(command: Command) -> Command:
             cors_origins=arguments.pop("cors_origins"),
             aliases=arguments.pop("aliases"),
             drain_timeout=arguments.pop("drain_timeout"),
+            data_dir=arguments.pop("data_dir"),
             chat_template=find_template(chat_template) if chat_template else None,
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)

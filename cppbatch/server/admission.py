@@ -8,7 +8,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.connections import connection_of
+from cppbatch.server.connections import connection_of, reading
 from cppbatch.server.keys import KEY
 from cppbatch.server.limits import Slots
 from cppbatch.server.serving import SERVING
@@ -16,6 +16,7 @@ from cppbatch.server.serving import SERVING
 SLOTS = web.AppKey("slots", Slots)
 
 _WITHOUT_BODY = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
+_IN_PIECES = ((hdrs.METH_POST, "/v1/files"),)  # bodies that are for the disk: their handlers read them
 
 
 @web.middleware
@@ -27,8 +28,9 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
     connection = connection_of(request)
     with contextlib.ExitStack() as held:
         if request.method not in _WITHOUT_BODY:
-            with connection.reading() if connection else contextlib.nullcontext():
-                await _read_body(request, request.app[SERVING].limits.max_body_mb)
+            if (request.method, request.path) not in _IN_PIECES:
+                with reading(request):
+                    await _read_body(request, request.app[SERVING].limits.max_body_mb)
             held.enter_context(request.app[SLOTS].one(request.get(KEY) or request.remote or ""))
         if connection:
             held.enter_context(connection.answering())

@@ -9,9 +9,12 @@ from cppbatch.cluster.client import EngineClient
 from cppbatch.server import figures, lifecycle
 from cppbatch.server.admission import SLOTS, admission_middleware
 from cppbatch.server.anthropic import routes as anthropic
+from cppbatch.server.batches import routes as batches
+from cppbatch.server.batches.background import batches_at_work
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import allow_origins
 from cppbatch.server.errors import error_middleware
+from cppbatch.server.files import routes as files
 from cppbatch.server.generate import routes as generate
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.lifecycle import IN_FLIGHT, InFlight, availability_middleware
@@ -23,19 +26,27 @@ from cppbatch.server.openai import routes as openai
 from cppbatch.server.responses import routes as responses
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
+from cppbatch.server.storage import STORAGE, Storage
 from cppbatch.server.vectors import routes as vectors
 
 
-def create_app(client: EngineClient, settings: ServerSettings | None = None) -> web.Application:
-    """The application that serves this engine. Without settings: for everybody, with the usual limits."""
+def create_app(
+    client: EngineClient, settings: ServerSettings | None = None, storage: Storage | None = None
+) -> web.Application:
+    """The application that serves this engine. Without settings: for everybody, with the usual limits.
+
+    Without storage it keeps no files and takes no batches; else the application closes it.
+    """
     settings = settings or ServerSettings()
     app = web.Application(middlewares=_middlewares(settings), client_max_size=settings.limits.max_body)
     app[SERVING] = Serving(client, settings)
     app[METRICS] = ServerMetrics()
     app[IN_FLIGHT] = InFlight()
     app[SLOTS] = Slots(settings.limits)
-    for family in (lifecycle, figures, openai, responses, anthropic, vectors, generate, llama_server):
+    app[STORAGE] = storage or Storage()
+    for family in (lifecycle, figures, openai, responses, anthropic, vectors, generate, llama_server, files, batches):
         app.add_routes(family.routes)
+    app.cleanup_ctx.append(batches_at_work)
     app.on_response_prepare.append(add_request_id)
     if settings.cors_origins:
         allow_origins(app, settings.cors_origins)

@@ -170,6 +170,12 @@ def connection_of(request: web.Request) -> Connection | None:
     return protocol if isinstance(protocol, Connection) else None
 
 
+def reading(request: web.Request) -> contextlib.AbstractContextManager[None]:
+    """While a request's body is awaited: a client that stops sending is cut off."""
+    connection = connection_of(request)
+    return connection.reading() if connection else contextlib.nullcontext()
+
+
 @web.middleware
 async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Tells a connection that it brought a request."""

@@ -35,6 +35,10 @@ class Endpoint(NamedTuple):
     """What a 503 has."""
     error: type = ErrorAnswer
     """What the other errors have."""
+    query: type | None = None
+    """The fields of its query."""
+    form: Json | None = None
+    """The schema of a body that is a form."""
 
 
 def ref(kind: type) -> Json:
@@ -47,9 +51,9 @@ def json(schema: Json) -> dict[str, Json]:
     return {"application/json": schema}
 
 
-def asking(summary: str, answer: type, errors: tuple[int, ...] = ASKING) -> Endpoint:
+def asking(summary: str, answer: type, errors: tuple[int, ...] = ASKING, *, query: type | None = None) -> Endpoint:
     """A route that tells something."""
-    return Endpoint(summary, json(ref(answer)), errors, types=(answer,))
+    return Endpoint(summary, json(ref(answer)), errors, types=(answer,), query=query)
 
 
 def generating(summary: str, body: type, answer: type, *, streams: bool = True) -> Endpoint:

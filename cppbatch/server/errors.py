@@ -8,7 +8,16 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.errors import (
+    Conflict,
+    CppBatchError,
+    EngineClosed,
+    GenerationFailed,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+    StorageError,
+)  # fmt: skip
 from cppbatch.server.families import error_body
 from cppbatch.server.fault import Fault
 
@@ -17,6 +26,10 @@ log = logging.getLogger("cppbatch.server")
 
 class TooManyRequests(CppBatchError):
     """As many requests are being answered as may be at once."""
+
+
+class NoStorage(CppBatchError):
+    """This server keeps no files."""
 
 
 class ModelNotFound(InvalidRequest):
@@ -30,15 +43,23 @@ _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
     QueueFull: (429, "rate_limit_error", "queue_full"),
     TooManyRequests: (429, "rate_limit_error", "too_many_requests"),
     EngineClosed: (503, "server_error", "unavailable"),
+    NoStorage: (503, "server_error", "no_storage"),
     GenerationFailed: (500, "server_error", "generation_failed"),
+    StorageError: (507, "server_error", "storage"),
 }
-"""With their status, type and code. `InvalidRequest` is not among them: it names its field."""
+"""With their status, type and code."""
+_INVALID: dict[type[InvalidRequest], tuple[int, str]] = {
+    ModelNotFound: (404, "model_not_found"),
+    NotFound: (404, "not_found"),
+    Conflict: (409, "conflict"),
+}
+"""With their status and code; others are a 400. They name the field at fault."""
 
 
 def fault_of(error: BaseException) -> Fault:
     """What an exception tells the client; logs what nobody expected."""
     if isinstance(error, InvalidRequest):
-        status, code = (404, "model_not_found") if isinstance(error, ModelNotFound) else (400, None)
+        status, code = _INVALID.get(type(error), (400, None))
         return Fault(status, str(error), "invalid_request_error", error.field, code)
     for expected, (status, kind, code) in _EXPECTED.items():
         if isinstance(error, expected):

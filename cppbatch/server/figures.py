@@ -11,6 +11,7 @@ from cppbatch.server.metrics import CONTENT_TYPE, METRICS
 from cppbatch.server.openapi import document
 from cppbatch.server.serving import SERVING
 from cppbatch.server.shapes import ServerFigures
+from cppbatch.server.storage import STORAGE
 
 routes = web.RouteTableDef()
 
@@ -25,7 +26,9 @@ async def stats(request: web.Request) -> web.Response:
         totals = None
     tokens_per_second = totals.recent_steps.tokens_per_second if totals else None
     figures = ServerFigures(
-        last_minute=request.app[METRICS].recent.last_minute(tokens_per_second), workers=await client.workers()
+        last_minute=request.app[METRICS].recent.last_minute(tokens_per_second),
+        workers=await client.workers(),
+        batches=request.app[STORAGE].figures(),
     )
     return json_response({**(msgspec.structs.asdict(totals) if totals else {}), **msgspec.structs.asdict(figures)})
 
@@ -33,7 +36,10 @@ async def stats(request: web.Request) -> web.Response:
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     """Everything for Prometheus."""
-    page = request.app[METRICS].page(await request.app[SERVING].client.workers())
+    metrics, batches = request.app[METRICS], request.app[STORAGE].figures()
+    if batches:
+        metrics.note_batches(batches)
+    page = metrics.page(await request.app[SERVING].client.workers())
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -21,6 +21,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_body_mb: int = 16
     """MiB of a request's body. 16 hold a prompt of millions of tokens."""
+    max_file_mb: int = 1024
+    """MiB of a file that is uploaded."""
     max_n: int = MOST_CHOICES
     """Completions of one prompt."""
     max_prompts_per_batch: int = 256
@@ -38,6 +40,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._check("max_body_mb", 1, 4096)
+        self._check("max_file_mb", 1, 1 << 20)
         self._check("max_n", 1, MOST_CHOICES)
         self._check("max_prompts_per_batch", 1, _MOST_PROMPTS)
         self._check("max_concurrent", 0, _MOST)

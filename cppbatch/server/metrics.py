@@ -15,6 +15,7 @@ from cppbatch.cluster.client import WorkerState
 from cppbatch.engine.request import GenerationEvent, Usage
 from cppbatch.server.recent import Recent
 from cppbatch.server.run import Event
+from cppbatch.server.shapes import BatchFigures
 from cppbatch.server.worker_figures import WorkerFigures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -60,6 +61,10 @@ class ServerMetrics:
         self.generated_tokens = Counter(
             "cppbatch_generated_tokens", "Generated tokens, as they come", by_endpoint, registry=registry
         )
+        self.open_batches = Gauge("cppbatch_batches_open", "Batch jobs that have not ended", registry=registry)
+        self.batch_lines = Gauge(
+            "cppbatch_batch_lines", "Lines of those: all, completed, failed", ["state"], registry=registry
+        )
         self.first_token = self._histogram("time_to_first_token", "From the request to its first token", _WAITS)
         self.gap = self._histogram("inter_token", "From one token to the next", _GAPS)
         self.queue = self._histogram("queue_time", "From arrival in the engine to the first step", _WAITS)
@@ -68,6 +73,12 @@ class ServerMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"cppbatch_{name}_seconds", text, ["endpoint"], registry=self._registry, buckets=buckets)
+
+    def note_batches(self, batches: BatchFigures) -> None:
+        """What the batches that have not ended have done by now."""
+        self.open_batches.set(batches.open)
+        for state, n in (("all", batches.lines), ("completed", batches.completed), ("failed", batches.failed)):
+            self.batch_lines.labels(state).set(n)
 
     def page(self, workers: list[WorkerState]) -> bytes:
         """Everything in Prometheus' text format, with what the workers tell of themselves now."""

@@ -13,7 +13,9 @@ from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server.anthropic.endpoints import ENDPOINTS as ANTHROPIC
+from cppbatch.server.batches.endpoints import ENDPOINTS as BATCHES
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json, ref
+from cppbatch.server.files.endpoints import ENDPOINTS as FILES
 from cppbatch.server.generate.endpoints import ENDPOINTS as GENERATE
 from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
 from cppbatch.server.openai.endpoints import ENDPOINTS as OPENAI
@@ -27,11 +29,13 @@ Json = dict[str, Any]
 _STATUS = {
     400: "The request is malformed, or asks for what cannot be; `param` names the field",
     401: "The server wants an API key, and the request has none that it knows",
-    404: "There is no such model",
+    404: "There is nothing of this name",
+    409: "It cannot be done in the state that things are in",
     413: "The body is larger than the server takes",
     429: "As many requests wait or are answered as may; Retry-After says when to come again",
     500: "The engine could not finish the request",
-    503: "The model is still loading, the server is going down, or the engine is no more",
+    503: "The model is still loading, the server is going down, the engine is no more, or no files are kept",
+    507: "The disk is full, or cannot be written",
 }
 
 _STATS = {"anyOf": [{"allOf": [ref(EngineStats), ref(ServerFigures)]}, ref(ServerFigures)]}
@@ -55,6 +59,8 @@ ENDPOINTS = {
     **ANTHROPIC,
     **VECTORS,
     **GENERATE,
+    **FILES,
+    **BATCHES,
     **LLAMA_SERVER,
 }  # fmt: skip
 """By method and path, as the routes have them; tests/test_openapi.py compares them."""
@@ -90,8 +96,14 @@ def _operation(path: str, endpoint: Endpoint) -> Json:
         kind = endpoint.unavailable if status == 503 else endpoint.error
         answers[str(status)] = {"description": _STATUS[status], "content": _content(json(ref(kind)))}
     operation: Json = {"summary": endpoint.summary, "responses": answers}
-    if "{id}" in path:
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": TEXT}]
+    parameters = [{"name": "id", "in": "path", "required": True, "schema": TEXT}] if "{id}" in path else []
+    if endpoint.query:
+        (fields,) = msgspec.json.schema(endpoint.query)["$defs"].values()
+        parameters += [{"name": name, "in": "query", "schema": of} for name, of in fields["properties"].items()]
+    if parameters:
+        operation["parameters"] = parameters
+    if endpoint.form:
+        operation["requestBody"] = {"required": True, "content": _content({"multipart/form-data": endpoint.form})}
     if endpoint.body:
         operation["requestBody"] = {"required": True, "content": _content(json(ref(endpoint.body)))}
     return operation

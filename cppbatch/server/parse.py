@@ -27,10 +27,13 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         raise _not_json(body, error) from error
 
 
-def convert(value: Any, kind: type[Body], field: str = "") -> Body:
-    """What was read from JSON as one of our types. Raises `InvalidRequest` naming the field (within `field`)."""
+def convert(value: Any, kind: type[Body], field: str = "", *, from_text: bool = False) -> Body:
+    """What was read from JSON as one of our types. Raises `InvalidRequest` naming the field (within `field`).
+
+    `from_text`: of a query or a form, where numbers are texts too.
+    """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=not from_text)
     except msgspec.ValidationError as error:
         invalid = _invalid(error)
         inner = "" if invalid.field == "body" else invalid.field

@@ -19,6 +19,7 @@ from cppbatch.server.lifecycle import IN_FLIGHT
 from cppbatch.server.listener import Address, Listener, listen
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.signals import AT_ONCE, on_signals
+from cppbatch.server.storage import open_storage
 
 log = logging.getLogger("cppbatch.server")
 
@@ -35,8 +36,9 @@ async def serve(
     """
     stop = asyncio.Event()
     on_signals(stop)
+    storage = open_storage(settings.data_dir)
     engine = deployment.start(config)
-    app = create_app(engine, settings)
+    app = create_app(engine, settings, storage)
     try:
         listener = await _listen(app, settings, address)
     except BaseException:
@@ -47,6 +49,7 @@ async def serve(
             await _loaded(engine, stop)
             _announce(engine, listener, settings, say)
             await stop.wait()
+            await storage.stop()  # what its batches have not done is done after the next start
             await _drain(app, settings.drain_timeout, say)
         finally:
             await engine.close()  # before the connections: whoever still waits for an answer is told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from cppbatch.errors import ConfigError
@@ -26,6 +28,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that running requests have to end in when the server goes down."""
     chat_template: str | None = None
     """The template itself; None: the model's own."""
+
+    data_dir: Path | None = None
+    """Where files and batches are kept; None: in the user's own folder for data, if that can be."""
 
     def __post_init__(self) -> None:
         for origin in self.cors_origins:

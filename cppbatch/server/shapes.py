@@ -35,11 +35,22 @@ class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """draining, or as in /health."""
 
 
+class BatchFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The batches that have not ended, and the lines of those that were begun."""
+
+    open: int
+    lines: int
+    completed: int
+    failed: int
+
+
 class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What `GET /stats` has beside the sums over all engines (`EngineStats`), which are missing while none answers."""
 
     last_minute: LastMinute
     workers: list[WorkerState]
+    batches: BatchFigures | None
+    """None: this server keeps none."""
 
 
 class ModelWorker(msgspec.Struct, frozen=True, kw_only=True):

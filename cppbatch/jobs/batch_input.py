@@ -1,0 +1,62 @@
+"""What a batch of the API reads: one file, for one endpoint."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cppbatch.jobs.forms import Endpoint, InputForm
+from cppbatch.jobs.inputs import InputReader
+from cppbatch.jobs.items import Item, Refused
+from cppbatch.jobs.records import BatchError
+
+_PROMPTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/embeddings": "embeddings"}
+_MOST_ERRORS = 100  # that a batch shows; all of them are in its error file
+_LINES_AT_ONCE, _BREATH_S = 256, 0.0002
+
+
+@dataclass
+class Scan:
+    """What is in an input."""
+
+    n_lines: int = 0
+    n_good: int = 0
+    errors: list[BatchError] = field(default_factory=list)
+    """The first of them."""
+
+
+def batch_input(path: Path, endpoint: str, urls: Collection[str]) -> Iterator[Item | Refused]:
+    """The lines of a batch's input, those for other endpoints refused. Raises `ConfigError` if it cannot be read."""
+    form = InputForm(path=path, kind="jsonl", endpoint=_PROMPTS.get(endpoint, "completions"))
+    with InputReader(form, urls) as reader:
+        for entry in reader:
+            yield _mismatched(entry, endpoint) if isinstance(entry, Item) and entry.url != endpoint else entry
+
+
+def _mismatched(item: Item, endpoint: str) -> Refused:
+    return Refused(
+        line=item.line,
+        code="mismatched_endpoint",
+        message=f"url: is {item.url}, and the endpoint of this batch is {endpoint}",
+        custom_id=item.custom_id,
+        content=item.content,
+    )
+
+
+def scan(entries: Iterable[Item | Refused], stop: threading.Event) -> Scan:
+    """Counts what there is. Ends early when told to; what it returns is of no use then."""
+    found = Scan()
+    for entry in entries:
+        found.n_lines += 1
+        if isinstance(entry, Item):
+            found.n_good += 1
+        elif len(found.errors) < _MOST_ERRORS:
+            found.errors.append(BatchError(code=entry.code, message=entry.message, line=entry.line))
+        if found.n_lines % _LINES_AT_ONCE == 0:
+            if stop.is_set():
+                break
+            time.sleep(_BREATH_S)  # the event loop is waiting for Python's lock
+    return found

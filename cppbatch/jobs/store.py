@@ -1,0 +1,166 @@
+"""The server's books of files and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from cppbatch.errors import Conflict, InvalidRequest, NotFound
+from cppbatch.jobs.database import Database
+from cppbatch.jobs.records import Batch, BatchRecord, File
+
+T = TypeVar("T")
+
+_MIGRATIONS = (
+    (
+        """CREATE TABLE files (
+            number INTEGER PRIMARY KEY AUTOINCREMENT,   -- in the order in which they came
+            id TEXT NOT NULL UNIQUE,
+            purpose TEXT NOT NULL,
+            expires_at INTEGER,
+            record BLOB NOT NULL                        -- `File`, as JSON
+        )""",
+        "CREATE INDEX expiring_files ON files (expires_at) WHERE expires_at IS NOT NULL",
+        """CREATE TABLE batches (
+            number INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            input_file_id TEXT NOT NULL,
+            is_open INTEGER NOT NULL,
+            record BLOB NOT NULL                        -- `BatchRecord`, as JSON
+        )""",
+        "CREATE INDEX open_batches ON batches (input_file_id) WHERE is_open",
+    ),
+)
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of a list."""
+
+    after: str | None = None
+    """The id of the last one of the page before."""
+    limit: int
+    newest_first: bool = True
+
+
+class Store:
+    """One SQLite file. For one thread at a time. Raises `StorageError`."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = Database(path, _MIGRATIONS)
+
+    def close(self) -> None:
+        """Lets others have it."""
+        self._db.close()
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    def add_file(self, file: File) -> None:
+        """Notes a file; nothing happens if it is known."""
+        with self._db.transaction():
+            self._insert(file)
+
+    def _insert(self, file: File) -> None:
+        self._db.execute(
+            "INSERT OR IGNORE INTO files (id, purpose, expires_at, record) VALUES (?, ?, ?, ?)",
+            (file.id, file.purpose, file.expires_at, msgspec.json.encode(file)),
+        )
+
+    def file(self, file_id: str) -> File:
+        """Raises `NotFound`."""
+        if rows := self._db.execute("SELECT record FROM files WHERE id = ?", (file_id,)):
+            return msgspec.json.decode(rows[0][0], type=File)
+        raise NotFound("id", f"there is no file {file_id[:80]!r} here")
+
+    def files(self, page: Page, purpose: str | None = None) -> tuple[list[File], bool]:
+        """A page of files, of one purpose or of any, and whether there are more."""
+        where, values = ("purpose = ?", [purpose]) if purpose is not None else ("TRUE", [])
+        return self._page("files", page, where, values, File)
+
+    def delete_file(self, file_id: str) -> None:
+        """Forgets a file. Raises `NotFound`, and `Conflict` when a batch needs it."""
+        with self._db.transaction():
+            self.file(file_id)
+            if rows := self._db.execute("SELECT id FROM batches WHERE is_open AND input_file_id = ?", (file_id,)):
+                raise Conflict("id", f"{file_id} is the input of {rows[0][0]}, which has not ended: cancel that first")
+            self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    def delete_expired(self, now: int) -> list[str]:
+        """Forgets the files whose time is up, and says which; not those that batches need."""
+        with self._db.transaction():
+            rows = self._db.execute(
+                "SELECT id FROM files WHERE expires_at <= ? "
+                "AND id NOT IN (SELECT input_file_id FROM batches WHERE is_open)",
+                (now,),
+            )
+            self._db.each("DELETE FROM files WHERE id = ?", rows)
+        return [file_id for (file_id,) in rows]
+
+    def unknown_files(self, ids: Collection[str]) -> list[str]:
+        """Those of which there is no file, and none will come of an open batch."""
+        known = {file_id for (file_id,) in self._db.execute("SELECT id FROM files")}
+        for batch in self.open_batches():
+            known |= {batch.output_id, batch.errors_id}
+        return [file_id for file_id in ids if file_id not in known]
+
+    # --- batches ------------------------------------------------------------------------------------------------
+
+    def add_batch(self, batch: BatchRecord) -> None:
+        """Notes a new batch. Raises `InvalidRequest` when its input is not here, or no batch's."""
+        shown = batch.shown
+        with self._db.transaction():
+            rows = self._db.execute("SELECT purpose FROM files WHERE id = ?", (shown.input_file_id,))
+            if not rows:
+                raise InvalidRequest("input_file_id", f"there is no file {shown.input_file_id[:80]!r} here")
+            if rows[0][0] != "batch":
+                raise InvalidRequest(
+                    "input_file_id",
+                    f"{shown.input_file_id} was uploaded for {rows[0][0]!r}; its purpose must be 'batch'",
+                )
+            self._db.execute(
+                "INSERT INTO batches (id, input_file_id, is_open, record) VALUES (?, ?, TRUE, ?)",
+                (shown.id, shown.input_file_id, msgspec.json.encode(batch)),
+            )
+
+    def batch(self, batch_id: str) -> Batch:
+        """Raises `NotFound`."""
+        if rows := self._db.execute("SELECT record FROM batches WHERE id = ?", (batch_id,)):
+            return msgspec.json.decode(rows[0][0], type=BatchRecord).shown
+        raise NotFound("id", f"there is no batch {batch_id[:80]!r} here")
+
+    def batches(self, page: Page) -> tuple[list[Batch], bool]:
+        """A page of batches, and whether there are more."""
+        records, has_more = self._page("batches", page, "TRUE", [], BatchRecord)
+        return [record.shown for record in records], has_more
+
+    def open_batches(self) -> list[BatchRecord]:
+        """Those that have not ended, the oldest first."""
+        rows = self._db.execute("SELECT record FROM batches WHERE is_open ORDER BY number")
+        return [msgspec.json.decode(record, type=BatchRecord) for (record,) in rows]
+
+    def update_batch(self, batch: BatchRecord, outputs: Sequence[File] = ()) -> None:
+        """Notes what has become of a batch, with the files that it has made."""
+        with self._db.transaction():
+            for file in outputs:
+                self._insert(file)
+            self._db.execute(
+                "UPDATE batches SET is_open = ?, record = ? WHERE id = ?",
+                (not batch.shown.has_ended, msgspec.json.encode(batch), batch.shown.id),
+            )
+
+    # --- both ---------------------------------------------------------------------------------------------------
+
+    def _page(self, table: str, page: Page, where: str, values: list[Any], kind: type[T]) -> tuple[list[T], bool]:
+        order, beyond = ("DESC", "<") if page.newest_first else ("ASC", ">")
+        if page.after is not None:
+            rows = self._db.execute(f"SELECT number FROM {table} WHERE id = ?", (page.after,))
+            if not rows:
+                raise InvalidRequest("after", f"there is no {page.after[:80]!r} here")
+            where, values = f"{where} AND number {beyond} ?", [*values, rows[0][0]]
+        found = self._db.execute(
+            f"SELECT record FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?", [*values, page.limit + 1]
+        )
+        records = [msgspec.json.decode(record, type=kind) for (record,) in found[: page.limit]]
+        return records, len(found) > page.limit

@@ -1,0 +1,53 @@
+"""Keeps batches at work while the application runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from aiohttp import web
+
+from cppbatch.engine.request import BACKGROUND
+from cppbatch.errors import CppBatchError
+from cppbatch.jobs.batches import Batches
+from cppbatch.jobs.open_batch import Workplace
+from cppbatch.server.batches.work import BatchWork
+from cppbatch.server.metrics import METRICS
+from cppbatch.server.patience import enough
+from cppbatch.server.run import Event
+from cppbatch.server.serving import SERVING
+from cppbatch.server.storage import STORAGE
+
+log = logging.getLogger("cppbatch.server")
+
+_ENDPOINT = "/v1/batches"  # under which their requests are counted
+
+
+async def batches_at_work(app: web.Application) -> AsyncIterator[None]:
+    """For `Application.cleanup_ctx`."""
+    batches = app[STORAGE].batches
+    if batches is None:
+        yield
+        return
+    starting = asyncio.create_task(_start(app, batches))
+    yield
+    starting.cancel()
+    await batches.close()
+
+
+async def _start(app: web.Application, batches: Batches) -> None:
+    """As soon as there is a model."""
+    serving, metrics = app[SERVING], app[METRICS]
+
+    def watch(events: AsyncGenerator[Event, None], n: int) -> AsyncGenerator[Event, None]:
+        return metrics.observe(events, _ENDPOINT, n)
+
+    try:
+        await serving.client.loaded()
+        places = asyncio.Semaphore(await enough(serving.client))
+    except CppBatchError as error:
+        log.info("no batches are worked on: %s", error)  # whoever waits for the model says it aloud
+        return
+    work = BatchWork(serving, priority=BACKGROUND, watch=watch)
+    batches.start(Workplace(serving.info.name, work, places))

@@ -1,0 +1,72 @@
+"""Inputs of batches, and how tests talk about them with the real client."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from openai import OpenAI
+from openai.types import Batch
+
+from tests.app_thread import AppThread
+from tests.server_process import ServerProcess
+
+Json = dict[str, Any]
+COMPLETIONS = "/v1/completions"
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: object) -> bytes:
+    """A request in OpenAI's batch format."""
+    fields = {"prompt": f"prompt {custom_id}", "max_tokens": 4, "temperature": 0, **body}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": fields}).encode()
+
+
+def lines(n: int, **body: object) -> bytes:
+    return b"\n".join(line(f"item-{i}", **body) for i in range(n)) + b"\n"
+
+
+def client_of(server: AppThread | ServerProcess) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def make_batch(
+    client: OpenAI, data: bytes, *, endpoint: str = COMPLETIONS, window: str = "24h", **others: Any
+) -> Batch:
+    file = client.files.create(file=("input.jsonl", data), purpose="batch")
+    fields: Any = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": window, **others}
+    return client.batches.create(**fields)
+
+
+class Counts(NamedTuple):
+    total: int
+    completed: int
+    failed: int
+
+
+def counts(batch: Batch) -> Counts:
+    assert batch.request_counts
+    return Counts(**batch.request_counts.to_dict())  # type: ignore[arg-type]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def wait_for(client: OpenAI, batch_id: str, *statuses: str, seconds: float = 30) -> Batch:
+    end = time.monotonic() + seconds
+    while (batch := client.batches.retrieve(batch_id)).status not in statuses:
+        assert time.monotonic() < end, f"it is still {batch.status}: {batch.request_counts}"
+        time.sleep(0.02)
+    return batch
+
+
+def results(client: OpenAI, file_id: str | None) -> list[Json]:
+    """The lines of an output file, each whole."""
+    if file_id is None:
+        return []
+    return [json.loads(each) for each in client.files.content(file_id).content.splitlines()]

@@ -1,0 +1,482 @@
+"""/v1/files and /v1/batches, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from cppbatch.jobs import journal, open_batch, outputs
+from cppbatch.server.app import create_app
+from cppbatch.server.limits import Limits
+from cppbatch.server.settings import ServerSettings
+from cppbatch.server.storage import STORAGE, open_storage
+from tests import tiny_models
+from tests.app_thread import AppThread
+from tests.batch_files import client_of, counts, line, lines, make_batch, results, wait_for, wait_until
+from tests.server_process import ServerProcess
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+Start = Callable[..., AppThread]
+
+
+def start_server(model: Path, folder: Path | None, **limits: Any) -> AppThread:
+    engine = {"model": model, "n_ctx": 2048, "n_parallel": 4, "n_threads": 1}
+    settings = ServerSettings(limits=Limits(**limits))
+    return AppThread(engine, lambda client: create_app(client, settings, open_storage(folder) if folder else None))
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppThread]:
+    server = start_server(tiny_llama, tmp_path_factory.mktemp("data"), max_file_mb=2)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: AppThread) -> OpenAI:
+    return client_of(server)
+
+
+@pytest.fixture
+def start(tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a server over this test's own data, and stops what still runs at the end."""
+    running: list[AppThread] = []
+
+    def start(model: Path = tiny_llama, folder: Path = tmp_path / "data", **limits: Any) -> AppThread:
+        running.append(start_server(model, folder, **limits))
+        return running[-1]
+
+    yield start
+    for server in running:
+        if server._thread.is_alive():
+            server.stop()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_comes_back_as_it_was(client: OpenAI) -> None:
+    data = os.urandom(1_500_000) + b"\r\n--boundary\r\n"
+    file = client.files.create(file=('naïve "name".bin', data), purpose="user_data")
+    assert (file.bytes, file.purpose, file.object) == (len(data), "user_data", "file")
+    assert client.files.retrieve(file.id) == file
+    assert client.files.content(file.id).content == data
+    assert client.files.delete(file.id).deleted
+    for ask in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError, match="no file"):
+            ask(file.id)
+
+
+def test_files_are_listed_page_by_page(client: OpenAI) -> None:
+    ids = [client.files.create(file=(f"{i}.bin", b"x"), purpose="evals").id for i in range(5)]
+    assert [file.id for file in client.files.list(purpose="evals", limit=2, order="asc")] == ids
+    assert [file.id for file in client.files.list(purpose="evals", limit=2)] == ids[::-1]
+    page = client.files.list(purpose="evals", order="asc", after=ids[1], limit=2)
+    assert ([file.id for file in page.data], page.has_more) == (ids[2:4], True)
+    for wrong, field in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "nobody"}, "after")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.files.list(**wrong)  # type: ignore[arg-type]
+        assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"purpose": "fun"}, "purpose"),
+        ({"purpose": "batch", "expires_after": {"anchor": "created_at", "seconds": 60}}, "expires_after.seconds"),
+        ({"purpose": "batch", "expires_after": {"anchor": "now", "seconds": 6000}}, "expires_after.anchor"),
+    ],
+)
+def test_a_bad_upload_names_its_field_and_leaves_nothing(
+    client: OpenAI, server: AppThread, fields: Any, field: str
+) -> None:
+    before = client.files.list().data
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.files.create(file=b"x", **fields)
+    assert refused.value.param == field
+    assert client.files.list().data == before
+
+
+def post_form(server: AppThread, body: bytes, kind: str = "multipart/form-data; boundary=b") -> tuple[int, Any]:
+    request = urllib.request.Request(f"{server.url}/v1/files", body, {"Content-Type": kind})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+FILE_PART = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc\r\n'
+PURPOSE_PART = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+
+
+def test_parts_may_come_in_any_order(server: AppThread) -> None:
+    for body in (FILE_PART + PURPOSE_PART + b"--b--\r\n", PURPOSE_PART + FILE_PART + b"--b--\r\n"):
+        status, file = post_form(server, body)
+        assert (status, file["bytes"], file["purpose"]) == (200, 3, "batch")
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "says"),
+    [
+        (FILE_PART + b"--b--\r\n", "multipart/form-data; boundary=b", "purpose: is required"),
+        (PURPOSE_PART + b"--b--\r\n", "multipart/form-data; boundary=b", "file: is required"),
+        (FILE_PART + FILE_PART + PURPOSE_PART + b"--b--\r\n", "multipart/form-data; boundary=b", "twice"),
+        (PURPOSE_PART + FILE_PART[:-4], "multipart/form-data; boundary=b", "to its end"),
+        (b"nonsense", "multipart/form-data; boundary=b", "to its end"),
+        (b"nonsense", "multipart/form-data", "to its end"),
+        (b"{}", "application/json", "multipart/form-data"),
+    ],
+)
+def test_forms_that_are_none_are_refused_and_leave_nothing(
+    server: AppThread, client: OpenAI, body: bytes, kind: str, says: str
+) -> None:
+    before = client.files.list().data
+    status, answer = post_form(server, body, kind)
+    assert (status, says in answer["error"]["message"]) == (400, True), answer
+    assert client.files.list().data == before
+
+
+def test_a_file_that_is_too_large_is_refused_before_and_while_it_comes(server: AppThread, client: OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError, match="--max-file-mb") as refused:
+        client.files.create(file=b"x" * (3 << 20), purpose="batch")
+    assert refused.value.status_code == 413
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as connection:
+        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode())
+        answer = b""
+        try:
+            for piece in (PURPOSE_PART, FILE_PART[:-2], *[b"x" * 65536] * 40):
+                connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece))
+            answer = connection.recv(65536)
+        except ConnectionError:
+            pass
+    assert not answer or b" 413 " in answer
+    assert not list((server_data(server) / "incoming").iterdir())
+
+
+def server_data(server: AppThread) -> Path:
+    batches = server.app[STORAGE].batches
+    assert batches
+    return batches.data.folder
+
+
+def test_an_upload_that_is_cut_off_leaves_nothing(server: AppThread, client: OpenAI) -> None:
+    incoming = server_data(server) / "incoming"
+    before = client.files.list().data
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as connection:
+        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
+        connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode())
+        connection.sendall(PURPOSE_PART + FILE_PART + b"x" * 300_000)
+        wait_until(lambda: bool(list(incoming.iterdir())))
+    wait_until(lambda: not list(incoming.iterdir()))
+    assert client.files.list().data == before
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_from_upload_to_download(client: OpenAI) -> None:
+    batch = make_batch(client, lines(30), metadata={"for": "a test"})
+    assert (batch.status, batch.endpoint, batch.metadata) == ("validating", "/v1/completions", {"for": "a test"})
+    assert batch.expires_at == batch.created_at + 86400
+    batch = wait_for(client, batch.id, "completed")
+    assert counts(batch) == (30, 30, 0)
+    assert batch.usage
+    assert batch.usage.output_tokens > 30
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
+    assert (batch.model, batch.error_file_id, batch.errors) == ("tiny-llama", None, None)
+    answers = results(client, batch.output_file_id)
+    assert sorted(answer["custom_id"] for answer in answers) == sorted(f"item-{i}" for i in range(30))
+    for answer in answers:
+        assert (answer["response"]["status_code"], answer["error"]) == (200, None)
+        alone = client.completions.create(
+            model="tiny-llama", prompt=f"prompt {answer['custom_id']}", max_tokens=4, temperature=0
+        )
+        assert answer["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
+    output = client.files.retrieve(batch.output_file_id)
+    assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+
+
+def test_chats_and_plain_prompts_are_answered_too(client: OpenAI) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    data = b"\n".join([
+        json.dumps({"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat}).encode(),
+        b'{"prompt": "Hello", "max_tokens": 3}',
+    ])  # fmt: skip
+    batch = wait_for(client, make_batch(client, data, endpoint="/v1/chat/completions").id, "completed")
+    assert counts(batch) == (2, 2, 0)
+    assert {answer["custom_id"] for answer in results(client, batch.output_file_id)} == {"chat", "line-2"}
+
+
+def test_bad_lines_are_told_by_their_numbers_and_the_others_are_answered(client: OpenAI) -> None:
+    data = b"\n".join([
+        line("good-1"),
+        b"{no json",
+        line("elsewhere", url="/v1/embeddings"),
+        b"",
+        line("good-2"),
+        line("good-1"),
+        line("too much", top_p=99),
+        b"\xff\xfe",
+    ])  # fmt: skip
+    batch = wait_for(client, make_batch(client, data).id, "completed")
+    assert batch.errors
+    assert batch.errors.data
+    assert [(error.line, error.code) for error in batch.errors.data][:2] == [
+        (2, "invalid_json"),
+        (3, "mismatched_endpoint"),
+    ]
+    assert counts(batch) == (7, 2, 5)
+    assert {answer["custom_id"] for answer in results(client, batch.output_file_id)} == {"good-1", "good-2"}
+    errors = {error["line"]: error for error in results(client, batch.error_file_id)}
+    assert sorted(errors) == [2, 3, 6, 7, 8]
+    assert "top_p" in errors[7]["response"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n", b"no json\n", os.urandom(5000)])
+def test_a_batch_with_nothing_to_answer_fails_and_says_why(client: OpenAI, data: bytes) -> None:
+    batch = wait_for(client, make_batch(client, data).id, "failed")
+    assert batch.errors
+    assert batch.errors.data
+    assert batch.errors.data[0].message
+    assert batch.failed_at
+    assert batch.output_file_id is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"endpoint": "/v1/nothing"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "0h"}, "completion_window"),
+        ({"completion_window": "999999999d"}, "completion_window"),
+        ({"input_file_id": "file-none"}, "input_file_id"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
+    ],
+)
+def test_a_bad_batch_names_its_field(client: OpenAI, fields: Any, field: str) -> None:
+    file = client.files.create(file=b"{}", purpose="batch")
+    good = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.batches.create(**{**good, **fields})  # type: ignore[arg-type]
+    assert refused.value.param == field
+
+
+def test_only_files_for_batches_are_inputs(client: OpenAI) -> None:
+    file = client.files.create(file=lines(1), purpose="user_data")
+    with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
+        client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+
+def test_batches_are_listed_page_by_page_the_newest_first(client: OpenAI) -> None:
+    ids = [make_batch(client, lines(1)).id for _ in range(3)]
+    page = client.batches.list(limit=2)
+    assert ([batch.id for batch in page.data], page.has_more) == (ids[:0:-1], True)
+    assert client.batches.list(after=ids[1], limit=1).data[0].id == ids[0]
+    for batch_id in ids:
+        wait_for(client, batch_id, "completed")
+
+
+def test_what_was_answered_before_a_cancel_stays(client: OpenAI) -> None:
+    batch = make_batch(client, lines(10) + lines(400, **LONG).replace(b"item-", b"late-"))
+    wait_until(lambda: counts(client.batches.retrieve(batch.id)).completed > 3)
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = wait_for(client, batch.id, "cancelled")
+    assert 3 < counts(batch).completed < 410
+    assert len(results(client, batch.output_file_id)) == counts(batch).completed
+    with pytest.raises(openai.ConflictError, match="cancelled"):
+        client.batches.cancel(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.cancel("batch_none")
+
+
+def test_when_its_time_is_up_the_rest_is_in_the_error_file(client: OpenAI) -> None:
+    batch = make_batch(client, lines(2) + lines(300, **LONG).replace(b"item-", b"late-"), window="1s")
+    batch = wait_for(client, batch.id, "expired")
+    assert batch.expired_at
+    assert counts(batch).failed > 0
+    assert counts(batch).completed + counts(batch).failed == 302
+    errors = results(client, batch.error_file_id)
+    assert {error["error"]["code"] for error in errors} == {"batch_expired"}
+    answered = {answer["custom_id"] for answer in results(client, batch.output_file_id)}
+    assert len(answered | {error["custom_id"] for error in errors}) == 302
+
+
+def test_the_input_of_a_running_batch_cannot_be_deleted(client: OpenAI) -> None:
+    batch = make_batch(client, lines(200, **LONG))
+    with pytest.raises(openai.ConflictError, match=batch.id):
+        client.files.delete(batch.input_file_id)
+    client.batches.cancel(batch.id)
+    wait_for(client, batch.id, "cancelled")
+    assert client.files.delete(batch.input_file_id).deleted
+
+
+def test_batches_are_in_the_figures_and_wait_for_those_who_wait(server: AppThread, client: OpenAI) -> None:
+    batch = make_batch(client, lines(200, **LONG))
+    wait_for(client, batch.id, "in_progress")
+    began = time.monotonic()
+    client.completions.create(model="tiny-llama", prompt="Quick", max_tokens=2)
+    assert time.monotonic() - began < 5
+
+    with urllib.request.urlopen(f"{server.url}/stats") as answer:
+        assert json.load(answer)["batches"]["open"] >= 1
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        page = answer.read().decode()
+    assert "cppbatch_batches_open 1.0" in page
+    assert 'cppbatch_generated_tokens_total{endpoint="/v1/batches"}' in page
+    client.batches.cancel(batch.id)
+    wait_for(client, batch.id, "cancelled")
+
+
+# --- across starts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_goes_on_after_a_restart(start: Start) -> None:
+    first = start()
+    batch = make_batch(client_of(first), lines(60, max_tokens=30))
+    wait_until(lambda: counts(client_of(first).batches.retrieve(batch.id)).completed > 5)
+    first.stop()
+    client = client_of(start())
+    batch = wait_for(client, batch.id, "completed")
+    assert counts(batch) == (60, 60, 0)
+    answered = [answer["custom_id"] for answer in results(client, batch.output_file_id)]
+    assert sorted(answered) == sorted(f"item-{i}" for i in range(60))
+
+
+def test_a_batch_waits_for_its_model(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = start()
+    batch = make_batch(client_of(first), lines(100, **LONG))
+    wait_for(client_of(first), batch.id, "in_progress")
+    first.stop()
+    other = start(tiny_models.llama(tmp_path / "other.gguf"))
+    client = client_of(other)
+    time.sleep(0.2)
+    seen = client.batches.retrieve(batch.id)
+    assert (seen.status, seen.model) == ("in_progress", "tiny-llama")
+    assert counts(seen).total == 100
+    assert any("waits for the model 'tiny-llama'" in record.getMessage() for record in caplog.records)
+    client.batches.cancel(batch.id)
+    wait_for(client, batch.id, "cancelled")
+
+
+def test_files_whose_time_is_up_are_gone(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = start()
+    client = client_of(first)
+    expires: Any = {"anchor": "created_at", "seconds": 3600}
+    file = client.files.create(file=b"x", purpose="user_data", expires_after=expires)
+    kept = client.files.create(file=b"x", purpose="user_data")
+    assert file.expires_at == file.created_at + 3600
+    batch = make_batch(client, lines(2), output_expires_after=expires)
+    batch = wait_for(client, batch.id, "completed")
+    assert batch.output_file_id
+    output = client.files.retrieve(batch.output_file_id)
+    assert output.expires_at == output.created_at + 3600
+    first.stop()
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3601)
+    client = client_of(start())
+    wait_until(lambda: {each.id for each in client.files.list()} == {kept.id, batch.input_file_id})
+    wait_until(
+        lambda: {path.name for path in (tmp_path / "data" / "files").iterdir()} == {kept.id, batch.input_file_id}
+    )
+
+
+# --- when the disk does not do ----------------------------------------------------------------------------------------
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_batch_stands_still_while_the_disk_is_full(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_batch, "FIRST_PAUSE_S", 0.1)
+    client = client_of(start())
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Appended, "append", lambda *_: outputs_full())
+        batch = make_batch(client, lines(10))
+        wait_for(client, batch.id, "in_progress")
+        time.sleep(0.5)
+        assert client.batches.retrieve(batch.id).status == "in_progress"
+    batch = wait_for(client, batch.id, "completed")
+    assert len(results(client, batch.output_file_id)) == 10
+
+
+def outputs_full() -> None:
+    raise outputs.storage_error(Path("output.jsonl"), OSError(28, "No space left on device"))
+
+
+def test_an_upload_to_a_full_disk_is_told_so_and_leaves_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    client = client_of(start())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(openai.APIStatusError, match="free some space") as refused:
+            client.files.create(file=b"x" * 100_000, purpose="batch")
+    assert refused.value.status_code == 507
+    assert not client.files.list().data
+    assert not list((tmp_path / "data" / "files").iterdir())
+    assert not list((tmp_path / "data" / "incoming").iterdir())
+    assert client.files.create(file=b"x", purpose="batch").bytes == 1
+
+
+# --- without a place to keep things -----------------------------------------------------------------------------------
+
+
+def test_a_server_without_a_data_folder_says_so(tiny_llama: Path) -> None:
+    server = start_server(tiny_llama, None)
+    client = client_of(server)
+    for ask in (client.files.list, client.batches.list, lambda: client.files.create(file=b"x", purpose="batch")):
+        with pytest.raises(openai.APIStatusError, match="--data-dir") as refused:
+            ask()
+        assert refused.value.status_code == 503
+    assert client.models.list().data
+    server.stop()
+
+
+def test_a_named_folder_that_cannot_be_used_ends_the_server(start: Start, tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "jobs.sqlite3").write_bytes(b"no database" * 1000)
+    (tmp_path / "newer").mkdir()
+    newer = sqlite3.connect(tmp_path / "newer" / "jobs.sqlite3")
+    newer.execute("PRAGMA user_version = 99")
+    newer.close()
+    start()
+    says = {"file": "is a file", "broken": "no database", "newer": "newer cppbatch", "data": "in use by another"}
+    for name, part in says.items():
+        with ServerProcess("-m", tiny_llama, "--data-dir", tmp_path / name) as process:
+            assert process.wait() == 2
+            assert part in process.stop()
+        assert len(process.errors) == 1, process.errors
+
+
+def test_a_folder_nobody_named_may_be_in_use(
+    start: Start, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    start(folder=tmp_path / "cppbatch")
+    with ServerProcess("-m", tiny_llama) as process:
+        client = client_of(process.wait_ready())
+        with pytest.raises(openai.APIStatusError, match="in use by another cppbatch") as refused:
+            client.batches.list()
+        assert refused.value.status_code == 503
+        assert client.models.list().data
+        assert "--data-dir" in process.stop()

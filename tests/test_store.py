@@ -1,0 +1,199 @@
+"""The books of files and batches, and the folder they are in: whatever a kill leaves behind is put right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cppbatch.errors import Conflict, InvalidRequest, NotFound, StorageError
+from cppbatch.jobs.data import DataFolder, open_data
+from cppbatch.jobs.records import Batch, BatchRecord, File, check_metadata, window_seconds
+from cppbatch.jobs.store import Page, Store
+
+EVERY = Page(limit=100, newest_first=False)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "jobs.sqlite3")
+    yield store
+    store.close()
+
+
+def file(name: str, **others: object) -> File:
+    fields = {"id": f"file-{name}", "bytes": 3, "created_at": 1, "filename": f"{name}.jsonl", "purpose": "batch"}
+    return File(**{**fields, **others})  # type: ignore[arg-type]
+
+
+def batch(name: str, **others: object) -> BatchRecord:
+    fields = {"endpoint": "/v1/completions", "model": "m", "input_file_id": "file-in", "completion_window": "1h"}
+    shown = Batch(id=f"batch_{name}", created_at=1, expires_at=2, **{**fields, **others})  # type: ignore[arg-type]
+    return BatchRecord(shown=shown, output_id=f"file-{name}-out", errors_id=f"file-{name}-err")
+
+
+def ended(record: BatchRecord) -> BatchRecord:
+    return msgspec.structs.replace(record, shown=msgspec.structs.replace(record.shown, status="completed"))
+
+
+def test_a_file_is_what_it_was_after_a_restart(store: Store, tmp_path: Path) -> None:
+    store.add_file(file("a", expires_at=99))
+    store.add_file(file("a", bytes=4))  # as when a batch puts its files in place again
+    store.close()
+    again = Store(tmp_path / "jobs.sqlite3")
+    assert again.file("file-a") == file("a", expires_at=99)
+    again.close()
+    with pytest.raises(NotFound, match="file-b"):
+        Store(tmp_path / "other.sqlite3").file("file-b")
+
+
+def test_pages_follow_each_other_in_both_orders(store: Store) -> None:
+    for name in "abcde":
+        store.add_file(file(name, purpose="vision" if name == "c" else "batch"))
+    names = [f"file-{name}" for name in "abcde"]
+    for newest_first, expected in ((False, names), (True, names[::-1])):
+        seen: list[str] = []
+        has_more, after = True, None
+        while has_more:
+            page, has_more = store.files(Page(after=after, limit=2, newest_first=newest_first))
+            seen += [each.id for each in page]
+            after = seen[-1]
+        assert seen == expected
+    assert [each.id for each in store.files(EVERY, "vision")[0]] == ["file-c"]
+    with pytest.raises(InvalidRequest, match="after"):
+        store.files(Page(after="file-z", limit=2))
+
+
+def test_what_an_open_batch_needs_is_not_deleted(store: Store) -> None:
+    store.add_file(file("in", expires_at=10))
+    store.add_batch(batch("a"))
+    with pytest.raises(Conflict, match="batch_a"):
+        store.delete_file("file-in")
+    assert store.delete_expired(100) == []
+    store.update_batch(ended(batch("a")), [file("a-out")])
+    assert store.delete_expired(9) == []
+    assert store.delete_expired(10) == ["file-in"]
+    store.delete_file("file-a-out")
+    with pytest.raises(NotFound):
+        store.delete_file("file-a-out")
+
+
+def test_a_batch_is_made_only_of_a_file_that_is_here_and_meant_for_it(store: Store) -> None:
+    with pytest.raises(InvalidRequest, match="input_file_id: there is no file"):
+        store.add_batch(batch("a"))
+    store.add_file(file("in", purpose="vision"))
+    with pytest.raises(InvalidRequest, match="purpose must be"):
+        store.add_batch(batch("a"))
+    assert store.batches(EVERY) == ([], False)
+
+
+def test_open_batches_are_those_that_have_not_ended(store: Store) -> None:
+    store.add_file(file("in"))
+    for name in "abc":
+        store.add_batch(batch(name))
+    store.update_batch(ended(batch("b")))
+    assert [record.shown.id for record in store.open_batches()] == ["batch_a", "batch_c"]
+    assert store.batch("batch_b").status == "completed"
+    assert [each.id for each in store.batches(Page(limit=2))[0]] == ["batch_c", "batch_b"]
+    with pytest.raises(NotFound, match="batch_z"):
+        store.batch("batch_z")
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_folder(tmp_path: Path) -> Iterator[Callable[[], DataFolder]]:
+    opened: list[DataFolder] = []
+
+    def open_folder() -> DataFolder:
+        if opened:
+            opened.pop().close()
+        opened.append(open_data(tmp_path / "new" / "data"))
+        return opened[-1]
+
+    yield open_folder
+    opened.pop().close()
+
+
+async def test_what_a_kill_left_behind_is_removed_at_the_next_start(open_folder: Callable[[], DataFolder]) -> None:
+    data = open_folder()
+    data.incoming("file-in").write_bytes(b"abc")
+    await data.keep(file("in"))
+    await data.ask(Store.add_batch, batch("a"))
+    for path in (
+        data.incoming("file-half"),  # an upload
+        data.content("file-no-row"),  # killed before its row was written, or after that was deleted
+        data.content("file-a-out"),  # that of a batch which is just putting its files in place
+    ):
+        path.write_bytes(b"x")
+    for name in ("batch_a", "batch_gone"):
+        data.batch(name).mkdir()
+        (data.batch(name) / "ledger.sqlite3").write_bytes(b"")
+    again = open_folder()
+    found = {path.relative_to(again.folder).as_posix() for path in again.folder.glob("*/*")}
+    assert found == {"files/file-in", "files/file-a-out", "batches/batch_a"}
+    assert [record.shown.id for record in again.open_batches] == ["batch_a"]
+
+
+async def test_a_file_whose_row_cannot_be_written_is_not_kept(
+    open_folder: Callable[[], DataFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    data = open_folder()
+    data.incoming("file-a").write_bytes(b"abc")
+    monkeypatch.setattr(data._store, "add_file", full)
+    with pytest.raises(StorageError, match="full"):
+        await data.keep(file("a"))
+    assert not data.content("file-a").exists()
+
+
+async def test_files_whose_time_is_up_are_swept(open_folder: Callable[[], DataFolder]) -> None:
+    data = open_folder()
+    for name, expires_at in (("a", 10), ("b", None)):
+        data.incoming(f"file-{name}").write_bytes(b"abc")
+        await data.keep(file(name, expires_at=expires_at))
+    await data.sweep(10)
+    assert [path.name for path in (data.folder / "files").iterdir()] == ["file-b"]
+
+
+def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="file is a file"):
+        open_data(tmp_path / "file")
+    with pytest.raises(StorageError, match=r"file/data.*check its name"):
+        open_data(tmp_path / "file" / "data")
+
+    def read_only(path: Path, **_: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", read_only)
+        with pytest.raises(StorageError, match=r"Read-only file system.*make it and its folder writable"):
+            open_data(tmp_path / "new")
+
+
+# --- what is checked --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("24h", 86400), ("30m", 1800), ("90s", 90), ("7d", 604800)])
+def test_completion_windows_are_numbers_with_units(given: str, seconds: int) -> None:
+    assert window_seconds(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "24", "h", "0h", "-1h", "1.5h", "24 h", "1w", "367d", "٣h", "9" * 5000 + "h"])
+def test_other_completion_windows_are_refused(given: str) -> None:
+    with pytest.raises(InvalidRequest, match="completion_window"):
+        window_seconds(given)
+
+
+def test_metadata_has_openais_limits() -> None:
+    check_metadata({str(i): "v" * 512 for i in range(16)})
+    check_metadata(None)
+    for metadata in ({str(i): "" for i in range(17)}, {"k" * 65: ""}, {"k": "v" * 513}):
+        with pytest.raises(InvalidRequest, match="metadata"):
+            check_metadata(metadata)
