@@ -63,7 +63,7 @@ def test_each_prompt_gets_the_text_it_gets_alone_once(ordered: bool) -> None:
 def test_on_a_real_context_results_are_those_of_generate(tiny_llama: Path) -> None:
     prompts = [f"prompt {i} of many" for i in range(20)]
     params = greedy(12, ignore_eos=True)
-    with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=4) as engine:
+    with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=4, n_threads=1) as engine:
         wanted = [result.tokens for result in engine.generate(prompts, params)]
         results = list(engine.map(prompts, params, ordered=True, priority=3))
         assert [result.completion.tokens for result in results] == wanted

@@ -15,6 +15,8 @@ from cppbatch.jobs.requests import Requests, Unusable, checked_text
 
 _REREAD_AT_FIRST = 16 << 20
 _REREAD_PER_BYTE = 4
+_MOST_LINES = 1 << 18
+"""Of a record, since short lines take far more memory than they have bytes."""
 
 
 class CsvFile:
@@ -74,7 +76,7 @@ class CsvFile:
 
 
 class _TooLong(csv.Error):
-    """A record is longer than a line may be."""
+    """A record is longer than a line may be, or has too many lines."""
 
 
 class _Feed:
@@ -103,7 +105,7 @@ class _Feed:
             self._may_reread += _REREAD_PER_BYTE * len(line)
         self._record.append((number, line))
         self._record_size += len(line)
-        if self._record_size > LONGEST_LINE:
+        if self._record_size > LONGEST_LINE or len(self._record) > _MOST_LINES:
             raise _TooLong
         return line.decode(errors="surrogateescape")
 

@@ -15,7 +15,7 @@ from cppbatch.jobs.requests import Requests
 _BATCH_BYTES = 4 << 20
 _MOST_ROWS = 1024
 _BUFFER = 1 << 20
-"""Read of a column at once; without it pyarrow reads all that a row group has of it."""
+"""Read of a column at once. Without it, or with pre_buffer, pyarrow reads all that a row group has of it."""
 
 
 class ParquetFile:
@@ -32,7 +32,9 @@ class ParquetFile:
         except (OSError, ValueError) as error:
             raise unreadable(form.path, error) from None
         try:
-            self._file = parquet.ParquetFile(file, buffer_size=_BUFFER, page_checksum_verification=True)
+            self._file = parquet.ParquetFile(
+                file, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
+            )
         except self._errors as error:
             file.close()
             raise self._broken(error) from None

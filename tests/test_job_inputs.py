@@ -1,0 +1,485 @@
+"""Reading a job's input: every form, in order, in constant memory, and a bad line is bad alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cppbatch.errors import ConfigError
+from cppbatch.jobs.hashing import hash64
+from cppbatch.jobs.inputs import InputReader, input_form
+from cppbatch.jobs.items import Item, Refused
+from cppbatch.jobs.jsonl import MOST_NESTED
+from cppbatch.jobs.lines import LONGEST_LINE
+
+URLS = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
+in_same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+
+
+def read(path: Path, **options: Any) -> list[Item | Refused]:
+    return list(InputReader(input_form(path, **options), URLS))
+
+
+@pytest.fixture
+def reading(tmp_path: Path) -> Any:
+    """Writes a file and reads it."""
+
+    def write_and_read(name: str, data: bytes | str, **options: Any) -> list[Item | Refused]:
+        path = tmp_path / name
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
+        return read(path, **options)
+
+    return write_and_read
+
+
+def only(found: list[Item | Refused]) -> Any:
+    (one,) = found
+    return one
+
+
+def codes(found: list[Item | Refused]) -> list[str]:
+    """Of a file's lines: why each is refused, or the name of its item."""
+    return [each.code if isinstance(each, Refused) else each.custom_id for each in found]
+
+
+def prompts(found: list[Item | Refused]) -> list[str]:
+    return [each.body["prompt"] for each in found if isinstance(each, Item)]
+
+
+# --- OpenAI's form
+
+
+def test_a_line_in_openais_form_is_taken_as_it_is(reading: Any) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    line = json.dumps({"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": body})
+    item = only(reading("in.jsonl", line))
+    assert (item.line, item.custom_id, item.url, item.body, item.is_plain) == (
+        1, "a-1", "/v1/chat/completions", body, False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({"custom_id": None}, "invalid_custom_id", "None"),
+        ({"custom_id": ""}, "invalid_custom_id", "''"),
+        ({"custom_id": 7}, "invalid_custom_id", "7"),
+        ({"custom_id": "x" * 513}, "invalid_custom_id", "512"),
+        ({"method": "GET"}, "invalid_method", "'GET'"),
+        ({"method": None}, "invalid_method", "None"),
+        (
+            {"url": "/chat/completions"},
+            "invalid_url",
+            "'/chat/completions' is no endpoint of a job; it must be one of /v1",
+        ),
+        ({"url": "https://host/v1/completions"}, "invalid_url", "'https://host/v1/completions'"),
+        ({"url": ["/v1/completions"]}, "invalid_url", "['/v1/completions']"),
+        ({"body": "text"}, "invalid_body", "'text'"),
+        ({"body": None}, "invalid_body", "None"),
+    ],
+)
+def test_a_wrong_field_is_refused_with_its_value(reading: Any, change: dict[str, Any], code: str, said: str) -> None:
+    good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+    refused = only(reading("in.jsonl", json.dumps(good | change)))
+    assert refused.code == code
+    assert said in refused.message
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ({"url": "/v1/completions", "body": {}}, "missing_custom_id"),
+        ({"custom_id": "a", "url": "/v1/completions"}, "missing_body"),
+        ({"custom_id": "a", "body": {}}, "invalid_url"),
+        ({"custom_id": "a", "method": "POST"}, "invalid_line"),
+    ],
+)
+def test_a_missing_field_is_refused(reading: Any, line: dict[str, Any], code: str) -> None:
+    assert codes(reading("in.jsonl", json.dumps(line))) == [code]
+
+
+def test_a_refused_line_keeps_its_name_if_that_can_be_read(reading: Any) -> None:
+    assert only(reading("in.jsonl", '{"custom_id": "a", "url": "/v1/completions", "body": 1}')).custom_id == "a"
+
+
+def test_the_method_may_be_left_out_or_written_small(reading: Any) -> None:
+    small = '{"custom_id": "a", "method": "post", "url": "/v1/completions", "body": {}}'
+    without = small.replace('"method": "post", ', "")
+    assert codes(reading("in.jsonl", f"{small}\n{without}")) == ["a", "a"]
+
+
+# --- plain lines of JSON
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "url", "body"),
+    [
+        ('"Hi"', {}, "/v1/completions", {"prompt": "Hi"}),
+        ('{"prompt": "Hi", "top_k": 1}', {}, "/v1/completions", {"prompt": "Hi", "top_k": 1}),
+        ('{"prompt": [1, 2]}', {"endpoint": "chat"}, "/v1/completions", {"prompt": [1, 2]}),
+        ('{"messages": [], "n": 2}', {}, "/v1/chat/completions", {"messages": [], "n": 2}),
+        ('{"input": ["a", "b"]}', {}, "/v1/embeddings", {"input": ["a", "b"]}),
+        ('"Hi"', {"endpoint": "embeddings"}, "/v1/embeddings", {"input": "Hi"}),
+        (
+            '{"prompt": "Hi", "seed": 1}',
+            {"endpoint": "chat"},
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "seed": 1},
+        ),
+        (
+            '"Hi"',
+            {"endpoint": "chat", "system": "Be brief."},
+            "/v1/chat/completions",
+            {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
+        ),
+    ],
+)
+def test_a_plain_line_becomes_a_request(
+    reading: Any, line: str, options: dict[str, str], url: str, body: dict[str, Any]
+) -> None:
+    item = only(reading("in.jsonl", line, **options))
+    assert (item.custom_id, item.url, item.body, item.is_plain) == ("line-1", url, body, True)
+
+
+def test_a_plain_line_is_named_by_custom_id_or_id_or_its_number(reading: Any) -> None:
+    lines = ['{"prompt": "a", "custom_id": "x", "id": 1}', '{"prompt": "a", "id": 5}', '{"prompt": "a", "id": null}']
+    found = reading("in.jsonl", "\n".join([*lines, '{"prompt": "a", "id": 1.5}', '{"prompt": "a", "id": true}']))
+    assert codes(found) == ["x", "5", "line-3", "invalid_custom_id", "invalid_custom_id"]
+    assert found[0].body == {"prompt": "a"}, "a name is no field of the request"
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "[1]", "1", "null", '{"a": 1}', '{"prompt": 1}', '{"prompt": "a", "input": "b"}']
+)
+def test_what_asks_for_nothing_clear_is_refused(reading: Any, line: str) -> None:
+    assert codes(reading("in.jsonl", line)) == ["invalid_line"]
+
+
+def test_an_endpoint_that_is_not_there_is_refused_for_plain_lines_too(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('"Hi"\n{"messages": []}\n')
+    found = list(InputReader(input_form(path), {"/v1/embeddings"}))
+    assert codes(found) == ["invalid_url", "invalid_url"]
+
+
+# --- lines
+
+
+def test_blank_lines_a_byte_order_mark_and_line_ends_of_windows_are_nothing(reading: Any) -> None:
+    found = reading("in.jsonl", b'\xef\xbb\xbf"a"\r\n\r\n  \n\t\n"b"')
+    assert [(item.line, item.body) for item in found] == [(1, {"prompt": "a"}), (5, {"prompt": "b"})]
+    assert prompts(reading("in.txt", b"\xef\xbb\xbf a\r\n\r\n\nb \n")) == [" a", "b "], "spaces belong to a prompt"
+
+
+def test_a_line_keeps_its_hash_when_others_come_and_line_ends_change(reading: Any) -> None:
+    before = reading("in.jsonl", b'"a"')
+    after = reading("in.jsonl", b'"c"\r\n"a"\r\n')
+    assert after[1].content == before[0].content != after[0].content
+    assert -(2**63) <= hash64(b"a") < 2**63
+    assert hash64(b"a") == 3405396810240292928, "ledgers that were written earlier know their lines by it"
+
+
+def test_bad_lines_are_refused_alone(reading: Any) -> None:
+    bad = [b'{"a": 1', b"\xff\xfe\x00", b'"\xff"', b'{"prompt": "a"}}', b"[" * 100_000, b'"\\ud800"']
+    found = reading("in.jsonl", b"".join(b'"ok"\n%s\n' % line for line in bad))
+    assert codes(found) == [
+        name for n in range(len(bad)) for name in (f"line-{2 * n + 1}", "invalid_json")
+    ]  # fmt: skip
+    assert "not JSON" in found[1].message
+    assert "byte" in found[7].message
+    assert all("not text" in found[n].message for n in (3, 5))
+    assert all(len(each.message) < 150 for each in found if isinstance(each, Refused))
+
+
+def test_nesting_that_later_code_could_not_walk_is_refused(reading: Any) -> None:
+    def nested(depth: int) -> str:
+        return '{"messages": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+
+    found = reading("in.jsonl", f"{nested(MOST_NESTED)}\n{nested(MOST_NESTED + 1)}\n{nested(900)}")
+    assert codes(found) == ["line-1", "invalid_json", "invalid_json"]
+    flat = '{"prompt": [' + ",".join(["[1]"] * 1000) + "]}"
+    assert codes(reading("in.jsonl", flat)) == ["line-1"]
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.txt"])
+def test_a_line_that_is_too_long_is_refused_and_the_next_one_read(reading: Any, name: str) -> None:
+    longest = b'"' + b"a" * (LONGEST_LINE - 2) + b'"'
+    for end in (b"\n", b"\r\n"):
+        found = reading(name, longest + end + b"a" + longest + end + b'"b"' + end)
+        assert codes(found) == ["line-1", "line_too_long", "line-3"]
+    assert str(LONGEST_LINE) in found[1].message
+
+
+@in_same_folder
+@given(
+    data=st.binary(max_size=400)
+    | st.lists(st.sampled_from([b'"a"', b"\n", b"{", b"\xef\xbb\xbf", b"\r"])).map(b"".join)
+)
+def test_whatever_the_bytes_each_line_gives_one_thing(tmp_path: Path, data: bytes) -> None:
+    lines = [n for n, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1) if line.strip()]
+    for name in ("in.jsonl", "in.txt"):
+        (tmp_path / name).write_bytes(data)
+        assert [each.line for each in read(tmp_path / name)] == lines
+
+
+def test_a_text_file_has_a_prompt_on_each_line(reading: Any) -> None:
+    found = reading("in.txt", "Hé\n{1}\n".encode() + b"\xff\nnul\0\n\nlast")
+    assert codes(found) == ["line-1", "line-2", "invalid_text", "invalid_text", "line-6"]
+    assert prompts(found) == ["Hé", "{1}", "last"]
+    assert (found[2].custom_id, "\\xff" in found[2].message) == ("line-3", True)
+
+
+# --- CSV
+
+
+def test_a_csv_files_columns_are_named_by_its_first_line(reading: Any) -> None:
+    found = reading("in.csv", '\nid, prompt\n7,"a, ""b"""\n,c\n\n9,"two\nlines"\n10,last')
+    assert codes(found) == ["7", "line-4", "9", "10"]
+    assert prompts(found) == ['a, "b"', "c", "two\nlines", "last"]
+    assert [each.line for each in found] == [3, 4, 6, 8], "where each begins"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("in.csv", "x;prompt\n1;a, b\n"), ("in.tsv", "x\tprompt\n1\ta, b\n"), ("in.csv", 'x,prompt\n1,"a, b"\r\n')],
+)
+def test_the_delimiter_is_found(reading: Any, name: str, text: str) -> None:
+    assert prompts(reading(name, text)) == ["a, b"]
+
+
+def test_another_column_can_be_chosen(reading: Any) -> None:
+    assert prompts(reading("in.csv", "prompt,id\na,b\n", column="id")) == ["b"]
+    with pytest.raises(ConfigError, match=r"no column 'text'; there are 'prompt', 'id'"):
+        reading("in.csv", "prompt,id\na,b\n", column="text")
+    with pytest.raises(ConfigError, match="2 columns that are called 'prompt'"):
+        reading("in.csv", "prompt,prompt\na,b\n")
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n", b"\xff\xfep\0", b'"prompt\n', b"x" * (LONGEST_LINE + 9)])
+def test_a_csv_file_without_names_of_columns_is_an_error(reading: Any, data: bytes) -> None:
+    with pytest.raises(ConfigError, match="first line should name the columns"):
+        reading("in.csv", data)
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        (b"1", "invalid_record"),
+        (b"1,a,b", "invalid_record"),
+        (b'1,"say "hi" now"', "invalid_record"),
+        (b"1,\xff", "invalid_text"),
+        (b"1,a\0", "invalid_text"),
+        (b"1,", "empty_prompt"),
+        (b'1,"  "', "empty_prompt"),
+        (b"\xff,a", "invalid_custom_id"),
+        (b"1" * 513 + b",a", "invalid_custom_id"),
+        (b"1,a\rb", "invalid_record"),
+        (b'1,"never closed', "invalid_record"),
+        (b"1," + b"a" * LONGEST_LINE, "line_too_long"),
+    ],
+)
+def test_a_bad_record_is_refused_and_the_next_ones_are_read(reading: Any, row: bytes, code: str) -> None:
+    if code == "invalid_text" and b"\0" in row and sys.version_info < (3, 11):
+        code = "invalid_record"  # csv itself refuses NULs there
+    found = reading("in.csv", b"id,prompt\n0,before\n" + row + b"\n2,after\n3,last\n")
+    assert codes(found) == ["0", code, "2", "3"]
+    assert found[1].line == 3
+
+
+def test_lines_behind_an_open_quote_are_read_though_it_is_megabytes_to_the_end(reading: Any) -> None:
+    found = reading("in.csv", "prompt\n" + '"open\n' + "a\n" * 1000 + "b" * (LONGEST_LINE + 1) + "\nc\n")
+    assert codes(found) == ["invalid_record", *[f"line-{n}" for n in range(3, 1003)], "line_too_long", "line-1004"]
+
+
+def test_a_csv_file_made_to_be_read_again_and_again_comes_to_an_end(reading: Any) -> None:
+    found = reading("in.csv", "prompt,x\n" + 'a","\n' * 300_000)  # each line opens a quote, wherever reading begins
+    assert set(codes(found)) == {"invalid_record"}
+    assert "nothing is read of the lines up to 300001" in found[-1].message
+
+
+@in_same_folder
+@given(
+    data=st.lists(st.sampled_from([b"a", b",", b'"', b"\n", b"\r", b"\0", b"\xff", b" ", b";"]), max_size=60).map(
+        b"".join
+    )
+)
+def test_whatever_the_records_reading_a_csv_file_goes_on_to_the_end(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "in.csv").write_bytes(b"prompt,x\n" + data + b'"\n1,1\nlast,1\n')
+    found = read(tmp_path / "in.csv")
+    assert prompts(found)[-1] == "last"
+    assert [each.line for each in found] == sorted({each.line for each in found})
+
+
+# --- Parquet
+
+
+def test_rows_of_a_parquet_file_are_items(tmp_path: Path) -> None:
+    table = pa.table({"id": [1, None, 3, 4], "prompt": ["a", "b", None, ""], "a.b": ["w", "x", "y", "z"]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    found = read(tmp_path / "in.parquet")
+    assert codes(found) == ["1", "line-2", "empty_prompt", "empty_prompt"]
+    assert prompts(found) == ["a", "b"]
+    assert [each.line for each in found] == [1, 2, 3, 4]
+    assert prompts(read(tmp_path / "in.parquet", column="a.b")) == ["w", "x", "y", "z"]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_every_kind_of_text_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    pq.write_table(pa.table({"prompt": pa.array(["a", "b", "a"]).cast(kind)}), tmp_path / "in.pq")
+    assert prompts(read(tmp_path / "in.pq")) == ["a", "b", "a"]
+
+
+def test_a_parquet_file_may_have_no_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "in.parquet")
+    assert read(tmp_path / "in.parquet") == []
+
+
+def test_text_in_parquet_that_is_none_is_refused_alone(tmp_path: Path) -> None:
+    offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"a\xffb")])
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "in.parquet")
+    assert codes(read(tmp_path / "in.parquet")) == ["line-1", "invalid_text", "line-3"]
+
+
+def test_columns_of_the_wrong_kind_are_errors(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": [1], "x": ["a"]}), tmp_path / "number.parquet")
+    with pytest.raises(ConfigError, match="holds no text but int64"):
+        read(tmp_path / "number.parquet")
+    with pytest.raises(ConfigError, match=r"no column 'y'; there are 'prompt', 'x'"):
+        read(tmp_path / "number.parquet", column="y")
+    pq.write_table(pa.table({"prompt": ["a"], "id": [1.5]}), tmp_path / "name.parquet")
+    with pytest.raises(ConfigError, match="column 'id' has the names, and holds no text but double"):
+        read(tmp_path / "name.parquet")
+
+
+def test_a_broken_parquet_file_is_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["text"] * 1000}), tmp_path / "in.parquet", use_dictionary=False)
+    whole = (tmp_path / "in.parquet").read_bytes()
+    for data in (b"", b"PAR1 no PAR1", whole[:-20], whole[:4] + b"\xff" * 40 + whole[44:]):
+        (tmp_path / "in.parquet").write_bytes(data)
+        with pytest.raises(ConfigError, match="no Parquet file that can be read"):
+            read(tmp_path / "in.parquet")
+
+
+def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pip install 'cppbatch\[parquet\]'"):
+        read(tmp_path / "in.parquet")
+
+
+# --- files
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
+def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_read(tmp_path: Path, name: str) -> None:
+    reader = InputReader(input_form(tmp_path / name), URLS)
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be read: No such file"):
+        next(iter(reader))
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be read: Is a directory"):
+        next(iter(reader))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("in.gz", {}, r"'\.gz' is none of \.jsonl, "),
+        ("in", {}, "none of"),
+        ("in.jsonl", {"column": "prompt"}, "'prompt'.*--column"),
+        ("in.txt", {"system": "Be brief."}, "needs a chat.*completions"),
+    ],
+)
+def test_what_does_not_fit_a_file_is_an_error_at_once(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        input_form(name, **options)
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
+def test_how_much_is_read_grows_from_nothing_to_all(tmp_path: Path, name: str) -> None:
+    n = 3000
+    if name == "in.parquet":
+        pq.write_table(pa.table({"prompt": ["a"] * n}), tmp_path / name)
+    else:
+        (tmp_path / name).write_text('"prompt"\n' + '"a"\n' * (n - (name != "in.csv")))
+    with InputReader(input_form(tmp_path / name), URLS) as reader:
+        assert reader.fraction == 0
+        fractions = [reader.fraction for _ in reader]
+        assert reader.fraction == 1
+    assert len(fractions) == n
+    assert fractions == sorted(fractions)
+    assert abs(fractions[n // 2] - 0.5) < 0.01
+    assert fractions[-1] == 1
+
+
+def test_a_reader_can_be_left_and_begun_again(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a\nb\n")
+    reader = InputReader(input_form(tmp_path / "in.txt"), URLS)
+    assert next(iter(reader)).line == 1
+    assert [each.line for each in reader] == [1, 2]
+    reader.close()
+
+
+MOST_MEMORY = """
+import sys, threading, time
+import psutil
+import pyarrow.parquet
+from cppbatch.jobs.inputs import InputReader, input_form
+
+taken, is_done = [], threading.Event()
+def watch():
+    while not is_done.wait(0.003):
+        taken.append(psutil.Process().memory_info().rss)
+before = psutil.Process().memory_info().rss
+watching = threading.Thread(target=watch)
+watching.start()
+n = sum(1 for _ in InputReader(input_form(sys.argv[1]), {"/v1/completions"}))
+is_done.set()
+watching.join()
+print(n, (max(taken) - before) >> 20)
+"""
+
+
+def memory_taken(path: Path) -> tuple[int, int]:
+    """How many things are in the file, and by how many MiB reading them makes a process grow."""
+    done = subprocess.run([sys.executable, "-c", MOST_MEMORY, path], check=True, capture_output=True, text=True)
+    n, grown = done.stdout.split()
+    return int(n), int(grown)
+
+
+def test_a_long_file_takes_no_memory(tmp_path: Path) -> None:
+    line = json.dumps({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x" * 150}})
+    (tmp_path / "in.jsonl").write_text(f"{line}\n" * 200_000)
+    n, grown = memory_taken(tmp_path / "in.jsonl")
+    assert (n, grown < 16) == (200_000, True), grown
+
+
+@pytest.mark.parametrize(("name", "first"), [("in.jsonl", b""), ("in.csv", b'prompt\n"open quote')])
+def test_a_line_without_end_takes_little_memory(tmp_path: Path, name: str, first: bytes) -> None:
+    with open(tmp_path / name, "wb") as file:
+        file.write(first)
+        file.seek(400 << 20)  # a hole: zeros that take no room on the disk
+        file.write(b'\n"b"\n')
+    n, grown = memory_taken(tmp_path / name)
+    assert (n, grown < 100) == (2, True), grown
+
+
+def test_short_lines_behind_an_open_quote_take_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_bytes(b'prompt\n"open quote\n' + b"b\n" * 1_000_000)
+    n, grown = memory_taken(tmp_path / "in.csv")
+    assert (n, grown < 100) == (1_000_001, True), grown
+
+
+def test_a_large_row_group_is_read_in_pieces(tmp_path: Path) -> None:
+    texts = pa.array([f"{n:06}" * 2000 for n in range(12_000)])  # one row group, of 144 MB in pages of 12
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "in.parquet", compression="none", use_dictionary=False)
+    n, grown = memory_taken(tmp_path / "in.parquet")
+    assert (n, grown < 130) == (12_000, True), grown
