@@ -11,11 +11,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.batch_files import Json, client_of, counts, line, make_batch, results, wait_for
+from tests.batch_files import Json, client_of, counts, is_same_text, line, make_batch, results, wait_for
 from tests.server_process import ServerProcess
 
 FLOATS = ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]  # with F32 weights: greedy texts are the same in any batch
-TIE = 0.001
 LONGEST_S = 1.2  # that a server lives, once it is ready
 OTHER = os.urandom(400_000)
 
@@ -47,18 +46,6 @@ def choices(answers: list[Json]) -> dict[str, Json]:
     found = {answer["custom_id"]: answer["response"]["body"]["choices"][0] for answer in answers}
     assert len(found) == len(answers), "a line was answered twice"
     return found
-
-
-def is_same_text(one: Json, other: Json) -> bool:
-    """Whether two greedy texts are the same, but for a tie of the two likeliest tokens, after which they may differ:
-    in another batch the last bits of their logits are other ones."""
-    if one["text"] == other["text"]:
-        return True
-    tokens = zip(one["logprobs"]["tokens"], other["logprobs"]["tokens"], strict=True)
-    parting = next(i for i, (ours, theirs) in enumerate(tokens) if ours != theirs)
-    best, second = sorted(one["logprobs"]["top_logprobs"][parting].values(), reverse=True)[:2]
-    print(f"a tie: token {parting}, {best:.6f} and {second:.6f}")
-    return bool(best - second < TIE)
 
 
 @pytest.mark.parametrize(
