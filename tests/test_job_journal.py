@@ -138,7 +138,9 @@ def test_wherever_it_dies_each_line_is_there_once(
         if n_ended == len(items):
             break
     monkeypatch.undo()
-    opened(tmp_path, ordered=ordered).close()
+    last = opened(tmp_path, ordered=ordered)
+    assert last.register(items) == []
+    last.close()
     good = [each.custom_id for each in items if each.line % 10]
     assert n_lives > 3
     found = ids_of(tmp_path / "out.jsonl")
@@ -244,6 +246,31 @@ def test_a_line_that_changed_before_it_was_answered_is_taken_as_it_is_now(tmp_pa
     changed = item(1, "new", prompt="other")
     assert journal.register([changed]) == [changed]
     assert journal.register([item(2, "id-1")]) == [item(2, "id-1")]  # its old id is free
+
+
+@pytest.mark.parametrize(
+    "ids_now",
+    ["xabcd", "bcd", "badc", "axbcd", "dcba", "ab"],
+    ids=["inserted first", "first removed", "swapped", "inserted", "reversed", "shortened"],
+)
+def test_lines_that_nobody_has_answered_may_be_edited_at_will(tmp_path: Path, ids_now: str) -> None:
+    journal = opened(tmp_path)
+    journal.register([item(line, custom_id) for line, custom_id in enumerate("abcd", 1)])
+    journal.close()
+    journal = opened(tmp_path)
+    now = [item(line, custom_id) for line, custom_id in enumerate(ids_now, 1)]
+    assert journal.register(now[:2]) + (journal.register(now[2:]) if now[2:] else []) == now
+
+
+def test_ordered_results_do_not_wait_for_a_line_that_is_not_there_any_more(tmp_path: Path) -> None:
+    journal = opened(tmp_path, ordered=True)
+    journal.register([item(1), item(2), item(3)])
+    journal.record([result(item(3))])
+    journal.close()
+    journal = opened(tmp_path, ordered=True)
+    assert journal.register([item(1), item(3)]) == [item(1)]  # the second one is blank now
+    journal.record([result(item(1))])
+    assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-3"]
 
 
 # --- files that are not as they should be ---------------------------------------------------------------------------

@@ -35,8 +35,6 @@ class Journal:
         self._output = Appended(output, ledger.number("output_bytes"))
         self._errors = Appended(errors, ledger.number("error_bytes")) if errors.exists() else None
         self.tokens = Counter({name: ledger.number(name) for name in _TOKENS})
-        if ordered:
-            self._write_ready()
 
     @property
     def n_done(self) -> int:
@@ -52,6 +50,8 @@ class Journal:
         """Notes lines that follow each other, writes what is to be refused, and returns what is to be answered."""
         to_answer, to_refuse = self.ledger.register(entries)
         self.refuse(to_refuse)
+        if self._ordered:
+            self._write_ready()
         return to_answer
 
     def refuse(self, lines: Sequence[Refused]) -> None:
