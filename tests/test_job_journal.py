@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sqlite3
@@ -190,6 +191,32 @@ def test_errors_that_somebody_has_removed_are_not_missed(tmp_path: Path) -> None
     journal.close()
     opened(tmp_path).close()
     assert ids_of(tmp_path / "errors.jsonl") == ["id-2"]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("failing", ["record", "let_go"])
+def test_what_the_ledger_could_not_note_is_not_in_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, ordered: bool
+) -> None:
+    """Also when the same journal goes on after that."""
+    items = [item(i) for i in range(1, 5)]
+    journal = opened(tmp_path, ordered=ordered)
+    journal.register(items)
+
+    def full(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    results = [result(items[0]), result(items[1], status=500)]
+    with monkeypatch.context() as patched, contextlib.suppress(StorageError):
+        patched.setattr(journal.ledger, failing, full)
+        journal.record(results)
+    if failing == "record":
+        journal.record(results)
+    journal.record([result(items[2]), result(items[3], status=500)])
+    journal.close()
+    opened(tmp_path, ordered=ordered).close()
+    assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-3"]
+    assert ids_of(tmp_path / "errors.jsonl") == ["id-2", "id-4"]
 
 
 # --- lines that are not as they should be ---------------------------------------------------------------------------
