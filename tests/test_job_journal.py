@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sqlite3
@@ -138,7 +139,9 @@ def test_wherever_it_dies_each_line_is_there_once(
         if n_ended == len(items):
             break
     monkeypatch.undo()
-    opened(tmp_path, ordered=ordered).close()
+    last = opened(tmp_path, ordered=ordered)
+    assert last.register(items) == []
+    last.close()
     good = [each.custom_id for each in items if each.line % 10]
     assert n_lives > 3
     found = ids_of(tmp_path / "out.jsonl")
@@ -188,6 +191,32 @@ def test_errors_that_somebody_has_removed_are_not_missed(tmp_path: Path) -> None
     journal.close()
     opened(tmp_path).close()
     assert ids_of(tmp_path / "errors.jsonl") == ["id-2"]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("failing", ["record", "let_go"])
+def test_what_the_ledger_could_not_note_is_not_in_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, ordered: bool
+) -> None:
+    """Also when the same journal goes on after that."""
+    items = [item(i) for i in range(1, 5)]
+    journal = opened(tmp_path, ordered=ordered)
+    journal.register(items)
+
+    def full(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    results = [result(items[0]), result(items[1], status=500)]
+    with monkeypatch.context() as patched, contextlib.suppress(StorageError):
+        patched.setattr(journal.ledger, failing, full)
+        journal.record(results)
+    if failing == "record":
+        journal.record(results)
+    journal.record([result(items[2]), result(items[3], status=500)])
+    journal.close()
+    opened(tmp_path, ordered=ordered).close()
+    assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-3"]
+    assert ids_of(tmp_path / "errors.jsonl") == ["id-2", "id-4"]
 
 
 # --- lines that are not as they should be ---------------------------------------------------------------------------
@@ -244,6 +273,31 @@ def test_a_line_that_changed_before_it_was_answered_is_taken_as_it_is_now(tmp_pa
     changed = item(1, "new", prompt="other")
     assert journal.register([changed]) == [changed]
     assert journal.register([item(2, "id-1")]) == [item(2, "id-1")]  # its old id is free
+
+
+@pytest.mark.parametrize(
+    "ids_now",
+    ["xabcd", "bcd", "badc", "axbcd", "dcba", "ab"],
+    ids=["inserted first", "first removed", "swapped", "inserted", "reversed", "shortened"],
+)
+def test_lines_that_nobody_has_answered_may_be_edited_at_will(tmp_path: Path, ids_now: str) -> None:
+    journal = opened(tmp_path)
+    journal.register([item(line, custom_id) for line, custom_id in enumerate("abcd", 1)])
+    journal.close()
+    journal = opened(tmp_path)
+    now = [item(line, custom_id) for line, custom_id in enumerate(ids_now, 1)]
+    assert journal.register(now[:2]) + (journal.register(now[2:]) if now[2:] else []) == now
+
+
+def test_ordered_results_do_not_wait_for_a_line_that_is_not_there_any_more(tmp_path: Path) -> None:
+    journal = opened(tmp_path, ordered=True)
+    journal.register([item(1), item(2), item(3)])
+    journal.record([result(item(3))])
+    journal.close()
+    journal = opened(tmp_path, ordered=True)
+    assert journal.register([item(1), item(3)]) == [item(1)]  # the second one is blank now
+    journal.record([result(item(1))])
+    assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-3"]
 
 
 # --- files that are not as they should be ---------------------------------------------------------------------------

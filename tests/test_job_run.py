@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,34 @@ async def test_cancelled_it_records_what_was_answered(tmp_path: Path) -> None:
     assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-2", "id-3"]
     for _ in range(4):  # all places are free again
         await asyncio.wait_for(places.acquire(), 1)
+
+
+async def test_a_run_that_is_cancelled_reads_no_further_and_holds_up_nobody(tmp_path: Path) -> None:
+    """As when a million lines that are done already are skipped."""
+    journal = opened(tmp_path)
+    n_read = 0
+
+    def windows() -> Iterator[list[Item]]:
+        nonlocal n_read
+        while True:
+            time.sleep(0.8)
+            n_read += 1
+            yield []
+
+    async def work(_: Item) -> Answer:
+        return GOOD
+
+    run = asyncio.create_task(JobRun(windows(), journal, work, asyncio.Semaphore(1)).run())
+    await asyncio.sleep(0.1)
+    run.cancel()
+    longest, before = 0.0, time.perf_counter()
+    while not run.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        longest, before = max(longest, now - before), now
+    assert run.cancelled()
+    assert n_read == 1
+    assert longest < 0.4  # of the 0.7 s that are left of the read
 
 
 async def test_a_disk_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from cppbatch.jobs.inputs import InputForm
 from cppbatch.jobs.items import Json
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.lines import unreadable
+from cppbatch.jobs.outputs import storage_error
 
 _SETTINGS = "settings"
 
@@ -47,8 +49,14 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     def settings(self, model: str) -> Json:
         """What results depend on beside the input: those in one file are all made with the same ones."""
         form = {name: getattr(self.form, name) for name in ("endpoint", "column", "system")}
-        ours = {"chat template": self.chat_template, "ordered": self.ordered}
+        ours = {"chat template": self.chat_template, "ordered": self.ordered, "errors": self.errors_beside_output}
         return {"model": Path(model).name, **form, **ours, **self.defaults}
+
+    @property
+    def errors_beside_output(self) -> str:
+        """A name that stays the same when the folder with both is moved."""
+        folder, errors = self.output.resolve().parent, self.errors.resolve()
+        return str(errors.relative_to(folder) if errors.is_relative_to(folder) else errors)
 
 
 def open_job(
@@ -60,12 +68,13 @@ def open_job(
     `ConfigError` for files of something else, `StorageError` for a ledger that is in use, broken or on a full disk.
     """
     if overwrite:
+        _check_input(job)
         _remove(job, job.output, job.errors)
+    elif job.ledger.exists() and not job.output.exists():
+        say(f"{job.output} is gone, so the job begins anew")
+        _remove(job, *_its_errors(job))
     if not job.ledger.exists():
         _refuse_others(job)
-    elif not job.output.exists():
-        say(f"{job.output} is gone, so the job begins anew")
-        _remove(job, job.errors)
     ledger = Ledger(job.ledger)
     try:
         _check_settings(job, model, ledger)
@@ -80,6 +89,24 @@ def open_job(
         raise
 
 
+def _its_errors(job: FileJob) -> list[Path]:
+    """The file for errors, if it is the one that the job had so far and not somebody else's."""
+    ledger = Ledger(job.ledger)
+    try:
+        begun_with = ledger.note(_SETTINGS) or {}
+    finally:
+        ledger.close()
+    return [job.errors] if begun_with.get("errors") == job.errors_beside_output else []
+
+
+def _check_input(job: FileJob) -> None:
+    """Nothing is lost for the sake of an input that is not there."""
+    try:
+        job.form.path.open("rb").close()
+    except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
+        raise unreadable(job.form.path, error) from None
+
+
 def _remove(job: FileJob, *files: Path) -> None:
     """First takes the ledger, so that nothing is pulled from under another process."""
     try:
@@ -91,7 +118,10 @@ def _remove(job: FileJob, *files: Path) -> None:
         pass
     for path in (job.ledger, *files):
         for each in (path, *(path.with_name(path.name + ending) for ending in ("-wal", "-shm"))):
-            each.unlink(missing_ok=True)
+            try:
+                each.unlink(missing_ok=True)
+            except OSError as error:
+                raise storage_error(each, error) from error
 
 
 def _refuse_others(job: FileJob) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cppbatch.jobs.items import Item, Refused
@@ -35,8 +36,6 @@ class Journal:
         self._output = Appended(output, ledger.number("output_bytes"))
         self._errors = Appended(errors, ledger.number("error_bytes")) if errors.exists() else None
         self.tokens = Counter({name: ledger.number(name) for name in _TOKENS})
-        if ordered:
-            self._write_ready()
 
     @property
     def n_done(self) -> int:
@@ -52,6 +51,8 @@ class Journal:
         """Notes lines that follow each other, writes what is to be refused, and returns what is to be answered."""
         to_answer, to_refuse = self.ledger.register(entries)
         self.refuse(to_refuse)
+        if self._ordered:
+            self._write_ready()
         return to_answer
 
     def refuse(self, lines: Sequence[Refused]) -> None:
@@ -63,28 +64,42 @@ class Journal:
         """These are on the disk when this returns."""
         good = [result for result in results if result.is_good]
         bad = [result for result in results if not result.is_good]
+        if bad and not self._errors:
+            self._errors = Appended(self._errors_path, 0)
         numbers: dict[str, int] = {}
-        if good and not self._ordered:
-            self._output.append(b"".join(result.data for result in good))
-            numbers["output_bytes"] = self._output.size
-        if bad:
-            self._errors = self._errors or Appended(self._errors_path, 0)
-            self._errors.append(b"".join(result.data for result in bad))
-            numbers["error_bytes"] = self._errors.size
         tokens = sum((Counter(result.numbers) for result in results), Counter(self.tokens))
-        self.ledger.record(
-            [Ended(result.line, State.DONE if result.is_good else State.FAILED) for result in results],
-            numbers | tokens,
-            [(result.line, result.data) for result in good] if self._ordered else (),
-        )
+        with self._counted():
+            if good and not self._ordered:
+                self._output.append(b"".join(result.data for result in good))
+                numbers["output_bytes"] = self._output.size
+            if bad and self._errors:
+                self._errors.append(b"".join(result.data for result in bad))
+                numbers["error_bytes"] = self._errors.size
+            self.ledger.record(
+                [Ended(result.line, State.DONE if result.is_good else State.FAILED) for result in results],
+                numbers | tokens,
+                [(result.line, result.data) for result in good] if self._ordered else (),
+            )
         self.tokens = tokens
         if self._ordered:
             self._write_ready()
 
     def _write_ready(self) -> None:
         while ready := self.ledger.ready(_AT_ONCE):
-            self._output.append(b"".join(data for _, data in ready))
-            self.ledger.let_go((line for line, _ in ready), {"output_bytes": self._output.size})
+            with self._counted():
+                self._output.append(b"".join(data for _, data in ready))
+                self.ledger.let_go((line for line, _ in ready), {"output_bytes": self._output.size})
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """What is appended in here counts only if the ledger could say so."""
+        sizes = [(file, file.size) for file in (self._output, self._errors) if file]
+        try:
+            yield
+        except BaseException:
+            for file, size in sizes:
+                file.size = size
+            raise
 
     def close(self) -> None:
         """Closes all files."""

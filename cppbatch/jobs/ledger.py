@@ -38,10 +38,6 @@ class State(IntEnum):
     FAILED = 2
 
 
-_Row = tuple[int | None, int, int]
-"""The hash of a line's id, that of its content, its state."""
-
-
 class Ended(NamedTuple):
     """A line that has been dealt with."""
 
@@ -50,10 +46,17 @@ class Ended(NamedTuple):
 
 
 class Ledger:
-    """One job's lines. For one thread at a time. Raises `StorageError`."""
+    """One job's lines. For one thread at a time. Raises `StorageError`.
+
+    Lines that were left open are forgotten when it is opened: the input may have been edited since, and tells anew
+    which there are, and what they are called.
+    """
 
     def __init__(self, path: Path) -> None:
         self._db = Database(path, _MIGRATIONS)
+        with self._db.transaction():
+            self._db.execute("DELETE FROM items WHERE state = 0")
+        self._n_known = 0  # up to this one, lines were registered
         self.n_done, self.n_failed = self._count(State.DONE), self._count(State.FAILED)
 
     def _count(self, state: State) -> int:
@@ -73,25 +76,18 @@ class Ledger:
         Raises `StorageError` when a line is not what it was when its result was written.
         """
         rows = [(entry.line, _id_of(entry), entry.content) for entry in entries]
+        first, last = rows[0][0], rows[-1][0]
         with self._db.transaction():
+            self._db.execute("DELETE FROM items WHERE state = 0 AND line BETWEEN ? AND ?", (first, last))
             self._db.each("INSERT OR IGNORE INTO items VALUES (?, ?, ?, 0)", rows)
-            self._db.each(  # as they were edited since
-                "UPDATE OR IGNORE items SET id = ?2, content = ?3 WHERE line = ?1 AND state = 0 "
-                "AND (id IS NOT ?2 OR content <> ?3)",
-                rows,
-            )
-            known = self._known(rows[0][0], rows[-1][0])
-            twice = [(line, content) for line, hashed, content in rows if _is_taken(known.get(line), hashed)]
-            self._db.each(
-                "INSERT INTO items VALUES (?, NULL, ?, 0) "
-                "ON CONFLICT (line) DO UPDATE SET id = NULL, content = excluded.content",
-                twice,
-            )
-        is_twice = {line for line, _ in twice}
+            known = self._known(first, last)
+            twice = {line: content for line, _, content in rows if line not in known}  # another line has its id
+            self._db.each("INSERT INTO items VALUES (?, NULL, ?, 0)", twice.items())
+        self._n_known = max(self._n_known, last)
         to_answer: list[Item] = []
         to_refuse: list[Refused] = []
         for entry in entries:
-            _, content, state = known.get(entry.line, (None, entry.content, State.OPEN))
+            content, state = known.get(entry.line, (entry.content, State.OPEN))
             if state == State.DONE and content != entry.content:
                 raise StorageError(
                     f"line {entry.line} of the input has changed since its result was written: "
@@ -101,15 +97,16 @@ class Ledger:
                 continue
             if isinstance(entry, Refused):
                 to_refuse.append(entry)
-            elif entry.line in is_twice:
+            elif entry.line in twice:
                 to_refuse.append(self._refused_twice(entry))
             else:
                 to_answer.append(entry)
         return to_answer, to_refuse
 
-    def _known(self, first: int, last: int) -> dict[int, _Row]:
-        rows = self._db.execute("SELECT line, id, content, state FROM items WHERE line BETWEEN ? AND ?", (first, last))
-        return {line: (hashed, content, state) for line, hashed, content, state in rows}
+    def _known(self, first: int, last: int) -> dict[int, tuple[int, int]]:
+        """The hash of each line's content, and its state."""
+        rows = self._db.execute("SELECT line, content, state FROM items WHERE line BETWEEN ? AND ?", (first, last))
+        return {line: (content, state) for line, content, state in rows}
 
     def _refused_twice(self, item: Item) -> Refused:
         ((line,),) = self._db.execute("SELECT line FROM items WHERE id = ?", (hash64(item.custom_id.encode()),))
@@ -131,19 +128,19 @@ class Ledger:
     def reopen_failed(self) -> None:
         """The failed lines are to be answered again, and what was written of them does not count any more."""
         with self._db.transaction():
-            self._db.execute("UPDATE items SET state = ? WHERE state = ?", (State.OPEN, State.FAILED))
+            self._db.execute("DELETE FROM items WHERE state = ?", (State.FAILED,))
             self._set({"error_bytes": 0})
         self.n_failed = 0
 
     # --- results that wait for those of earlier lines -----------------------------------------------------------
 
     def ready(self, most: int) -> list[tuple[int, bytes]]:
-        """Of the held results, those before every line that is still open, in order."""
+        """Of the held results, those before every line that is still open or was not registered yet, in order."""
         return self._db.execute(
             "SELECT line, result FROM held "
-            "WHERE line < ifnull((SELECT min(line) FROM items WHERE state = 0), 9223372036854775807) "
-            "ORDER BY line LIMIT ?",
-            (most,),
+            "WHERE line <= ?1 AND line < ifnull((SELECT min(line) FROM items WHERE state = 0), ?1 + 1) "
+            "ORDER BY line LIMIT ?2",
+            (self._n_known, most),
         )
 
     def let_go(self, lines: Iterable[int], numbers: dict[str, int]) -> None:
@@ -175,8 +172,3 @@ class Ledger:
 
 def _id_of(entry: Item | Refused) -> int | None:
     return hash64(entry.custom_id.encode()) if isinstance(entry, Item) else None
-
-
-def _is_taken(row: _Row | None, hashed: int | None) -> bool:
-    """Whether an open line could not get its id, for another one has it."""
-    return row is None or (row[2] == State.OPEN and row[0] != hashed)

@@ -34,9 +34,14 @@ class Appended:
             )
 
     def append(self, data: bytes) -> None:
-        """On the disk when this returns; when it raises `StorageError`, nothing of it is in the file."""
+        """On the disk when this returns; when it raises `StorageError`, nothing of it is in the file.
+
+        Whoever sets `size` back has what was appended beyond it replaced by the next.
+        """
         with _explained(self.path):
             try:
+                if self._file.tell() != self.size:
+                    self._reopen()
                 self._file.write(data)
                 self._file.flush()
                 os.fsync(self._file.fileno())
@@ -92,7 +97,7 @@ def sync_folder(folder: Path) -> None:
 def move_into_place(finished: Path, path: Path) -> None:
     """Gives a file that is written and closed its name: whole, or not at all. Raises `StorageError`."""
     with _explained(path):
-        with finished.open("rb") as file:
+        with finished.open("r+b") as file:  # Windows does not sync what cannot be written to
             os.fsync(file.fileno())
         finished.replace(path)
         sync_folder(path.parent)

@@ -43,6 +43,7 @@ class JobRun:
         self._results: list[Result] = []  # not recorded yet
         self._news = asyncio.Event()
         self._is_fed = False
+        self._is_over = False
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -55,6 +56,7 @@ class JobRun:
         try:
             await self._end
         finally:
+            self._is_over = True
             tasks = [*parts, *self._items]
             for task in tasks:
                 task.cancel()
@@ -62,11 +64,11 @@ class JobRun:
             await self._leave()
 
     async def _leave(self) -> None:
-        """Records what is left, unless that is what has failed."""
+        """Records what is left, unless that is what has failed, when the thread is done with what it has to do."""
         can_record = self._end.cancelled() or not isinstance(self._end.exception(), StorageError)
+        results = self._results if can_record else []
         try:
-            if self._results and can_record:
-                await self._on_thread(partial(self._journal.record, self._results))
+            await self._on_thread(lambda: self._journal.record(results) if results else None)
         finally:
             self._thread.shutdown()
 
@@ -105,17 +107,19 @@ class JobRun:
     def _next_window(self) -> list[Item]:
         """The next items that are still to be answered; none at the end of the input."""
         for entries in self._windows:
+            if self._is_over:  # nobody waits for these any more
+                break
             if entries and (items := self._journal.register(entries)):
                 return arranged(items, longest_first=self._longest_first)
         return []
 
     async def _answer(self, item: Item) -> None:
         try:
-            answer = await self._work(item)
+            result = answered(item, await self._work(item))
         except Exception as error:
             self._fail(error)
             return
-        self._results.append(answered(item, answer))
+        self._results.append(result)
         self._news.set()
 
     # --- from the answers to the disk ---------------------------------------------------------------------------

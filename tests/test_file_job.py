@@ -1,0 +1,78 @@
+"""Which files a job takes for its own: it never cuts off or removes somebody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cppbatch.errors import ConfigError, StorageError
+from cppbatch.jobs.file_job import FileJob, open_job
+from cppbatch.jobs.inputs import input_form
+from cppbatch.jobs.journal import Journal
+from tests.test_job_journal import item, result
+
+
+def a_job(folder: Path, **others: Path) -> FileJob:
+    (folder / "in.txt").write_text("a\nb\n")
+    return FileJob(
+        form=input_form(folder / "in.txt"),
+        output=others.get("output", folder / "out.jsonl"),
+        errors=others.get("errors", folder / "out.errors.jsonl"),
+    )
+
+
+def opened(job: FileJob, *, overwrite: bool = False) -> Journal:
+    return open_job(job, "model.gguf", overwrite=overwrite, say=lambda _: None)
+
+
+def begun(folder: Path) -> None:
+    journal = opened(a_job(folder))
+    journal.register([item(1), item(2)])
+    journal.record([result(item(1)), result(item(2), status=500)])
+    journal.close()
+
+
+@pytest.mark.parametrize("is_output_gone", [False, True])
+def test_another_file_for_errors_is_left_as_it_is(tmp_path: Path, is_output_gone: bool) -> None:
+    begun(tmp_path)
+    notes = tmp_path / "notes.jsonl"
+    notes.write_text("mine\n")
+    if is_output_gone:
+        (tmp_path / "out.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"notes\.jsonl"):
+        opened(a_job(tmp_path, errors=notes))
+    assert notes.read_text() == "mine\n"
+
+
+def test_a_job_goes_on_where_its_folder_was_moved_to(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    begun(tmp_path / "here")
+    (tmp_path / "here").rename(tmp_path / "there")
+    journal = opened(a_job(tmp_path / "there"))
+    assert (journal.n_done, journal.n_failed) == (1, 1)
+    journal.close()
+
+
+def test_a_job_whose_results_are_gone_begins_anew(tmp_path: Path) -> None:
+    begun(tmp_path)
+    (tmp_path / "out.jsonl").unlink()
+    journal = opened(a_job(tmp_path))
+    assert (journal.n_done, journal.n_failed) == (0, 0)
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    journal.close()
+
+
+def test_results_are_not_overwritten_for_an_input_that_is_not_there(tmp_path: Path) -> None:
+    begun(tmp_path)
+    job = a_job(tmp_path)
+    (tmp_path / "in.txt").unlink()
+    with pytest.raises(ConfigError, match=r"in\.txt: cannot be read"):
+        opened(job, overwrite=True)
+    assert (tmp_path / "out.jsonl").stat().st_size
+
+
+def test_an_output_that_is_a_folder_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(StorageError, match="out cannot be written"):
+        opened(a_job(tmp_path, output=tmp_path / "out"), overwrite=True)
