@@ -17,8 +17,10 @@ import openai
 import pytest
 from openai import OpenAI
 
+from cppbatch.errors import EngineClosed
 from cppbatch.jobs import journal, open_batch, outputs
 from cppbatch.server.app import create_app
+from cppbatch.server.batches.work import BatchWork
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, open_storage
@@ -420,6 +422,22 @@ def test_a_batch_stands_still_while_the_disk_is_full(start: Start, monkeypatch: 
 
 def outputs_full() -> None:
     raise outputs.storage_error(Path("output.jsonl"), OSError(28, "No space left on device"))
+
+
+def test_a_batch_goes_on_when_the_engine_is_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_batch, "FIRST_PAUSE_S", 0.1)
+
+    async def gone(*_: object) -> None:
+        raise EngineClosed("the engine takes no requests: it is failed")
+
+    client = client_of(start())
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchWork, "__call__", gone)
+        batch = make_batch(client, lines(10))
+        wait_for(client, batch.id, "in_progress")
+        time.sleep(0.3)
+        assert counts(client.batches.retrieve(batch.id)) == (10, 0, 0)
+    assert counts(wait_for(client, batch.id, "completed")) == (10, 10, 0)
 
 
 def test_an_upload_to_a_full_disk_is_told_so_and_leaves_nothing(

@@ -17,10 +17,12 @@ from aiohttp import web
 
 from cppbatch import LocalEngine
 from cppbatch.errors import ConfigError
+from cppbatch.jobs.records import File
 from cppbatch.server import listener as listener_module
 from cppbatch.server.app import create_app
 from cppbatch.server.connections import most_connections
 from cppbatch.server.listener import Listener, tls_context
+from cppbatch.server.storage import open_storage
 from tests.listening import HeldEngine, Streams, connect, ended, head, listening, post, until
 
 HELLO = {"prompt": "Hello", "max_tokens": 2}
@@ -73,6 +75,17 @@ async def test_a_body_that_stalls_is_given_up_and_a_slow_one_is_not(engine: Held
             await asyncio.sleep(0.05)
         assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
         writer.close()
+
+
+async def test_an_upload_that_stalls_is_given_up_and_leaves_nothing(engine: HeldEngine, tmp_path: Path) -> None:
+    async with listening(create_app(engine, storage=open_storage(tmp_path)), idle_timeout=0.4) as listener:
+        reader, writer = await connect(listener)
+        form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        kind = "Content-Type: multipart/form-data; boundary=b"
+        writer.write(head("POST", "/v1/files", "Content-Length: 1000000", kind) + form + b"x" * 300_000)
+        await until(lambda: list((tmp_path / "incoming").iterdir()))
+        assert await ended(reader, 2) == b""
+        await until(lambda: not list((tmp_path / "incoming").iterdir()))
 
 
 async def test_a_connection_that_is_idle_after_a_request_is_closed(
@@ -157,6 +170,22 @@ async def deaf(listener: Listener, body: object) -> Streams:
     reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
     writer.write(post("/v1/completions", body))
     return reader, writer
+
+
+async def test_a_download_that_nobody_reads_is_cut_off(
+    engine: HeldEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cppbatch")
+    storage = open_storage(tmp_path)
+    assert storage.batches
+    data, size = storage.batches.data, 64 << 20
+    data.incoming("file-a").write_bytes(bytes(size))
+    await data.keep(File(id="file-a", bytes=size, created_at=1, filename="a", purpose="batch"))
+    async with listening(create_app(engine, storage=storage), idle_timeout=0.4) as listener:
+        _, writer = await connect(listener, limit=4096)
+        writer.write(head("GET", "/v1/files/file-a/content"))
+        await until(lambda: "read nothing of its answer" in caplog.text)
+        writer.close()
 
 
 async def test_a_client_that_does_not_read_is_cut_off_and_its_cells_are_freed(

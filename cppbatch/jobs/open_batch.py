@@ -145,9 +145,6 @@ class OpenBatch:
                 log.warning("%s waits for the model %r, for which it was made; %r is loaded", *names)
                 await _for_ever()
             await self._patiently(partial(self._answer, workplace))
-        except EngineClosed as error:
-            log.warning("%s goes on when the server is started again: %s", self.record.shown.id, error)
-            await _for_ever()
         except ConfigError as error:
             log.error("%s has failed: %s", self.record.shown.id, error)
             gone = BatchError(code="input_file_gone", message="the input file cannot be read", param="input_file_id")
@@ -156,15 +153,15 @@ class OpenBatch:
         return "completed"
 
     async def _patiently(self, step: Callable[[], Awaitable[T]]) -> T:
-        """Does a step of it, again and again while the disk is full or something else is not as it should be."""
+        """Does a step of it, again and again while the disk is full, or the engine gone, which may come back."""
         pause = FIRST_PAUSE_S
         while True:
             try:
                 return await step()
-            except (EngineClosed, ConfigError):
+            except ConfigError:
                 raise
             except Exception as error:
-                unexpected = None if isinstance(error, StorageError) else error
+                unexpected = None if isinstance(error, StorageError | EngineClosed) else error
                 log.error(
                     "%s stands still, and is tried again in %g s: %s",
                     self.record.shown.id, pause, error, exc_info=unexpected,
