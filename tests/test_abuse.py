@@ -141,7 +141,8 @@ async def test_a_body_of_1_gb(server: ServerProcess, declared: bool) -> None:
         writer.close()
 
 
-async def test_10000_requests_in_the_queue(server: ServerProcess) -> None:
+@pytest.mark.parametrize("n", [5_000, pytest.param(10_000, marks=pytest.mark.soak)])
+async def test_more_requests_than_the_queue_holds(server: ServerProcess, n: int) -> None:
     """What the queue does not take is told to come back; whoever has priority does not wait behind the others."""
     statuses: Counter[int] = Counter()
     body = {"prompt": "Hello", "max_tokens": 450, "ignore_eos": True}
@@ -158,10 +159,10 @@ async def test_10000_requests_in_the_queue(server: ServerProcess) -> None:
             except aiohttp.ClientConnectionError:  # one of more connections than there may be
                 statuses[0] += 1
 
-        async with watched(server, "10,000 requests at once", most=700):
-            running = [asyncio.create_task(one()) for _ in range(10_000)]
+        async with watched(server, f"{n:,} requests at once", most=700):
+            running = [asyncio.create_task(one()) for _ in range(n)]
             n_queued = 0
-            while n_queued + statuses.total() < 10_000:
+            while n_queued + statuses.total() < n:
                 await asyncio.sleep(0.5)
                 n_queued = (await asyncio.to_thread(server.get, "/stats"))["workers"][0]["in_flight"]
             await a_normal_request_is_answered(server, priority=-100)

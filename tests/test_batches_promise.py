@@ -51,7 +51,7 @@ def choices(answers: list[Json]) -> dict[str, Json]:
 @pytest.mark.parametrize(
     ("n_kills", "n_items", "n_tokens"),
     [
-        pytest.param(3, 200, 60),
+        pytest.param(2, 120, 60),
         pytest.param(20, 500, 250, marks=[pytest.mark.soak, pytest.mark.timeout(600)]),
     ],
 )

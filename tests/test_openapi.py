@@ -94,13 +94,13 @@ def test_the_document_is_served(server: AppThread) -> None:
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=5, **EXAMPLES)
+@settings(max_examples=2, **EXAMPLES)
 def test_answers_are_as_documented(case: schemathesis.Case, server: AppThread) -> None:
     check(case, server)
 
 
 @SCHEMA.include(method="POST").parametrize()
-@settings(max_examples=5, **EXAMPLES)
+@settings(max_examples=2, **EXAMPLES)
 def test_answers_to_a_good_prompt_with_any_options_are_as_documented(
     case: schemathesis.Case, server: AppThread
 ) -> None:

@@ -44,6 +44,8 @@ async def serve(
     except BaseException:
         await engine.close()
         raise
+    if storage.batches is None:
+        log.warning("%s", storage.missing)
     async with listener:
         try:
             await _loaded(engine, stop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from cppbatch.jobs.data import open_data
 from cppbatch.server.batches.work import URLS
 from cppbatch.server.errors import NoStorage
 from cppbatch.server.shapes import BatchFigures
-
-log = logging.getLogger("cppbatch.server")
 
 
 @dataclass(frozen=True)
@@ -64,5 +61,4 @@ def open_storage(data_dir: Path | None) -> Storage:
     except StorageError as error:
         if data_dir:
             raise
-        log.warning("this server keeps no files and takes no batches: %s (--data-dir)", error)
         return Storage(missing=f"this server keeps no files: {error}. Or start this one with a --data-dir of its own")
