@@ -51,7 +51,8 @@ def _short(item: Item, answer: Answer) -> Json:
         choices = body["choices"]
         told |= _of_choice(choices[0]) if len(choices) == 1 else {"choices": [_of_choice(each) for each in choices]}
     else:
-        told["embedding"] = body["data"][0]["embedding"]
+        vectors = [each["embedding"] for each in body["data"]]
+        told |= {"embedding": vectors[0]} if len(vectors) == 1 else {"embeddings": vectors}
     return told | {"usage": body["usage"]}
 
 
