@@ -87,9 +87,12 @@ class DataFolder:
             raise
 
     async def delete(self, file_id: str) -> None:
-        """Raises `NotFound`, and `Conflict` when a batch needs it."""
-        await self.ask(Store.delete_file, file_id)
-        await asyncio.to_thread(self._unlink, [file_id])
+        """Raises `NotFound`, and `Conflict` when a batch needs it. Goes on to the end when it is cancelled."""
+        await asyncio.to_thread(self._delete, file_id)
+
+    def _delete(self, file_id: str) -> None:
+        self._thread.submit(self._store.delete_file, file_id).result()
+        self._unlink([file_id])
 
     async def sweep(self, now: int) -> None:
         """Removes files whose time is up, except those that a batch needs."""
