@@ -8,6 +8,9 @@ import msgspec
 
 from cppbatch.jobs.items import Answer, Item, Json, Refused
 
+_IF_THERE = ("reasoning_content", "tool_calls", "logprobs")
+"""What a short result has beside its text."""
+
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What is written of one line of the input."""
@@ -59,9 +62,8 @@ def _short(item: Item, answer: Answer) -> Json:
 def _of_choice(choice: Json) -> Json:
     message: dict[str, Any] = choice.get("message") or {"content": choice.get("text")}
     told = {"text": message["content"], "finish_reason": choice["finish_reason"]}
-    if message.get("tool_calls"):
-        told["tool_calls"] = message["tool_calls"]
-    return told
+    more = {**message, "logprobs": choice.get("logprobs")}
+    return told | {name: more[name] for name in _IF_THERE if more.get(name)}
 
 
 def _id(line: int) -> str:
