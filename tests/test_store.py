@@ -164,6 +164,16 @@ async def test_files_whose_time_is_up_are_swept(open_folder: Callable[[], DataFo
     assert [path.name for path in (data.folder / "files").iterdir()] == ["file-b"]
 
 
+@pytest.mark.parametrize("part", ["incoming", "files", "batches"])
+def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path, part: str) -> None:
+    mine = tmp_path / part / "mine" if part != "batches" else tmp_path / part / "of" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("x")
+    with pytest.raises(StorageError, match=f"has '{part}' in it and no jobs.sqlite3"):
+        open_data(tmp_path)
+    assert mine.read_text() == "x"
+
+
 def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="file is a file"):
