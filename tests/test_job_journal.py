@@ -219,6 +219,21 @@ def test_what_the_ledger_could_not_note_is_not_in_the_files(
     assert ids_of(tmp_path / "errors.jsonl") == ["id-2", "id-4"]
 
 
+def test_a_short_result_has_the_log_probabilities_that_were_asked_for() -> None:
+    plain = Item(line=1, custom_id="a", url="/v1/completions", body={"prompt": "b"}, is_plain=True, content=1)
+    choice = {"text": "c", "finish_reason": "stop", "logprobs": {"tokens": ["c"]}}
+    told = msgspec.json.decode(answered(plain, Answer(status=200, body={"choices": [choice], "usage": {}})).data)
+    assert told == {"custom_id": "a", "line": 1, **choice, "usage": {}}
+
+
+def test_several_texts_on_a_plain_line_have_a_vector_each() -> None:
+    plain = Item(line=1, custom_id="a", url="/v1/embeddings", body={"input": ["b", "c"]}, is_plain=True, content=1)
+    body = {"data": [{"embedding": [0.5]}, {"embedding": [0.25]}], "usage": {}}
+    assert msgspec.json.decode(answered(plain, Answer(status=200, body=body)).data)["embeddings"] == [[0.5], [0.25]]
+    body["data"] = [{"embedding": [0.5]}]
+    assert msgspec.json.decode(answered(plain, Answer(status=200, body=body)).data)["embedding"] == [0.5]
+
+
 # --- lines that are not as they should be ---------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import msgspec
 import pytest
 
 from cppbatch.errors import Conflict, InvalidRequest, NotFound, StorageError
+from cppbatch.jobs.batches import Batches
 from cppbatch.jobs.data import DataFolder, open_data
 from cppbatch.jobs.records import Batch, BatchRecord, File, check_metadata, window_seconds
 from cppbatch.jobs.store import Page, Store
@@ -161,6 +164,16 @@ async def test_files_whose_time_is_up_are_swept(open_folder: Callable[[], DataFo
     assert [path.name for path in (data.folder / "files").iterdir()] == ["file-b"]
 
 
+@pytest.mark.parametrize("part", ["incoming", "files", "batches"])
+def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path, part: str) -> None:
+    mine = tmp_path / part / "mine" if part != "batches" else tmp_path / part / "of" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("x")
+    with pytest.raises(StorageError, match=f"has '{part}' in it and no jobs.sqlite3"):
+        open_data(tmp_path)
+    assert mine.read_text() == "x"
+
+
 def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="file is a file"):
@@ -175,6 +188,26 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pyte
         patch.setattr(Path, "mkdir", read_only)
         with pytest.raises(StorageError, match=r"Read-only file system.*make it and its folder writable"):
             open_data(tmp_path / "new")
+
+
+async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = open_data(tmp_path)
+    await data.ask(Store.add_file, file("in"))
+    add = Store.add_batch
+    monkeypatch.setattr(Store, "add_batch", lambda *arguments: (time.sleep(0.2), add(*arguments)))
+    batches = Batches(data, ["/v1/completions"])
+    fields = {"endpoint": "/v1/completions", "input_file_id": "file-in", "completion_window": "1h", "model": "m"}
+    making = asyncio.create_task(batches.create(**fields))  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    await asyncio.sleep(0.3)
+    (known,) = await data.ask(Store.open_batches)
+    assert [batch.id for batch in batches.open_batches] == [known.shown.id]
+    await batches.close()
 
 
 # --- what is checked --------------------------------------------------------------------------------------------------

@@ -67,11 +67,14 @@ class Batches:
             metadata=metadata,
         )
         record = BatchRecord(shown=shown, output_id=new_file_id(), errors_id=new_file_id(), output_life=output_life)
+        await asyncio.shield(self._add(record))  # though the client may go away: what is in the books is worked on
+        return shown
+
+    async def _add(self, record: BatchRecord) -> None:
         await self.data.ask(Store.add_batch, record)
-        self._open[shown.id] = batch = OpenBatch(record, self.data, self._urls)
+        self._open[record.shown.id] = batch = OpenBatch(record, self.data, self._urls)
         if self._workplace:
             self._begin(batch, self._workplace)
-        return shown
 
     async def get(self, batch_id: str) -> Batch:
         """A batch as it is now. Raises `NotFound`."""

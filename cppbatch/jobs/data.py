@@ -23,6 +23,7 @@ T = TypeVar("T")
 log = logging.getLogger("cppbatch.jobs")
 
 _BOOKS = "jobs.sqlite3"
+_PARTS = ("incoming", "files", "batches")
 _PRIVATE = 0o700  # people's prompts are in there
 
 
@@ -34,7 +35,7 @@ class DataFolder:
         self.folder = folder
         self._store = store
         self._thread = ThreadPoolExecutor(1, "cppbatch-store")  # commits wait for the disk
-        self._incoming, self._files, self._batches = (folder / name for name in ("incoming", "files", "batches"))
+        self._incoming, self._files, self._batches = (folder / name for name in _PARTS)
         self.open_batches = self._repaired()
         """Those that had not ended when it was opened."""
 
@@ -87,9 +88,12 @@ class DataFolder:
             raise
 
     async def delete(self, file_id: str) -> None:
-        """Raises `NotFound`, and `Conflict` when a batch needs it."""
-        await self.ask(Store.delete_file, file_id)
-        await asyncio.to_thread(self._unlink, [file_id])
+        """Raises `NotFound`, and `Conflict` when a batch needs it. Goes on to the end when it is cancelled."""
+        await asyncio.to_thread(self._delete, file_id)
+
+    def _delete(self, file_id: str) -> None:
+        self._thread.submit(self._store.delete_file, file_id).result()
+        self._unlink([file_id])
 
     async def sweep(self, now: int) -> None:
         """Removes files whose time is up, except those that a batch needs."""
@@ -120,12 +124,26 @@ def open_data(folder: Path) -> DataFolder:
         raise StorageError(f"{folder} is a file; the data of a server needs a folder")
     with _explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_others(folder)
     store = Store(folder / _BOOKS)
     try:
         return DataFolder(folder, store)
     except BaseException:
         store.close()
         raise
+
+
+def _refuse_others(folder: Path) -> None:
+    """What the books do not know is removed, so without books there must be nothing."""
+    if (folder / _BOOKS).exists():
+        return
+    for name in _PARTS:
+        part = folder / name
+        if part.exists() and (not part.is_dir() or any(part.iterdir())):
+            raise StorageError(
+                f"{folder} has {name!r} in it and no {_BOOKS}: it is no data folder, or its books are gone. "
+                f"Use an empty folder, or move {name!r} away"
+            )
 
 
 @contextlib.contextmanager

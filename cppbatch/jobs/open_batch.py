@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,7 +72,7 @@ class OpenBatch:
         self._data = data
         self._urls = urls
         self._folder = data.batch(record.shown.id)
-        self._thread = ThreadPoolExecutor(1, "cppbatch-batch")
+        self._thread = _thread()
         self._journal: Journal | None = None
         self._cancelled = asyncio.Event()
         if record.shown.status == "cancelling":
@@ -108,8 +109,8 @@ class OpenBatch:
                 ending = await self._unless_over(self._work(workplace))
                 if self._cancelled.is_set():  # perhaps while the last of it was put away
                     ending = "cancelled"
-                elif ending != "failed":
-                    self._change("finalizing", finalizing_at=_now())
+                else:  # from now on it cannot be cancelled
+                    self._change("finalizing", finalizing_at=_now() if ending != "failed" else None)
                 await self._patiently(partial(self._settle, ending))
             await self._patiently(self._end)
         finally:
@@ -136,10 +137,12 @@ class OpenBatch:
 
     async def _work(self, workplace: Workplace) -> Ending:
         try:
-            if self.record.shown.status == "validating" and not await self._validated(workplace):
+            if self.record.shown.in_progress_at is None and not await self._validated(workplace):
                 return "failed"
             if self._folder.exists():
                 await self._patiently(self._look)
+            self._thread.shutdown(wait=False)  # thousands may wait for their turn, or for their model
+            self._thread = _thread()
             if self.record.shown.model != workplace.model:
                 names = (self.record.shown.id, self.record.shown.model, workplace.model)
                 log.warning("%s waits for the model %r, for which it was made; %r is loaded", *names)
@@ -250,18 +253,21 @@ class OpenBatch:
     async def _settle(self, ending: Ending) -> None:
         """What is in its files now stays so, and how it ends is decided."""
         if ending == "expired" or self._folder.exists():
+            stop = threading.Event()
             try:
-                await self._on_thread(partial(self._write_last, ending))
+                await self._on_thread(partial(self._write_last, ending, stop))
             finally:
+                stop.set()
                 await self._close_journal()
         self.record = msgspec.structs.replace(self.record, ending=ending)
         await self.save()
 
-    def _write_last(self, ending: Ending) -> None:
+    def _write_last(self, ending: Ending, stop: threading.Event) -> None:
         journal = self._open_journal()
         if ending == "expired":
             try:
-                refuse_rest(self._windows(), journal, "batch_expired", _TIME_IS_UP)
+                rest = takewhile(lambda _: not stop.is_set(), self._windows())
+                refuse_rest(rest, journal, "batch_expired", _TIME_IS_UP)
             except ConfigError as error:
                 log.error("%s: what it has not answered is not in its error file: %s", self.record.shown.id, error)
 
@@ -319,6 +325,11 @@ def _progress(shown: Batch, journal: Journal) -> dict[str, Any]:
             total_tokens=prompt + completion,
         ),
     }
+
+
+def _thread() -> ThreadPoolExecutor:
+    """For one batch; there is none before it has something to do."""
+    return ThreadPoolExecutor(1, "cppbatch-batch")
 
 
 def _now() -> int:

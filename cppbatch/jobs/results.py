@@ -8,6 +8,9 @@ import msgspec
 
 from cppbatch.jobs.items import Answer, Item, Json, Refused
 
+_IF_THERE = ("reasoning_content", "tool_calls", "logprobs")
+"""What a short result has beside its text."""
+
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What is written of one line of the input."""
@@ -51,16 +54,16 @@ def _short(item: Item, answer: Answer) -> Json:
         choices = body["choices"]
         told |= _of_choice(choices[0]) if len(choices) == 1 else {"choices": [_of_choice(each) for each in choices]}
     else:
-        told["embedding"] = body["data"][0]["embedding"]
+        vectors = [each["embedding"] for each in body["data"]]
+        told |= {"embedding": vectors[0]} if len(vectors) == 1 else {"embeddings": vectors}
     return told | {"usage": body["usage"]}
 
 
 def _of_choice(choice: Json) -> Json:
     message: dict[str, Any] = choice.get("message") or {"content": choice.get("text")}
     told = {"text": message["content"], "finish_reason": choice["finish_reason"]}
-    if message.get("tool_calls"):
-        told["tool_calls"] = message["tool_calls"]
-    return told
+    more = {**message, "logprobs": choice.get("logprobs")}
+    return told | {name: more[name] for name in _IF_THERE if more.get(name)}
 
 
 def _id(line: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 from cppbatch.cluster.client import EngineClient
@@ -81,9 +81,10 @@ async def run_offline(
     stop = asyncio.Event()
     on_signals(stop)
     input_windows = offline.windows()
-    first = _first_open(input_windows, offline.journal)
+    until_stop = takewhile(lambda _: not stop.is_set(), input_windows)
+    first = await asyncio.to_thread(_first_open, until_stop, offline.journal)  # a signal is heard meanwhile
     if not first:
-        return True
+        return not stop.is_set()
     engine = deployment.start(config)
     try:
         if not await _before(stop, engine.loaded()):
