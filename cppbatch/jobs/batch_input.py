@@ -14,7 +14,7 @@ from cppbatch.jobs.items import Item, Refused
 from cppbatch.jobs.records import BatchError
 
 _PROMPTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/embeddings": "embeddings"}
-_MOST_ERRORS = 100  # that a batch shows; all of them are in its error file
+_MOST_ERRORS = 100  # that a batch shows; if it runs, all of them are in its error file
 _LINES_AT_ONCE, _BREATH_S = 256, 0.0002
 
 

@@ -34,7 +34,11 @@ class Journal:
         self._ordered = ordered
         self._errors_path = errors
         self._output = Appended(output, ledger.number("output_bytes"))
-        self._errors = Appended(errors, ledger.number("error_bytes")) if errors.exists() else None
+        try:
+            self._errors = Appended(errors, ledger.number("error_bytes")) if errors.exists() else None
+        except BaseException:
+            self._output.close()
+            raise
         self.tokens = Counter({name: ledger.number(name) for name in _TOKENS})
 
     @property
@@ -103,7 +107,6 @@ class Journal:
 
     def close(self) -> None:
         """Closes all files."""
-        self._output.close()
-        if self._errors:
-            self._errors.close()
-        self.ledger.close()
+        with contextlib.closing(self.ledger), contextlib.closing(self._output):
+            if self._errors:
+                self._errors.close()
