@@ -80,21 +80,19 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def dies_and_goes_on(model: Path, tmp_path: Path, *, n_items: int, n_kills: int, args: tuple[str, ...] = ()) -> None:
     """Kills a job again and again, at random moments; in the end its output is that of one that was left alone."""
     source, out, alone = job_of(tmp_path / "in.jsonl", n_items), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
-    began = time.perf_counter()
     assert batch(model, source, alone, *FLOATS, *args).returncode == 0
-    seconds = time.perf_counter() - began
     rng = random.Random(n_items)
-    progress = []
-    for _ in range(n_kills):
+    n_done = 0
+    for moment in sorted(rng.sample(range(1, n_items * 2 // 3), n_kills)):  # by results, so that it is never the end
         process = subprocess.Popen(command(model, source, out, *FLOATS, *args), stderr=subprocess.DEVNULL)
-        before = progress[-1] if progress else 0
         deadline = time.monotonic() + 60
-        while len(ids_of_whole(out)) <= before and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(rng.uniform(0, seconds / n_kills / 2))
-        assert process.poll() is None, f"it was done after {len(progress)} kills"
+        while len(ids_of_whole(out)) < max(moment, n_done + 1) and process.poll() is None:
+            assert time.monotonic() < deadline, "nothing comes"
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.02))
+        assert process.poll() is None, f"it was done with {moment} of {n_items} results just before"
         kill(process)
-        progress.append(len(ids_of_whole(out)))
+        n_done = len(ids_of_whole(out))
     ended = batch(model, source, out, *FLOATS, *args)
     assert ended.returncode == 0, ended.stderr
     found = ids_of(out)
@@ -117,7 +115,7 @@ def ids_of_whole(path: Path) -> list[str]:
 def test_killed_at_random_moments_every_item_is_there_once_with_the_same_text(
     tiny_llama: Path, tmp_path: Path, args: tuple[str, ...]
 ) -> None:
-    dies_and_goes_on(tiny_llama, tmp_path, n_items=80, n_kills=2, args=args)
+    dies_and_goes_on(tiny_llama, tmp_path, n_items=100, n_kills=2, args=args)
 
 
 @pytest.mark.soak

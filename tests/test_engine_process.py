@@ -184,7 +184,7 @@ async def test_a_bug_in_the_supervision_ends_requests_and_says_so(
 # --- requests that kill workers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["aborts", "fails", "hangs"])
+@pytest.mark.parametrize("runtime", ["aborts", "fails", pytest.param("hangs", marks=pytest.mark.soak)])
 async def test_a_request_that_brings_its_worker_down_fails_alone(tiny_llama: Path, runtime: str) -> None:
     async with opened(tiny_llama, runtime, step_timeout=2) as engine:
         neighbours = sixteen()[:15]

@@ -68,12 +68,14 @@ def test_with_float_weights_16_of_16_texts_batched_equal_alone(
         assert all(result.usage.cached_tokens == result.usage.prompt_tokens - 1 for result in again[8:])
 
 
+@pytest.mark.soak  # as the next one: a mistake in positions or masks fails with float weights at once
 def test_with_the_shipped_weights_16_of_16_are_equal_in_the_per_sequence_layout(
     default_model: Path, alone_q4: list[str]
 ) -> None:
     assert texts(batched(default_model, "per-sequence")) == alone_q4
 
 
+@pytest.mark.soak
 def test_with_the_shipped_weights_unified_texts_part_only_where_two_tokens_are_nearly_tied(
     default_model: Path, alone_q4: list[str]
 ) -> None:
