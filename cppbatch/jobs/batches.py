@@ -104,6 +104,7 @@ class Batches:
         """Goes on with those that have not ended, and begins with new ones as they come."""
         self._workplace = workplace
         for batch in list(self._open.values()):
+            log.info("%s goes on", batch.shown.id)
             self._begin(batch, workplace)
         self._keep(self._sweep())
 

@@ -32,12 +32,13 @@ _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_i
 
 
 def set_up(log_format: LogFormat, *, verbose: bool) -> None:
-    """Sends what is logged to stderr: requests and warnings, or, when verbose, everything."""
+    """Sends what is logged to stderr: requests, what becomes of batches, and warnings; when verbose, everything."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(_with_request_id)
     logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose else logging.WARNING, force=True)
-    access_log.setLevel(logging.INFO)
+    for told in (access_log, logging.getLogger("cppbatch.jobs")):
+        told.setLevel(logging.INFO)
     logging.getLogger("aiohttp.server").addFilter(_in_one_line)
 
 
