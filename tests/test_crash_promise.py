@@ -72,7 +72,7 @@ async def sixteen_streams(url: str, disturb: Callable[[int], None]) -> list[str]
 @pytest.mark.parametrize(
     ("how", "times"),
     [
-        pytest.param(signal.SIGKILL, 5, id="killed"),
+        pytest.param(signal.SIGKILL, 3, id="killed"),
         pytest.param(signal.SIGSTOP, 5, id="stopped", marks=pytest.mark.soak),  # each waits for --step-timeout
     ],
 )

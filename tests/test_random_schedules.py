@@ -208,7 +208,7 @@ ANY_SCHEDULE = given(
 )
 
 
-@settings(SCHEDULES, max_examples=1500)
+@settings(SCHEDULES, max_examples=1000)
 @ANY_SCHEDULE
 def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
     run_and_check(**schedule)

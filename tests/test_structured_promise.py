@@ -81,12 +81,12 @@ def count_finished(requests: Requests, results: list[Completion]) -> int:
 
 
 def test_all_that_finish_are_faultless_and_nine_of_ten_finish_with_free_texts_among_them(default_model: Path) -> None:
-    requests = mixed(constrained(2), free(10, max_tokens=64))
+    requests = mixed(constrained(1), free(5, max_tokens=64))
     with open_engine(default_model) as engine:
         _, results = run(engine, requests)
     n_finished = count_finished(requests, results)
-    print(f"{n_finished} of 40 finished")
-    assert n_finished >= 36
+    print(f"{n_finished} of 20 finished")
+    assert n_finished >= 18
 
 
 def test_free_texts_are_the_same_with_and_without_constrained_ones_among_them(f16_model: Path) -> None:
