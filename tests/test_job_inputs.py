@@ -18,7 +18,7 @@ from cppbatch.errors import ConfigError
 from cppbatch.jobs.hashing import hash64
 from cppbatch.jobs.inputs import InputReader, input_form
 from cppbatch.jobs.items import Item, Refused
-from cppbatch.jobs.jsonl import MOST_NESTED
+from cppbatch.json_bounds import MOST_NESTED
 from cppbatch.jobs.lines import LONGEST_LINE
 
 URLS = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings"}

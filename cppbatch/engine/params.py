@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 import secrets
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import msgspec
@@ -17,7 +19,11 @@ MOST_LOGPROBS = 20
 _LONGEST_STOP, _MOST_STOP_LETTERS = 512, 16_384
 _FRESH_SEEDS = 2**32  # few enough for every JSON parser
 _MOST_VISIBLE = 64  # each is tokenised
+_MOST_BIASES = 32_768  # each is looked at one by one; `suppress_tokens` bans any number of tokens
 _MOST_BREAKERS = 32  # each is looked for in the whole vocabulary
+_LONGEST_SHOWN = 200  # letters of a value in an error's message
+_SHOWN_DIGITS = 40
+_LONGEST_SHOWN_INT = 10**_SHOWN_DIGITS  # Python refuses to write integers of thousands of digits
 _LONGEST_BREAKER = 40  # letters: llama.cpp cuts DRY's breakers there
 
 SAMPLERS = (
@@ -173,8 +179,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             instance(self, name, bool, "true or false")
         _set_tuple(self, "stop", str, "a string or a list of strings")
         _set_tuple(self, "visible_tokens", str, "a list of strings")
-        _set_tuple(self, "stop_token_ids", int, "a list of token ids")
-        _set_tuple(self, "suppress_tokens", int, "a list of token ids")
+        for name in ("stop_token_ids", "suppress_tokens"):
+            _set_tuple(self, name, int, "a list of token ids")
+            msgspec.structs.force_setattr(self, name, tuple(token_ids(name, getattr(self, name))))
         _set_tuple(self, "dry_sequence_breakers", str, "a list of strings")
         _set_tuple(self, "samplers", str, "a list of names")
         _check_lengths(self)
@@ -222,6 +229,30 @@ def actual_seed(wanted: int | None) -> int:
     return secrets.randbelow(_FRESH_SEEDS) if wanted is None or wanted == -1 else wanted % 2**64
 
 
+def token_ids(field: str, given: SequenceOf[Any]) -> SequenceOf[int]:
+    """What can be token ids of a model: int32, and not negative. Numpy's integers become Python's, for `msgspec`.
+
+    Raises `InvalidRequest` naming the entry. Which ids a vocabulary has is for the engine to say.
+    """
+    if not set(map(type, given)) <= {int}:
+        given = [
+            operator.index(token) if hasattr(token, "__index__") and not isinstance(token, bool) else token
+            for token in given
+        ]
+    if set(map(type, given)) <= {int} and 0 <= min(given, default=0) and max(given, default=0) <= INT32_MAX:
+        return given
+    i, token = next((i, token) for i, token in enumerate(given) if type(token) is not int or not 0 <= token <= INT32_MAX)
+    raise InvalidRequest(f"{field}[{i}]", f"is {shown(token)}; token ids are 0 to {INT32_MAX}")
+
+
+def shown(value: object) -> str:
+    """A value in an error's message, in short."""
+    if isinstance(value, int) and abs(value) >= _LONGEST_SHOWN_INT:
+        return f"a number of more than {_SHOWN_DIGITS} digits"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
 def _check_lengths(params: SamplingParams) -> None:
     if params.max_tokens is not None:
         number(params, "max_tokens", 0 if params.echo else 1, INT32_MAX, integer=True)
@@ -254,13 +285,18 @@ def _check_samplers(params: SamplingParams) -> None:
 
 def _check_bias(params: SamplingParams) -> None:
     if not isinstance(params.logit_bias, Mapping):
-        message = f"is {params.logit_bias!r}; it must be an object of token ids (or strings) and biases"
+        message = f"is {shown(params.logit_bias)}; it must be an object of token ids (or strings) and biases"
+        raise InvalidRequest("logit_bias", message)
+    if len(params.logit_bias) > _MOST_BIASES:
+        message = f"has {len(params.logit_bias):,} entries; {_MOST_BIASES:,} may be (suppress_tokens bans any number)"
         raise InvalidRequest("logit_bias", message)
     for key, bias in params.logit_bias.items():
         if not isinstance(key, (int, str)) or isinstance(key, bool) or key == "":
             raise InvalidRequest("logit_bias", f"has the key {key!r}; keys are token ids or strings")
+        if isinstance(key, int):
+            token_ids("logit_bias", [key])
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-            raise InvalidRequest("logit_bias", f"is {bias!r} for {key!r}; it must be from -100 to 100")
+            raise InvalidRequest("logit_bias", f"is {shown(bias)} for {shown(key)}; it must be from -100 to 100")
 
 
 def _check_grammars(params: SamplingParams) -> None:
@@ -305,13 +341,14 @@ def instance(request: msgspec.Struct, name: str, kind: type, wanted: str) -> Non
     """Raises `InvalidRequest` when the field is not of this kind."""
     value = getattr(request, name)
     if not isinstance(value, kind):
-        raise InvalidRequest(name, f"is {value!r}; it must be {wanted}")
+        raise InvalidRequest(name, f"is {shown(value)}; it must be {wanted}")
 
 
 def number(params: msgspec.Struct, name: str, low: float, high: float, *, integer: bool = False) -> None:
     """Raises `InvalidRequest` when the field is not a number from `low` to `high`."""
     value = getattr(params, name)
     if not isinstance(value, int if integer else (int, float)) or isinstance(value, bool):
-        raise InvalidRequest(name, f"is {value!r}; it must be {'a whole number' if integer else 'a number'}")
+        message = f"is {shown(value)}; it must be {'a whole number' if integer else 'a number'}"
+        raise InvalidRequest(name, message)
     if not low <= value <= high:  # also false for NaN
-        raise InvalidRequest(name, f"is {value}; it must be from {low} to {high}")
+        raise InvalidRequest(name, f"is {shown(value)}; it must be from {low} to {high}")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from cppbatch.jobs.hashing import hash64
 from cppbatch.jobs.items import Item, Json, Refused
 from cppbatch.jobs.requests import Requests, Unusable, checked_id, line_name, not_text, shown
-
-MOST_NESTED = 128
-"""Lists and objects within each other. Python's own limit is for the whole stack, so those who use a body later, with
-more of the stack in use, would fail where reading did not."""
+from cppbatch.json_bounds import MOST_NESTED, is_deep
 
 _PROMPTS = ("prompt", "messages", "input")
 _decode = msgspec.json.Decoder().decode
@@ -37,16 +32,16 @@ def json_item(number: int, line: bytes, requests: Requests) -> Item | Refused:
 
 
 def _decoded(line: bytes) -> Json:
+    if is_deep(line):
+        raise Unusable("invalid_json", f"has lists and objects nested more than {MOST_NESTED} deep")
     try:
         record = _decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Unusable("invalid_json", _why_no_json(line, error)) from None
     if isinstance(record, str):
         return {"prompt": record}
     if not isinstance(record, dict):
         raise Unusable("invalid_line", f"{shown(record)} is neither an object nor a string")
-    if line.count(b"[") + line.count(b"{") > MOST_NESTED and _is_deep(record):
-        raise Unusable("invalid_json", f"has lists and objects nested more than {MOST_NESTED} deep")
     return record
 
 
@@ -57,19 +52,7 @@ def _why_no_json(line: bytes, error: Exception) -> str:
         return not_text(line)
     if "\0" in text:
         return not_text(line)
-    if isinstance(error, RecursionError):
-        return f"has lists and objects nested more than {MOST_NESTED} deep"
     return f"is not JSON: {error}: {shown(text)}"
-
-
-def _is_deep(record: Json) -> bool:
-    level: list[Any] = [record]
-    for _ in range(MOST_NESTED):
-        inner = (child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent))
-        level = [child for child in inner if isinstance(child, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def _id(record: Json) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -99,12 +99,16 @@ def _n_candidates(
     return kept and kept + len(lowered) + (params.penalty_last_n if params.has_penalties else 0)
 
 
-def check_ids(field: str, tokens: Iterable[object], n_vocab: int) -> None:
-    """Raises `InvalidRequest` for what is no id of a token."""
-    for i, token in enumerate(tokens):
-        is_id = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
-        if not is_id or not 0 <= token < n_vocab:  # type: ignore[operator]
-            raise InvalidRequest(f"{field}[{i}]", f"is {token!r}; token ids are 0 to {n_vocab - 1}")
+def check_ids(field: str, tokens: Sequence[int], n_vocab: int) -> npt.NDArray[np.int32]:
+    """Token ids (of the kind that `params.token_ids` lets through) as int32[n].
+
+    Raises `InvalidRequest` for one that the vocabulary does not have.
+    """
+    ids = np.array(tokens, np.int32)
+    unknown = np.flatnonzero((ids < 0) | (ids >= n_vocab))
+    if len(unknown):
+        raise InvalidRequest(f"{field}[{unknown[0]}]", f"is {ids[unknown[0]]}; token ids are 0 to {n_vocab - 1}")
+    return ids
 
 
 def _ids(tokens: Iterable[int]) -> Ids:

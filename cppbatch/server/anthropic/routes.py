@@ -8,7 +8,7 @@ from cppbatch.server.anthropic.plans import messages_plan, prompt_tokens
 from cppbatch.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from cppbatch.server.anthropic.shapes import TokenCount
 from cppbatch.server.errors import json_response
-from cppbatch.server.parse import parse
+from cppbatch.server.parse import read_json
 from cppbatch.server.respond import answer
 from cppbatch.server.serving import SERVING
 
@@ -18,12 +18,12 @@ routes = web.RouteTableDef()
 @routes.post("/v1/messages")
 async def messages(request: web.Request) -> web.StreamResponse:
     """Continues a conversation with the assistant's next message."""
-    body = parse(await request.read(), MessagesRequest)
+    body = await read_json(request, MessagesRequest)
     return await answer(request, await messages_plan(body, request.app[SERVING]))
 
 
 @routes.post("/v1/messages/count_tokens")
 async def count_tokens(request: web.Request) -> web.Response:
     """How long the prompt of such a conversation is."""
-    body = parse(await request.read(), CountTokensRequest)
+    body = await read_json(request, CountTokensRequest)
     return json_response(TokenCount(input_tokens=await prompt_tokens(body, request.app[SERVING])))

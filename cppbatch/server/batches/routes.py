@@ -7,7 +7,7 @@ from aiohttp import web
 from cppbatch.server.batches.schemas import BatchQuery, NewBatch
 from cppbatch.server.batches.shapes import BatchList
 from cppbatch.server.errors import json_response
-from cppbatch.server.parse import convert, parse
+from cppbatch.server.parse import convert, read_json
 from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import batches_of
 
@@ -17,7 +17,7 @@ routes = web.RouteTableDef()
 @routes.post("/v1/batches")
 async def create_batch(request: web.Request) -> web.Response:
     """A new one; it survives this process from now on."""
-    body = parse(await request.read(), NewBatch)
+    body = await read_json(request, NewBatch)
     batch = await batches_of(request).create(
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,

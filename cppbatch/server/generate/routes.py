@@ -7,7 +7,7 @@ from aiohttp import web
 from cppbatch.server.generate.backlog import run_backlog
 from cppbatch.server.generate.plans import batch_plan, generate_plan
 from cppbatch.server.generate.schemas import BatchRequest, GenerateRequest
-from cppbatch.server.parse import parse
+from cppbatch.server.parse import read_json
 from cppbatch.server.respond import answer
 from cppbatch.server.serving import SERVING
 
@@ -17,12 +17,12 @@ routes = web.RouteTableDef()
 @routes.post("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
     """Continues a prompt."""
-    body = parse(await request.read(), GenerateRequest)
+    body = await read_json(request, GenerateRequest)
     return await answer(request, generate_plan(body, request.app[SERVING]))
 
 
 @routes.post("/generate/batch")
 async def generate_batch(request: web.Request) -> web.StreamResponse:
     """Continues many prompts, or one in many ways; one that fails does not harm the others."""
-    body = parse(await request.read(), BatchRequest)
+    body = await read_json(request, BatchRequest)
     return await answer(request, batch_plan(body, request.app[SERVING]), run_backlog)

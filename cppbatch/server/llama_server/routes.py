@@ -27,7 +27,7 @@ from cppbatch.server.llama_server.tokens import text_of, tokens_of
 from cppbatch.server.openai.plans import next_turn
 from cppbatch.server.openai.routes import chat_completions, models
 from cppbatch.server.openai.schemas import ChatRequest
-from cppbatch.server.parse import parse
+from cppbatch.server.parse import read_json
 from cppbatch.server.plan import Plan
 from cppbatch.server.respond import answer
 from cppbatch.server.serving import SERVING, Serving
@@ -41,14 +41,14 @@ routes.get("/models")(models)
 @routes.post("/completions")
 async def completion(request: web.Request) -> web.StreamResponse:
     """Continues one or more prompts."""
-    body = parse(await request.read(), LlamaCompletionRequest)
+    body = await read_json(request, LlamaCompletionRequest)
     return await _answer(request, body, await completion_plan(body, request.app[SERVING]))
 
 
 @routes.post("/infill")
 async def infill(request: web.Request) -> web.StreamResponse:
     """Finds what stands between two texts."""
-    body = parse(await request.read(), InfillRequest)
+    body = await read_json(request, InfillRequest)
     return await _answer(request, body, await infill_plan(body, request.app[SERVING]))
 
 
@@ -60,7 +60,7 @@ async def _answer(request: web.Request, body: LlamaFields, plan: Plan) -> web.St
 @routes.post("/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
     """A text's tokens."""
-    body = parse(await request.read(), TokenizeRequest)
+    body = await read_json(request, TokenizeRequest)
     tokens = await tokens_of(
         request.app[SERVING], body.content, "content", add_special=body.add_special, parse_special=body.parse_special
     )
@@ -79,7 +79,7 @@ def _piece(token: TokenPiece) -> str | list[int]:
 @routes.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
     """The text of tokens."""
-    body = parse(await request.read(), DetokenizeRequest)
+    body = await read_json(request, DetokenizeRequest)
     ids: list[str | int] = list(body.tokens)
     return json_response({"content": text_of(await tokens_of(request.app[SERVING], ids, "tokens"))})
 
@@ -87,7 +87,7 @@ async def detokenize(request: web.Request) -> web.Response:
 @routes.post("/apply-template")
 async def apply_template(request: web.Request) -> web.Response:
     """The prompt of a conversation."""
-    body, serving = parse(await request.read(), ChatRequest), request.app[SERVING]
+    body, serving = await read_json(request, ChatRequest), request.app[SERVING]
     return json_response({"prompt": (await next_turn(body, serving)).prompt})
 
 

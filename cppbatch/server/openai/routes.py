@@ -7,7 +7,7 @@ from aiohttp import web
 from cppbatch.server.errors import json_response
 from cppbatch.server.openai.plans import chat_plan, completion_plan
 from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
-from cppbatch.server.parse import parse
+from cppbatch.server.parse import read_json
 from cppbatch.server.respond import answer
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.shapes import Model, ModelList, ModelMeta, ModelWorker
@@ -36,14 +36,14 @@ async def model(request: web.Request) -> web.Response:
 @routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continues one or more prompts."""
-    body = parse(await request.read(), CompletionRequest)
+    body = await read_json(request, CompletionRequest)
     return await answer(request, await completion_plan(body, request.app[SERVING]))
 
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Continues a conversation with the assistant's next message."""
-    body = parse(await request.read(), ChatRequest)
+    body = await read_json(request, ChatRequest)
     return await answer(request, await chat_plan(body, request.app[SERVING]))
 
 

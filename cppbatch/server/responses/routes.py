@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from cppbatch.server.parse import parse
+from cppbatch.server.parse import read_json
 from cppbatch.server.respond import answer
 from cppbatch.server.responses.plans import response_plan
 from cppbatch.server.responses.schemas import ResponsesRequest
@@ -16,5 +16,5 @@ routes = web.RouteTableDef()
 @routes.post("/v1/responses")
 async def responses(request: web.Request) -> web.StreamResponse:
     """Continues a conversation with the assistant's next message."""
-    body = parse(await request.read(), ResponsesRequest)
+    body = await read_json(request, ResponsesRequest)
     return await answer(request, await response_plan(body, request.app[SERVING]))
