@@ -46,6 +46,10 @@ class InvalidRequest(CppBatchError, ValueError):
         self.field, self.message = field, message
 
 
+class RequestCancelled(CppBatchError):
+    """A request was cancelled while it was being prepared."""
+
+
 class NotFound(InvalidRequest):
     """What a request names is not here."""
 

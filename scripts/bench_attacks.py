@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -73,6 +74,9 @@ def large_bodies() -> tuple[tuple[str, bytes], ...]:
     )
 
 
+NEXT_LARGE = itertools.cycle(range(6))
+
+
 async def ids_out_of_range(session: aiohttp.ClientSession, url: str) -> None:
     huge = 2**64
     await post(session, f"{url}/v1/completions", encoded(prompt=[huge]))
@@ -107,9 +111,9 @@ async def endless_forms(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def large_json(session: aiohttp.ClientSession, url: str) -> None:
-    """Bodies of 13 MB with as many small values as they hold, and deep ones."""
-    for path, body in large_bodies():
-        await post(session, url + path, body)
+    """One after the other: bodies of 13 MB with as many small values as they hold, and a deep one."""
+    path, body = large_bodies()[next(NEXT_LARGE)]
+    await post(session, url + path, body)
 
 
 async def slow_bodies(session: aiohttp.ClientSession, url: str) -> None:
@@ -227,15 +231,21 @@ async def normal_load(url: str, until: Callable[[], bool]) -> Load:
                 load.failures.append(f"{type(error).__name__}: {error}")
             load.gaps.extend(reading.gaps)
 
-    async def health(session: aiohttp.ClientSession) -> None:
-        while not until():
-            began = time.perf_counter()
-            async with session.get(f"{url}/health") as answer:
-                await answer.read()
-            load.health.append(time.perf_counter() - began)
-            await asyncio.sleep(HEALTH_EVERY_S)
+    async def ask_health(session: aiohttp.ClientSession) -> None:
+        began = time.perf_counter()
+        async with session.get(f"{url}/health") as answer:
+            await answer.read()
+        load.health.append(time.perf_counter() - began)
 
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async def health(session: aiohttp.ClientSession) -> None:
+        """Asks at fixed times, whether or not the last answer has come: else one long wait would count once."""
+        asked = []
+        while not until():
+            asked.append(asyncio.create_task(ask_health(session)))
+            await asyncio.sleep(HEALTH_EVERY_S)
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(health(session), *(stream(session, i) for i in range(STREAMS)))
     return load
 

@@ -6,7 +6,7 @@ import codecs
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,16 @@ class FakeVocab:
     n_tokens = N_VOCAB
     eog = EOG
     suppressed: frozenset[int] = frozenset()
+    longest_piece = max(map(len, PIECES))
 
-    def tokenize(self, text: str, *, add_special: bool = True) -> npt.NDArray[np.int32]:
+    def tokenize(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> npt.NDArray[np.int32]:
         letters = np.frombuffer("".join(text.split()).encode(), np.uint8)
         return (letters % min(EOG)).astype(np.int32)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.errors import ModelError, OutOfRange
+from cppbatch.errors import ModelError, OutOfRange, RequestCancelled
+from cppbatch.llama import Model, text_parts
 from cppbatch.llama.library import C
-from cppbatch.llama.vocab import Vocab, _pieces_of
+from cppbatch.llama.text_parts import TextParts, long_runs
+from cppbatch.llama.vocab import Vocab
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +77,67 @@ def test_a_model_without_a_tokenizer_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "a b", "a" * 4000, "a" * 50_001, " " * 9000, "x" * 5000 + " " * 5000 + "y"])
 def test_long_runs_are_cut_and_nothing_is_lost(text):
-    pieces = list(_pieces_of(text))
+    pieces = list(long_runs(text))
     assert "".join(pieces) == text
     assert all(len(piece) <= 8000 for piece in pieces)
     assert len(pieces) == 1 or len(text) >= 4000
+
+
+# --- long texts are tokenised in parts ------------------------------------------------------------------------------
+
+SNIPPETS = ["<|im_start|>", "<|im_end|>", "<|im", "_start|>", "<|endoftext|>", "<s>", "</s>", "user", "\n", " ", "x", "é"]
+LONG = st.lists(st.sampled_from(SNIPPETS), max_size=60).map("".join)
+
+
+@pytest.fixture(scope="module")
+def default_vocab(default_model: Path) -> Iterator[Vocab]:
+    with Model(default_model) as model:
+        yield model.vocab
+
+
+@pytest.mark.parametrize("name", ["vocab", "default_vocab"])
+@given(text=LONG)
+@settings(max_examples=300, deadline=None)
+def test_parts_give_the_tokens_of_the_whole(
+    request: pytest.FixtureRequest, name: str, text: str
+) -> None:
+    vocab = request.getfixturevalue(name)
+    whole = [vocab._tokenize(text, True, parse).tolist() for parse in (True, False)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_parts, "_PART", 8)
+        parts = [vocab.tokenize(text, parse_special=parse).tolist() for parse in (True, False)]
+    if whole[0][:2] == [vocab.bos] * 2 and vocab.adds_bos:
+        whole[0] = whole[0][1:]
+    assert parts == whole
+
+
+def test_a_text_is_cut_in_front_of_special_tokens_only_where_none_reaches_over_the_cut() -> None:
+    parts = TextParts(["<a>", "x<a"], ["<a>"])
+    assert list(parts.of("-" * 2000 + "x<a>" + "-" * 200 + "<a>" + "-" * 2000)) == [
+        "-" * 2000 + "x<a>" + "-" * 200,
+        "<a>" + "-" * 2000,
+    ]
+
+
+def test_long_texts_of_special_tokens_take_time_by_their_length(default_vocab: Vocab) -> None:
+    """40,000 tiny messages took 16 times as long as 10,000."""
+
+    def seconds(n: int) -> float:
+        text = "<|im_start|>user\nhi<|im_end|>\n" * n
+        began = perf_counter()
+        assert len(default_vocab.tokenize(text)) == 6 * n
+        return perf_counter() - began
+
+    assert min(seconds(40_000) for _ in range(2)) < 8 * min(seconds(10_000) for _ in range(2))
+
+
+def test_a_cancelled_text_is_not_tokenised_to_its_end(vocab: Vocab) -> None:
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(1)
+        return len(asked) == 3
+
+    with pytest.raises(RequestCancelled):
+        vocab.tokenize("<|im_end|>x" * 10_000, cancelled=cancelled)
+    assert len(asked) == 3

@@ -8,10 +8,19 @@ import re
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 
-from cppbatch import BatchInferenceEngine, Completion, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
-from cppbatch.engine.params import GRAMMARS, SAMPLERS
+from cppbatch import (
+    BatchInferenceEngine,
+    Completion,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    InvalidRequest,
+    SamplingParams,
+)
+from cppbatch.engine.params import GRAMMARS, SAMPLERS, shown
 from cppbatch.errors import EngineClosed
 from tests.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference
 
@@ -204,8 +213,30 @@ def test_the_keys_of_biases_are_token_ids_or_strings(key: object) -> None:
     "bias", [None, "1", True, [1], NAN, INF, -INF, 100.001, -100.001, pytest.param(10**400, id="10**400")]
 )
 def test_a_bias_is_a_number_from_minus_100_to_100(bias: object) -> None:
-    message = f"logit_bias: is {bias!r} for 'a'; it must be from -100 to 100"
+    message = f"logit_bias: is {shown(bias)} for 'a'; it must be from -100 to 100"
     assert refusal("logit_bias", {3: 1.0, "a": bias}) == message
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "suppress_tokens"])
+@pytest.mark.parametrize("token", [-1, 2**31, 2**63, 2**64, -(2**63) - 1, pytest.param(10**5000, id="10**5000")])
+def test_ids_of_tokens_are_int32(field: str, token: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{field}\[1\]: is .*; token ids are 0 to 2147483647") as caught:
+        SamplingParams(**{field: [5, token]})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 120
+    with pytest.raises(InvalidRequest, match=r"prompt\[0\]: is .*; token ids are 0 to 2147483647"):
+        GenerationRequest(id="a", prompt=[token])
+    with pytest.raises(InvalidRequest, match=r"logit_bias: has the token id .*; they are 0 to 2147483647"):
+        SamplingParams(logit_bias={token: 1.0})
+
+
+def test_ids_of_numpy_become_pythons() -> None:
+    request = GenerationRequest(id="a", prompt=[np.int64(5), 6], params=SamplingParams(stop_token_ids=[np.int32(7)]))  # type: ignore[arg-type,list-item]
+    assert [type(token) for token in [*request.prompt, *request.params.stop_token_ids]] == [int] * 3  # type: ignore[misc]
+
+
+def test_biases_are_not_without_number() -> None:
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(32_768), 1.0)).logit_bias) == 32_768
+    assert "has 32,769 entries" in refusal("logit_bias", dict.fromkeys(range(32_769), 1.0))
 
 
 def test_both_bounds_of_a_bias_and_both_kinds_of_keys_are_allowed() -> None:
@@ -370,10 +401,8 @@ REFUSED: list[tuple[Any, SamplingParams, str]] = [
     ([1] * (LIMIT + 9), greedy(), f"prompt: has {LIMIT + 9} tokens, and this context holds {LIMIT}"),
     ([1] * 10, greedy(55), f"max_tokens: is 55: with a prompt of 10 tokens that is 65, and this context holds {LIMIT}"),
     ([1], greedy(1, stop_token_ids=(3, N_VOCAB)), f"stop_token_ids[1]: is {N_VOCAB}; token ids are"),
-    ([1], greedy(1, stop_token_ids=(-1,)), "stop_token_ids[0]: is -1; token ids are"),
     ([1], greedy(1, suppress_tokens=(3, N_VOCAB)), f"suppress_tokens[1]: is {N_VOCAB}; token ids are"),
     ([1], greedy(1, logit_bias={N_VOCAB: 1.0}), f"logit_bias: has the token id {N_VOCAB}; they are 0 to {N_VOCAB - 1}"),
-    ([1], greedy(1, logit_bias={-1: 1.0}), "logit_bias: has the token id -1; they are 0 to"),
     ([1], greedy(1, logit_bias={f"{N_VOCAB}": 1.0}), f"logit_bias: has the token id {N_VOCAB}; they are"),
     ([1], greedy(1, guided_regex="("), "guided_regex: "),
     ([1], greedy(1, grammar="nonsense"), "grammar: "),

@@ -5,23 +5,28 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import Pair, Prompt
 
-N_THREADS = 2
-"""For tokenising, and as many for grammars, so that a slow one holds up nobody else's text."""
+_LONG = 1 << 16  # characters, or token ids
+N_THREADS = 5
 
 
 class IntakeThreads:
-    """Tokenising a long text takes a while, compiling a grammar longer."""
+    """Tokenising a long text takes a while, compiling a grammar longer: neither holds up anybody else's short text."""
 
     def __init__(self) -> None:
-        self._texts = ThreadPoolExecutor(N_THREADS, thread_name_prefix="cppbatch-intake")
-        self._grammars = ThreadPoolExecutor(N_THREADS, thread_name_prefix="cppbatch-grammars")
+        self._texts = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-intake")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-long-intake")
+        self._grammars = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-grammars")
 
-    def of(self, params: SamplingParams) -> ThreadPoolExecutor:
-        """Those that prepare such a request."""
-        return self._grammars if params.is_constrained else self._texts
+    def of(self, prompt: Prompt, params: SamplingParams | None = None) -> ThreadPoolExecutor:
+        """The threads that prepare such a request."""
+        size = len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)
+        if size > _LONG:
+            return self._long_texts
+        return self._grammars if params and params.is_constrained else self._texts
 
     def close(self) -> None:
         """Waits for what is being prepared and drops the rest."""
-        for threads in (self._texts, self._grammars):
+        for threads in (self._texts, self._long_texts, self._grammars):
             threads.shutdown(cancel_futures=True)

@@ -10,9 +10,10 @@ import logging
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,13 +26,14 @@ from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Sequence
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
 log = logging.getLogger("cppbatch.engine")
+
+Result = TypeVar("Result")
 
 
 class LocalEngine(Opened):
@@ -86,7 +88,7 @@ class LocalEngine(Opened):
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
         tokens = partial(self._ready().tokens, text, add_special=add_special, parse_special=parse_special)
-        return await self._loop.run_in_executor(self._intake.of(SamplingParams()), tokens)
+        return await self._aside(self._intake.of(text), tokens)
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
@@ -113,8 +115,15 @@ class LocalEngine(Opened):
                 self._steps.do(lambda engine: engine.cancel(stream.number))
 
     async def _prepare(self, request: GenerationRequest) -> Sequence:
-        threads = self._intake.of(request.params)
-        return await self._loop.run_in_executor(threads, self._ready().prepare, request)
+        return await self._aside(self._intake.of(request.prompt, request.params), partial(self._ready().prepare, request))
+
+    async def _aside(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
+        """Does this on one of the threads; `work` is told by `cancelled` when nobody waits for it any more."""
+        cancelled = threading.Event()
+        try:
+            return await self._loop.run_in_executor(threads, partial(work, cancelled=cancelled.is_set))
+        finally:
+            cancelled.set()
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""

@@ -117,7 +117,9 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
     """A text's tokens, or what these ids stand for."""
 
     number: int
-    tokens: list[TokenPiece]
+    ids: list[int]
+    pieces: list[TokenPiece]
+    """Each token of them once."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

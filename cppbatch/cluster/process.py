@@ -113,7 +113,10 @@ class EngineProcess(Opened):
         """As in `EngineClient`."""
         question = Tokenize(0, text, add_special, parse_special)
         answer = await self._ask_worker(GenerationRequest(id="", prompt=text), question)
-        return answer.tokens if isinstance(answer, Tokenized) else []
+        if not isinstance(answer, Tokenized):
+            return []
+        pieces = {token.id: token for token in answer.pieces}
+        return [pieces[token] for token in answer.ids]
 
     async def _ask_worker(self, request: GenerationRequest, question: Check | Tokenize) -> Checked | Tokenized | None:
         flight = self._take_off(request, question)

@@ -40,11 +40,10 @@ from cppbatch.cluster.messages import (
 from cppbatch.cluster.step_loop import StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
-from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Sequence
-from cppbatch.errors import CppBatchError, InvalidRequest
+from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
 
 log = logging.getLogger("cppbatch.worker")
 
@@ -90,10 +89,15 @@ class Worker:
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, (Submit, Check, Tokenize)):
             self._preparing.add(message.number)
-            params = SamplingParams() if isinstance(message, Tokenize) else message.request.params
-            self._intake.of(params).submit(self._prepare, message)
+            if isinstance(message, Tokenize):
+                threads = self._intake.of(message.text)
+            else:
+                threads = self._intake.of(message.request.prompt, message.request.params)
+            threads.submit(self._prepare, message)
         elif isinstance(message, Cancel):
             number = message.number
+            if number in self._preparing:
+                self._cancelled.add(number)
             self._steps.do(lambda engine: self._cancel(engine, number))
         elif isinstance(message, AskStats):
             self._steps.do(lambda engine: self._link.send(Stats(engine.stats())))
@@ -110,6 +114,8 @@ class Worker:
         except InvalidRequest as error:
             refused = Refused(number, error.field, error.message)
             self._steps.do(lambda engine: self._done(number, refused))
+        except RequestCancelled:
+            self._steps.do(lambda engine: self._done(number, _cancelled(number)))
         except Exception:
             _die(self._link, "preparing a request failed")
         else:
@@ -118,18 +124,27 @@ class Worker:
             self._box.prepares(slot, -1)
 
     def _prepared(self, message: Submit | Check | Tokenize) -> Callable[[BatchInferenceEngine], None]:
-        """What is to be done with it between two steps."""
+        """What is to be done with it between two steps. Raises `RequestCancelled` when it is not wanted any more."""
         number, engine = message.number, self._engine
+
+        def cancelled() -> bool:
+            return number in self._cancelled
+
+        if cancelled():
+            raise RequestCancelled("cancelled before it was prepared")
         answer: FromWorker
         if isinstance(message, Submit):
-            sequence = engine.prepare(message.request, message.progress)
+            sequence = engine.prepare(message.request, message.progress, cancelled=cancelled)
             return lambda engine: self._add(engine, number, sequence)
         if isinstance(message, Check):
-            engine.prepare(message.request)
+            engine.prepare(message.request, cancelled=cancelled)
             answer = Checked(number)
         else:
             special = {"add_special": message.add_special, "parse_special": message.parse_special}
-            answer = Tokenized(number, engine.tokens(message.text, **special))
+            tokens = engine.tokens(message.text, **special, cancelled=cancelled)
+            answer = Tokenized(
+                number, [token.id for token in tokens], list({token.id: token for token in tokens}.values())
+            )
         return lambda engine: self._done(number, answer)
 
     # --- between two steps ------------------------------------------------------------------------------------------
@@ -137,9 +152,7 @@ class Worker:
     def _add(self, engine: BatchInferenceEngine, number: int, sequence: Sequence) -> None:
         self._preparing.discard(number)
         if number in self._cancelled:
-            self._cancelled.discard(number)
-            event = GenerationEvent(request_id=sequence.id, finish_reason=FinishReason.CANCELLED)
-            self._link.send(Events([event]))
+            self._done(number, _cancelled(number))
         else:
             engine.add(sequence)
 
@@ -149,8 +162,14 @@ class Worker:
         self._link.send(message)
 
     def _cancel(self, engine: BatchInferenceEngine, number: int) -> None:
-        if not engine.cancel(str(number)) and number in self._preparing:
-            self._cancelled.add(number)
+        engine.cancel(str(number))
+        if number not in self._preparing:  # it was added meanwhile, or has ended
+            self._cancelled.discard(number)
+
+
+def _cancelled(number: int) -> Events:
+    """The end of a request that was cancelled before it was the engine's."""
+    return Events([GenerationEvent(request_id=str(number), finish_reason=FinishReason.CANCELLED)])
 
 
 class _Slots:

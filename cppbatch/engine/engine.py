@@ -36,6 +36,7 @@ from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import News, Sequence, Status
 from cppbatch.engine.teller import Teller
 from cppbatch.engine.trace import Trace
+from cppbatch.engine.vocabulary import Cancelled, never
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
 from cppbatch.llama import Batch
 
@@ -108,32 +109,41 @@ class BatchInferenceEngine(Calls):
         """The loaded model."""
         return self._runtime.info
 
-    def prepare(self, request: GenerationRequest, progress: Progress | None = None) -> Sequence:
+    def prepare(
+        self, request: GenerationRequest, progress: Progress | None = None, *, cancelled: Cancelled = never
+    ) -> Sequence:
         """Tokenises and validates a request. Any thread may call this, until the engine is closed.
 
         `progress`: it goes on from there; with the same seed as if it had never run elsewhere (but for mirostat and
-        adaptive-p, which start to learn anew).
+        adaptive-p, which start to learn anew). `cancelled` is asked while a long text is tokenised.
 
         Raises `InvalidRequest` for what can never run: an empty prompt, unknown token ids, too many tokens, a bad
-        grammar; `EngineClosed`.
+        grammar; `RequestCancelled`; `EngineClosed`.
         """
         if self._closed:
             raise EngineClosed("the engine is closed")
-        sequence = self._intake.prepare(request)
+        sequence = self._intake.prepare(request, cancelled)
         if progress:
             sequence.resume(progress, perf_counter())
             self._outputs.resume(sequence)
         return sequence
 
     def tokens(
-        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+        self,
+        text: str | list[int],
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        cancelled: Cancelled = never,
     ) -> list[TokenPiece]:
         """A text's tokens, or what these ids stand for. Any thread may call this, until the engine is closed.
 
-        `add_special` adds BOS where the model wants it, `parse_special` reads control tokens as such. Raises
-        `InvalidRequest` for unknown ids.
+        `add_special` adds BOS where the model wants it, `parse_special` reads control tokens as such. `cancelled` is
+        asked while a long text is tokenised. Raises `InvalidRequest` for unknown ids; `RequestCancelled`.
         """
-        return self._intake.tokens(text, add_special=add_special, parse_special=parse_special)
+        return self._intake.tokens(
+            text, add_special=add_special, parse_special=parse_special, cancelled=cancelled
+        )
 
     def add(self, sequence: Sequence) -> None:
         """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `QueueFull`, `EngineClosed`."""

@@ -10,14 +10,15 @@ import numpy.typing as npt
 
 from cppbatch.engine.adapters import adapter_set
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import actual_seed
+from cppbatch.engine.params import actual_seed, token_ids
 from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece
 from cppbatch.engine.sampling.grammar import GrammarCompiler
 from cppbatch.engine.sampling.recipe import check_ids, make_recipe
 from cppbatch.engine.sequence import Sequence
-from cppbatch.engine.vocabulary import Tokens
+from cppbatch.engine.vocabulary import Cancelled, Tokens, never
 from cppbatch.errors import InvalidRequest
 
+_LEAST_BYTES = 1 << 16  # of a text that is tokenised, however short the context is
 _PLACES = re.compile(r"\{(query|document)\}")
 
 
@@ -30,11 +31,11 @@ class Intake:
         self._n_ctx = n_ctx
         self._grammars = GrammarCompiler(vocab.for_grammars)
 
-    def prepare(self, request: GenerationRequest) -> Sequence:
-        """Tokenises, validates, compiles a grammar. Raises `InvalidRequest` naming the field."""
+    def prepare(self, request: GenerationRequest, cancelled: Cancelled = never) -> Sequence:
+        """Tokenises, validates, compiles a grammar. Raises `InvalidRequest` naming the field, `RequestCancelled`."""
         arrived_at = perf_counter()
         self._check_task(request)
-        prompt = self._tokens(request.prompt)
+        prompt = self._tokens(request.prompt, cancelled)
         limit, n = self._info.max_sequence, len(prompt)
         if request.task == "embed":
             if n > limit:
@@ -57,14 +58,17 @@ class Intake:
         sequence.recipe, sequence.constraint = recipe, constraint
         return sequence
 
-    def tokens(self, text: str | list[int], *, add_special: bool, parse_special: bool) -> list[TokenPiece]:
-        """A text's tokens, or what these ids stand for. Raises `InvalidRequest` for unknown ids."""
+    def tokens(
+        self, text: str | list[int], *, add_special: bool, parse_special: bool, cancelled: Cancelled = never
+    ) -> list[TokenPiece]:
+        """A text's tokens, or what these ids stand for. Raises `InvalidRequest` for unknown ids, `RequestCancelled`."""
         if isinstance(text, str):
-            ids = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special).tolist()
+            options = {"add_special": add_special, "parse_special": parse_special, "cancelled": cancelled}
+            ids = self._vocab.tokenize(text, **options)
         else:
-            check_ids("tokens", text, self._vocab.n_tokens)
-            ids = text
-        return [TokenPiece(token, self._vocab.piece(token, special=True)) for token in ids]
+            ids = check_ids("tokens", token_ids("tokens", text), self._vocab.n_tokens)
+        pieces = {token: TokenPiece(token, self._vocab.piece(token, special=True)) for token in np.unique(ids).tolist()}
+        return [pieces[token] for token in ids.tolist()]
 
     def close(self) -> None:
         """Ends what it has started."""
@@ -88,21 +92,35 @@ class Intake:
         shared = "raise -c" if limit == self._n_ctx else "raise -c or lower -np"
         return f"this context holds {limit} ({shared} for more)"
 
-    def _tokens(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+    def _tokens(self, prompt: Prompt, cancelled: Cancelled) -> npt.NDArray[np.int32]:
+        self._refuse_long(prompt)
         if isinstance(prompt, str):
-            tokens = self._vocab.tokenize(prompt) if prompt else np.empty(0, np.int32)
+            tokens = self._vocab.tokenize(prompt, cancelled=cancelled) if prompt else np.empty(0, np.int32)
         elif isinstance(prompt, list):
-            check_ids("prompt", prompt, self._vocab.n_tokens)
-            tokens = np.array(prompt, np.int32)
-        elif isinstance(prompt, Pair) and self._info.pooling:
-            tokens = self._pair(prompt)
+            tokens = check_ids("prompt", prompt, self._vocab.n_tokens)
         else:
-            raise InvalidRequest("prompt", f"is {prompt!r}; it must be a string or a list of token ids")
+            tokens = self._pair(prompt)
         if len(tokens) == 0:  # some vocabularies make nothing of some texts
             raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
         return tokens
 
+    def _refuse_long(self, prompt: Prompt) -> None:
+        """What surely has too many tokens is not tokenised."""
+        limit = self._info.max_sequence
+        if isinstance(prompt, list):
+            if len(prompt) > limit:
+                raise InvalidRequest("prompt", f"has {len(prompt)} tokens, and {self._limit_text()}")
+            return
+        texts = [prompt] if isinstance(prompt, str) else [prompt.query, prompt.document]
+        n_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
+        most = max(_LEAST_BYTES, limit * self._vocab.longest_piece)
+        if n_bytes > most:
+            message = f"is {n_bytes:,} bytes long, which are more than {limit} tokens, and {self._limit_text()}"
+            raise InvalidRequest("prompt", message)
+
     def _pair(self, pair: Pair) -> npt.NDArray[np.int32]:
+        if self._info.pooling is None:
+            raise InvalidRequest("prompt", f"is {pair!r}; it must be a string or a list of token ids")
         if self._info.pooling != "rank":
             message = f"is a pair of texts, which is for rerankers; {self._info.name} embeds one text at a time"
             raise InvalidRequest("prompt", message)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import operator
 import secrets
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import msgspec
@@ -180,7 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _set_tuple(self, "stop", str, "a string or a list of strings")
         _set_tuple(self, "visible_tokens", str, "a list of strings")
         for name in ("stop_token_ids", "suppress_tokens"):
-            _set_tuple(self, name, int, "a list of token ids")
+            _set_tuple(self, name, Integral, "a list of token ids")
             msgspec.structs.force_setattr(self, name, tuple(token_ids(name, getattr(self, name))))
         _set_tuple(self, "dry_sequence_breakers", str, "a list of strings")
         _set_tuple(self, "samplers", str, "a list of names")
@@ -229,7 +229,7 @@ def actual_seed(wanted: int | None) -> int:
     return secrets.randbelow(_FRESH_SEEDS) if wanted is None or wanted == -1 else wanted % 2**64
 
 
-def token_ids(field: str, given: SequenceOf[Any]) -> SequenceOf[int]:
+def token_ids(field: str, given: Sequence[Any]) -> Sequence[int]:
     """What can be token ids of a model: int32, and not negative. Numpy's integers become Python's, for `msgspec`.
 
     Raises `InvalidRequest` naming the entry. Which ids a vocabulary has is for the engine to say.
@@ -293,8 +293,8 @@ def _check_bias(params: SamplingParams) -> None:
     for key, bias in params.logit_bias.items():
         if not isinstance(key, (int, str)) or isinstance(key, bool) or key == "":
             raise InvalidRequest("logit_bias", f"has the key {key!r}; keys are token ids or strings")
-        if isinstance(key, int):
-            token_ids("logit_bias", [key])
+        if isinstance(key, int) and not 0 <= key <= INT32_MAX:
+            raise InvalidRequest("logit_bias", f"has the token id {shown(key)}; they are 0 to {INT32_MAX}")
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
             raise InvalidRequest("logit_bias", f"is {shown(bias)} for {shown(key)}; it must be from -100 to 100")
 

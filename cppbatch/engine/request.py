@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from cppbatch.config import MOST_LORA_SCALE
-from cppbatch.engine.params import INT32_MAX, SamplingParams, instance, number
+from cppbatch.engine.params import INT32_MAX, SamplingParams, instance, number, shown, token_ids
 from cppbatch.errors import InvalidRequest
 
 _LONGEST_TIMEOUT = 30 * 24 * 3600  # seconds
@@ -81,6 +81,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     started (--lora)."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt, list):
+            msgspec.structs.force_setattr(self, "prompt", token_ids("prompt", self.prompt))
+        elif not isinstance(self.prompt, (str, Pair)):
+            raise InvalidRequest("prompt", f"is {shown(self.prompt)}; it must be a string or a list of token ids")
         number(self, "priority", *OPTION_RANGES["priority"], integer=True)
         for name in ("timeout", "queue_timeout"):
             if getattr(self, name) is not None:
@@ -97,13 +101,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def _check_lora(lora: object) -> None:
         """Whether there are such adapters is for the engine to say."""
         if not isinstance(lora, Mapping):
-            raise InvalidRequest("lora", f"is {lora!r:.200}; it must be an object of adapters and scales")
+            raise InvalidRequest("lora", f"is {shown(lora)}; it must be an object of adapters and scales")
         for key, scale in lora.items():
             if isinstance(key, bool) or not (isinstance(key, str) or (isinstance(key, int) and 0 <= key <= INT32_MAX)):
-                raise InvalidRequest("lora", f"has the key {key!r}; keys are an adapter's name, or its number from 0")
+                raise InvalidRequest("lora", f"has the key {shown(key)}; keys are an adapter's name, or its number from 0")
             if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_LORA_SCALE:
                 message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
-                raise InvalidRequest("lora", f"is {scale!r} for {key!r}; {message}")
+                raise InvalidRequest("lora", f"is {shown(scale)} for {shown(key)}; {message}")
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+
+Cancelled = Callable[[], bool]
+
+
+def never() -> bool:
+    """For requests that nobody cancels while they are prepared."""
+    return False
 
 
 class Tokens(Protocol):
@@ -15,9 +24,16 @@ class Tokens(Protocol):
     eog: frozenset[int]
     suppressed: frozenset[int]
     """Tokens that the model's file says must never come."""
+    longest_piece: int
+    """Bytes of text that one token stands for at most."""
 
-    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> npt.NDArray[np.int32]:
-        """The ids of a text, int32[n], with BOS where the model wants it, and control tokens read as such."""
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True, cancelled: Cancelled = never
+    ) -> npt.NDArray[np.int32]:
+        """The ids of a text, int32[n], with BOS where the model wants it, and control tokens read as such.
+
+        `cancelled` is asked now and then while that takes long. Raises `RequestCancelled`.
+        """
         ...
 
     def tokenize_pair(self, query: str, document: str) -> npt.NDArray[np.int32]:

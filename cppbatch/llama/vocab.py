@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.errors import LlamaError, ModelError, OutOfRange
+from cppbatch.errors import LlamaError, ModelError, OutOfRange, RequestCancelled
 from cppbatch.llama.grammars import grammar_tokenizer
 from cppbatch.llama.library import C
 from cppbatch.llama.sampler import DrySampler
+from cppbatch.llama.text_parts import TextParts, long_runs
 
 _MOST_DRY_SAMPLERS = 16
-_VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM = 0, 1, 2, 3
+_VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM = 0, 1, 2, 3, 4
 _INT32_MAX = 2**31 - 1
-
-
-_LONG_RUN = re.compile(r"\S{4000}|\s{4000}")
-"""Some BPE vocabularies split text with std::wregex, which recurses for each character and overflows the stack."""
-
-
-def _pieces_of(text: str) -> Iterator[str]:
-    start = 0
-    for run in _LONG_RUN.finditer(text):
-        yield text[start : run.end()]
-        start = run.end()
-    yield text[start:]
+_WORD_BYTES = 2048  # that one token may stand for where white space is dropped and unknown words are one token
 
 
 class Vocab:
@@ -56,7 +45,12 @@ class Vocab:
         """Ids of the tokens before a repository's name and a file's; -1 where there is none."""
         self.adds_bos: bool = C.llama_vocab_get_add_bos(handle)
         self._between_pair, self._after_pair = _pair_marks(handle)
-        is_eog = C.llama_vocab_is_eog
+        is_eog, text_of = C.llama_vocab_is_eog, C.llama_vocab_get_text
+        texts = [text_of(handle, token) for token in range(self.n_tokens)]
+        drops_spaces = C.llama_vocab_type(handle) in (_VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM)
+        self.longest_piece: int = max(_WORD_BYTES if drops_spaces else 1, *map(len, texts))
+        """Bytes of text that one token stands for at most."""
+        self._parts, self._plain_parts = _text_parts(handle, texts)
         self.eog = frozenset(token for token in range(self.n_tokens) if is_eog(handle, token))
         """Ids of every token that ends a generation."""
         self.suppressed = _suppressed(handle)
@@ -66,20 +60,36 @@ class Vocab:
         self._dry_samplers: OrderedDict[tuple[object, ...], DrySampler] = OrderedDict()
         self._lock = threading.Lock()
 
-    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> npt.NDArray[np.int32]:
+    def tokenize(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> npt.NDArray[np.int32]:
         """The ids of `text`, int32[n].
 
         `add_special` adds BOS (or EOS) where the model wants it; `parse_special` reads "<|im_start|>" and the like
         as the one token they name. A text that already starts with BOS does not get a second one. With BPE,
         a run of thousands of characters without a space is tokenised in parts.
+        `cancelled` is asked between the parts of a long text. Raises `RequestCancelled`, `OutOfRange`.
         """
-        parts: list[npt.NDArray[np.int32]] = []
-        for part in _pieces_of(text) if self._splits_by_regex else [text]:
-            raw = part.encode("utf-8", "replace")
-            if len(raw) > _INT32_MAX:
-                raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {_INT32_MAX}")
-            parts.append(self._tokenize(raw, len(raw) + 2, add_special and not parts, parse_special))
-        tokens = np.concatenate(parts)
+        parts = (self._parts if parse_special else self._plain_parts).of(text)
+        pieces = [piece for part in parts for piece in (long_runs(part) if self._splits_by_regex else [part])]
+        if len(pieces) == 1:
+            tokens = self._tokenize(text, add_special, parse_special)
+        else:
+            found = []
+            for piece in pieces:
+                if cancelled():
+                    raise RequestCancelled("cancelled while its text was tokenised")
+                found.append(self._tokenize(piece, False, parse_special))
+            tokens = np.concatenate(found)
+            if add_special:
+                around = self._tokenize("", True, parse_special)
+                n_before = int(self.adds_bos and len(around) > 0)
+                tokens = np.concatenate([around[:n_before], tokens, around[n_before:]])
         if add_special and self.adds_bos and len(tokens) > 1 and tokens[0] == tokens[1] == self.bos:
             tokens = tokens[1:]
         return tokens
@@ -94,16 +104,21 @@ class Vocab:
         parts = (before, texts[0], self._between_pair, texts[1], self._after_pair)
         return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
-    def _tokenize(self, raw: bytes, room: int, add_special: bool, parse_special: bool) -> npt.NDArray[np.int32]:
-        out = np.empty(room, np.int32)
-        pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        n = C.llama_tokenize(self.handle, raw, len(raw), pointer, room, add_special, parse_special)
-        if n == -_INT32_MAX - 1:
-            raise LlamaError("the text has too many tokens to count")
-        if n < 0:  # some vocabularies need more tokens than bytes: -n says how many
-            return self._tokenize(raw, -n, add_special, parse_special)
-        tokens: npt.NDArray[np.int32] = out[:n].copy()
-        return tokens
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> npt.NDArray[np.int32]:
+        raw = text.encode("utf-8", "replace")
+        if len(raw) > _INT32_MAX:
+            raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {_INT32_MAX}")
+        room = len(raw) + 2
+        while True:
+            out = np.empty(room, np.int32)
+            pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+            n = C.llama_tokenize(self.handle, raw, len(raw), pointer, room, add_special, parse_special)
+            if n == -_INT32_MAX - 1:
+                raise LlamaError("the text has too many tokens to count")
+            if n >= 0:
+                tokens: npt.NDArray[np.int32] = out[:n].copy()
+                return tokens
+            room = -n  # some vocabularies need more tokens than bytes
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token, possibly half a UTF-8 character; empty for control tokens, unless `special`."""
@@ -168,6 +183,23 @@ class Vocab:
     def close(self) -> None:
         """Called by the model when it goes: the vocabulary is part of it."""
         self._handle = self._grammar_tokenizer = None
+
+
+def _text_parts(handle: Any, texts: list[bytes]) -> tuple[TextParts, TextParts]:
+    """For texts in which special tokens are read, and for those in which only tokens are that users have defined."""
+    special, defined = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN, C.LLAMA_TOKEN_ATTR_USER_DEFINED
+    attributes = [C.llama_vocab_get_attr(handle, token) for token in range(len(texts))]
+
+    def of_kind(kind: int) -> TextParts:
+        known = [
+            (text.decode(), attribute)
+            for text, attribute in zip(texts, attributes, strict=True)
+            if attribute & kind and text.decode(errors="ignore").encode() == text
+        ]
+        cuts = (text for text, attribute in known if not attribute & C.LLAMA_TOKEN_ATTR_LSTRIP)
+        return TextParts((text for text, _ in known), cuts)
+
+    return of_kind(special | defined), of_kind(defined)
 
 
 def _pair_marks(handle: Any) -> tuple[list[int], list[int]]:
