@@ -88,6 +88,62 @@ def dies_of_texts(config: EngineConfig, progress: Progress) -> Runtime:
     return Runtime(runtime.context, vocab, runtime.info, runtime.sharing, runtime.close)
 
 
+class _SlowVocab(_Wrapped):
+    """Tokenising takes `seconds` more for each part of a text that is `slow`."""
+
+    def __init__(self, real: Any, slow: Callable[[str], bool], seconds: float) -> None:
+        super().__init__(real)
+        self._slow, self._seconds = slow, seconds
+
+    def tokenize(self, text: str, cancelled: Callable[[], bool] = lambda: False, **options: Any) -> Any:
+        def slowly() -> bool:
+            time.sleep(self._seconds)
+            return cancelled()
+
+        return self._real.tokenize(text, cancelled=slowly if self._slow(text) else cancelled, **options)
+
+
+def slow_texts(config: EngineConfig, progress: Progress) -> Runtime:
+    """As on a slow machine, for long ones."""
+    runtime = load_runtime(config, progress)
+    vocab: Any = _SlowVocab(runtime.vocab, lambda text: len(text) > 10_000, 0.1)
+    return Runtime(runtime.context, vocab, runtime.info, runtime.sharing, runtime.close)
+
+
+class _HangingVocab(_Wrapped):
+    def tokenize(self, text: str, **options: Any) -> Any:
+        if "poison" in text:
+            time.sleep(1000)
+        return self._real.tokenize(text, **options)
+
+
+def hangs_on_texts(config: EngineConfig, progress: Progress) -> Runtime:
+    """As a tokeniser with a quadratic part does."""
+    runtime = load_runtime(config, progress)
+    vocab: Any = _HangingVocab(runtime.vocab)
+    return Runtime(runtime.context, vocab, runtime.info, runtime.sharing, runtime.close)
+
+
+def slow_to_start(config: EngineConfig, progress: Progress) -> Runtime:
+    """The first step takes half a second."""
+    runtime = load_runtime(config, progress)
+    context: Any = _Wrapped(runtime.context)
+    waits = iter([0.5])
+
+    def decode(batch: Batch) -> None:
+        time.sleep(next(waits, 0))
+        runtime.context.decode(batch)
+
+    context.decode = decode
+    return _with_context(runtime, context)
+
+
+def kills_itself(config: EngineConfig, progress: Progress) -> Runtime:
+    """As the kernel does when memory runs out."""
+    runtime = load_runtime(config, progress)
+    return _with_context(runtime, _Poisoned(runtime.context, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
 def dies_while_loading(config: EngineConfig, progress: Progress) -> Runtime:
     """As a build for another CPU does."""
     progress(0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import sqlite3
 import time
@@ -122,6 +123,7 @@ def post_form(server: AppThread, body: bytes, kind: str = "multipart/form-data; 
 
 
 FILE_PART = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc\r\n'
+EMPTY_PART = b"--b\r\nContent-Disposition: form-data; name=a\r\n\r\n\r\n"
 PURPOSE_PART = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
 
 
@@ -141,6 +143,11 @@ def test_parts_may_come_in_any_order(server: AppThread) -> None:
         (b"nonsense", "multipart/form-data; boundary=b", "to its end"),
         (b"nonsense", "multipart/form-data", "to its end"),
         (b"{}", "application/json", "multipart/form-data"),
+        (PURPOSE_PART * 17 + b"--b--\r\n", "multipart/form-data; boundary=b", "Maximum segment count"),
+        (EMPTY_PART * 10_000 + b"--b--\r\n", "multipart/form-data; boundary=b", "Maximum segment count"),
+        (b"--b\r\n" + b"A: b\r\n" * 9, "multipart/form-data; boundary=b", "Maximum segment header count"),
+        (b"--b\r\n" + b"A" * 5000, "multipart/form-data; boundary=b", "Maximum segment header"),
+        (b"x" * 1000 + b"\r\n" + PURPOSE_PART + b"--b--\r\n", "multipart/form-data; boundary=b", "file: is required"),
     ],
 )
 def test_forms_that_are_none_are_refused_and_leave_nothing(
@@ -168,6 +175,29 @@ def test_a_file_that_is_too_large_is_refused_before_and_while_it_comes(server: A
             pass
     assert not answer or b" 413 " in answer
     assert not list((server_data(server) / "incoming").iterdir())
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [EMPTY_PART, b"\n", FILE_PART + PURPOSE_PART + b"--b--\r\n" + b"x" * 1000],
+    ids=["of parts", "before the first part", "behind the last part"],
+)
+def test_a_form_without_end_is_refused_and_holds_up_nobody(server: AppThread, piece: bytes) -> None:
+    answer, slowest = b"", 0.0
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as connection:
+        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode())
+        data = piece * (1 + 65536 // len(piece))
+        for _ in range(100):
+            connection.sendall(b"%x\r\n%s\r\n" % (len(data), data))
+            began = time.perf_counter()
+            urllib.request.urlopen(f"{server.url}/health", timeout=10).read()
+            slowest = max(slowest, time.perf_counter() - began)
+            if select.select([connection], [], [], 0)[0]:
+                answer = connection.recv(65536)
+                break
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 413 "))
+    assert slowest < 1  # mostly 3 ms; it was for ever
 
 
 def server_data(server: AppThread) -> Path:

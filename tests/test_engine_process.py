@@ -15,13 +15,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import zmq
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
-from cppbatch.cluster import link, supervisor
+from cppbatch.cluster import link, supervisor, worker_process
+from cppbatch.cluster.flight import Flight
 from cppbatch.cluster.process import EngineProcess
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
@@ -170,15 +172,45 @@ async def test_a_cancel_that_the_worker_did_not_live_to_carry_out_ends_the_reque
         assert rest[-1].finish_reason is FinishReason.CANCELLED
 
 
-async def test_a_bug_in_the_supervision_ends_requests_and_says_so(
+async def test_a_bug_in_the_supervision_costs_a_worker_and_no_request(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tiny_llama) as engine:
-        monkeypatch.setattr(engine, "worker_says", lambda message: 1 / 0)
-        (events,) = await together(engine, [request("a")])
-        assert events[-1].finish_reason is FinishReason.ERROR
-        assert "ZeroDivisionError" in (events[-1].error or "")
-        assert engine.health().status == "failed"
+        undisturbed = [told(events) for events in await together(engine, sixteen())]
+        real, n_said = engine.worker_says, 0
+
+        def worker_says(message: Any) -> None:
+            nonlocal n_said
+            n_said += 1
+            if n_said == 50:
+                raise ZeroDivisionError("a bug")
+            real(message)
+
+        monkeypatch.setattr(engine, "worker_says", worker_says)
+        assert [told(events) for events in await together(engine, sixteen())] == undisturbed
+        assert (engine._supervisor.restarts, engine.health().status) == (1, "ok")
+
+
+async def test_a_request_that_cannot_be_sent_fails_alone(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Flight.message
+
+    def message(flight: Flight) -> Any:
+        if flight.request.cache_salt == "bad":
+            raise OverflowError("can't serialize ints >= 2**64")
+        return real(flight)
+
+    monkeypatch.setattr(Flight, "message", message)
+    async with opened(tiny_llama) as engine:
+        bad = [msgspec.structs.replace(request(f"bad {i}"), cache_salt="bad") for i in range(20)]
+        answers = await asyncio.gather(*(run(engine, its) for its in [*bad, request("a")]), return_exceptions=True)
+        assert all(isinstance(answer, GenerationFailed) and "2**64" in str(answer) for answer in answers[:20])
+        assert isinstance(answers[20], list)
+        with pytest.raises(GenerationFailed):
+            await engine.check(bad[0])
+        assert engine.in_flight == 0
+        os.kill(pid_of(engine) or 0, signal.SIGKILL)
+        (events,) = await together(engine, [request("b")])
+        assert told(events)[3] is FinishReason.LENGTH
 
 
 # --- requests that kill workers ---------------------------------------------------------------------------------------
@@ -205,6 +237,69 @@ async def test_a_text_that_kills_the_tokeniser_fails_alone(tiny_llama: Path) -> 
         assert all(events[-1].finish_reason is FinishReason.LENGTH for events in others)
         with pytest.raises(GenerationFailed, match="3 times in a row"):
             await engine.check(request("bad", "this is poison"))
+
+
+async def test_a_prompt_whose_preparation_does_not_end_is_the_one_to_blame(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "_LONGEST_PREPARATION_S", 0.5)
+    async with opened(tiny_llama, "hangs_on_texts", step_timeout=1) as engine:
+        texts = [*(request(i, max_tokens=200) for i in range(6)), request("bad", "this is poison")]
+        *others, poisonous = await together(engine, texts)
+        assert "3 times in a row" in (poisonous[-1].error or "")
+        assert all(events[-1].finish_reason is FinishReason.LENGTH for events in others)
+
+
+LONG_TEXT = "<|im_end|>" * 5000
+
+
+async def test_a_cancelled_prompt_is_not_tokenised_to_its_end(tiny_llama: Path) -> None:
+    """Which takes 0.1 s for each part of it here."""
+    async with opened(tiny_llama, "slow_texts") as engine:
+        running = asyncio.ensure_future(run(engine, request("long", LONG_TEXT)))
+        await until(lambda: 0 in engine._supervisor.worker._box.preparing())  # type: ignore[union-attr]
+        running.cancel()
+        await until(lambda: not engine._supervisor.worker._box.preparing(), 5)  # type: ignore[union-attr]
+
+
+async def test_long_texts_hold_up_no_short_ones(tiny_llama: Path) -> None:
+    async with opened(tiny_llama, "slow_texts") as engine:
+        long = [asyncio.ensure_future(run(engine, request(f"long {i}", LONG_TEXT))) for i in range(4)]
+        await until(lambda: engine._supervisor.worker._box.preparing())  # type: ignore[union-attr]
+        for i in range(4):
+            (events,) = await asyncio.wait_for(together(engine, [request(i)]), 10)
+            assert events[-1].finish_reason is FinishReason.LENGTH
+        assert not any(each.done() for each in long)
+        for each in long:
+            each.cancel()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGUSR1"])
+async def test_a_worker_that_is_killed_from_outside_blames_nobody(tiny_llama: Path, how: str) -> None:
+    """Six times before anybody gets a token."""
+    async with opened(tiny_llama, "slow_to_start") as engine:
+        running = asyncio.ensure_future(together(engine, sixteen()))
+        killed: set[int] = set()
+        while len(killed) < 6:
+            await until(lambda: engine._supervisor.worker and engine._supervisor.worker._box.at_work())
+            killed.add(pid := pid_of(engine) or 0)
+            os.kill(pid, getattr(signal, how))
+            await until(lambda pid=pid: pid_of(engine) != pid)
+        ends = [events[-1] for events in await running]
+        assert {end.finish_reason for end in ends} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+async def test_a_kill_for_want_of_memory_is_a_requests_fault(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel's record tells it; and without such a record nobody can be cleared."""
+    counters = tmp_path / "vmstat"
+    monkeypatch.setattr(worker_process, "_KERNEL_COUNTERS", counters)
+    async with opened(tiny_llama, "kills_itself") as engine:
+        (events,) = await together(engine, [request("bad", [5, 6, POISON, 7])])
+        assert "3 times in a row" in (events[-1].error or "")
+    counters.write_text("nr_free_pages 5\noom_kill 7\n")
+    assert worker_process._oom_kills() == 7
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

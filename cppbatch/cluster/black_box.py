@@ -40,7 +40,7 @@ class BlackBox:
         self._numbers[_PREPARING + slot] = number
 
     def runs(self, numbers: list[int]) -> None:
-        """These requests are in the step that comes now."""
+        """These requests are computed in the step that comes now."""
         self._numbers[_RUNNING : _RUNNING + len(numbers)] = numbers
         self._numbers[_N_RUNNING] = len(numbers)
 
@@ -51,8 +51,12 @@ class BlackBox:
         """Goes up as long as the worker steps, or waits for something to do."""
         return int(self._numbers[_BEATS])
 
+    def preparing(self) -> list[int]:
+        """The requests that it prepares."""
+        numbers = self._numbers[_PREPARING:_RUNNING]
+        return numbers[numbers >= 0].tolist()
+
     def at_work(self) -> set[int]:
-        """The requests that it ran or prepared last."""
-        preparing = self._numbers[_PREPARING:_RUNNING]
+        """The requests that it computed something of, or prepared, last."""
         running = self._numbers[_RUNNING : _RUNNING + int(self._numbers[_N_RUNNING])]
-        return {*running.tolist(), *preparing[preparing >= 0].tolist()}
+        return {*running.tolist(), *self.preparing()}

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import Pair, Prompt
 
-_LONG = 1 << 16  # characters, or token ids
-N_THREADS = 5
+_LONG = 1 << 15  # characters, or token ids
 
 
 class IntakeThreads:

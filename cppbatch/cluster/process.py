@@ -187,6 +187,10 @@ class EngineProcess(Opened):
                     worker.send(flight.message())
                 except UnicodeEncodeError as error:
                     self._fail(flight, InvalidRequest("prompt", f"has half of a surrogate pair: {error}"))
+                except Exception as error:  # whatever is wrong with it, the others are to be sent
+                    log.exception("a request cannot be sent to the worker")
+                    message = f"the request cannot be sent to the engine ({type(error).__name__}: {error})"
+                    self._fail(flight, GenerationFailed(message))
 
     def _fail(self, flight: Flight, error: Exception) -> None:
         self._replay.ended(flight)

@@ -22,6 +22,7 @@ log = logging.getLogger("cppbatch.cluster")
 
 _LOAD_PATIENCE_S = 600  # without any progress; the self-check of a new machine takes some minutes at worst
 _MOST_FAILURES = 5  # deaths in a row, with nothing done in between, after which nobody is asked to wait any longer
+_MOST_FROM_OUTSIDE = 20  # as many of deaths that nothing in the worker has caused, as far as anybody can tell
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
 _STEADY_S = 60.0  # a worker that lived so long did not die of what its predecessor died of
 _BAD_CODE = ("SIGSEGV", "SIGILL", "SIGBUS")
@@ -54,22 +55,24 @@ class Supervisor:
         self.health = Health(status="loading")
         self.restarts = 0
         self._failures = 0  # in a row
+        self._from_outside = 0  # deaths in a row that somebody else has caused
         self._has_worked = False
         self._may_repack = config.use_extra_bufts
 
     def made_progress(self) -> None:
         """The worker did what it is there for."""
-        self._failures = 0
+        self._failures = self._from_outside = 0
         self._has_worked = True
 
     async def run(self) -> None:
         """For ever. Raises what keeps the first worker from loading its model: `CppBatchError`, `OSError`."""
         while True:
             at_work: set[int] = set()
+            from_outside = False
             try:
                 await self._one_life()
             except WorkerDied as death:
-                why, at_work = str(death), death.at_work
+                why, at_work, from_outside = str(death), death.at_work, death.from_outside
                 if self._tries_the_other_path(why):
                     path = "with" if self._config.use_extra_bufts else "without"
                     why = f"{why}; the next one tries it {path} the fast CPU path"
@@ -80,7 +83,12 @@ class Supervisor:
                 if self.info is None:
                     raise
                 why = f"the model could not be loaded again: {error}"
-            await self._recover(why, at_work)
+            except Exception as error:  # a bug on this side of the link: the next worker gets the same requests
+                if self.info is None:
+                    raise
+                log.exception("the supervision of the worker failed")
+                why = f"its supervision failed: {type(error).__name__}: {error}"
+            await self._recover(why, at_work, from_outside=from_outside)
 
     async def _one_life(self) -> None:
         """A worker from its start to its death. Raises `WorkerDied`, or why the model could not be loaded."""
@@ -97,7 +105,7 @@ class Supervisor:
             finally:
                 self.worker = None
                 if time.monotonic() - ready_at > _STEADY_S:
-                    self._failures = 0
+                    self._failures = self._from_outside = 0
         finally:
             await worker.end()
 
@@ -130,17 +138,26 @@ class Supervisor:
         self._config = msgspec.structs.replace(self._config, use_extra_bufts=is_plain)
         return True
 
-    async def _recover(self, why: str, at_work: set[int]) -> None:
-        """Tells everybody, and waits before the next attempt: the longer, the more have failed."""
+    async def _recover(self, why: str, at_work: set[int], *, from_outside: bool) -> None:
+        """Tells everybody, and waits before the next attempt: the longer, the more have failed.
+
+        A death from outside blames nobody. Only when one follows the other and no token comes in between, the cause
+        may be a request all the same: some programs kill whoever takes too much memory.
+        """
         self.restarts += 1
-        self._failures += 1
+        if from_outside and self._from_outside < _MOST_FROM_OUTSIDE:
+            self._from_outside += 1
+            at_work = set()
+        else:
+            self._failures += 1
+        n_in_a_row = self._failures + self._from_outside
         hopeless = self._failures >= _MOST_FAILURES
         if self.info is not None:
             self.health = Health(status="failed" if hopeless else "restarting", error=why)
-        log.error("the worker died (%s), number %d in a row; starting another one", why, self._failures)
-        last = f"{self._failures} workers died in a row, the last one: {why}"
+        log.error("the worker died (%s), number %d in a row; starting another one", why, n_in_a_row)
+        last = f"{n_in_a_row} workers died in a row, the last one: {why}"
         self._owner.worker_died(at_work, last if hopeless else None)
-        await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._failures))
+        await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**n_in_a_row))
 
 
 def _error(message: LoadFailed) -> CppBatchError:

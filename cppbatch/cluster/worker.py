@@ -42,6 +42,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
+from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Sequence
 from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
 
@@ -62,8 +63,8 @@ class Worker:
         self._slots = _Slots()
         self._cancelled: set[int] = set()  # while they were being prepared
         self._preparing: set[int] = set()
-        self._last_running: list[int] = []
-        engine.on_plan = self._note_who_runs
+        self._last_computed: list[int] = []
+        engine.on_plan = self._note_what_is_computed
         engine.survives_failures = False
 
     def run(self) -> None:
@@ -71,11 +72,12 @@ class Worker:
         threading.Thread(target=self._receive, name="cppbatch-receiver", daemon=True).start()
         self._steps.run(self._engine)
 
-    def _note_who_runs(self) -> None:
-        running = [int(sequence.id) for sequence in self._engine.running]
-        if running != self._last_running:
-            self._box.runs(running)
-            self._last_running = running
+    def _note_what_is_computed(self, plan: StepPlan) -> None:
+        """Sequences that only hold a place are left out: whatever happens now is none of their doing."""
+        computed = [int(sequence.id) for sequence, _ in plan.chunks]
+        if computed != self._last_computed:
+            self._box.runs(computed)
+            self._last_computed = computed
 
     # --- the receiver's thread --------------------------------------------------------------------------------------
 
@@ -227,8 +229,9 @@ def _runtime(setup: WorkerSetup, progress: Progress) -> Runtime | None:
 
 def main() -> None:
     """Reads its setup from the standard input, loads the model, serves."""
-    for name in (signal.SIGINT, signal.SIGTERM):  # both go to the server's process too, which says when to end
-        signal.signal(name, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # they go to the server's process too, which says when to end
+        if hasattr(signal, name):  # Windows has no SIGHUP
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)
     _end_with_parent(setup.folder)
     link = WorkerLink(setup)

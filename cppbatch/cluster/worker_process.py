@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 
 from cppbatch.cluster.black_box import BlackBox
 from cppbatch.cluster.link import ServerLink, can_use_files
@@ -27,12 +28,22 @@ _TICKS = 20  # looks at the heartbeat within the time it may take
 Result = TypeVar("Result")
 
 
-class WorkerDied(Exception):
-    """Says how. `at_work`: the numbers of the requests it had in hand."""
+_LONGEST_PREPARATION_S = 60.0  # of one request: reading a grammar may take 10 s, and a busy machine more
+_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
+"""Signals that nothing in a worker sends: somebody else has ended it, or the kernel, which keeps a record."""
+_KERNEL_COUNTERS = Path("/proc/vmstat")
 
-    def __init__(self, how: str, at_work: set[int]) -> None:
+
+class WorkerDied(Exception):
+    """Says how. `at_work`: the numbers of the requests it had in hand; of these one may be to blame.
+
+    `from_outside`: none of them is. Somebody has killed or stopped the worker.
+    """
+
+    def __init__(self, how: str, at_work: set[int], *, from_outside: bool = False) -> None:
         super().__init__(how)
         self.at_work = at_work
+        self.from_outside = from_outside
 
 
 class WorkerProcess:
@@ -43,6 +54,7 @@ class WorkerProcess:
         self._link = link
         self._box = box
         self._process = process
+        self._oom_kills = _oom_kills()
 
     @classmethod
     async def start(cls, config: EngineConfig, runtime: str | None) -> WorkerProcess:
@@ -87,27 +99,44 @@ class WorkerProcess:
             self._link.connect(message)
         return message
 
-    async def _died(self) -> str:
+    async def _died(self) -> WorkerDied:
         """Waits for its death and says how it came."""
         code = await self._process.wait()
         if code >= 0:
-            return f"exit code {code}" if code < 0xC0000000 else f"exception {code:#x}"
+            how = f"exit code {code}" if code < 0xC0000000 else f"exception {code:#x}"
+            return WorkerDied(how, self._box.at_work())
         try:
-            return f"killed by {signal.Signals(-code).name}"
+            name = signal.Signals(-code).name
         except ValueError:
-            return f"killed by signal {-code}"
+            name = f"signal {-code}"
+        if name == "SIGKILL" and (self._oom_kills is None or _oom_kills() != self._oom_kills):
+            return WorkerDied("killed by SIGKILL, as the kernel does when memory runs out", self._box.at_work())
+        return WorkerDied(f"killed by {name}", self._box.at_work(), from_outside=name in _OUTSIDE)
 
-    async def _hung(self, seconds: float) -> str:
-        """Waits until its heart has not beaten for so long.
+    async def _hung(self, seconds: float) -> WorkerDied:
+        """Waits until it has shown no sign of life for so long, or has prepared one request for that long.
 
         Counted in looks at it, not by the clock: when this process was stopped as well, nothing can be said.
         """
         beats, missed = self._box.beats, 0
+        seen: dict[int, int] = {}  # requests that are being prepared: in how many looks
+        longest = max(seconds, _LONGEST_PREPARATION_S)
         while missed < _TICKS:
             await asyncio.sleep(seconds / _TICKS)
             missed = missed + 1 if self._box.beats == beats else 0
             beats = self._box.beats
-        return f"it showed no sign of life for {seconds:.0f} s"
+            seen = {number: seen.get(number, 0) + 1 for number in self._box.preparing()}
+            for number, looks in seen.items():
+                if looks * seconds / _TICKS > longest:
+                    return WorkerDied(f"it prepared a request for more than {longest:.0f} s", {number})
+        if self._is_stopped():
+            return WorkerDied(f"it was stopped (SIGSTOP) for {seconds:.0f} s", set(), from_outside=True)
+        return WorkerDied(f"it showed no sign of life for {seconds:.0f} s", self._box.at_work())
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED)
+        return False
 
     async def watched(self, work: Coroutine[Any, Any, Result], patience: float) -> Result:
         """What `work` returns. Raises `WorkerDied` when the process dies before, or hangs for `patience` seconds."""
@@ -119,7 +148,7 @@ class WorkerProcess:
                 await asyncio.wait([working], timeout=_LAST_WORDS_S)
             if working.done():
                 return working.result()
-            raise WorkerDied(dying.result() if dying.done() else hanging.result(), self._box.at_work())
+            raise dying.result() if dying.done() else hanging.result()
         except msgspec.DecodeError as error:
             raise WorkerDied(f"it sent what is no message: {error}", self._box.at_work()) from error
         finally:
@@ -133,3 +162,13 @@ class WorkerProcess:
         await self._process.wait()
         self._link.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _oom_kills() -> int | None:
+    """How many processes the kernel has killed for want of memory since it started; None where it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in _KERNEL_COUNTERS.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None

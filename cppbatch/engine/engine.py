@@ -99,8 +99,8 @@ class BatchInferenceEngine(Calls):
         self._closed = False
         self.survives_failures = True
         """When a batch cannot be computed, end its sequences and go on with the others; else `step` raises."""
-        self.on_plan: Callable[[], object] = lambda: None
-        """Called in every step when it is known who runs, before llama.cpp computes anything."""
+        self.on_plan: Callable[[StepPlan], object] = lambda plan: None
+        """Called in every step when it is known what it computes, before llama.cpp does anything."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class BatchInferenceEngine(Calls):
         self.metrics.begin_step()
         with self._or_start_over():
             plan = self._plan()
-            self.on_plan()
+            self.on_plan(plan)
             self.kv.apply()
             if plan.chunks:
                 refill(self._batch, plan)
