@@ -15,6 +15,9 @@ MOST_NESTED = 128
 """Lists and objects within each other. Python's own limit is for the whole stack, so code that walks a value later,
 with more of the stack in use, would fail where decoding did not."""
 
+_MOST_MEMBERS = 100_000  # of all objects; decoding them takes some 60 ms, with Python's lock held
+_MOST_VALUES = 500_000  # of all lists, as token ids
+_SMALL = 1 << 18  # bytes, of which not enough values can be made to hold up anybody
 _CHUNK = 1 << 20  # bytes at once
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 
@@ -76,6 +79,15 @@ def _escaped(data: Bytes, first: bool) -> Mask:
     return hidden
 
 
-def is_deep(text: bytes) -> bool:
-    """Whether a JSON text is nested more than `MOST_NESTED` deep."""
-    return text.count(b"[") + text.count(b"{") > MOST_NESTED and json_shape(text).depth > MOST_NESTED
+def excess(text: bytes) -> str | None:
+    """What a JSON text has too much of, as the end of a sentence; None: it may be decoded."""
+    if len(text) <= _SMALL and text.count(b"[") + text.count(b"{") <= MOST_NESTED:
+        return None
+    shape = json_shape(text)
+    if shape.depth > MOST_NESTED:
+        return f"has lists and objects nested more than {MOST_NESTED} deep"
+    if shape.members > _MOST_MEMBERS:
+        return f"has {shape.members:,} members of objects; {_MOST_MEMBERS:,} may be"
+    if shape.values > _MOST_VALUES:
+        return f"has {shape.values:,} values; {_MOST_VALUES:,} may be"
+    return None

@@ -18,8 +18,8 @@ from cppbatch.errors import ConfigError
 from cppbatch.jobs.hashing import hash64
 from cppbatch.jobs.inputs import InputReader, input_form
 from cppbatch.jobs.items import Item, Refused
-from cppbatch.json_bounds import MOST_NESTED
 from cppbatch.jobs.lines import LONGEST_LINE
+from cppbatch.json_bounds import MOST_NESTED
 
 URLS = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
 in_same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)

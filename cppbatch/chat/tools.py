@@ -11,6 +11,7 @@ from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
 
+_MOST_TOOLS = 1024  # OpenAI's API takes 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -34,13 +35,17 @@ def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
     Raises `InvalidRequest` for a name that is none, is there twice, or that no tool has, and when a call is required
     of no tools.
     """
+    if len(tools) > _MOST_TOOLS:
+        raise InvalidRequest("tools", f"has {len(tools):,} tools; {_MOST_TOOLS:,} may be")
     names = [tool["function"]["name"] for tool in tools]
+    earlier: set[str] = set()
     for i, name in enumerate(names):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             message = f"is {name!r:.80}; it must be 1 to 64 letters, digits, underscores or hyphens"
             raise InvalidRequest(f"tools[{i}].function.name", message)
-        if name in names[:i]:
+        if name in earlier:
             raise InvalidRequest(f"tools[{i}].function.name", f"is {name!r}, as an earlier one is")
+        earlier.add(name)
     if choice.mode == "none":
         return []
     if choice.mode == "required" and not tools:

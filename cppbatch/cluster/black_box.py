@@ -53,8 +53,7 @@ class BlackBox:
 
     def preparing(self) -> list[int]:
         """The requests that it prepares."""
-        numbers = self._numbers[_PREPARING:_RUNNING]
-        return numbers[numbers >= 0].tolist()
+        return [int(number) for number in self._numbers[_PREPARING:_RUNNING] if number >= 0]
 
     def at_work(self) -> set[int]:
         """The requests that it computed something of, or prepared, last."""

@@ -9,7 +9,7 @@ import msgspec
 
 from cppbatch.cluster.mailbox import Mailbox
 from cppbatch.cluster.messages import Check, Checked, Submit, Tokenize, Tokenized
-from cppbatch.engine.params import actual_seed
+from cppbatch.engine.params import actual_seed, replaced
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, Progress
 
 
@@ -18,9 +18,9 @@ class Flight:
 
     def __init__(self, number: int, request: GenerationRequest, question: Check | Tokenize | None = None) -> None:
         """`question`: asked in place of running the request; `answer` is what a worker says to it."""
-        params = msgspec.structs.replace(request.params, seed=actual_seed(request.params.seed))  # the same everywhere
+        params = replaced(request.params, seed=actual_seed(request.params.seed))  # the same everywhere
         self.number = number
-        self.request = msgspec.structs.replace(request, params=params)
+        self.request = replaced(request, params=params)
         self._question = question
         self.answer: Checked | Tokenized | None = None
         self.mailbox = Mailbox()
@@ -39,7 +39,7 @@ class Flight:
             age=perf_counter() - self._arrived_at,
             first_token_seconds=max(0.0, self._first_token_at - self._arrived_at),
         )
-        request = msgspec.structs.replace(self.request, id=str(self.number))
+        request = replaced(self.request, id=str(self.number))
         return Submit(self.number, request, progress)
 
     def take(self, event: GenerationEvent) -> None:

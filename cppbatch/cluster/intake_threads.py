@@ -5,9 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import Pair, Prompt
-
-_LONG = 1 << 15  # characters, or token ids
+from cppbatch.engine.request import Prompt, is_long
 
 
 class IntakeThreads:
@@ -20,8 +18,7 @@ class IntakeThreads:
 
     def of(self, prompt: Prompt, params: SamplingParams | None = None) -> ThreadPoolExecutor:
         """The threads that prepare such a request."""
-        size = len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)
-        if size > _LONG:
+        if is_long(prompt):
             return self._long_texts
         return self._grammars if params and params.is_constrained else self._texts
 

@@ -26,6 +26,7 @@ from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Sequence
@@ -99,7 +100,7 @@ class LocalEngine(Opened):
         self._mailboxes[stream.number] = stream.mailbox
         running = False
         try:
-            sequence = await self._prepare(msgspec.structs.replace(request, id=stream.number))
+            sequence = await self._prepare(replaced(request, id=stream.number))
             if stream.cancelled:
                 yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
                 return
@@ -115,7 +116,9 @@ class LocalEngine(Opened):
                 self._steps.do(lambda engine: engine.cancel(stream.number))
 
     async def _prepare(self, request: GenerationRequest) -> Sequence:
-        return await self._aside(self._intake.of(request.prompt, request.params), partial(self._ready().prepare, request))
+        return await self._aside(
+            self._intake.of(request.prompt, request.params), partial(self._ready().prepare, request)
+        )
 
     async def _aside(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
         """Does this on one of the threads; `work` is told by `cancelled` when nobody waits for it any more."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import SamplingParams, replaced
 from cppbatch.engine.request import Completion, GenerationEvent, TokenLogprob
 from cppbatch.engine.vectors import Vector, vector_of
 from cppbatch.errors import GenerationFailed, InvalidRequest
@@ -40,7 +39,7 @@ def n_candidates(n: int, best_of: int | None) -> int:
 def expand(params: list[SamplingParams], n: int, *, ranked: bool) -> list[SamplingParams]:
     """`n` for each, in order; `ranked`: with the log-probabilities by which they will be."""
     if ranked:
-        params = [its if its.logprobs is not None else msgspec.structs.replace(its, logprobs=0) for its in params]
+        params = [its if its.logprobs is not None else replaced(its, logprobs=0) for its in params]
     return [seeded(its, i) for its in params for i in range(n)]
 
 
@@ -48,7 +47,7 @@ def seeded(params: SamplingParams, i: int) -> SamplingParams:
     """The params of the i-th of several completions: given seeds count up, so that they differ and can be had again."""
     if i == 0 or params.seed is None or params.seed == -1:
         return params
-    return msgspec.structs.replace(params, seed=(params.seed + i) % 2**64)
+    return replaced(params, seed=(params.seed + i) % 2**64)
 
 
 def mean_logprob(logprobs: list[TokenLogprob], n_tokens: int) -> float:

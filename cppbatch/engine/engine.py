@@ -141,9 +141,7 @@ class BatchInferenceEngine(Calls):
         `add_special` adds BOS where the model wants it, `parse_special` reads control tokens as such. `cancelled` is
         asked while a long text is tokenised. Raises `InvalidRequest` for unknown ids; `RequestCancelled`.
         """
-        return self._intake.tokens(
-            text, add_special=add_special, parse_special=parse_special, cancelled=cancelled
-        )
+        return self._intake.tokens(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `QueueFull`, `EngineClosed`."""

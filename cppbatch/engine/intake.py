@@ -63,8 +63,7 @@ class Intake:
     ) -> list[TokenPiece]:
         """A text's tokens, or what these ids stand for. Raises `InvalidRequest` for unknown ids, `RequestCancelled`."""
         if isinstance(text, str):
-            options = {"add_special": add_special, "parse_special": parse_special, "cancelled": cancelled}
-            ids = self._vocab.tokenize(text, **options)
+            ids = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
         else:
             ids = check_ids("tokens", token_ids("tokens", text), self._vocab.n_tokens)
         pieces = {token: TokenPiece(token, self._vocab.piece(token, special=True)) for token in np.unique(ids).tolist()}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from cppbatch.errors import InvalidRequest
+
+Checked = TypeVar("Checked", bound=msgspec.Struct)
 
 INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-3  # dividing logits by less would overflow float32
@@ -19,11 +22,12 @@ MOST_LOGPROBS = 20
 _LONGEST_STOP, _MOST_STOP_LETTERS = 512, 16_384
 _FRESH_SEEDS = 2**32  # few enough for every JSON parser
 _MOST_VISIBLE = 64  # each is tokenised
-_MOST_BIASES = 32_768  # each is looked at one by one; `suppress_tokens` bans any number of tokens
+MOST_BIASES = 32_768  # each is looked at one by one; `suppress_tokens` bans any number of tokens
 _MOST_BREAKERS = 32  # each is looked for in the whole vocabulary
 _LONGEST_SHOWN = 200  # letters of a value in an error's message
 _SHOWN_DIGITS = 40
 _LONGEST_SHOWN_INT = 10**_SHOWN_DIGITS  # Python refuses to write integers of thousands of digits
+_LONGEST_GRAMMAR = 128 << 10  # letters; compiling takes about a second for so many
 _LONGEST_BREAKER = 40  # letters: llama.cpp cuts DRY's breakers there
 
 SAMPLERS = (
@@ -224,6 +228,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.echo and self.logprobs is not None
 
 
+def replaced(request: Checked, **values: Any) -> Checked:
+    """A copy of a request or of its params with other values, which are known to be good: nothing is checked again."""
+    copied = copy.copy(request)
+    for name, value in values.items():
+        msgspec.structs.force_setattr(copied, name, value)
+    return copied
+
+
 def actual_seed(wanted: int | None) -> int:
     """The seed to use, 0 to 2**64 - 1: a fresh one when none is wanted."""
     return secrets.randbelow(_FRESH_SEEDS) if wanted is None or wanted == -1 else wanted % 2**64
@@ -239,9 +251,11 @@ def token_ids(field: str, given: Sequence[Any]) -> Sequence[int]:
             operator.index(token) if hasattr(token, "__index__") and not isinstance(token, bool) else token
             for token in given
         ]
-    if set(map(type, given)) <= {int} and 0 <= min(given, default=0) and max(given, default=0) <= INT32_MAX:
+    if set(map(type, given)) <= {int} and min(given, default=0) >= 0 and max(given, default=0) <= INT32_MAX:
         return given
-    i, token = next((i, token) for i, token in enumerate(given) if type(token) is not int or not 0 <= token <= INT32_MAX)
+    i, token = next(
+        (i, token) for i, token in enumerate(given) if type(token) is not int or not 0 <= token <= INT32_MAX
+    )
     raise InvalidRequest(f"{field}[{i}]", f"is {shown(token)}; token ids are 0 to {INT32_MAX}")
 
 
@@ -287,8 +301,8 @@ def _check_bias(params: SamplingParams) -> None:
     if not isinstance(params.logit_bias, Mapping):
         message = f"is {shown(params.logit_bias)}; it must be an object of token ids (or strings) and biases"
         raise InvalidRequest("logit_bias", message)
-    if len(params.logit_bias) > _MOST_BIASES:
-        message = f"has {len(params.logit_bias):,} entries; {_MOST_BIASES:,} may be (suppress_tokens bans any number)"
+    if len(params.logit_bias) > MOST_BIASES:
+        message = f"has {len(params.logit_bias):,} entries; {MOST_BIASES:,} may be (suppress_tokens bans any number)"
         raise InvalidRequest("logit_bias", message)
     for key, bias in params.logit_bias.items():
         if not isinstance(key, (int, str)) or isinstance(key, bool) or key == "":
@@ -312,6 +326,11 @@ def _check_grammars(params: SamplingParams) -> None:
             raise InvalidRequest("guided_choice", "must have at least one string, and none that is empty")
     if params.json_schema is not None:
         msgspec.structs.force_setattr(params, "json_schema", _schema_text(params.json_schema))
+    for name in given:
+        value = getattr(params, name)
+        n_letters = len(value) if isinstance(value, str) else sum(map(len, value))
+        if n_letters > _LONGEST_GRAMMAR:
+            raise InvalidRequest(name, f"has {n_letters:,} letters; the limit is {_LONGEST_GRAMMAR:,}")
 
 
 def _schema_text(schema: object) -> str:

@@ -48,6 +48,14 @@ class Pair(msgspec.Struct, frozen=True):
 Prompt = str | list[int] | Pair
 """Text; token ids, which are used as they are; or what a reranker compares."""
 
+_LONG = 1 << 15  # characters, or token ids
+
+
+def is_long(prompt: Prompt) -> bool:
+    """Whether preparing it takes so long that nobody should wait behind it."""
+    return (len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)) > _LONG
+
+
 Task = Literal["generate", "embed"]
 
 
@@ -104,7 +112,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("lora", f"is {shown(lora)}; it must be an object of adapters and scales")
         for key, scale in lora.items():
             if isinstance(key, bool) or not (isinstance(key, str) or (isinstance(key, int) and 0 <= key <= INT32_MAX)):
-                raise InvalidRequest("lora", f"has the key {shown(key)}; keys are an adapter's name, or its number from 0")
+                raise InvalidRequest(
+                    "lora", f"has the key {shown(key)}; keys are an adapter's name, or its number from 0"
+                )
             if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_LORA_SCALE:
                 message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
                 raise InvalidRequest("lora", f"is {shown(scale)} for {shown(key)}; {message}")

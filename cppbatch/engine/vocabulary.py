@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-
 Cancelled = Callable[[], bool]
 
 

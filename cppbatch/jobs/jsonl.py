@@ -7,7 +7,7 @@ import msgspec
 from cppbatch.jobs.hashing import hash64
 from cppbatch.jobs.items import Item, Json, Refused
 from cppbatch.jobs.requests import Requests, Unusable, checked_id, line_name, not_text, shown
-from cppbatch.json_bounds import MOST_NESTED, is_deep
+from cppbatch.json_bounds import excess
 
 _PROMPTS = ("prompt", "messages", "input")
 _decode = msgspec.json.Decoder().decode
@@ -32,8 +32,8 @@ def json_item(number: int, line: bytes, requests: Requests) -> Item | Refused:
 
 
 def _decoded(line: bytes) -> Json:
-    if is_deep(line):
-        raise Unusable("invalid_json", f"has lists and objects nested more than {MOST_NESTED} deep")
+    if too_much := excess(line):
+        raise Unusable("invalid_json", too_much)
     try:
         record = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -13,13 +13,11 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.json_bounds import MOST_NESTED, is_deep, json_shape
+from cppbatch.json_bounds import excess
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _LARGE = 1 << 18  # bytes, from which on a body is parsed on another thread
-_MOST_MEMBERS = 100_000  # of all objects of a body; decoding them takes some 60 ms, with Python's lock held
-_MOST_VALUES = 2_000_000  # of all lists, as token ids; some 50 ms
 
 
 async def read_json(request: web.Request, kind: type[Body]) -> Body:
@@ -33,25 +31,14 @@ async def read_json(request: web.Request, kind: type[Body]) -> Body:
 
 def parse(body: bytes, kind: type[Body]) -> Body:
     """Reads a request's JSON. Raises `InvalidRequest` naming the field at fault."""
-    if is_deep(body):
-        raise InvalidRequest("body", f"has lists and objects nested more than {MOST_NESTED} deep")
-    if len(body) > _LARGE:
-        _refuse_wide(body)
+    if too_much := excess(body):
+        raise InvalidRequest("body", too_much)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(body, error) from error
-
-
-def _refuse_wide(body: bytes) -> None:
-    """Decoding holds Python's lock to its end, and takes the longer the more values there are, not bytes."""
-    shape = json_shape(body)
-    if shape.members > _MOST_MEMBERS:
-        raise InvalidRequest("body", f"has {shape.members:,} members of objects; {_MOST_MEMBERS:,} may be")
-    if shape.values > _MOST_VALUES:
-        raise InvalidRequest("body", f"has {shape.values:,} values; {_MOST_VALUES:,} may be")
 
 
 def convert(value: Any, kind: type[Body], field: str = "", *, from_text: bool = False) -> Body:

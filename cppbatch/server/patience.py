@@ -10,6 +10,7 @@ from time import perf_counter
 import msgspec
 
 from cppbatch.cluster.client import EngineClient
+from cppbatch.engine.params import replaced
 from cppbatch.engine.request import GenerationEvent, GenerationRequest
 from cppbatch.errors import QueueFull
 
@@ -57,7 +58,7 @@ def _later(request: GenerationRequest, waited: float) -> GenerationRequest:
         for name in ("timeout", "queue_timeout")
         if (seconds := getattr(request, name)) is not None
     }
-    return msgspec.structs.replace(request, **left) if left else request
+    return replaced(request, **left) if left else request
 
 
 def _since(event: GenerationEvent, waited: float) -> GenerationEvent:

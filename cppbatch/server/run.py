@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 
 from cppbatch.cluster.client import EngineClient
-from cppbatch.engine.request import GenerationEvent, GenerationRequest
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, is_long
 
 _EVENTS_AHEAD = 2  # of each request, that a slow reader has not taken yet; then its requests wait
 
@@ -23,11 +23,13 @@ async def run(
     """Runs the requests at once and yields (index, event) as events come; closing it cancels all of them.
 
     `check`: nothing starts before every prompt is known to be good, so that a stream is refused whole or not at all.
+    Long prompts are always checked first: a copy of them goes to the engine with each request.
     When one of them raises all the same, the others are cancelled and the exception is raised here.
     """
-    if check and len(requests) > 1:
+    if len(requests) > 1:
         for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
-            await client.check(request)
+            if check or is_long(request.prompt):
+                await client.check(request)
     async with contextlib.aclosing(merge(client.submit, requests)) as merged:
         async for item in merged:
             yield item

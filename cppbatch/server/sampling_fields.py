@@ -194,10 +194,12 @@ _OWN_FIELDS = ("id", "prompt", "params")
 
 
 def _by_number(lora: list[LoraScale]) -> dict[int, float]:
+    scales: dict[int, float] = {}
     for i, entry in enumerate(lora):
-        if entry.id in (earlier.id for earlier in lora[:i]):
+        if entry.id in scales:
             raise InvalidRequest(f"lora[{i}].id", f"is {entry.id} for the second time")
-    return {entry.id: entry.scale for entry in lora}
+        scales[entry.id] = entry.scale
+    return scales
 
 
 def _count(field: str, given: int | None) -> int:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 
-from cppbatch.chat.format import ChatFormat
+from cppbatch.chat.format import ChatFormat, Turn
 from cppbatch.chat.template import ChatTemplate
+from cppbatch.chat.tools import ToolChoice
 from cppbatch.cluster.client import EngineClient
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.errors import InvalidRequest
 from cppbatch.server.errors import ModelNotFound
 from cppbatch.server.limits import Limits
 from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.server.settings import ServerSettings
+
+Json = dict[str, Any]
 
 
 class Serving:
@@ -56,7 +63,29 @@ class Serving:
         """The chat template in use: --chat-template, or the model's own. None: ChatML."""
         return self.settings.chat_template or self.info.chat_template
 
-    async def chat(self) -> ChatFormat:
+    def check_count(self, field: str, messages: Sequence[object]) -> None:
+        """Raises `InvalidRequest` for more messages than the context has room for, each being a token at least."""
+        most = self.info.max_sequence
+        if len(messages) > most:
+            raise InvalidRequest(field, f"has {len(messages):,} messages; the context holds {most:,} tokens")
+
+    async def turn(
+        self,
+        messages: list[Json],
+        *,
+        tools: list[Json],
+        choice: ToolChoice,
+        schema: Json | bool | None,
+        variables: Json,
+        goes_on: bool | None = None,
+    ) -> Turn:
+        """`ChatFormat.turn`, on another thread: templates are programs, and conversations may be long."""
+        chat = await self._format()
+        return await asyncio.to_thread(
+            chat.turn, messages, tools=tools, choice=choice, schema=schema, variables=variables, goes_on=goes_on
+        )
+
+    async def _format(self) -> ChatFormat:
         """How the model holds conversations. Raises `InvalidRequest` when its template is broken."""
         if self._chat is None:
             template = ChatTemplate(self.template, bos=self.info.bos, eos=self.info.eos)

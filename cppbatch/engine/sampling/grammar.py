@@ -20,7 +20,6 @@ from cppbatch.engine.sampling.grammar_check import CheckFailed, GrammarChecker
 from cppbatch.engine.sampling.grammar_child import LIMITS
 from cppbatch.errors import InvalidRequest
 
-_LONGEST = 128 << 10  # letters of a grammar; compiling takes about a second for so many
 _MOST_KEPT = 64  # compiled grammars
 _THREADS = 4
 
@@ -57,8 +56,6 @@ class GrammarCompiler:
             self._known.pop((field, text), None)
 
     def _matcher(self, field: str, text: str) -> LLMatcher:
-        if len(text) > _LONGEST:
-            raise InvalidRequest(field, f"has {len(text):,} letters; the limit is {_LONGEST:,}")
         with self._lock:
             known = self._known.pop((field, text), None)
         if known is None:

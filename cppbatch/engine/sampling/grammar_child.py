@@ -7,6 +7,7 @@ In: the field of `SamplingParams` and its text. Out: `{"definition": ...}`, the 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -41,7 +42,9 @@ class _Bytes:
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Answers until its input ends. Whoever computes goes first: a hard grammar takes all of a core for seconds."""
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(10)
     _limit_memory()
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
     for line in sys.stdin:

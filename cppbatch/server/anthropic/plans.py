@@ -37,7 +37,9 @@ async def prompt_tokens(body: CountTokensRequest, serving: Serving) -> int:
 
 
 async def _turn(body: CountTokensRequest, serving: Serving) -> Turn:
+    serving.check_count("messages", body.messages)
     messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
-    chat = await serving.chat()
     with naming(_NAMES):
-        return chat.turn(messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables())
+        return await serving.turn(
+            messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables()
+        )

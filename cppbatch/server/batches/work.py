@@ -7,8 +7,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import msgspec
-
+from cppbatch.engine.params import replaced
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.jobs.items import Answer, Item
 from cppbatch.server.errors import fault_of
@@ -103,7 +102,7 @@ class BatchWork:
     async def _run(self, plan: Plan) -> object:
         requests = plan.requests
         if self._priority is not None:
-            requests = [msgspec.structs.replace(request, priority=self._priority) for request in requests]
+            requests = [replaced(request, priority=self._priority) for request in requests]
         client = self._serving.client
         began = perf_counter()
         events = merge(lambda request: submit_patiently(client, request, began), requests)

@@ -104,6 +104,8 @@ async def infill_tokens(serving: Serving, body: InfillRequest) -> list[TokenPiec
     async def control(text: str) -> list[TokenPiece]:
         return await serving.client.tokenize(text, add_special=False)
 
+    if len(body.input_extra or []) > _MOST_PARTS:
+        raise InvalidRequest("input_extra", f"has more than {_MOST_PARTS} texts; join them")
     prompt = await read(body.prompt, "prompt")
     prefix = await read(body.input_prefix, "input_prefix")
     suffix = await read(body.input_suffix, "input_suffix")

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cppbatch.engine.params import INTEGER_RANGES, RANGES, SAMPLERS, SamplingParams
+from cppbatch.engine.params import INTEGER_RANGES, MOST_BIASES, RANGES, SAMPLERS, SamplingParams, shown
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.llama_server.schemas import LlamaFields
 from cppbatch.server.llama_server.tokens import tokens_of
@@ -98,6 +98,8 @@ async def _biases(body: LlamaFields, serving: Serving) -> Json:
     """`logit_bias` by token ids, and what never comes."""
     if body.logit_bias is None:
         return {}
+    if len(body.logit_bias) > MOST_BIASES:
+        raise InvalidRequest("logit_bias", f"has {len(body.logit_bias):,} entries; {MOST_BIASES:,} may be")
     if isinstance(body.logit_bias, dict):
         pairs = [(int(key) if key.isascii() and key.isdigit() else key, bias) for key, bias in body.logit_bias.items()]
     else:
@@ -115,8 +117,9 @@ async def _biases(body: LlamaFields, serving: Serving) -> Json:
         if bias is False:
             never.extend(ids)
             continue
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)):
-            raise InvalidRequest("logit_bias", f"is {bias!r} for {key!r}; it must be a number, or false")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            message = f"is {shown(bias)} for {shown(key)}; it must be a number from -100 to 100, or false"
+            raise InvalidRequest("logit_bias", message)
         for token in ids:
             biases[str(token)] = biases.get(str(token), 0.0) + bias
     return {"logit_bias": biases, "suppress_tokens": never or None}

@@ -42,8 +42,8 @@ def _filled_in(serving: Serving, prompt: Prompt, suffix: str) -> str:
 
 async def next_turn(body: ChatRequest, serving: Serving) -> Turn:
     """What the assistant is to say next. Raises `InvalidRequest`."""
-    chat = await serving.chat()
-    return chat.turn(
+    serving.check_count("messages", body.messages)
+    return await serving.turn(
         body.conversation(),
         tools=body.functions(),
         choice=body.choice(),

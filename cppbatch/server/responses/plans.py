@@ -19,10 +19,13 @@ async def response_plan(body: ResponsesRequest, serving: Serving) -> Plan:
     """`/v1/responses`. Raises `InvalidRequest`."""
     serving.check(body)
     body.check_stateless()
+    if isinstance(body.input, list):
+        serving.check_count("input", body.input)
     messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
-    chat = await serving.chat()
     with naming(_NAMES):
-        turn = chat.turn(messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables())
+        turn = await serving.turn(
+            messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables()
+        )
     params = body.params(max_tokens=serving.limits.default_tokens(None), **turn.params)
     reply = ResponseReply(body, body.model or serving.info.name, turn, params)
     requests = requests_of(serving, body, reply.id, [turn.prompt], params)
