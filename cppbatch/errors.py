@@ -28,11 +28,24 @@ class UnusableServer(CppBatchError):
 
 
 class StorageError(CppBatchError):
-    """What jobs are kept in cannot be used: the disk is full, a file is broken, read-only, or in use elsewhere."""
+    """What jobs are kept in cannot be used: the disk is full, a file is broken, read-only, or in use elsewhere.
+
+    The message names files; `public` says as much as a server's clients are told.
+    """
+
+    public = "the server's data folder cannot be used; the server's log says why"
+
+
+class DiskFull(StorageError):
+    """There is no room for more. Nothing that was written is lost."""
+
+    public = "the server's disk is full: free some space there and try again; nothing that was written is lost"
 
 
 class InUse(StorageError):
     """Another process works with it."""
+
+    public = "the server's data folder is in use by another cppbatch"
 
 
 class InvalidRequest(CppBatchError, ValueError):

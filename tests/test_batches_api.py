@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from openai import OpenAI
 
 from cppbatch.errors import EngineClosed
 from cppbatch.jobs import journal, open_batch, outputs
+from cppbatch.jobs.data import DataFolder
+from cppbatch.jobs.database import Database
+from cppbatch.server import storage
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.work import BatchWork
 from cppbatch.server.limits import Limits
@@ -483,6 +487,69 @@ def test_an_upload_to_a_full_disk_is_told_so_and_leaves_nothing(
     assert not list((tmp_path / "data" / "files").iterdir())
     assert not list((tmp_path / "data" / "incoming").iterdir())
     assert client.files.create(file=b"x", purpose="batch").bytes == 1
+
+
+def test_a_disk_that_is_full_at_the_start_is_tried_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a batch that was begun before: it goes on as soon as there is room."""
+    monkeypatch.setattr(storage, "RETRY_S", 0.2)
+    first = start()
+    batch = make_batch(client_of(first), lines(100, **LONG))
+    wait_for(client_of(first), batch.id, "in_progress")
+    first.stop()
+    real, is_full = storage.open_data, True
+
+    def open_data(folder: Path) -> DataFolder:
+        if is_full:
+            full_database(folder)
+        return real(folder)
+
+    monkeypatch.setattr(storage, "open_data", open_data)
+    client = client_of(start())
+    assert client.completions.create(model="tiny-llama", prompt="a", max_tokens=2).choices
+    with pytest.raises(openai.APIStatusError, match="disk is full") as refused:
+        client.batches.retrieve(batch.id)
+    assert refused.value.status_code == 503
+    assert str(tmp_path) not in str(refused.value.body)
+    is_full = False
+    wait_until(lambda: is_kept(client))
+    assert counts(wait_for(client, batch.id, "completed")) == (100, 100, 0)
+
+
+def full_database(folder: Path) -> None:
+    """What SQLite says when its file cannot grow."""
+    database = Database(folder / "full.sqlite3", [["CREATE TABLE t (x)"]])
+    database.execute("PRAGMA max_page_count = 2")
+    try:
+        database.execute("INSERT INTO t VALUES (zeroblob(100000))")
+    finally:
+        database.close()
+
+
+def is_kept(client: OpenAI) -> bool:
+    try:
+        return bool(client.batches.list())
+    except openai.APIStatusError:
+        return False
+
+
+def test_what_is_wrong_with_the_disk_is_told_without_the_servers_paths(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = client_of(start())
+    for error in (28, 13, 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", partial(failing, error))
+            with pytest.raises(openai.APIStatusError) as refused:
+                client.files.create(file=b"x", purpose="batch")
+        assert refused.value.status_code == 507
+        assert str(tmp_path) not in str(refused.value.body)
+    assert any(str(tmp_path) in record.getMessage() for record in caplog.records)
+
+
+def failing(error: int, *_: object) -> None:
+    raise OSError(error, "no")
 
 
 # --- without a place to keep things -----------------------------------------------------------------------------------

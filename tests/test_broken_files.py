@@ -24,8 +24,15 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "diffusion": (tiny_models.diffusion, "Use another kind"),
     "encoder-decoder": (tiny_models.encoder_decoder, "Use another kind"),
     "pooled-somehow": (lambda path: tiny_models.encoder_only(path, pooling=None), "give --pooling"),
+    "no-layers": (lambda path: tiny_models.patched(path, "block_count", 0), "from 1 to 512 layers"),
+    "many-layers": (lambda path: tiny_models.patched(path, "block_count", 2**31 - 1), "from 1 to 512 layers"),
+    "nan-epsilon": (
+        lambda path: tiny_models.patched(path, "attention.layer_norm_rms_epsilon", float("nan")),
+        "layer_norm_rms_epsilon is nan",
+    ),
+    "no-context": (lambda path: tiny_models.patched(path, "context_length", 2**32 - 1), "context_length is 4294967295"),
 }
-WHOLE_FILES = {"diffusion.gguf", "encoder-decoder.gguf", "pooled-somehow.gguf"}
+WHOLE_FILES = {f"{name}.gguf" for name in list(BROKEN)[6:]}
 
 
 @pytest.fixture(params=BROKEN)

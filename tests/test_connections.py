@@ -72,9 +72,27 @@ async def test_a_body_that_stalls_is_given_up_and_a_slow_one_is_not(engine: Held
         reader, writer = await connect(listener)
         for i in range(0, len(whole), 8):
             writer.write(whole[i : i + 8])
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
         assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
         writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/files"])
+async def test_a_body_that_trickles_is_given_up(
+    engine: HeldEngine, tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though never so long without a byte that it would count as stalled."""
+    caplog.set_level(logging.INFO, "cppbatch")
+    async with listening(create_app(engine, storage=open_storage(tmp_path)), idle_timeout=0.4) as listener:
+        reader, writer = await connect(listener)
+        kind = "Content-Type: multipart/form-data; boundary=b"
+        writer.write(head("POST", path, "Content-Length: 10000", kind))
+        closing = asyncio.create_task(ended(reader, 5))
+        while not closing.done():
+            writer.write(b"-")
+            await asyncio.sleep(0.05)
+        assert await closing == b""
+    assert any("less than 500 bytes/s" in record.getMessage() for record in caplog.records)
 
 
 async def test_an_upload_that_stalls_is_given_up_and_leaves_nothing(engine: HeldEngine, tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ async def test_a_cancelled_prompt_is_not_tokenised_to_its_end(tiny_llama: Path) 
 async def test_long_texts_hold_up_no_short_ones(tiny_llama: Path) -> None:
     async with opened(tiny_llama, "slow_texts") as engine:
         long = [asyncio.ensure_future(run(engine, request(f"long {i}", LONG_TEXT))) for i in range(4)]
-        await until(lambda: engine._supervisor.worker._box.preparing())  # type: ignore[union-attr]
+        await until(engine._supervisor.worker._box.preparing)  # type: ignore[union-attr]
         for i in range(4):
             (events,) = await asyncio.wait_for(together(engine, [request(i)]), 10)
             assert events[-1].finish_reason is FinishReason.LENGTH

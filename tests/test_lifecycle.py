@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -138,6 +140,20 @@ def test_a_second_signal_while_it_drains_ends_it_at_once(default_model: Path) ->
             server.wait_line("finishing 1 request(s), for 30 s at most; Ctrl-C again stops at once")
             server.interrupt()
             assert server.wait(5) == 130
+
+
+def test_a_terminal_that_is_closed_lets_what_runs_finish(default_model: Path) -> None:
+    """It sends SIGHUP, to the whole group and often twice."""
+    with ServerProcess("-m", default_model, "-c", "4096", "-np", "2", in_group=True) as server:
+        server.wait_ready()
+        with ask(server, {**ENDLESS, "max_tokens": 200, "stream": True}) as answer:
+            answer.readline()
+            for _ in range(2):
+                os.killpg(server.process.pid, signal.SIGHUP)
+                time.sleep(0.1)
+            chunks = [json.loads(line[6:]) for line in answer.read().splitlines() if line.startswith(b"data: {")]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])

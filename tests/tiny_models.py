@@ -25,6 +25,16 @@ def llama(path: PathLike, **kwargs: Any) -> Path:
     return write_llama(path, **kwargs)
 
 
+def patched(path: PathLike, key: str, value: float) -> Path:
+    """A plain transformer in whose metadata `llama.{key}` is something else."""
+    written = llama(path)
+    reader = gguf.GGUFReader(written, "r+")
+    field = reader.get_field(f"llama.{key}")
+    assert field
+    field.parts[field.data[0]][:] = value
+    return written
+
+
 def mamba(path: PathLike) -> Path:
     """A recurrent model: one state per sequence instead of KV cells, which cannot be partly removed."""
     n_inner, n_state, n_conv, n_rank = 2 * N_EMBD, 8, 4, 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 import click
@@ -28,5 +29,11 @@ def serve(config: EngineConfig, deployment: Deployment, settings: ServerSettings
     """Serves a model over HTTP with an OpenAI-compatible API."""
     from cppbatch.server.serve import serve as run
 
-    click.echo(f"loading {config.model_path} ...")
-    asyncio.run(run(config, deployment, settings, address, say=click.echo))
+    say(f"loading {config.model_path} ...")
+    asyncio.run(run(config, deployment, settings, address, say=say))
+
+
+def say(line: str) -> None:
+    """To the terminal, if it is still there: a server that is left by it (SIGHUP) still finishes what runs."""
+    with contextlib.suppress(OSError):
+        click.echo(line)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cppbatch.errors import InUse, StorageError
+from cppbatch.errors import DiskFull, InUse, StorageError
 
+_LEAST_ROOM = 1 << 16  # bytes on the disk, of which SQLite needs some for every change
 _WAIT_S = 2.0  # for a process that is just going down
 
 Migration = Sequence[str]
@@ -105,4 +107,12 @@ class Database:
             if "locked" in text:
                 raise InUse(f"{self.path} {_IN_USE}") from error
             reason = next((reason for word, reason in _REASONS.items() if word in text), "failed")
-            raise StorageError(f"{self.path} {reason} (SQLite: {text})") from error
+            kind = DiskFull if "full" in text or self._is_disk_full(text) else StorageError
+            raise kind(f"{self.path} {reason} (SQLite: {text})") from error
+
+    def _is_disk_full(self, text: str) -> bool:
+        """SQLite calls it an I/O error where a file of its own cannot grow, as the log of a database."""
+        try:
+            return "disk I/O error" in text and shutil.disk_usage(self.path.parent).free < _LEAST_ROOM
+        except OSError:
+            return False

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cppbatch.errors import StorageError
+from cppbatch.errors import DiskFull, StorageError
 
 
 class Appended:
@@ -72,15 +72,16 @@ def _explained(path: Path) -> Iterator[None]:
 
 def storage_error(path: Path, error: OSError) -> StorageError:
     """What an `OSError` says about this file, with what to do."""
+    kind = StorageError
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        todo = "free some space and start again; nothing that was written is lost"
+        kind, todo = DiskFull, "free some space and start again; nothing that was written is lost"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         todo = "make it and its folder writable"
     elif error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
         todo = "check its name and its folder"
     else:
         todo = "check the disk"
-    return StorageError(f"{path} cannot be written ({error.strerror or error}): {todo}")
+    return kind(f"{path} cannot be written ({error.strerror or error}): {todo}")
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ instead of failing later in the middle of a request.
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 from cppbatch.errors import LibraryError
@@ -48,6 +49,8 @@ _NEEDED = """
 
 
 def _load() -> Any:
+    # Where ggml aborts, its message is enough: a hundred lines of stack are nobody's who runs a model.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         import llama_cpp
         from llama_cpp import llama_cpp as bindings

@@ -15,9 +15,9 @@ from cppbatch.config import Pooling
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama.adapters import load_adapter
 from cppbatch.llama.backend import Backend
+from cppbatch.llama.gguf_header import check_metadata, has_tensor
 from cppbatch.llama.library import C
 from cppbatch.llama.simulation import simulate
-from cppbatch.llama.tensors import has_tensor
 from cppbatch.llama.vocab import Vocab
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class Model:
         if device is not None:
             _check_device(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
+        with Backend.get().errors():  # of a file that is none: loading it says the same
+            check_metadata(self.path)
         reporter = _Reporter(progress)
         params.progress_callback = reporter.callback
         with Backend.get().errors() as lines:

@@ -19,6 +19,9 @@ log = logging.getLogger("cppbatch.server")
 
 HEAD_SECONDS = 20.0
 """From connecting to the end of the first request's head."""
+_SLOWEST_BODY = 500
+"""Bytes a second, on the average, that a body must come at once the idle timeout is over, as in Apache's
+mod_reqtimeout: one byte now and then would keep a connection for ever."""
 _MOST_CONNECTIONS = 8192
 _OTHER_FILES = 200  # that the process may have open beside: the model, the log, what is being accepted or closed
 
@@ -85,6 +88,7 @@ class Connection(asyncio.Protocol):
         self._opened_at = self._heard_at = self._sent_at = self._loop.time()
         self._asked = False  # the head of a request has come
         self._reading = False  # a request's body is being waited for
+        self._reading_since, self._n_read = 0.0, 0  # and how much of it has come
         self._unsent: int | None = None  # bytes that the client does not take
         self.remote = "?"
 
@@ -97,7 +101,8 @@ class Connection(asyncio.Protocol):
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """While a request's body is awaited."""
-        self._reading, self._heard_at = True, self._loop.time()
+        self._reading, self._n_read = True, 0
+        self._reading_since = self._heard_at = self._loop.time()
         try:
             yield
         finally:
@@ -118,6 +123,8 @@ class Connection(asyncio.Protocol):
             return f"no request within {self._connections.head_timeout:g} s"
         if self._reading and now - self._heard_at > limit:
             return f"nothing of its request's body for {limit:g} s"
+        if self._reading and now - self._reading_since > limit + self._n_read / _SLOWEST_BODY:
+            return f"its request's body comes at less than {_SLOWEST_BODY} bytes/s"
         if self._unsent is not None and self._transport:
             unsent = self._transport.get_write_buffer_size()
             if unsent < self._unsent:
@@ -146,6 +153,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
+        self._n_read += len(data)
         self._http.data_received(data)
 
     def eof_received(self) -> None:

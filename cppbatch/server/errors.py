@@ -45,7 +45,6 @@ _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
     EngineClosed: (503, "server_error", "unavailable"),
     NoStorage: (503, "server_error", "no_storage"),
     GenerationFailed: (500, "server_error", "generation_failed"),
-    StorageError: (507, "server_error", "storage"),
 }
 """With their status, type and code."""
 _INVALID: dict[type[InvalidRequest], tuple[int, str]] = {
@@ -61,6 +60,9 @@ def fault_of(error: BaseException) -> Fault:
     if isinstance(error, InvalidRequest):
         status, code = _INVALID.get(type(error), (400, None))
         return Fault(status, str(error), "invalid_request_error", error.field, code)
+    if isinstance(error, StorageError):  # its message names the server's files
+        log.error("%s", error)
+        return Fault(507, error.public, "server_error", code="storage")
     for expected, (status, kind, code) in _EXPECTED.items():
         if isinstance(error, expected):
             return Fault(status, str(error), kind, code=code)

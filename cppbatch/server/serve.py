@@ -44,8 +44,8 @@ async def serve(
     except BaseException:
         await engine.close()
         raise
-    if storage.batches is None:
-        log.warning("%s", storage.missing)
+    if storage.error:
+        log.warning("no files and no batches are kept: %s. Or start this server with another --data-dir", storage.error)
     async with listener:
         try:
             await _loaded(engine, stop)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for asyncio: the first asks for an orderly end, the second gets one at once."""
+"""Ctrl-C, SIGTERM and SIGHUP for asyncio: the first asks for an orderly end, a second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ AT_ONCE = 130
 
 
 def on_signals(stop: asyncio.Event) -> None:
-    """Sets the event at SIGINT or SIGTERM, and ends the process when another one comes."""
+    """Sets the event at SIGINT, SIGTERM or SIGHUP, and ends the process when one of the first two comes again.
+
+    A terminal that is closed sends SIGHUP, often twice. Where it is ignored (nohup) it stays so.
+    """
     loop = asyncio.get_running_loop()
 
     def received() -> None:
@@ -24,3 +27,5 @@ def on_signals(stop: asyncio.Event) -> None:
             loop.add_signal_handler(name, received)
         except NotImplementedError:  # Windows
             signal.signal(name, lambda *_: loop.call_soon_threadsafe(received))
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop.set)

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import logging
 from pathlib import Path
 
 from aiohttp import web
 from platformdirs import user_data_path
 
-from cppbatch.errors import StorageError
+from cppbatch.errors import DiskFull, StorageError
 from cppbatch.jobs.batches import Batches
 from cppbatch.jobs.data import open_data
 from cppbatch.server.batches.work import URLS
 from cppbatch.server.errors import NoStorage
 from cppbatch.server.shapes import BatchFigures
 
+log = logging.getLogger("cppbatch.server")
 
-@dataclass(frozen=True)
+RETRY_S = 30.0
+"""How often a full disk is looked at again."""
+
+
 class Storage:
     """Without `batches`, every request that needs them is told why there are none."""
 
-    batches: Batches | None = None
-    missing: str = "this server keeps no files: start it with --data-dir"
+    def __init__(
+        self, batches: Batches | None = None, *, error: StorageError | None = None, folder: Path | None = None
+    ) -> None:
+        """`error`: why there are none, if any were wanted. `folder`: where there may be some later."""
+        self.batches = batches
+        self.error = error
+        self._folder = folder
+
+    @property
+    def missing(self) -> str:
+        """Why there are no batches, for clients."""
+        reason = f" ({self.error.public})" if self.error else ""
+        return f"this server keeps no files{reason}: start it with a --data-dir"
+
+    async def opened(self) -> Batches | None:
+        """The batches, as soon as there is room for them on the disk; None if that would not help."""
+        while self.batches is None and isinstance(self.error, DiskFull) and self._folder:
+            await asyncio.sleep(RETRY_S)
+            try:
+                self.batches = Batches(await asyncio.to_thread(open_data, self._folder), URLS)
+            except StorageError as error:
+                self.error = error
+            else:
+                self.error = None
+                log.warning("there is room in %s again: files and batches are kept", self._folder)
+        return self.batches
 
     def figures(self) -> BatchFigures | None:
         """What it does just now."""
@@ -53,12 +82,12 @@ def batches_of(request: web.Request) -> Batches:
 
 
 def open_storage(data_dir: Path | None) -> Storage:
-    """Opens the data folder. Raises `StorageError` if that was chosen and cannot be used; the user's own one, which
-    nobody has chosen, may be in use by another server."""
+    """Opens the data folder. Raises `StorageError` if that was chosen and cannot be used, unless there is just no room
+    in it; the user's own one, which nobody has chosen, may be in use by another server."""
+    folder = data_dir or user_data_path("cppbatch")
     try:
-        folder = data_dir or user_data_path("cppbatch")
         return Storage(Batches(open_data(folder), URLS))
     except StorageError as error:
-        if data_dir:
+        if data_dir and not isinstance(error, DiskFull):
             raise
-        return Storage(missing=f"this server keeps no files: {error}. Or start this one with a --data-dir of its own")
+        return Storage(error=error, folder=folder)

@@ -16,7 +16,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_model, make_context
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, Model
-from cppbatch.llama.tensors import list_tensors
+from cppbatch.llama.gguf_header import list_tensors
 from cppbatch.models.find import model_parts
 
 _MOST_CELLS = 1 << 20  # llama.cpp's books of cells are real even so: 50 bytes each

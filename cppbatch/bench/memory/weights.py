@@ -18,7 +18,7 @@ MAPPED = "CPU_Mapped"
 
 
 class InFile(Protocol):
-    """A tensor in a GGUF file (`cppbatch.llama.tensors.Tensor`)."""
+    """A tensor in a GGUF file (`cppbatch.llama.gguf_header.Tensor`)."""
 
     @property
     def name(self) -> str: ...

@@ -10,7 +10,6 @@ from aiohttp import web
 
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.errors import CppBatchError
-from cppbatch.jobs.batches import Batches
 from cppbatch.jobs.open_batch import Workplace
 from cppbatch.server.batches.work import BatchWork
 from cppbatch.server.metrics import METRICS
@@ -26,19 +25,21 @@ _ENDPOINT = "/v1/batches"  # under which their requests are counted
 
 async def batches_at_work(app: web.Application) -> AsyncIterator[None]:
     """For `Application.cleanup_ctx`."""
-    batches = app[STORAGE].batches
-    if batches is None:
-        yield
-        return
-    starting = asyncio.create_task(_start(app, batches))
+    storage = app[STORAGE]
+    starting = asyncio.create_task(_start(app))
     yield
     starting.cancel()
-    await batches.close()
+    await asyncio.gather(starting, return_exceptions=True)
+    if storage.batches:
+        await storage.batches.close()
 
 
-async def _start(app: web.Application, batches: Batches) -> None:
-    """As soon as there is a model."""
+async def _start(app: web.Application) -> None:
+    """As soon as there are a place to keep them and a model."""
     serving, metrics = app[SERVING], app[METRICS]
+    batches = await app[STORAGE].opened()
+    if batches is None:
+        return
 
     def watch(events: AsyncGenerator[Event, None], n: int) -> AsyncGenerator[Event, None]:
         return metrics.observe(events, _ENDPOINT, n)
