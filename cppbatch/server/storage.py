@@ -36,8 +36,7 @@ class Storage:
     @property
     def missing(self) -> str:
         """Why there are no batches, for clients."""
-        reason = f" ({self.error.public})" if self.error else ""
-        return f"this server keeps no files{reason}: start it with a --data-dir"
+        return f"this server keeps no files: {self.error.public if self.error else 'start it with --data-dir'}"
 
     async def opened(self) -> Batches | None:
         """The batches, as soon as there is room for them on the disk; None if that would not help."""
