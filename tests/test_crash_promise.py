@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -17,7 +18,6 @@ import pytest
 from tests.server_process import ServerProcess
 
 N = 16
-N_CHUNKS = 400  # that all streams together surely have
 OPENINGS = ["Story", "A list of", "Dear", "The theorem"]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -37,18 +37,19 @@ def server(f32_model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: ServerProcess) -> list[str]:
-    return asyncio.run(sixteen_streams(server.url, lambda n_chunks: None))
+def undisturbed(server: ServerProcess) -> Callable[[int], list[str]]:
+    """The texts of all streams, by their length in tokens."""
+    return functools.cache(lambda n_tokens: asyncio.run(sixteen_streams(server.url, n_tokens, lambda n_chunks: None)))
 
 
-async def sixteen_streams(url: str, disturb: Callable[[int], None]) -> list[str]:
+async def sixteen_streams(url: str, n_tokens: int, disturb: Callable[[int], None]) -> list[str]:
     """Half greedy, half seeded. `disturb` is told how many chunks all of them have had so far."""
     n_chunks = 0
 
     async def one(session: aiohttp.ClientSession, i: int) -> str:
         nonlocal n_chunks
         prompt = f"{OPENINGS[i % 4]} number {i}:"
-        body = {"prompt": prompt, "max_tokens": 40, "stream": True, "seed": i, **KINDS[i % len(KINDS)]}
+        body = {"prompt": prompt, "max_tokens": n_tokens, "stream": True, "seed": i, **KINDS[i % len(KINDS)]}
         text, finish_reason = "", None
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             assert answer.status == 200, await answer.text()
@@ -65,22 +66,29 @@ async def sixteen_streams(url: str, disturb: Callable[[int], None]) -> list[str]
         assert finish_reason in ("length", "stop")
         return text
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=250)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3000)) as session:
         return list(await asyncio.gather(*(one(session, i) for i in range(N))))
+
+
+SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize(
     ("how", "times"),
     [
         pytest.param(signal.SIGKILL, 3, id="killed"),
-        pytest.param(signal.SIGSTOP, 5, id="stopped", marks=pytest.mark.soak),  # each waits for --step-timeout
+        pytest.param(signal.SIGKILL, 100, id="killed 100 times", marks=SOAK),
+        pytest.param(signal.SIGSEGV, 20, id="crashed 20 times", marks=SOAK),
+        pytest.param(signal.SIGSTOP, 20, id="stopped 20 times", marks=SOAK),  # each waits for --step-timeout
     ],
 )
 def test_sixteen_streams_end_with_the_text_they_would_have_had(
-    server: ServerProcess, undisturbed: list[str], how: signal.Signals, times: int
+    server: ServerProcess, undisturbed: Callable[[int], list[str]], how: signal.Signals, times: int
 ) -> None:
     restarts = server.get("/stats")["workers"][0]["restarts"]
-    moments = sorted(random.Random(int(how)).sample(range(20, N_CHUNKS), times))
+    n_tokens = 40 if times < 10 else 200
+    moments = sorted(random.Random(int(how)).sample(range(20, 10 * n_tokens, 10), times))
+    wanted = undisturbed(n_tokens)
 
     hit: set[int] = set()
 
@@ -92,7 +100,7 @@ def test_sixteen_streams_end_with_the_text_they_would_have_had(
                 hit.add(pid)
                 moments.pop(0)
 
-    assert asyncio.run(sixteen_streams(server.url, disturb)) == undisturbed
+    assert asyncio.run(sixteen_streams(server.url, n_tokens, disturb)) == wanted
     assert not moments, "it was over before the last death"
     state = server.get("/stats")["workers"][0]
     assert (state["restarts"] - restarts, state["health"]["status"]) == (times, "ok")
