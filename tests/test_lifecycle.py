@@ -144,14 +144,16 @@ def test_a_second_signal_while_it_drains_ends_it_at_once(default_model: Path) ->
 
 def test_a_terminal_that_is_closed_lets_what_runs_finish(default_model: Path) -> None:
     """It sends SIGHUP, to the whole group and often twice."""
-    with ServerProcess("-m", default_model, "-c", "4096", "-np", "2", in_group=True) as server:
+    options = ["-c", "4096", "-np", "2", "--drain-timeout", "200"]
+    with ServerProcess("-m", default_model, *options, in_group=True) as server:
         server.wait_ready()
-        with ask(server, {**ENDLESS, "max_tokens": 200, "stream": True}) as answer:
+        with ask(server, {**ENDLESS, "max_tokens": 100, "stream": True}) as answer:
             answer.readline()
             for _ in range(2):
                 os.killpg(server.process.pid, signal.SIGHUP)
                 time.sleep(0.1)
             chunks = [json.loads(line[6:]) for line in answer.read().splitlines() if line.startswith(b"data: {")]
+        assert "choices" in chunks[-1], chunks[-1]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         assert server.wait() == 0
 

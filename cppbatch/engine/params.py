@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import operator
 import secrets
@@ -336,16 +337,27 @@ def _check_grammars(params: SamplingParams) -> None:
 def _schema_text(schema: object) -> str:
     """The schema as JSON text, its keys in the order they had: that is the order of the properties in the answer."""
     try:
-        parsed = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(parsed, (dict, bool)):
-            raise InvalidRequest("json_schema", f"is {parsed!r:.80}; a schema is an object, true or false")
-        return json.dumps(parsed, allow_nan=False, ensure_ascii=False)
+        if isinstance(schema, str):
+            return _rewritten_schema(schema)
+        return _written_schema(schema)
     except RecursionError:
         raise InvalidRequest("json_schema", "is nested too deeply") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest("json_schema", f"is not JSON: {error}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _rewritten_schema(text: str) -> str:
+    """Remembered: a worker reads the same text once for each choice of a prompt."""
+    return _written_schema(json.loads(text))
+
+
+def _written_schema(schema: object) -> str:
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidRequest("json_schema", f"is {schema!r:.80}; a schema is an object, true or false")
+    return json.dumps(schema, allow_nan=False, ensure_ascii=False)
 
 
 def _set_tuple(params: SamplingParams, name: str, kind: type, wanted: str) -> None:
