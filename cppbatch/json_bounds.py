@@ -16,7 +16,8 @@ MOST_NESTED = 128
 with more of the stack in use, would fail where decoding did not."""
 
 _MOST_MEMBERS = 100_000  # of all objects; decoding them takes some 60 ms, with Python's lock held
-_MOST_VALUES = 500_000  # of all lists, as token ids
+_MOST_CONTAINERS = 100_000  # lists and objects
+_MOST_VALUES = 500_000  # in all lists, as token ids
 _SMALL = 1 << 18  # bytes, of which not enough values can be made to hold up anybody
 _CHUNK = 1 << 20  # bytes at once
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
@@ -30,15 +31,17 @@ class JsonShape(NamedTuple):
 
     depth: int
     """Lists and objects within each other."""
+    containers: int
+    """Lists and objects in all."""
     members: int
-    """Of all objects together (colons)."""
+    """Of all objects together."""
     values: int
-    """Of all lists and objects together, members included (commas, and one for each list or object)."""
+    """Of all lists and objects together, members included; one for an empty one."""
 
 
 def json_shape(text: bytes) -> JsonShape:
     """Measures a JSON text in one pass over its bytes; numpy lets other threads run meanwhile."""
-    depth = deepest = members = values = 0
+    depth = deepest = containers = members = commas = 0
     in_string = escaped = False
     for start in range(0, len(text), _CHUNK):
         data = np.frombuffer(text, np.uint8, min(_CHUNK, len(text) - start), start)
@@ -57,9 +60,10 @@ def json_shape(text: bytes) -> JsonShape:
         level = depth + np.cumsum(opens.astype(np.int32) - closes)
         if len(level):
             deepest, depth = max(deepest, int(level.max())), int(level[-1])
+        containers += int(np.count_nonzero(opens))
         members += int(np.count_nonzero(outside == _COLON))
-        values += int(np.count_nonzero(outside == _COMMA)) + int(np.count_nonzero(opens))
-    return JsonShape(deepest, members, values)
+        commas += int(np.count_nonzero(outside == _COMMA))
+    return JsonShape(deepest, containers, members, commas + containers)
 
 
 def _escaped(data: Bytes, first: bool) -> Mask:
@@ -86,6 +90,8 @@ def excess(text: bytes) -> str | None:
     shape = json_shape(text)
     if shape.depth > MOST_NESTED:
         return f"has lists and objects nested more than {MOST_NESTED} deep"
+    if shape.containers > _MOST_CONTAINERS:
+        return f"has {shape.containers:,} lists and objects; {_MOST_CONTAINERS:,} may be"
     if shape.members > _MOST_MEMBERS:
         return f"has {shape.members:,} members of objects; {_MOST_MEMBERS:,} may be"
     if shape.values > _MOST_VALUES:

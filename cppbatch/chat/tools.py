@@ -11,7 +11,6 @@ from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
 
-_MOST_TOOLS = 1024  # OpenAI's API takes 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -35,8 +34,6 @@ def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
     Raises `InvalidRequest` for a name that is none, is there twice, or that no tool has, and when a call is required
     of no tools.
     """
-    if len(tools) > _MOST_TOOLS:
-        raise InvalidRequest("tools", f"has {len(tools):,} tools; {_MOST_TOOLS:,} may be")
     names = [tool["function"]["name"] for tool in tools]
     earlier: set[str] = set()
     for i, name in enumerate(names):

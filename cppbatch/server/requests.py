@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from cppbatch.engine.collect import expand
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import SamplingParams, replaced
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.sampling_fields import SamplingFields
@@ -34,8 +34,9 @@ def requests_of(
         message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MOST_SEQUENCES}"
         raise InvalidRequest("prompt", message)
     options = body.options() | {"timeout": serving.limits.timeout(body.timeout), "fit": not body.names_length}
-    return [
-        GenerationRequest(id=f"{name}-{p * n + i}", prompt=prompt, params=its, **options)
-        for p, prompt in enumerate(prompts)
-        for i, its in enumerate(expand([params], n, ranked=n > body.n_choices))
-    ]
+    each = expand([params], n, ranked=n > body.n_choices)
+    requests = []
+    for p, prompt in enumerate(prompts):
+        first = GenerationRequest(id=f"{name}-{p * n}", prompt=prompt, params=each[0], **options)
+        requests += [first, *(replaced(first, id=f"{name}-{p * n + i}", params=each[i]) for i in range(1, n))]
+    return requests

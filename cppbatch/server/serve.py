@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -49,6 +50,7 @@ async def serve(
     async with listener:
         try:
             await _loaded(engine, stop)
+            gc.freeze()  # what is there by now stays: collecting garbage need not look at it
             _announce(engine, listener, settings, say)
             await stop.wait()
             await storage.stop()  # what its batches have not done is done after the next start

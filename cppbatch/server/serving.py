@@ -22,6 +22,8 @@ from cppbatch.server.settings import ServerSettings
 
 Json = dict[str, Any]
 
+_MOST_TOOLS = 1024  # OpenAI's API takes 128
+
 
 class Serving:
     """The engine and the rules of this server."""
@@ -63,11 +65,14 @@ class Serving:
         """The chat template in use: --chat-template, or the model's own. None: ChatML."""
         return self.settings.chat_template or self.info.chat_template
 
-    def check_count(self, field: str, messages: Sequence[object]) -> None:
-        """Raises `InvalidRequest` for more messages than the context has room for, each being a token at least."""
+    def check_size(self, field: str, messages: Sequence[object], tools: Sequence[object] | None) -> None:
+        """Raises `InvalidRequest` for more messages (in this field) than the context has tokens, and for too many
+        tools."""
         most = self.info.max_sequence
         if len(messages) > most:
             raise InvalidRequest(field, f"has {len(messages):,} messages; the context holds {most:,} tokens")
+        if tools and len(tools) > _MOST_TOOLS:
+            raise InvalidRequest("tools", f"has {len(tools):,} tools; {_MOST_TOOLS:,} may be")
 
     async def turn(
         self,

@@ -37,7 +37,7 @@ async def prompt_tokens(body: CountTokensRequest, serving: Serving) -> int:
 
 
 async def _turn(body: CountTokensRequest, serving: Serving) -> Turn:
-    serving.check_count("messages", body.messages)
+    serving.check_size("messages", body.messages, body.tools)
     messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
     with naming(_NAMES):
         return await serving.turn(

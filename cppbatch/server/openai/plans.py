@@ -42,7 +42,7 @@ def _filled_in(serving: Serving, prompt: Prompt, suffix: str) -> str:
 
 async def next_turn(body: ChatRequest, serving: Serving) -> Turn:
     """What the assistant is to say next. Raises `InvalidRequest`."""
-    serving.check_count("messages", body.messages)
+    serving.check_size("messages", body.messages, body.tools)
     return await serving.turn(
         body.conversation(),
         tools=body.functions(),

@@ -19,8 +19,7 @@ async def response_plan(body: ResponsesRequest, serving: Serving) -> Plan:
     """`/v1/responses`. Raises `InvalidRequest`."""
     serving.check(body)
     body.check_stateless()
-    if isinstance(body.input, list):
-        serving.check_count("input", body.input)
+    serving.check_size("input", body.input if isinstance(body.input, list) else [], body.tools)
     messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
     with naming(_NAMES):
         turn = await serving.turn(

@@ -1,0 +1,143 @@
+"""JSON is measured on its bytes: as wide and as deep as it is, and what is too much is refused before it is decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cppbatch import LocalEngine, json_bounds
+from cppbatch.json_bounds import JsonShape, excess, json_shape
+from cppbatch.server.app import create_app
+
+LETTERS = st.text(alphabet='a"\\[]{},:\n é', max_size=8)
+VALUES = st.recursive(
+    st.one_of(st.integers(), st.none(), LETTERS),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(LETTERS, inner, max_size=4)),
+    max_leaves=40,
+)
+
+
+def walked(value: Any) -> JsonShape:
+    if not isinstance(value, (dict, list)):
+        return JsonShape(0, 0, 0, 0)
+    inner = [walked(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return JsonShape(
+        1 + max((each.depth for each in inner), default=0),
+        1 + sum(each.containers for each in inner),
+        sum(each.members for each in inner) + (len(value) if isinstance(value, dict) else 0),
+        sum(each.values for each in inner) + max(1, len(value)),
+    )
+
+
+@pytest.mark.parametrize("chunk", [3, 7, 1 << 20])
+@given(value=VALUES, ascii_only=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_the_bytes_tell_the_shape_of_the_value(chunk: int, value: Any, ascii_only: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bounds, "_CHUNK", chunk)
+        assert json_shape(json.dumps(value, ensure_ascii=ascii_only).encode()) == walked(value)
+
+
+@given(data=st.binary(max_size=200))
+def test_what_is_no_json_is_measured_too(data: bytes) -> None:
+    assert min(json_shape(data)) >= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"[" * 128 + b"]" * 128, None),
+        (b"[" * 129 + b"]" * 129, "nested more than 128 deep"),
+        (b'{"a":' * 5000, "nested more than 128 deep"),
+        (b'"' + b"[" * 5000 + b'"', None),
+        (b'"' + b",:{" * 1_000_000 + b'"', None),
+        (json.dumps({str(i): i for i in range(100_000)}).encode(), None),
+        (json.dumps({str(i): i for i in range(100_001)}).encode(), "100,001 members of objects; 100,000 may be"),
+        (json.dumps([[]] * 99_999).encode(), None),
+        (json.dumps([{}] * 100_000).encode(), "100,001 lists and objects; 100,000 may be"),
+        (json.dumps([1] * 500_000).encode(), None),
+        (json.dumps([1] * 500_001).encode(), "500,001 values; 500,000 may be"),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else str(value),
+)
+def test_what_is_too_much_is_said(text: bytes, says: str | None) -> None:
+    found = excess(text)
+    assert found is None if says is None else says in (found or "")
+
+
+# --- over HTTP ------------------------------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "biases": ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1_000_000)}}, "body"),
+    "some biases": ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(50_000)}}, "logit_bias"),
+    "pairs": ("/completion", {"prompt": "a", "logit_bias": [[1, 1]] * 90_000}, "logit_bias"),
+    "messages": ("/v1/chat/completions", {"messages": [USER] * 350_000}, "body"),
+    "some messages": ("/v1/chat/completions", {"messages": [USER] * 40_000}, "messages"),
+    "blocks": ("/v1/messages", {"model": "tiny-llama", "max_tokens": 1, "messages": [USER] * 30_000}, "messages"),
+    "items": ("/v1/responses", {"input": [USER] * 30_000}, "input"),
+    "tools": ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL] * 180_000}, "body"),
+    "some tools": ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL] * 20_000}, "tools"),
+    "ids": ("/v1/completions", {"prompt": [12] * 3_200_000}, "body"),
+    "some ids": ("/v1/completions", {"prompt": [12] * 400_000, "n": 128}, "prompt"),
+    "anything": ("/v1/completions", {"prompt": "a", "unknown": [[0]] * 2_000_000}, "body"),
+    "adapters": ("/v1/completions", {"prompt": "a", "lora": [{"id": 0, "scale": 1}] * 49_000}, "lora[1].id"),
+    "texts to fill in": (
+        "/infill",
+        {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "x"}] * 50_000},
+        "input",
+    ),
+    "a schema for each of 128": (
+        "/v1/completions",
+        {"prompt": "a", "n": 128, "json_schema": {"properties": {f"p{i}": {"type": "null"} for i in range(20_000)}}},
+        "json_schema",
+    ),
+    "a text for each of 128": ("/v1/completions", {"prompt": "x " * 5_000_000, "n": 128}, "prompt"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path) -> Path:
+    return tiny_llama
+
+
+@pytest.fixture
+async def client(model: Path) -> AsyncIterator[TestClient[Any, Any]]:
+    async with (
+        LocalEngine(model, n_ctx=1024, n_parallel=4, n_threads=1) as engine,
+        TestClient(TestServer(create_app(engine))) as client,
+    ):
+        yield client
+
+
+async def test_bodies_of_many_small_things_are_refused_and_hold_up_nobody(client: TestClient[Any, Any]) -> None:
+    bodies = {name: (path, json.dumps(body).encode(), field) for name, (path, body, field) in HOSTILE.items()}
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            began = perf_counter()
+            await asyncio.sleep(0.005)
+            longest = max(longest, perf_counter() - began)
+
+    for name, (path, body, field) in bodies.items():
+        longest = 0.0
+        ticking = asyncio.create_task(tick())
+        async with client.post(path, data=body) as answer:
+            text = await answer.text()
+        ticking.cancel()
+        print(f"{name}: {len(body) / 1e6:.1f} MB, the event loop stood still for {1000 * longest:.0f} ms at most")
+        assert answer.status == 400, f"{name}: {text[:500]}"
+        assert field in text[:200], f"{name}: {text[:500]}"
+        assert longest < 1, name  # mostly under 0.1 s; it was 2 to 10 s
