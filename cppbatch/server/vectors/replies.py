@@ -8,7 +8,7 @@ import numpy as np
 
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.vectors import Vector, normalised, vector_of
-from cppbatch.errors import GenerationFailed
+from cppbatch.errors import GenerationFailed, InvalidRequest
 from cppbatch.server.reply import Frame, Reply
 from cppbatch.server.requests import new_id
 from cppbatch.server.vectors.schemas import EmbeddingRequest, RerankRequest
@@ -25,20 +25,27 @@ from cppbatch.server.vectors.shapes import (
 class VectorReply(Reply):
     """Every input has one event, with a vector in it; there is nothing to stream."""
 
-    def __init__(self, prefix: str, model: str) -> None:
+    def __init__(self, prefix: str, model: str, body: EmbeddingRequest | RerankRequest) -> None:
         super().__init__()
         self.id = new_id(prefix)
         self._model = model
+        self._times = {name: getattr(body, name) for name in ("timeout", "queue_timeout")}
 
     def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
         """As in `Reply`."""
         raise NotImplementedError("vectors are not streamed")
 
     def _vectors(self) -> Vector:
-        """float32[n, n_embd], in the inputs' order. Raises `GenerationFailed` when the time was not enough for all."""
-        late = sum(event.finish_reason is FinishReason.TIMEOUT for event in self.ends.values())
+        """float32[n, n_embd], in the inputs' order. When the time was not enough for all, raises `InvalidRequest` if
+        the client has set it, else `GenerationFailed`."""
+        late = [event.usage for event in self.ends.values() if event.finish_reason is FinishReason.TIMEOUT]
         if late:
-            raise GenerationFailed(f"the timeout came before {late} of {len(self.ends)} vectors were computed")
+            too_late = f"came before {len(late)} of {len(self.ends)} vectors were computed"
+            took = max(usage.total_seconds for usage in late if usage)
+            for name, seconds in self._times.items():
+                if seconds is not None and seconds <= took:
+                    raise InvalidRequest(name, f"of {seconds:g} s {too_late}; give more time, or fewer inputs")
+            raise GenerationFailed(f"the server's --request-timeout {too_late}")
         return np.stack([vector_of(self.ends[i].embedding or b"") for i in range(len(self.ends))])
 
     def _usage(self) -> VectorUsage:
@@ -50,7 +57,7 @@ class EmbeddingReply(VectorReply):
     """`/v1/embeddings`."""
 
     def __init__(self, body: EmbeddingRequest, model: str) -> None:
-        super().__init__("embd-", model)
+        super().__init__("embd-", model, body)
         self._body = body
 
     def whole(self, completions: list[list[GenerationEvent]]) -> EmbeddingAnswer:
@@ -68,7 +75,7 @@ class RerankReply(VectorReply):
     """`/v1/rerank`."""
 
     def __init__(self, body: RerankRequest, model: str) -> None:
-        super().__init__("rerank-", model)
+        super().__init__("rerank-", model, body)
         self._body = body
 
     def whole(self, completions: list[list[GenerationEvent]]) -> RerankAnswer:
