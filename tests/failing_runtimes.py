@@ -72,20 +72,33 @@ def fails(config: EngineConfig, progress: Progress) -> Runtime:
     return _with_context(runtime, _Poisoned(runtime.context, fail))
 
 
-class _DeadlyVocab(_Wrapped):
-    """Dies of a text while it is tokenised."""
+class _PoisonedVocab(_Wrapped):
+    """What happens when a text with "poison" in it is tokenised is `harm`."""
+
+    def __init__(self, real: Any, harm: Callable[[], object]) -> None:
+        super().__init__(real)
+        self._harm = harm
 
     def tokenize(self, text: str, **options: Any) -> Any:
         if "poison" in text:
-            ctypes.string_at(0)
+            self._harm()
         return self._real.tokenize(text, **options)
+
+
+def _with_vocab(runtime: Runtime, vocab: Any) -> Runtime:
+    return Runtime(runtime.context, vocab, runtime.info, runtime.sharing, runtime.close)
 
 
 def dies_of_texts(config: EngineConfig, progress: Progress) -> Runtime:
     """As llama.cpp does when a regular expression recurses too deeply."""
     runtime = load_runtime(config, progress)
-    vocab: Any = _DeadlyVocab(runtime.vocab)
-    return Runtime(runtime.context, vocab, runtime.info, runtime.sharing, runtime.close)
+    return _with_vocab(runtime, _PoisonedVocab(runtime.vocab, lambda: ctypes.string_at(0)))
+
+
+def hangs_on_texts(config: EngineConfig, progress: Progress) -> Runtime:
+    """As a tokeniser with a quadratic part does."""
+    runtime = load_runtime(config, progress)
+    return _with_vocab(runtime, _PoisonedVocab(runtime.vocab, lambda: time.sleep(1000)))
 
 
 class _SlowVocab(_Wrapped):
@@ -106,22 +119,7 @@ class _SlowVocab(_Wrapped):
 def slow_texts(config: EngineConfig, progress: Progress) -> Runtime:
     """As on a slow machine, for long ones."""
     runtime = load_runtime(config, progress)
-    vocab: Any = _SlowVocab(runtime.vocab, lambda text: len(text) > 10_000, 0.1)
-    return Runtime(runtime.context, vocab, runtime.info, runtime.sharing, runtime.close)
-
-
-class _HangingVocab(_Wrapped):
-    def tokenize(self, text: str, **options: Any) -> Any:
-        if "poison" in text:
-            time.sleep(1000)
-        return self._real.tokenize(text, **options)
-
-
-def hangs_on_texts(config: EngineConfig, progress: Progress) -> Runtime:
-    """As a tokeniser with a quadratic part does."""
-    runtime = load_runtime(config, progress)
-    vocab: Any = _HangingVocab(runtime.vocab)
-    return Runtime(runtime.context, vocab, runtime.info, runtime.sharing, runtime.close)
+    return _with_vocab(runtime, _SlowVocab(runtime.vocab, lambda text: len(text) > 10_000, 0.1))
 
 
 def slow_to_start(config: EngineConfig, progress: Progress) -> Runtime:

@@ -274,6 +274,24 @@ async def test_long_texts_hold_up_no_short_ones(tiny_llama: Path) -> None:
             each.cancel()
 
 
+async def test_grammars_that_take_long_hold_up_none_that_is_known(tiny_llama: Path) -> None:
+    slow = [
+        request(f"slow {i}", json_schema={"type": "integer", "multipleOf": 99_999_989 + i}, ignore_eos=False)
+        for i in range(4)
+    ]
+    known = request("known", guided_choice=["yes", "no"], ignore_eos=False)
+    async with opened(tiny_llama) as engine:
+        await run(engine, known)
+        running = [asyncio.ensure_future(run(engine, its)) for its in slow]
+        await until(engine._supervisor.worker._box.preparing)  # type: ignore[union-attr]
+        for _ in range(3):
+            (events,) = await asyncio.wait_for(together(engine, [known]), 5)
+            assert events[-1].finish_reason is FinishReason.STOP
+        assert not any(each.done() for each in running)
+        for each in running:
+            each.cancel()
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGUSR1"])
 async def test_a_worker_that_is_killed_from_outside_blames_nobody(tiny_llama: Path, how: str) -> None:
     """Six times before anybody gets a token."""

@@ -89,7 +89,7 @@ class LocalEngine(Opened):
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
         tokens = partial(self._ready().tokens, text, add_special=add_special, parse_special=parse_special)
-        return await self._aside(self._intake.of(text), tokens)
+        return await self._aside(self._intake.for_text(text), tokens)
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
@@ -116,9 +116,8 @@ class LocalEngine(Opened):
                 self._steps.do(lambda engine: engine.cancel(stream.number))
 
     async def _prepare(self, request: GenerationRequest) -> Sequence:
-        return await self._aside(
-            self._intake.of(request.prompt, request.params), partial(self._ready().prepare, request)
-        )
+        engine = self._ready()
+        return await self._aside(self._intake.for_request(engine, request), partial(engine.prepare, request))
 
     async def _aside(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
         """Does this on one of the threads; `work` is told by `cancelled` when nobody waits for it any more."""

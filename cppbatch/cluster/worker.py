@@ -92,9 +92,9 @@ class Worker:
         if isinstance(message, (Submit, Check, Tokenize)):
             self._preparing.add(message.number)
             if isinstance(message, Tokenize):
-                threads = self._intake.of(message.text)
+                threads = self._intake.for_text(message.text)
             else:
-                threads = self._intake.of(message.request.prompt, message.request.params)
+                threads = self._intake.for_request(self._engine, message.request)
             threads.submit(self._prepare, message)
         elif isinstance(message, Cancel):
             number = message.number

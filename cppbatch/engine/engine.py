@@ -128,6 +128,10 @@ class BatchInferenceEngine(Calls):
             self._outputs.resume(sequence)
         return sequence
 
+    def is_quick(self, request: GenerationRequest) -> bool:
+        """Whether `prepare` takes a few milliseconds: a short text, and no grammar that is yet to be compiled."""
+        return self._intake.is_quick(request)
+
     def tokens(
         self,
         text: str | list[int],

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cppbatch.engine.adapters import adapter_set
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed, token_ids
-from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece
+from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece, is_long
 from cppbatch.engine.sampling.grammar import GrammarCompiler
 from cppbatch.engine.sampling.recipe import check_ids, make_recipe
 from cppbatch.engine.sequence import Sequence
@@ -68,6 +68,10 @@ class Intake:
             ids = check_ids("tokens", token_ids("tokens", text), self._vocab.n_tokens)
         pieces = {token: TokenPiece(token, self._vocab.piece(token, special=True)) for token in np.unique(ids).tolist()}
         return [pieces[token] for token in ids.tolist()]
+
+    def is_quick(self, request: GenerationRequest) -> bool:
+        """Whether preparing it takes a few milliseconds: a short text, and no grammar that is yet to be compiled."""
+        return not is_long(request.prompt) and self._grammars.knows(request.params)
 
     def close(self) -> None:
         """Ends what it has started."""

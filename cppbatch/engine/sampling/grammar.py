@@ -43,13 +43,20 @@ class GrammarCompiler:
         field = params.grammar_field
         if field is None:
             return None
-        value = getattr(params, field)
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = _text(params, field)
         # Each forced token would need logits of its own where somebody looks at them.
         forces = params.logprobs is None and params.logits_processor is None
         # Copies share the states that their limits count: once those are reached, the next request gets new ones.
         matcher = self._matcher(field, text).deep_copy()
         return Constraint(matcher, forces=forces, given_up=lambda: self._forget(field, text))
+
+    def knows(self, params: SamplingParams) -> bool:
+        """Whether `constraint` takes no time: there is no grammar, or it is one of those used last."""
+        field = params.grammar_field
+        if field is None:
+            return True
+        with self._lock:
+            return (field, _text(params, field)) in self._known
 
     def _forget(self, field: str, text: str) -> None:
         with self._lock:
@@ -88,6 +95,11 @@ class GrammarCompiler:
         """Ends the process that tries grammars out."""
         self._checker.close()
         self._known.clear()  # they point into the vocabulary
+
+
+def _text(params: SamplingParams, field: str) -> str:
+    value = getattr(params, field)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _first_lines(error: str) -> str:
