@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -49,6 +50,10 @@ from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
 log = logging.getLogger("cppbatch.worker")
 
 Progress = Callable[[float], bool]
+
+_SWITCH_S = 0.0005
+"""How long a thread that prepares requests keeps Python's lock while the stepping thread wants it, which asks for it a
+dozen times a step."""
 
 
 class Worker:
@@ -243,12 +248,14 @@ def main() -> None:
         link.send(Loading(fraction))
         return True
 
+    sys.setswitchinterval(_SWITCH_S)
     try:
         engine = BatchInferenceEngine(setup.config, progress=progress, runtime=_runtime(setup, progress))
     except CppBatchError as error:
         link.send(LoadFailed(type(error).__name__, str(error)))
         link.flush()
         return
+    gc.freeze()  # what is there by now stays: collecting garbage in mid-step need not look at it
     link.send(Loaded(engine.info, engine.stats()))
     try:
         Worker(engine, link, box).run()

@@ -23,7 +23,7 @@ MOST_LOGPROBS = 20
 _LONGEST_STOP, _MOST_STOP_LETTERS = 512, 16_384
 _FRESH_SEEDS = 2**32  # few enough for every JSON parser
 _MOST_VISIBLE = 64  # each is tokenised
-MOST_BIASES = 32_768  # each is looked at one by one; `suppress_tokens` bans any number of tokens
+MOST_BIASES = 8192  # each is looked at one by one; `suppress_tokens` bans any number of tokens
 _MOST_BREAKERS = 32  # each is looked for in the whole vocabulary
 _LONGEST_SHOWN = 200  # letters of a value in an error's message
 _SHOWN_DIGITS = 40
@@ -328,16 +328,20 @@ def _check_grammars(params: SamplingParams) -> None:
     if params.json_schema is not None:
         msgspec.structs.force_setattr(params, "json_schema", _schema_text(params.json_schema))
     for name in given:
-        value = getattr(params, name)
-        n_letters = len(value) if isinstance(value, str) else sum(map(len, value))
-        if n_letters > _LONGEST_GRAMMAR:
-            raise InvalidRequest(name, f"has {n_letters:,} letters; the limit is {_LONGEST_GRAMMAR:,}")
+        _check_grammar_length(name, getattr(params, name))
+
+
+def _check_grammar_length(name: str, grammar: str | tuple[str, ...]) -> None:
+    n_letters = len(grammar) if isinstance(grammar, str) else sum(map(len, grammar))
+    if n_letters > _LONGEST_GRAMMAR:
+        raise InvalidRequest(name, f"has {n_letters:,} letters; the limit is {_LONGEST_GRAMMAR:,}")
 
 
 def _schema_text(schema: object) -> str:
     """The schema as JSON text, its keys in the order they had: that is the order of the properties in the answer."""
     try:
         if isinstance(schema, str):
+            _check_grammar_length("json_schema", schema)
             return _rewritten_schema(schema)
         return _written_schema(schema)
     except RecursionError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from aiohttp import web
 
 from cppbatch.server.generate.backlog import run_backlog
@@ -25,4 +27,5 @@ async def generate(request: web.Request) -> web.StreamResponse:
 async def generate_batch(request: web.Request) -> web.StreamResponse:
     """Continues many prompts, or one in many ways; one that fails does not harm the others."""
     body = await read_json(request, BatchRequest)
-    return await answer(request, batch_plan(body, request.app[SERVING]), run_backlog)
+    plan = await asyncio.to_thread(batch_plan, body, request.app[SERVING])  # 256 items with large fields take seconds
+    return await answer(request, plan, run_backlog)
