@@ -257,17 +257,20 @@ async def test_a_full_queue_is_a_429_with_a_retry_hint_and_the_others_get_their_
         assert (await engine.stats()).running == 0
 
 
-async def test_choices_that_find_the_queue_full_are_refused_together(tiny_llama: Path) -> None:
+async def test_more_choices_than_the_queue_holds_wait_and_let_others_in_between(tiny_llama: Path) -> None:
     async with (
         LocalEngine(tiny_llama, n_ctx=1024, n_parallel=1, n_threads=1, max_queue=2) as engine,
         TestClient(TestServer(create_app(engine))) as http,
     ):
-        status, answer = await post(http, "/v1/completions", {"prompt": "Hello", "max_tokens": 100, "n": 8})
-        assert (status, answer["error"]["code"]) == (429, "queue_full")
-        for _ in range(200):
-            if not ((stats := await engine.stats()).running or stats.waiting):
-                break
-            await asyncio.sleep(0.01)
+        body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "n": 8}
+        many = asyncio.create_task(post(http, "/v1/completions", body))
+        await asyncio.sleep(0.05)
+        status, _ = await post(http, "/v1/completions", {"prompt": "Hi", "max_tokens": 1})
+        assert status == 200
+        assert not many.done()
+        status, answer = await many
+        assert (status, len(answer["choices"])) == (200, 8)
+        stats = await engine.stats()
         assert (stats.running, stats.waiting, stats.kv_cells_used) == (0, 0, 0)
 
 

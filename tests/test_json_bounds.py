@@ -102,6 +102,22 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
         {"prompt": "a", "n": 128, "json_schema": {"properties": {f"p{i}": {"type": "null"} for i in range(20_000)}}},
         "json_schema",
     ),
+    "a schema as text": (
+        "/v1/completions",
+        {"prompt": "a", "json_schema": "[" + "1," * 6_000_000 + "1]"},
+        "json_schema",
+    ),
+    "visible tokens": ("/v1/completions", {"prompt": "a", "visible_tokens": ["x " * 1_000_000]}, "visible_tokens"),
+    "biases of texts": (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {f"x{i}": 1 for i in range(2000)}},
+        "logit_bias",
+    ),
+    "a salt": ("/v1/completions", {"prompt": "a", "n": 128, "cache_salt": "x" * 14_000_000}, "cache_salt"),
+    "an adapter's name": ("/v1/completions", {"prompt": "a", "n": 128, "lora": {"x" * 4_000_000: 1}}, "lora"),
+    "stop tokens": ("/v1/completions", {"prompt": "a", "stop_token_ids": list(range(490_000))}, "stop_token_ids"),
+    "banned tokens": ("/v1/completions", {"prompt": "a", "suppress_tokens": list(range(490_000))}, "suppress_tokens"),
+    "fields": ("/completion", {"prompt": "a", "response_fields": ["content"] * 400_000}, "response_fields"),
     "a text for each of 128": ("/v1/completions", {"prompt": "x " * 5_000_000, "n": 128}, "prompt"),
 }
 

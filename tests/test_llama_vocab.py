@@ -129,6 +129,14 @@ def test_long_texts_of_special_tokens_take_time_by_their_length(default_vocab: V
     assert min(seconds(40_000) for _ in range(2)) < 8 * min(seconds(10_000) for _ in range(2))
 
 
+def test_runs_that_are_just_short_enough_take_no_time() -> None:
+    """Each was looked at from each of its letters: 3.8 s for a megabyte, with Python's lock held."""
+    text = ("a" * 3999 + " ") * 260
+    began = perf_counter()
+    assert list(long_runs(text)) == [text]
+    assert perf_counter() - began < 0.5  # mostly 0.03 s
+
+
 def test_a_cancelled_text_is_not_tokenised_to_its_end(vocab: Vocab) -> None:
     asked: list[int] = []
 

@@ -253,7 +253,7 @@ def test_a_switch_is_true_or_false(field: str, value: object) -> None:
 def test_visible_tokens_are_a_few_strings() -> None:
     assert SamplingParams(visible_tokens="[ARGS]").visible_tokens == ("[ARGS]",)  # type: ignore[arg-type]
     assert refusal("visible_tokens", [5]) == "visible_tokens: is [5]; it must be a list of strings"
-    assert refusal("visible_tokens", ["x"] * 65) == "visible_tokens: has 65 strings; there may be 64"
+    assert refusal("visible_tokens", ["x"] * 65) == "visible_tokens: has 65 entries; 64 may be"
 
 
 def test_no_tokens_may_be_wanted_only_where_the_prompt_is_echoed() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.chat.capabilities import Message, Takes
+from cppbatch.json_bounds import excess
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names under which clients send back what a model thought; templates read the first, some the second."""
@@ -56,6 +57,8 @@ def _call(call: dict[str, Any], takes: Takes) -> dict[str, Any]:
 
 def _object(text: str) -> Any:
     """What a model wrote as arguments need not be a JSON object: then the text, which many templates take as well."""
+    if excess(text.encode(errors="replace")):
+        return text
     try:
         arguments = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -127,7 +127,7 @@ class WorkerProcess:
             beats = self._box.beats
             seen = {number: seen.get(number, 0) + 1 for number in self._box.preparing()}
             for number, looks in seen.items():
-                if looks * seconds / _TICKS > longest:
+                if looks * seconds / _TICKS > longest and not self._is_stopped():
                     return WorkerDied(f"it prepared a request for more than {longest:.0f} s", {number})
         if self._is_stopped():
             return WorkerDied(f"it was stopped (SIGSTOP) for {seconds:.0f} s", set(), from_outside=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from cppbatch.engine.model_info import AdapterInfo
+from cppbatch.engine.params import shown
 from cppbatch.errors import InvalidRequest
 
 AdapterSet = tuple[tuple[int, float], ...]
@@ -24,7 +25,7 @@ def adapter_set(wanted: Mapping[str | int, float] | None, known: Sequence[Adapte
             number = numbers.get(key) if isinstance(key, str) else key
             if number is None or not 0 <= number < len(known):
                 there = ", ".join(f"{adapter.name!r} ({i})" for i, adapter in enumerate(known))
-                raise InvalidRequest("lora", f"there is no adapter {key!r}; there are {there or 'none (--lora)'}")
+                raise InvalidRequest("lora", f"there is no adapter {shown(key)}; there are {there or 'none (--lora)'}")
             if number in scales:
                 raise InvalidRequest("lora", f"has the adapter {known[number].name!r} twice, by name and by number")
             scales[number] = scale

@@ -30,6 +30,7 @@ class Intake:
         self._info = info
         self._n_ctx = n_ctx
         self._grammars = GrammarCompiler(vocab.for_grammars)
+        self._last_long: tuple[str, npt.NDArray[np.int32]] | None = None
 
     def prepare(self, request: GenerationRequest, cancelled: Cancelled = never) -> Sequence:
         """Tokenises, validates, compiles a grammar. Raises `InvalidRequest` naming the field, `RequestCancelled`."""
@@ -98,7 +99,7 @@ class Intake:
     def _tokens(self, prompt: Prompt, cancelled: Cancelled) -> npt.NDArray[np.int32]:
         self._refuse_long(prompt)
         if isinstance(prompt, str):
-            tokens = self._vocab.tokenize(prompt, cancelled=cancelled) if prompt else np.empty(0, np.int32)
+            tokens = self._tokenized(prompt, cancelled) if prompt else np.empty(0, np.int32)
         elif isinstance(prompt, list):
             tokens = check_ids("prompt", prompt, self._vocab.n_tokens)
         else:
@@ -106,6 +107,15 @@ class Intake:
         if len(tokens) == 0:  # some vocabularies make nothing of some texts
             raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
         return tokens
+
+    def _tokenized(self, text: str, cancelled: Cancelled) -> npt.NDArray[np.int32]:
+        """The last long text is kept, since the choices of a prompt come one after the other."""
+        if not is_long(text):
+            return self._vocab.tokenize(text, cancelled=cancelled)
+        last = self._last_long
+        if last is None or last[0] != text:
+            last = self._last_long = (text, self._vocab.tokenize(text, cancelled=cancelled))
+        return last[1]
 
     def _refuse_long(self, prompt: Prompt) -> None:
         """What surely has too many tokens is not tokenised."""

@@ -8,6 +8,8 @@ from cppbatch.engine.sequence import News, Sequence
 from cppbatch.engine.teller import Teller
 from cppbatch.engine.vocabulary import Tokens
 
+_MOST_FORCED = 64  # tokens of a sequence in a step, each of which takes some 30 us
+
 
 class Outputs:
     """Decides what the next step depends on: whether a sequence goes on. What there is to tell waits in its `news`.
@@ -75,7 +77,7 @@ class Outputs:
     def _force(self, sequence: Sequence) -> FinishReason | None:
         if sequence.constraint is None:
             return None
-        for token in sequence.constraint.forced():
+        for token in sequence.constraint.forced()[:_MOST_FORCED]:  # the rest in the next step
             if self._ends(sequence, token) or token in sequence.recipe.never:
                 return None  # that is for the next row to decide
             self.n_forced += 1

@@ -23,7 +23,9 @@ MOST_LOGPROBS = 20
 _LONGEST_STOP, _MOST_STOP_LETTERS = 512, 16_384
 _FRESH_SEEDS = 2**32  # few enough for every JSON parser
 _MOST_VISIBLE = 64  # each is tokenised
-MOST_BIASES = 8192  # each is looked at one by one; `suppress_tokens` bans any number of tokens
+MOST_BIASES = 8192  # each is looked at one by one
+_MOST_TEXTS, _LONGEST_TEXT = 1000, 256  # keys of biases that are texts, and letters of what is tokenised on the side
+_MOST_STOP_IDS, _MOST_SUPPRESSED = 1024, 32_768  # each choice of a prompt has a copy
 _MOST_BREAKERS = 32  # each is looked for in the whole vocabulary
 _LONGEST_SHOWN = 200  # letters of a value in an error's message
 _SHOWN_DIGITS = 40
@@ -186,13 +188,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _set_tuple(self, "visible_tokens", str, "a list of strings")
         for name in ("stop_token_ids", "suppress_tokens"):
             _set_tuple(self, name, Integral, "a list of token ids")
-            msgspec.structs.force_setattr(self, name, tuple(token_ids(name, getattr(self, name))))
+            msgspec.structs.force_setattr(self, name, tuple(dict.fromkeys(token_ids(name, getattr(self, name)))))
+        _check_counts(self)
         _set_tuple(self, "dry_sequence_breakers", str, "a list of strings")
         _set_tuple(self, "samplers", str, "a list of names")
         _check_lengths(self)
-        if len(self.visible_tokens) > _MOST_VISIBLE:
-            message = f"has {len(self.visible_tokens)} strings; there may be {_MOST_VISIBLE}"
-            raise InvalidRequest("visible_tokens", message)
         _check_samplers(self)
         _check_bias(self)
         _check_grammars(self)
@@ -283,6 +283,15 @@ def _check_lengths(params: SamplingParams) -> None:
         raise InvalidRequest("stop", message)
 
 
+def _check_counts(params: SamplingParams) -> None:
+    most = {"stop_token_ids": _MOST_STOP_IDS, "suppress_tokens": _MOST_SUPPRESSED, "visible_tokens": _MOST_VISIBLE}
+    for name, limit in most.items():
+        if (n := len(getattr(params, name))) > limit:
+            raise InvalidRequest(name, f"has {n:,} entries; {limit:,} may be")
+    if max(map(len, params.visible_tokens), default=0) > _LONGEST_TEXT:
+        raise InvalidRequest("visible_tokens", f"has a string of more than {_LONGEST_TEXT} letters, which is no token")
+
+
 def _check_samplers(params: SamplingParams) -> None:
     for i, name in enumerate(params.samplers):
         if name not in SAMPLERS:
@@ -303,7 +312,12 @@ def _check_bias(params: SamplingParams) -> None:
         message = f"is {shown(params.logit_bias)}; it must be an object of token ids (or strings) and biases"
         raise InvalidRequest("logit_bias", message)
     if len(params.logit_bias) > MOST_BIASES:
-        message = f"has {len(params.logit_bias):,} entries; {MOST_BIASES:,} may be (suppress_tokens bans any number)"
+        more = f"suppress_tokens bans {_MOST_SUPPRESSED:,}"
+        message = f"has {len(params.logit_bias):,} entries; {MOST_BIASES:,} may be ({more})"
+        raise InvalidRequest("logit_bias", message)
+    texts = [key for key in params.logit_bias if isinstance(key, str) and not key.isdecimal()]
+    if len(texts) > _MOST_TEXTS or max(map(len, texts), default=0) > _LONGEST_TEXT:
+        message = f"has {len(texts):,} texts as keys; {_MOST_TEXTS:,} may be, of {_LONGEST_TEXT} letters each"
         raise InvalidRequest("logit_bias", message)
     for key, bias in params.logit_bias.items():
         if not isinstance(key, (int, str)) or isinstance(key, bool) or key == "":

@@ -48,6 +48,8 @@ class Pair(msgspec.Struct, frozen=True):
 Prompt = str | list[int] | Pair
 """Text; token ids, which are used as they are; or what a reranker compares."""
 
+_LONGEST_NAME = 1024  # letters
+_MOST_ADAPTERS = 1024
 _LONG = 1 << 15  # characters, or token ids
 
 
@@ -102,6 +104,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.task not in get_args(Task):
             raise InvalidRequest("task", f"is {self.task!r}; it must be one of {', '.join(get_args(Task))}")
         instance(self, "cache_salt", str, "a string")
+        if len(self.cache_salt) > _LONGEST_NAME:
+            raise InvalidRequest("cache_salt", f"has {len(self.cache_salt):,} letters; {_LONGEST_NAME} may be")
         if self.lora is not None:
             self._check_lora(self.lora)
 
@@ -110,6 +114,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Whether there are such adapters is for the engine to say."""
         if not isinstance(lora, Mapping):
             raise InvalidRequest("lora", f"is {shown(lora)}; it must be an object of adapters and scales")
+        if len(lora) > _MOST_ADAPTERS or any(isinstance(key, str) and len(key) > _LONGEST_NAME for key in lora):
+            raise InvalidRequest(
+                "lora", f"has more than {_MOST_ADAPTERS} adapters, or a name of {_LONGEST_NAME} letters"
+            )
         for key, scale in lora.items():
             if isinstance(key, bool) or not (isinstance(key, str) or (isinstance(key, int) and 0 <= key <= INT32_MAX)):
                 raise InvalidRequest(

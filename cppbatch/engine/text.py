@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 
 
 class TextStream:
@@ -10,13 +11,13 @@ class TextStream:
 
     `push` returns what can be shown now: incomplete UTF-8 characters and text that may turn out to be the beginning
     of a stop string are held back. After a stop string has come, `stopped` is True and the rest is dropped. A letter
-    costs the same whether there is one stop string or a thousand (but for their different lengths).
+    costs nearly the same whether there is one stop string or a thousand (but for their different lengths).
     """
 
     def __init__(self, stop: tuple[str, ...] = (), *, include_stop: bool = False) -> None:
         self._stop = frozenset(stop)
         self._lengths = sorted({len(string) for string in stop}, reverse=True)
-        self._beginnings = frozenset(string[:n] for string in stop for n in range(1, len(string)))
+        self._sorted = sorted(stop)
         self._include_stop = include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -72,6 +73,11 @@ class TextStream:
         """Where the longest end of `text` begins that could grow into a stop string."""
         longest = self._lengths[0] - 1
         for start in range(max(0, len(text) - longest), len(text)):
-            if text[start:] in self._beginnings:
+            if self._is_beginning(text[start:]):
                 return start
         return len(text)
+
+    def _is_beginning(self, text: str) -> bool:
+        """Whether a stop string begins with this. Those that do stand together, the first one where it would stand."""
+        place = bisect_left(self._sorted, text)
+        return place < len(self._sorted) and self._sorted[place].startswith(text)

@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterable, Iterator
 
 _PART = 1024  # characters, at least; less than half of what `long_runs` cuts, so that it cuts no special token
-_LONG_RUN = re.compile(r"\S{4000}|\s{4000}")
-"""Some BPE vocabularies split text with std::wregex, which recurses for each character and overflows the stack."""
+_LONGEST_RUN = 4000
+_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_LONGEST_RUN},}}|(?<!\s)\s{{{_LONGEST_RUN},}}")
+"""Some BPE vocabularies split text with std::wregex, which recurses for each character and overflows the stack. Looked
+for where a run begins, or a run of 3,999 would be looked at from each of its characters."""
 
 
 class TextParts:
@@ -53,8 +55,9 @@ def long_runs(text: str) -> Iterator[str]:
     """The parts of a text of which none has more than some 4,000 characters in a row without a space, or of spaces."""
     start = 0
     for run in _LONG_RUN.finditer(text):
-        yield text[start : run.end()]
-        start = run.end()
+        for cut in range(run.start() + _LONGEST_RUN, run.end() + 1, _LONGEST_RUN):
+            yield text[start:cut]
+            start = cut
     if start < len(text) or not start:
         yield text[start:]
 

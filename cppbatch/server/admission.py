@@ -28,6 +28,8 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
     connection = connection_of(request)
     with contextlib.ExitStack() as held:
         if request.method not in _WITHOUT_BODY:
+            if (encoding := request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()) != "identity":
+                raise InvalidRequest("Content-Encoding", f"is {encoding!r:.40}; send the body as it is")
             if (request.method, request.path) not in _IN_PIECES:
                 with reading(request):
                     await _read_body(request, request.app[SERVING].limits.max_body_mb)

@@ -70,6 +70,7 @@ async def listen(
         app,
         handler_cancellation=True,  # a client that goes away cancels its request, streamed or not
         access_log=None,  # server/logs.py has its own
+        auto_decompress=False,  # 0.3 MB may become 300: `admission_middleware` refuses them
         keepalive_timeout=_KEEPALIVE_SECONDS,
         lingering_time=_LINGER_SECONDS,
         max_line_size=_LONGEST_HEADER,

@@ -32,6 +32,7 @@ class Storage:
         self.batches = batches
         self.error = error
         self._folder = folder
+        self._stopped = False
 
     @property
     def missing(self) -> str:
@@ -42,6 +43,8 @@ class Storage:
         """The batches, as soon as there is room for them on the disk; None if that would not help."""
         while self.batches is None and isinstance(self.error, DiskFull) and self._folder:
             await asyncio.sleep(RETRY_S)
+            if self._stopped:
+                break
             try:
                 self.batches = Batches(await asyncio.to_thread(open_data, self._folder), URLS)
             except StorageError as error:
@@ -65,6 +68,7 @@ class Storage:
 
     async def stop(self) -> None:
         """Leaves all batches as they are, for the next start."""
+        self._stopped = True
         if self.batches:
             await self.batches.stop()
 

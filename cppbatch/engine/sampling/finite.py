@@ -22,6 +22,7 @@ class _Search:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._following: list[str] = []
+        self._targets: dict[str, Any] = {}
         self._steps = 0
 
     def ends(self, schema: Any) -> bool:
@@ -49,10 +50,17 @@ class _Search:
 
     def _target(self, reference: str) -> Any:
         """The schema that a reference within this document names; anything else is left to the compiler."""
+        if reference not in self._targets:
+            self._targets[reference] = self._found(reference)
+        return self._targets[reference]
+
+    def _found(self, reference: str) -> Any:
         if reference != "#" and not reference.startswith("#/"):
             return True
         target = self._root
-        for part in reference[1:].split("/")[1:]:
+        parts = reference[1:].split("/")[1:]
+        self._steps += len(parts)
+        for part in parts:
             name = part.replace("~1", "/").replace("~0", "~")
             if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
                 target = target[int(name)]

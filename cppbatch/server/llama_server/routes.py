@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -64,8 +65,16 @@ async def tokenize(request: web.Request) -> web.Response:
     tokens = await tokens_of(
         request.app[SERVING], body.content, "content", add_special=body.add_special, parse_special=body.parse_special
     )
-    shown = [{"id": token.id, "piece": _piece(token)} if body.with_pieces else token.id for token in tokens]
-    return json_response({"tokens": shown})
+    return json_response({"tokens": await asyncio.to_thread(_shown, tokens, with_pieces=body.with_pieces)})
+
+
+def _shown(tokens: list[TokenPiece], *, with_pieces: bool) -> list[Any]:
+    """Each token once as JSON: there may be a million, of a few thousand."""
+    if not with_pieces:
+        return [token.id for token in tokens]
+    known = {token.id: token for token in tokens}
+    pieces = {id_: msgspec.Raw(msgspec.json.encode({"id": id_, "piece": _piece(known[id_])})) for id_ in known}
+    return [pieces[token.id] for token in tokens]
 
 
 def _piece(token: TokenPiece) -> str | list[int]:

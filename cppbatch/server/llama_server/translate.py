@@ -30,6 +30,7 @@ _SAMPLERS = {spelling: name for name, all_ in _SPELLINGS.items() for spelling in
 _LEFT_OUT = ("i", "infill", "a", "adaptive_p", "adaptivep")
 """Ours has no sampler for infilling; `adaptive_target` alone turns the other one on."""
 
+_MOST_FIELDS, _LONGEST_FIELD = 100, 256
 _MOST_TEXTS = 1000  # in logit_bias: each has to be tokenised
 
 
@@ -58,6 +59,10 @@ def _refuse(body: LlamaFields) -> None:
     for name, most in (("min_keep", 1), ("n_indent", 0)):
         if (getattr(body, name) or 0) > most:
             raise InvalidRequest(name, f"is {getattr(body, name)}, which is not served here; leave it out")
+    fields = body.response_fields or []
+    if len(fields) > _MOST_FIELDS or max(map(len, fields), default=0) > _LONGEST_FIELD:
+        message = f"has {len(fields):,} fields; {_MOST_FIELDS} may be, of {_LONGEST_FIELD} letters each"
+        raise InvalidRequest("response_fields", message)
     if body.best_of is not None:
         raise InvalidRequest("best_of", "is served by /v1/completions, not here; n_cmpl gives several texts")
 

@@ -28,6 +28,10 @@ def conversation(body: ResponsesRequest) -> list[Json]:
     for i, item in enumerate(body.input):
         _check(f"input[{i}]", item)
         _add(messages, f"input[{i}]", item)
+    for message in messages:
+        for name in ("content", "reasoning_content"):
+            if isinstance(message.get(name), list):
+                message[name] = "\n".join(message[name])
     return messages
 
 
@@ -70,8 +74,10 @@ def _assistant(messages: list[Json]) -> Json:
 
 
 def _append(message: Json, name: str, text: str) -> None:
-    before = message.get(name)
-    message[name] = text if before is None else f"{before}\n{text}"
+    """Collects the texts, which are joined in the end: there may be thousands."""
+    if message.get(name) is None:
+        message[name] = []
+    message[name].append(text)
 
 
 def _text(field: str, content: str | list[InputPart] | None) -> str:
