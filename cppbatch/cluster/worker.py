@@ -51,10 +51,6 @@ log = logging.getLogger("cppbatch.worker")
 
 Progress = Callable[[float], bool]
 
-_SWITCH_S = 0.0005
-"""How long a thread that prepares requests keeps Python's lock while the stepping thread wants it, which asks for it a
-dozen times a step."""
-
 
 class Worker:
     """Does what the messages say. The main thread steps, others receive, prepare requests, tell what came of steps."""
@@ -248,7 +244,6 @@ def main() -> None:
         link.send(Loading(fraction))
         return True
 
-    sys.setswitchinterval(_SWITCH_S)
     try:
         engine = BatchInferenceEngine(setup.config, progress=progress, runtime=_runtime(setup, progress))
     except CppBatchError as error:
