@@ -35,7 +35,9 @@ async def run(
         for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
             if check or is_long(request.prompt):
                 await client.check(request)
-    at_once, began = await enough(client), perf_counter()
+    at_once, began = len(requests), perf_counter()
+    if at_once > client.config.n_parallel:  # else nobody need be asked
+        at_once = await enough(client)
 
     def submit(request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         if len(requests) <= at_once or request is requests[0]:
