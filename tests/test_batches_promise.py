@@ -66,12 +66,15 @@ def test_a_batch_survives_kill_9_and_is_what_it_would_have_been(
         for i in range(n_items)
     )
     batch_id = ""
-    for _ in range(n_kills):
+    for kill in range(1, n_kills + 1):
         server = start(tiny_llama, data)
         batch_id = batch_id or make_batch(client_of(server), work).id
         uploads = Uploads(server)
-        time.sleep(rng.uniform(0, LONGEST_S))
-        done.append(counts(client_of(server).batches.retrieve(batch_id)).completed)
+        end, n_done = time.monotonic() + rng.uniform(0, LONGEST_S), 0
+        while time.monotonic() < end and n_done <= n_items * kill // (n_kills + 1):  # else it might be over before
+            time.sleep(0.02)
+            n_done = counts(client_of(server).batches.retrieve(batch_id)).completed
+        done.append(n_done)
         server.kill_group()
         acknowledged += uploads.join()
     print(f"seed {seed}: lines done when it was killed: {done}; files uploaded: {len(acknowledged)}")
