@@ -1,7 +1,7 @@
 """How wide and how deep a JSON text is, measured on its bytes before anybody makes objects of it.
 
 A megabyte of text in one string is decoded in a millisecond, a megabyte of small values takes a hundred times as long,
-with Python's lock held; and values nested hundreds deep overflow the stack of whoever walks them later.
+with Python's lock held; and values nested hundreds deep overflow the stack of the code that walks them later.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Supervisor:
         """Tells everybody, and waits before the next attempt: the longer, the more have failed.
 
         A death from outside blames nobody. Only when one follows the other and no token comes in between, the cause
-        may be a request all the same: some programs kill whoever takes too much memory.
+        may be a request all the same: some programs kill a process that takes too much memory.
         """
         self.restarts += 1
         if from_outside and self._from_outside < _MOST_FROM_OUTSIDE:

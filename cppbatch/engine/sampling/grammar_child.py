@@ -42,7 +42,7 @@ class _Bytes:
 
 
 def main() -> None:
-    """Answers until its input ends. Whoever computes goes first: a hard grammar takes all of a core for seconds."""
+    """Answers until its input ends, at a low CPU priority: a hard grammar takes all of a core for seconds."""
     if hasattr(os, "nice"):  # not on Windows
         os.nice(10)
     _limit_memory()
