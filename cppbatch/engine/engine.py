@@ -115,7 +115,7 @@ class BatchInferenceEngine(Calls):
         """Tokenises and validates a request. Any thread may call this, until the engine is closed.
 
         `progress`: it goes on from there; with the same seed as if it had never run elsewhere (but for mirostat and
-        adaptive-p, which start to learn anew). `cancelled` is asked while a long text is tokenised.
+        adaptive-p, which start to learn again). `cancelled` is asked while a long text is tokenised.
 
         Raises `InvalidRequest` for what can never run: an empty prompt, unknown token ids, too many tokens, a bad
         grammar; `RequestCancelled`; `EngineClosed`.
