@@ -14,8 +14,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cppbatch.cluster.local import LocalEngine
-    from cppbatch.cluster.process import EngineProcess
+    from cppbatch.cluster.engine_process import EngineProcess
+    from cppbatch.cluster.local_engine import LocalEngine
     from cppbatch.config import EngineConfig
     from cppbatch.engine.engine import BatchInferenceEngine
     from cppbatch.engine.generate_batch import generate_batch
@@ -35,8 +35,8 @@ __version__ = version("cppbatch")
 
 # Imported when first used: `cppbatch --help` and a front-end without a model need no llama.cpp.
 _HOMES = {
-    "EngineProcess": "cppbatch.cluster.process",
-    "LocalEngine": "cppbatch.cluster.local",
+    "EngineProcess": "cppbatch.cluster.engine_process",
+    "LocalEngine": "cppbatch.cluster.local_engine",
     "EngineConfig": "cppbatch.config",
     "BatchInferenceEngine": "cppbatch.engine.engine",
     "generate_batch": "cppbatch.engine.generate_batch",

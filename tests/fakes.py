@@ -16,7 +16,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import Sharing
-from cppbatch.engine.adapters import AdapterSet
+from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Runtime
 from cppbatch.errors import CacheFull, LlamaError

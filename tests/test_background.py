@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest
-from cppbatch.engine.adapters import AdapterSet
+from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.engine.scheduler import StepPlan
-from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.engine.sequence import Seq, SeqStatus
 from tests.fakes import context_of, drain, fake_engine, greedy, reference
 from tests.test_turns import NONE, SCHEDULES, Policy, X, Y
 
 
-def background(policy: Policy, n: int, n_prompt: int = 1) -> list[Sequence]:
+def background(policy: Policy, n: int, n_prompt: int = 1) -> list[Seq]:
     return [policy.add(NONE, n_prompt, priority=BACKGROUND) for _ in range(n)]
 
 
-def computed(plan: StepPlan) -> dict[Sequence, int]:
+def computed(plan: StepPlan) -> dict[Seq, int]:
     return dict(plan.chunks)
 
 
@@ -182,7 +182,7 @@ def test_several_that_come_together_are_admitted_in_one_step() -> None:
     plan = policy.step()
     assert plan.admitted == urgent
     assert computed(plan) == dict.fromkeys(urgent, 4)
-    assert [its.status for its in streams] == [Status.DECODE, *[Status.SWAPPED] * 3]
+    assert [its.status for its in streams] == [SeqStatus.DECODE, *[SeqStatus.SWAPPED] * 3]
 
 
 def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_same() -> None:
@@ -192,7 +192,7 @@ def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_s
         policy.step()
     urgent = policy.add(NONE, 8)
     assert policy.step().admitted == [urgent]
-    assert streams[0].status is Status.DECODE
+    assert streams[0].status is SeqStatus.DECODE
 
 
 # --- nobody starves -------------------------------------------------------------------------------------------------

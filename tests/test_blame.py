@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cppbatch import FinishReason, SamplingParams
-from cppbatch.engine.sampling.choice import at_fault
+from cppbatch.engine.sampling.sampler_output import at_fault
 from tests.fakes import N_VOCAB, context_of, drain, fake_engine
 from tests.test_grammar import spell
 

@@ -13,11 +13,11 @@ import pytest
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.engine.params import SAMPLERS
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.engine.sampling.draw import Filters
-from cppbatch.engine.sampling.recipe import Kind, make_recipe
+from cppbatch.engine.sampling.random_sampling import Filters
 from cppbatch.engine.sampling.sampler import Sampler
-from cppbatch.engine.sequence import Sequence
-from cppbatch.engine.vocabulary import Tokens
+from cppbatch.engine.sampling.sampling_plan import Kind, make_sampling_plan
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.llama import Model
 from tests.fakes import FakeVocab
 from tests.test_draw import assert_drawn_from, exact, softmax
@@ -61,12 +61,12 @@ def logits(spread: float = 2.0, seed: int = 7) -> Row:
     return np.random.default_rng(seed).normal(0, spread, N).astype(np.float32)
 
 
-def sequence_of(params: SamplingParams, seed: int = 0, vocab: Tokens | None = None, prompt: str = "a") -> Sequence:
+def sequence_of(params: SamplingParams, seed: int = 0, vocab: Vocabulary | None = None, prompt: str = "a") -> Seq:
     vocab = vocab or Vocab()
     tokens = vocab.tokenize(prompt)
     request = GenerationRequest(id=str(seed), prompt=tokens.tolist(), params=params)
-    sequence = Sequence(request, tokens, max_new=2000, seed=seed, now=0.0)
-    sequence.recipe = make_recipe(params, vocab, 4096)
+    sequence = Seq(request, tokens, max_new=2000, seed=seed, now=0.0)
+    sequence.sampling = make_sampling_plan(params, vocab, 4096)
     return sequence
 
 
@@ -77,7 +77,7 @@ def sampler() -> Iterator[Sampler]:
     sampler.close()
 
 
-def close(sequences: list[Sequence]) -> None:
+def close(sequences: list[Seq]) -> None:
     for sequence in sequences:
         if sequence.sampler:
             sequence.sampler.close()
@@ -88,7 +88,7 @@ def counts_of(sampler: Sampler, row: Row, n: int = 2500, **fields: Any) -> Count
     params = SamplingParams(**{**OFF, **fields})
     seeds = np.random.default_rng(1).integers(2**63, size=n).tolist()
     sequences = [sequence_of(params, seed) for seed in seeds]
-    assert sequences[0].recipe.kind is Kind.CHAIN
+    assert sequences[0].sampling.kind is Kind.CHAIN
     choices = sampler.sample(sequences, np.tile(row, (n, 1)))
     close(sequences)
     assert all(choice.error is None for choice in choices)

@@ -9,7 +9,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout
-from cppbatch.engine.sampling.recipe import make_recipe
+from cppbatch.engine.sampling.sampling_plan import make_sampling_plan
 from cppbatch.llama import Batch, Context, Model, candidates
 from tests.fakes import FakeVocab
 
@@ -113,10 +113,10 @@ def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_w
 
 @pytest.mark.parametrize("kind", FROM_CANDIDATES)
 def test_a_request_that_only_lowers_some_logits_needs_few_candidates(kind: dict[str, object]) -> None:
-    assert 0 < make_recipe(SamplingParams(**kind), FakeVocab(), 100).n_candidates <= 128  # type: ignore[arg-type]
+    assert 0 < make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates <= 128  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", FROM_ALL_LOGITS)
 def test_a_request_that_looks_at_all_logits_or_raises_some_gets_them_all(kind: dict[str, object]) -> None:
-    needed = make_recipe(SamplingParams(**kind), FakeVocab(), 100).n_candidates  # type: ignore[arg-type]
+    needed = make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates  # type: ignore[arg-type]
     assert needed == 0 or needed > 128

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.engine.sampling.draw import IMPOSSIBLE, Filters, draw
+from cppbatch.engine.sampling.random_sampling import IMPOSSIBLE, Filters, draw
 from cppbatch.llama import SamplerChain
 
 Row = npt.NDArray[np.float32]

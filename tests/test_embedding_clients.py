@@ -14,9 +14,9 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, LocalEngine
 from cppbatch.cluster import supervisor
-from cppbatch.cluster.process import EngineProcess
+from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.engine.embeddings import vector_of
 from cppbatch.engine.request import Pair, Prompt
-from cppbatch.engine.vectors import vector_of
 from cppbatch.errors import InvalidRequest
 from tests.failing_runtimes import POISON
 

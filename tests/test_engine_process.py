@@ -23,8 +23,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.cluster import link, supervisor, worker_process
+from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.flight import Flight
-from cppbatch.cluster.process import EngineProcess
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
 from tests import tiny_models
@@ -455,7 +455,7 @@ def test_short_paths_are_for_files_and_long_ones_are_not() -> None:
 
 PARENT = """
 import asyncio, sys
-from cppbatch.cluster.process import EngineProcess
+from cppbatch.cluster.engine_process import EngineProcess
 
 async def main():
     async with EngineProcess(sys.argv[1], n_ctx=256, n_parallel=2, n_threads=1) as engine:

@@ -32,7 +32,7 @@ from cppbatch import (
 )
 from cppbatch.engine.sampling import grammar, grammar_check
 from cppbatch.engine.sampling.finite import has_finite_instance
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sequence import Seq
 from tests.fakes import EOG, PIECES, context_of, drain, fake_engine, greedy, reference
 from tests.schemas import SCHEMAS, fault
 
@@ -60,7 +60,7 @@ def one(engine: BatchInferenceEngine, params: SamplingParams, prompt: str | list
     return result
 
 
-def prepare(engine: BatchInferenceEngine, **fields: Any) -> Sequence:
+def prepare(engine: BatchInferenceEngine, **fields: Any) -> Seq:
     return engine.prepare(GenerationRequest(id="prepared", prompt=PROMPT, params=SamplingParams(**fields)))
 
 

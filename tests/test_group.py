@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
-from cppbatch.cluster.affinity import Affinity
 from cppbatch.cluster.client import Health
 from cppbatch.cluster.deployment import Deployment
-from cppbatch.cluster.group import EngineGroup
+from cppbatch.cluster.engine_group import EngineGroup
+from cppbatch.cluster.prefix_affinity import PrefixAffinity
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError, InvalidRequest, ModelError
 
@@ -161,7 +161,7 @@ async def test_an_id_is_used_by_one_request_at_a_time(fleet: Fleet) -> None:
 
 
 def test_what_is_remembered_of_prefixes_is_bounded() -> None:
-    affinity = Affinity()
+    affinity = PrefixAffinity()
     for i in range(5000):
         affinity.note(GenerationRequest(id="a", prompt=f"{i} {LONG}"), i)
     assert len(affinity._known) <= 16384

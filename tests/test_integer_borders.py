@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch.cluster.process import EngineProcess
+from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.jobs.forms import InputForm
 from cppbatch.jobs.items import Item
 from cppbatch.jobs.jsonl import json_item

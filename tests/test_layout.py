@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cppbatch.config import EngineConfig
-from cppbatch.engine.layout import choose_flash_attn, choose_layout
+from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout
 
 
 def config(**settings: object) -> EngineConfig:

@@ -12,8 +12,8 @@ import threading
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.cluster import local
-from cppbatch.cluster.process import EngineProcess
+from cppbatch.cluster import local_engine
+from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
 from tests import tiny_models
 
@@ -104,7 +104,7 @@ def gate(monkeypatch):
         assert gate.wait(20)
         return BatchInferenceEngine(config, progress=progress, runtime=runtime)
 
-    monkeypatch.setattr(local, "BatchInferenceEngine", load)
+    monkeypatch.setattr(local_engine, "BatchInferenceEngine", load)
     yield gate
     gate.set()
 

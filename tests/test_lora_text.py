@@ -13,8 +13,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, InvalidRequest, SamplingParams
 from cppbatch.cluster import supervisor
-from cppbatch.cluster.local import LocalEngine
-from cppbatch.cluster.process import EngineProcess
+from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.local_engine import LocalEngine
 from cppbatch.config import KvLayout
 from cppbatch.models.synthetic import LlamaShape, write_lora
 from cppbatch.server.app import create_app

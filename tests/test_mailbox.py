@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cppbatch import FinishReason, GenerationEvent, TokenLogprob
-from cppbatch.cluster.mailbox import Mailbox
+from cppbatch.cluster.output_collector import OutputCollector
 
 
 def event(i: int, **fields: Any) -> GenerationEvent:
@@ -20,7 +20,7 @@ def event(i: int, **fields: Any) -> GenerationEvent:
 @pytest.mark.parametrize("seed", range(20))
 async def test_nothing_is_lost_or_told_twice(seed: int) -> None:
     chance = random.Random(seed)
-    mailbox, n = Mailbox(), 50
+    mailbox, n = OutputCollector(), 50
 
     async def read() -> list[GenerationEvent]:
         events = []
@@ -44,14 +44,14 @@ async def test_nothing_is_lost_or_told_twice(seed: int) -> None:
 
 
 async def test_a_fast_reader_gets_the_events_themselves() -> None:
-    mailbox = Mailbox()
+    mailbox = OutputCollector()
     for i in range(3):
         mailbox.put(sent := event(i))
         assert await mailbox.get() is sent
 
 
 async def test_a_failure_is_raised_at_once() -> None:
-    mailbox = Mailbox()
+    mailbox = OutputCollector()
     mailbox.put(event(0))
     mailbox.fail(ValueError("no"))
     with pytest.raises(ValueError, match="no"):

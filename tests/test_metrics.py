@@ -17,8 +17,8 @@ from cppbatch import LocalEngine
 from cppbatch.cluster.client import Health, WorkerState
 from cppbatch.engine.histogram import ROWS, SECONDS, Bins, merged
 from cppbatch.engine.metrics import EngineStats, Metrics, RecentSteps, add_up
-from cppbatch.engine.request import FinishReason, GenerationEvent, Usage
-from cppbatch.engine.window import Window, percentile
+from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage
+from cppbatch.engine.rolling_window import Window, percentile
 from cppbatch.errors import EngineClosed
 from cppbatch.server.app import create_app
 from cppbatch.server.metrics import ServerMetrics
@@ -162,8 +162,8 @@ def test_stats_survive_the_way_between_processes() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats) == stats
 
 
-def usage(total: float, first: float = 0.5) -> Usage:
-    return Usage(
+def usage(total: float, first: float = 0.5) -> RequestUsage:
+    return RequestUsage(
         prompt_tokens=1, completion_tokens=1, queue_seconds=0.1, first_token_seconds=first, total_seconds=total
     )
 

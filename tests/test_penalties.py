@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cppbatch import FinishReason, InvalidRequest, SamplingParams
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.engine.sampling.edits import apply_bans_and_biases, apply_penalties, recent
-from cppbatch.engine.sampling.recipe import make_recipe
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sampling.logit_processing import apply_bans_and_biases, apply_penalties, recent
+from cppbatch.engine.sampling.sampling_plan import make_sampling_plan
+from cppbatch.engine.sequence import Seq
 from cppbatch.llama import SamplerChain
 from tests.fakes import EOG, LIKELIEST_FIRST, LOGITS, N_VOCAB, FakeVocab, fake_engine, greedy, mood, reference
 
@@ -39,12 +39,12 @@ def logits(seed: int = 7) -> Row:
     return np.random.default_rng(seed).normal(0, 3, N_VOCAB).astype(np.float32)
 
 
-def sequence_of(params: SamplingParams, known: list[int], n_prompt: int | None = None) -> Sequence:
+def sequence_of(params: SamplingParams, known: list[int], n_prompt: int | None = None) -> Seq:
     """A sequence that knows these tokens, the first `n_prompt` of them (all) from its prompt."""
     n_prompt = len(known) if n_prompt is None else n_prompt
     request = GenerationRequest(id="a", prompt=known[:n_prompt], params=params)
-    sequence = Sequence(request, np.array(known[:n_prompt], np.int32), max_new=64, seed=1, now=0.0)
-    sequence.recipe = make_recipe(params, FakeVocab(), 4096)
+    sequence = Seq(request, np.array(known[:n_prompt], np.int32), max_new=64, seed=1, now=0.0)
+    sequence.sampling = make_sampling_plan(params, FakeVocab(), 4096)
     for token in known[n_prompt:]:
         sequence.append(token)
     return sequence
@@ -61,7 +61,7 @@ def fields_of(numbers: tuple[float, float, float], last_n: int) -> dict[str, Any
     return {**dict(zip(names, numbers, strict=True)), "penalty_last_n": last_n}
 
 
-def edited(row: Row, sequence: Sequence) -> Row:
+def edited(row: Row, sequence: Seq) -> Row:
     row = row.copy()
     apply_bans_and_biases(sequence, row)
     return row
@@ -319,7 +319,7 @@ def test_tokens_that_the_model_suppresses_never_come() -> None:
     class Vocab(FakeVocab):
         suppressed = frozenset({1, 2, 3})
 
-    recipe = make_recipe(SamplingParams(suppress_tokens=(9,)), Vocab(), 4096)
+    recipe = make_sampling_plan(SamplingParams(suppress_tokens=(9,)), Vocab(), 4096)
     assert recipe.never.tolist() == [1, 2, 3, 9]
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent
+from cppbatch.engine.embeddings import check_dimensions, normalised, vector_of
 from cppbatch.engine.request import Pair
-from cppbatch.engine.vectors import check_dimensions, normalised, vector_of
 from cppbatch.errors import CacheFull, DecodeFailed, GenerationFailed, InvalidRequest
 from tests.fakes import BAD, context_of, drain, fake_engine, vector
 

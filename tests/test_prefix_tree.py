@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.engine.prefix import PrefixTree, Tokens
+from cppbatch.engine.radix_tree import RadixTree, Tokens
 
 Entries = dict[str, tuple[str, list[int]]]
 """Each holder's salt and tokens."""
@@ -19,18 +19,18 @@ def ids(*tokens: int) -> Tokens:
     return np.array(tokens, np.int32)
 
 
-def tree_of(salt: str = "", **holders: tuple[int, ...]) -> PrefixTree[str]:
-    tree: PrefixTree[str] = PrefixTree()
+def tree_of(salt: str = "", **holders: tuple[int, ...]) -> RadixTree[str]:
+    tree: RadixTree[str] = RadixTree()
     for holder, tokens in holders.items():
         tree.insert(holder, ids(*tokens), salt)
     return tree
 
 
-def found(tree: PrefixTree[str], *tokens: int, salt: str = "") -> list[tuple[str, int]]:
+def found(tree: RadixTree[str], *tokens: int, salt: str = "") -> list[tuple[str, int]]:
     return list(tree.matches(ids(*tokens), salt))
 
 
-def n_nodes(tree: PrefixTree[str]) -> int:
+def n_nodes(tree: RadixTree[str]) -> int:
     nodes = list(tree._roots.values())
     for node in nodes:
         nodes += node.children.values()
@@ -153,7 +153,7 @@ DISCARD = st.tuples(st.just("discard"), st.sampled_from("stuvwxyz"), st.just("")
 def test_after_any_history_the_tree_gives_what_comparing_all_gives(
     actions: list[tuple[str, str, str, list[int]]], asked: list[list[int]]
 ) -> None:
-    tree: PrefixTree[str] = PrefixTree()
+    tree: RadixTree[str] = RadixTree()
     model: Entries = {}
     for action, holder, salt, tokens in actions:
         if action == "insert":
@@ -169,7 +169,7 @@ def test_after_any_history_the_tree_gives_what_comparing_all_gives(
     assert n_nodes(tree) == 0
 
 
-def check_matches(tree: PrefixTree[str], model: Entries, asked: list[list[int]]) -> None:
+def check_matches(tree: RadixTree[str], model: Entries, asked: list[list[int]]) -> None:
     for salt in ("", "a"):
         for tokens in [*asked, *(its for _, its in model.values())]:
             matches = found(tree, *tokens, salt=salt)
@@ -188,7 +188,7 @@ def n_common(a: list[int], b: list[int]) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
-def check_covers(tree: PrefixTree[str], model: Entries) -> None:
+def check_covers(tree: RadixTree[str], model: Entries) -> None:
     assert len(tree._entries) == len(model)
     for holder, (salt, tokens) in model.items():
         others = {name: its for name, (its_salt, its) in model.items() if its_salt == salt and name != holder}
@@ -197,7 +197,7 @@ def check_covers(tree: PrefixTree[str], model: Entries) -> None:
 
 
 def test_a_tree_is_as_small_as_those_in_it_whatever_has_come_and_gone() -> None:
-    tree: PrefixTree[str] = PrefixTree()
+    tree: RadixTree[str] = RadixTree()
     tokens = np.zeros(300, np.int32)
     tree.insert("stays", tokens, "")
     for n in range(1, 299):

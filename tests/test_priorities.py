@@ -6,7 +6,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
 from cppbatch.engine import engine as engine_module
-from cppbatch.engine import intake
+from cppbatch.engine import input_processor
 from cppbatch.errors import QueueFull
 from tests.fakes import context_of, drain, fake_engine, greedy, reference
 
@@ -29,7 +29,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(engine_module, "perf_counter", clock)
-    monkeypatch.setattr(intake, "perf_counter", clock)
+    monkeypatch.setattr(input_processor, "perf_counter", clock)
     return clock
 
 

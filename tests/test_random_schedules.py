@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import Sharing
 from cppbatch.engine import engine as engine_module
-from cppbatch.engine import intake, kv_pool, prefix_cache
-from cppbatch.engine.adapters import AdapterSet, adapter_set
+from cppbatch.engine import input_processor, kv_pool, prefix_cache
+from cppbatch.engine.lora_sets import AdapterSet, adapter_set
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.errors import DecodeFailed
 from tests.fakes import EOG, context_of, fake_engine, greedy, reference, text_of
@@ -45,7 +45,7 @@ def small_scale() -> Iterator[None]:
     """A clock of our own, and thresholds that fit caches of 48 cells."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "perf_counter", CLOCK)
-        patch.setattr(intake, "perf_counter", CLOCK)
+        patch.setattr(input_processor, "perf_counter", CLOCK)
         patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
         patch.setattr(prefix_cache, "_COST_OF_TAKING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)

@@ -9,7 +9,7 @@ from time import perf_counter
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
-from cppbatch.engine.request import Progress
+from cppbatch.engine.request import ResumeState
 
 SETTINGS = {"n_ctx": 512, "n_parallel": 4, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified"}
 FLOATS = {"cache_type_k": "f32", "cache_type_v": "f32"}
@@ -41,7 +41,9 @@ def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
         yield engine
 
 
-def run(engine: BatchInferenceEngine, request: GenerationRequest, progress: Progress | None) -> list[GenerationEvent]:
+def run(
+    engine: BatchInferenceEngine, request: GenerationRequest, progress: ResumeState | None
+) -> list[GenerationEvent]:
     engine.add(engine.prepare(request, progress))
     events = []
     while engine.has_work:
@@ -64,7 +66,7 @@ def test_it_goes_on_from_any_token_as_if_nothing_had_happened(
     for n_events in range(len(whole)):
         known, rest = whole[:n_events], whole[n_events:]
         tokens = [token for event in known for token in event.tokens]
-        progress = Progress(tokens=tokens, age=1.0, first_token_seconds=0.2)
+        progress = ResumeState(tokens=tokens, age=1.0, first_token_seconds=0.2)
         assert told(run(engine, request, progress)) == told(rest)
 
 
@@ -80,14 +82,14 @@ def test_a_stop_string_that_began_before_still_ends_the_text(engine: BatchInfere
     assert told(whole)[3] is FinishReason.STOP
     for n in range(1, len(whole)):
         known = [token for event in whole[:n] for token in event.tokens]
-        progress = Progress(tokens=known, age=0, first_token_seconds=0)
+        progress = ResumeState(tokens=known, age=0, first_token_seconds=0)
         assert told(run(engine, stopped, progress)) == told(whole[n:])
     assert tokens[: len(told(whole)[1])] == told(whole)[1]
 
 
 def test_times_count_from_the_first_arrival(engine: BatchInferenceEngine) -> None:
     request = GenerationRequest(id="a", prompt="Hello", params=KINDS["greedy"], timeout=100, queue_timeout=1)
-    progress = Progress(tokens=[50, 51], age=50.0, first_token_seconds=3.0)
+    progress = ResumeState(tokens=[50, 51], age=50.0, first_token_seconds=3.0)
     usage = run(engine, request, progress)[-1].usage
     assert usage
     assert usage.completion_tokens == 12
@@ -97,7 +99,7 @@ def test_times_count_from_the_first_arrival(engine: BatchInferenceEngine) -> Non
 
 def test_a_timeout_that_passed_meanwhile_ends_it(engine: BatchInferenceEngine) -> None:
     request = GenerationRequest(id="a", prompt="Hello", params=KINDS["greedy"], timeout=10)
-    progress = Progress(tokens=[50], age=11.0, first_token_seconds=0)
+    progress = ResumeState(tokens=[50], age=11.0, first_token_seconds=0)
     began = perf_counter()
     (event,) = run(engine, request, progress)
     assert (event.finish_reason, event.text) == (FinishReason.TIMEOUT, "")

@@ -13,7 +13,7 @@ from cppbatch import (
 )
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.scheduler import Scheduler, StepPlan
-from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference
 
@@ -30,9 +30,9 @@ class Policy:
         self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
         self.scheduler = Scheduler(self.kv, step_tokens=step_tokens, n_parallel=n_seq_ids)
 
-    def add(self, name: str, n_prompt: int, max_new: int, now: float = 0.0) -> Sequence:
+    def add(self, name: str, n_prompt: int, max_new: int, now: float = 0.0) -> Seq:
         prompt = np.zeros(n_prompt, np.int32)
-        sequence = Sequence(GenerationRequest(id=name, prompt=[]), prompt, max_new=max_new, seed=0, now=now)
+        sequence = Seq(GenerationRequest(id=name, prompt=[]), prompt, max_new=max_new, seed=0, now=now)
         self.scheduler.add(sequence)
         return sequence
 
@@ -50,10 +50,10 @@ class Policy:
                 self.end(sequence)
         return plan
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: Seq) -> None:
         self.scheduler.remove(sequence)
         self.kv.release(sequence, keep=False)
-        sequence.status = Status.FINISHED
+        sequence.status = SeqStatus.FINISHED
 
     def admitted_until_idle(self) -> list[str]:
         names = []
@@ -63,7 +63,7 @@ class Policy:
         return names
 
 
-def ids(sequences: list[Sequence]) -> list[str]:
+def ids(sequences: list[Seq]) -> list[str]:
     return [sequence.id for sequence in sequences]
 
 
@@ -116,15 +116,15 @@ def test_when_the_cells_are_full_the_latest_arrived_gives_its_own_up_and_resumes
     policy = Policy(n_ctx=64, n_seq_ids=4, step_tokens=64)
     first, second, third = (policy.add(name, 16, 40) for name in ("first", "second", "third"))
     policy.add("fourth", 30, 2)
-    while third.status is not Status.SWAPPED:
+    while third.status is not SeqStatus.SWAPPED:
         policy.step()
     assert policy.kv.n_free < third.n_tokens
-    assert (first.status, second.status) == (Status.DECODE, Status.DECODE)
+    assert (first.status, second.status) == (SeqStatus.DECODE, SeqStatus.DECODE)
     assert [sequence.id for sequence in policy.scheduler.waiting] == ["third", "fourth"]
     n_computed = third.n_computed
     policy.end(first)
     assert ids(policy.step().admitted) == ["third"]
-    assert (third.status, third.n_computed) == (Status.DECODE, n_computed)
+    assert (third.status, third.n_computed) == (SeqStatus.DECODE, n_computed)
     assert chunks(policy.step())["third"] == 1
 
 
@@ -132,7 +132,7 @@ def test_the_oldest_goes_on_in_every_step() -> None:
     policy = Policy(n_ctx=64, n_seq_ids=4, step_tokens=64)
     sequences = [policy.add(f"r{i}", 8, 50) for i in range(6)]
     while policy.scheduler.has_work:
-        oldest = next(s for s in sequences if s.status is not Status.FINISHED)
+        oldest = next(s for s in sequences if s.status is not SeqStatus.FINISHED)
         plan = policy.step()
         assert oldest in plan.admitted or oldest.id in chunks(plan)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.engine.text import TextStream
+from cppbatch.engine.detokenizer import Detokenizer
 from tests.fakes import cut_before_stop
 
 MANY = settings(deadline=None, derandomize=True, database=None, max_examples=500)
@@ -32,9 +32,9 @@ def bytewise(text: str) -> list[bytes]:
     return [bytes([byte]) for byte in text.encode()]
 
 
-def read(pieces: list[bytes], stop: tuple[str, ...], *, include_stop: bool = False) -> tuple[list[str], TextStream]:
+def read(pieces: list[bytes], stop: tuple[str, ...], *, include_stop: bool = False) -> tuple[list[str], Detokenizer]:
     """What the engine gives out: every push until a stop string comes, else the held back rest."""
-    stream, shown = TextStream(stop, include_stop=include_stop), []
+    stream, shown = Detokenizer(stop, include_stop=include_stop), []
     for piece in pieces:
         shown.append(stream.push(piece))
         if stream.stopped:
@@ -72,7 +72,7 @@ def test_no_stop_string_and_no_replacement_character_gets_out(
 def test_only_what_may_become_a_stop_string_or_a_character_is_held_back(
     data: st.DataObject, text: str, stop: tuple[str, ...]
 ) -> None:
-    stream, shown, raw = TextStream(stop), "", b""
+    stream, shown, raw = Detokenizer(stop), "", b""
     for piece in data.draw(pieces_of(text.encode())):
         shown, raw = shown + stream.push(piece), raw + piece
         if stream.stopped:
@@ -93,7 +93,7 @@ def test_a_character_comes_out_whole_when_its_last_byte_has_come() -> None:
 
 
 def test_half_a_character_at_the_very_end_becomes_a_replacement_character() -> None:
-    stream = TextStream()
+    stream = Detokenizer()
     assert stream.push("né".encode()[:-1]) == "n"
     assert stream.flush() == "\ufffd"
 
@@ -143,7 +143,7 @@ def test_without_stop_strings_every_letter_comes_at_once() -> None:
 
 
 def test_everything_after_a_stop_string_is_dropped() -> None:
-    stream = TextStream(("#",))
+    stream = Detokenizer(("#",))
     assert stream.push(b"x#y") == "x"
     assert stream.push(b"z") == ""
     assert stream.stopped
@@ -195,7 +195,7 @@ def test_of_a_short_stop_string_inside_a_long_one_the_short_one_is_included(piec
 
 
 def test_everything_after_an_included_stop_string_is_dropped() -> None:
-    stream = TextStream(("#",), include_stop=True)
+    stream = Detokenizer(("#",), include_stop=True)
     assert stream.push(b"x#y") == "x#"
     assert stream.push(b"z") == ""
     assert stream.flush() == ""
@@ -237,7 +237,7 @@ def seconds_a_push(stop: tuple[str, ...]) -> float:
     pieces = [piece.encode() for string in THOUSAND for piece in (string[:3], " ")]
     times = []
     for _ in range(9):
-        stream = TextStream(stop)
+        stream = Detokenizer(stop)
         began = perf_counter()
         for piece in pieces:
             stream.push(piece)
@@ -258,7 +258,7 @@ def test_a_thousand_stop_strings_cost_a_push_little_more_than_one() -> None:
 def test_n_characters_counts_those_that_are_complete_shown_or_held_back(
     data: st.DataObject, raw: bytes, stop: tuple[str, ...]
 ) -> None:
-    stream, decoder, complete = TextStream(stop), codecs.getincrementaldecoder("utf-8")("replace"), 0
+    stream, decoder, complete = Detokenizer(stop), codecs.getincrementaldecoder("utf-8")("replace"), 0
     for piece in data.draw(pieces_of(raw)):
         stream.push(piece)
         complete += len(decoder.decode(piece))
@@ -270,7 +270,7 @@ def test_n_characters_counts_those_that_are_complete_shown_or_held_back(
 
 
 def test_n_characters_is_where_the_next_token_stands() -> None:
-    stream, places = TextStream(("</s>",)), []
+    stream, places = Detokenizer(("</s>",)), []
     for piece in (b"a", b"\xc3", b"\xa9", b"<", b"/s", b"x"):
         places.append(stream.n_characters)
         stream.push(piece)
@@ -292,7 +292,7 @@ def test_long_stop_strings_take_no_memory_of_their_own() -> None:
     """Every beginning of every string was kept: 18 MB for each sequence of 128."""
     stop = tuple(chr(0x1F600 + i) * 512 for i in range(32))
     tracemalloc.start()
-    streams = [TextStream(stop) for _ in range(16)]
+    streams = [Detokenizer(stop) for _ in range(16)]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from cppbatch import GenerationRequest
 from cppbatch.config import Sharing
-from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.lora_scheduling import _TURN, LoraRoundRobin
+from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.scheduler import Scheduler, StepPlan
-from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.step_budget import StepBudget
-from cppbatch.engine.turns import _TURN, Turns
 from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference
 
 NONE: AdapterSet = ()
@@ -31,10 +31,10 @@ SCHEDULES = settings(
 )
 
 
-def sequence(adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, now: float = 0.0, **options: Any) -> Sequence:
+def sequence(adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, now: float = 0.0, **options: Any) -> Seq:
     request = GenerationRequest(id="", prompt=[], **options)
     prompt = np.zeros(n_prompt, np.int32)
-    return Sequence(request, prompt, max_new=max_new, seed=0, now=now, adapters=adapters)
+    return Seq(request, prompt, max_new=max_new, seed=0, now=now, adapters=adapters)
 
 
 class Policy:
@@ -45,7 +45,7 @@ class Policy:
         self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
         self.scheduler = Scheduler(self.kv, step_tokens=16, n_parallel=n_parallel)
 
-    def add(self, adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, **options: Any) -> Sequence:
+    def add(self, adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, **options: Any) -> Seq:
         new = sequence(adapters, n_prompt, max_new, **options)
         self.scheduler.add(new)
         return new
@@ -66,7 +66,7 @@ class Policy:
             if its.n_generated == its.max_new:
                 self.scheduler.remove(its)
                 self.kv.release(its, keep=False)
-                its.status = Status.FINISHED
+                its.status = SeqStatus.FINISHED
         return plan
 
     def turns(self, n_steps: int) -> list[AdapterSet]:
@@ -136,7 +136,7 @@ def test_sets_that_keep_coming_do_not_keep_one_from_its_turn() -> None:
 
 
 def test_a_set_that_can_compute_nothing_makes_way() -> None:
-    turns = Turns(StepBudget(8))
+    turns = LoraRoundRobin(StepBudget(8))
     both = [sequence(X), sequence(Y)]
     assert turns.order(both) == [X, Y]
     turns.take(Y)
@@ -190,7 +190,7 @@ def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
 
 
 def test_a_set_that_has_only_read_prompts_goes_by_what_the_last_step_has_taught() -> None:
-    turns = Turns(StepBudget(2048))
+    turns = LoraRoundRobin(StepBudget(2048))
     turns.computed(X, 0, 100, 1.0)
     assert turns.budget(X).prefill_tokens(0, 1, n_others=8) == 2048
     turns.computed(NONE, 0, 100, 1.0)
@@ -199,7 +199,7 @@ def test_a_set_that_has_only_read_prompts_goes_by_what_the_last_step_has_taught(
 
 
 def test_the_times_of_few_sets_are_kept() -> None:
-    turns = Turns(StepBudget(2048))
+    turns = LoraRoundRobin(StepBudget(2048))
     for i in range(1000):
         turns.computed(((0, i + 1.0),), 1, 0, 0.1)
     assert len(turns._budgets) <= 64
@@ -231,9 +231,9 @@ def test_in_any_schedule_a_set_that_runs_computes_before_long(
             pause = new[1]
         if not policy.scheduler.has_work and pause <= 0:
             return
-        streams = [its for its in policy.scheduler.running if its.status is Status.DECODE]
+        streams = [its for its in policy.scheduler.running if its.status is SeqStatus.DECODE]
         plan = policy.step(lambda plan: 0.1 * plan.n_tokens)  # so that prompts are read in small pieces
-        others = [its for its in streams if its.adapters != plan.adapters and its.status is Status.DECODE]
+        others = [its for its in streams if its.adapters != plan.adapters and its.status is SeqStatus.DECODE]
         if unified and plan.n_tokens > plan.n_decode:
             assert policy.kv.n_free >= len(others), "a prompt takes cells that streams of other sets need next"
         running = {its.adapters for its in policy.scheduler.running}

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cppbatch.cluster.group import EngineGroup
-from cppbatch.cluster.process import EngineProcess
+from cppbatch.cluster.engine_group import EngineGroup
+from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cppbatch.cluster.local import LocalEngine
+    from cppbatch.cluster.local_engine import LocalEngine
 
 _MOST_WORKERS = 64
 _SHORTEST_STEP_TIMEOUT_S = 1.0  # an idle worker shows once a second that it lives
@@ -42,7 +42,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     def start(self, config: EngineConfig) -> EngineProcess | EngineGroup | LocalEngine:
         """Starts to load the model; inside a running event loop. Raises `ConfigError`."""
         if self.in_process:
-            from cppbatch.cluster.local import LocalEngine  # it brings llama.cpp into this process
+            from cppbatch.cluster.local_engine import LocalEngine  # it brings llama.cpp into this process
 
             return LocalEngine(config)
         engines = [

@@ -7,10 +7,10 @@ from time import perf_counter
 
 import msgspec
 
-from cppbatch.cluster.mailbox import Mailbox
 from cppbatch.cluster.messages import Check, Checked, Submit, Tokenize, Tokenized
+from cppbatch.cluster.output_collector import OutputCollector
 from cppbatch.engine.params import actual_seed, replaced
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, Progress
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState
 
 
 class Flight:
@@ -23,7 +23,7 @@ class Flight:
         self.request = replaced(request, params=params)
         self._question = question
         self.answer: Checked | Tokenized | None = None
-        self.mailbox = Mailbox()
+        self.mailbox = OutputCollector()
         self.crashes = 0
         self.cancelled = False
         self._tokens = array("i")
@@ -34,7 +34,7 @@ class Flight:
         """What a worker is told."""
         if self._question:
             return msgspec.structs.replace(self._question, number=self.number)
-        progress = Progress(
+        progress = ResumeState(
             tokens=self._tokens.tolist(),
             age=perf_counter() - self._arrived_at,
             first_token_seconds=max(0.0, self._first_token_at - self._arrived_at),

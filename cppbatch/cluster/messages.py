@@ -7,7 +7,7 @@ import msgspec
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, Progress, TokenPiece
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState, TokenPiece
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     request: GenerationRequest
-    progress: Progress
+    progress: ResumeState
 
 
 class Check(msgspec.Struct, frozen=True, tag=True):

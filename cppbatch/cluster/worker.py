@@ -16,7 +16,6 @@ from typing import NoReturn
 
 import msgspec
 
-from cppbatch.cluster.black_box import BlackBox
 from cppbatch.cluster.intake_threads import IntakeThreads
 from cppbatch.cluster.link import WorkerLink
 from cppbatch.cluster.messages import (
@@ -38,13 +37,14 @@ from cppbatch.cluster.messages import (
     ToWorker,
     WorkerSetup,
 )
+from cppbatch.cluster.shared_status import SharedStatus
 from cppbatch.cluster.step_loop import StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.scheduler import StepPlan
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sequence import Seq
 from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
 
 log = logging.getLogger("cppbatch.worker")
@@ -55,7 +55,7 @@ Progress = Callable[[float], bool]
 class Worker:
     """Does what the messages say. The main thread steps, others receive, prepare requests, tell what came of steps."""
 
-    def __init__(self, engine: BatchInferenceEngine, link: WorkerLink, box: BlackBox) -> None:
+    def __init__(self, engine: BatchInferenceEngine, link: WorkerLink, box: SharedStatus) -> None:
         self._engine = engine
         self._link = link
         self._box = box
@@ -152,7 +152,7 @@ class Worker:
 
     # --- between two steps ------------------------------------------------------------------------------------------
 
-    def _add(self, engine: BatchInferenceEngine, number: int, sequence: Sequence) -> None:
+    def _add(self, engine: BatchInferenceEngine, number: int, sequence: Seq) -> None:
         self._preparing.discard(number)
         if number in self._cancelled:
             self._done(number, _cancelled(number))
@@ -237,7 +237,7 @@ def main() -> None:
     _end_with_parent(setup.folder)
     link = WorkerLink(setup)
     logging.basicConfig(level=setup.log_level, handlers=[_Sender(link)])
-    box = BlackBox(Path(setup.folder) / "box")
+    box = SharedStatus(Path(setup.folder) / "box")
 
     def progress(fraction: float) -> bool:
         box.beat()

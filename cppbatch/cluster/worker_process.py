@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from cppbatch.cluster.black_box import BlackBox
 from cppbatch.cluster.link import ServerLink, can_use_files
 from cppbatch.cluster.messages import FromWorker, Hello, ToWorker, WorkerSetup
+from cppbatch.cluster.shared_status import SharedStatus
 from cppbatch.config import EngineConfig
 
 _LAST_WORDS_S = 0.2
@@ -49,7 +49,7 @@ class WorkerDied(Exception):
 class WorkerProcess:
     """`start` makes one. `end` must be called once it is not wanted any more, however it fared."""
 
-    def __init__(self, folder: Path, link: ServerLink, box: BlackBox, process: Process) -> None:
+    def __init__(self, folder: Path, link: ServerLink, box: SharedStatus, process: Process) -> None:
         self._folder = folder
         self._link = link
         self._box = box
@@ -71,7 +71,7 @@ class WorkerProcess:
             runtime=runtime,
         )
         try:
-            box = BlackBox(folder / "box")
+            box = SharedStatus(folder / "box")
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "cppbatch.cluster.worker", stdin=asyncio.subprocess.PIPE
             )

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator
-from collections.abc import Sequence as AnySequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from cppbatch.config import EngineConfig
 from cppbatch.engine.collect import collect, collect_vectors, expand, likeliest, n_candidates, params_for_each
+from cppbatch.engine.embeddings import Vector, check_dimensions, normalised
 from cppbatch.engine.events import Events
 from cppbatch.engine.mapping import Mapper
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import Completion, GenerationEvent, GenerationRequest, Mapped, Prompt
-from cppbatch.engine.sequence import Sequence
-from cppbatch.engine.vectors import Vector, check_dimensions, normalised
+from cppbatch.engine.sequence import Seq
 from cppbatch.errors import InvalidRequest
 
 
@@ -24,7 +23,7 @@ class Calls(ABC):
 
     config: EngineConfig
     _events: Events
-    _sequences: dict[str, Sequence]
+    _sequences: dict[str, Seq]
 
     @property
     @abstractmethod
@@ -32,7 +31,7 @@ class Calls(ABC):
         """The loaded model."""
 
     @abstractmethod
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Seq) -> None:
         """Queues a prepared sequence."""
 
     @abstractmethod
@@ -42,10 +41,10 @@ class Calls(ABC):
     @abstractmethod
     def _prepare(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, **options: Any
-    ) -> Sequence: ...
+    ) -> Seq: ...
 
     @abstractmethod
-    def _queue(self, sequence: Sequence) -> None: ...
+    def _queue(self, sequence: Seq) -> None: ...
 
     @abstractmethod
     def compute(self) -> None:
@@ -53,8 +52,8 @@ class Calls(ABC):
 
     def generate(
         self,
-        prompts: AnySequence[Prompt],
-        params: SamplingParams | AnySequence[SamplingParams] | None = None,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
         best_of: int | None = None,
@@ -83,7 +82,7 @@ class Calls(ABC):
         """
         return self._stream(self._prepare(prompt, params, **options))
 
-    def _stream(self, sequence: Sequence) -> Generator[GenerationEvent, None, None]:
+    def _stream(self, sequence: Seq) -> Generator[GenerationEvent, None, None]:
         self.add(sequence)  # not before the iteration starts: an iterator that never ran leaves nothing behind
         yield from self._run({sequence.id})
 
@@ -124,7 +123,7 @@ class Calls(ABC):
 
     def embed(
         self,
-        texts: AnySequence[Prompt],
+        texts: Sequence[Prompt],
         *,
         normalise: bool = True,
         dimensions: int | None = None,
@@ -144,7 +143,7 @@ class Calls(ABC):
         return normalised(vectors, dimensions) if normalise and not scores else vectors[:, :dimensions]
 
     def _add_all(
-        self, what: str, prompts: AnySequence[Prompt], params: list[SamplingParams], options: dict[str, Any], of: int
+        self, what: str, prompts: Sequence[Prompt], params: list[SamplingParams], options: dict[str, Any], of: int
     ) -> list[str]:
         prepared = []
         for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):

@@ -8,9 +8,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cppbatch.engine.embeddings import Vector, vector_of
 from cppbatch.engine.params import SamplingParams, replaced
 from cppbatch.engine.request import Completion, GenerationEvent, TokenLogprob
-from cppbatch.engine.vectors import Vector, vector_of
 from cppbatch.errors import GenerationFailed, InvalidRequest
 
 

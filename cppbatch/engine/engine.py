@@ -14,26 +14,26 @@ from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.calls import Calls
 from cppbatch.engine.events import Events
 from cppbatch.engine.fill import refill
-from cppbatch.engine.intake import Intake
+from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.outputs import Outputs
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.pooled_scheduler import PooledScheduler
-from cppbatch.engine.pooling import Pooler
+from cppbatch.engine.pooler import Pooler
 from cppbatch.engine.request import (
     FinishReason,
     GenerationEvent,
     GenerationRequest,
-    Progress,
     Prompt,
+    ResumeState,
     TokenPiece,
 )
 from cppbatch.engine.runtime import Runtime, load_runtime
-from cppbatch.engine.sampling import Choice, StepSampler
+from cppbatch.engine.sampling import SamplerOutput, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
-from cppbatch.engine.sequence import News, Sequence, Status
+from cppbatch.engine.sequence import News, Seq, SeqStatus
 from cppbatch.engine.teller import Teller
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.vocabulary import Cancelled, never
@@ -78,7 +78,7 @@ class BatchInferenceEngine(Calls):
             cache_bytes=config.prefix_cache_ram << 20,
             cached_share=self._runtime.cached_share,
         )
-        self._intake = Intake(self._vocab, self.kv.n_ctx, self.info)
+        self._intake = InputProcessor(self._vocab, self.kv.n_ctx, self.info)
         policy = policy or (PooledScheduler if self.info.pooling else Scheduler)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
         self._scheduler = policy(
@@ -93,7 +93,7 @@ class BatchInferenceEngine(Calls):
         """Makes events of `take_news`."""
         self._outputs = Outputs(self._vocab, self.teller)
         self.metrics = Metrics(self._trace)
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, Seq] = {}
         self._events = Events(self.teller, self.metrics)
         self._next_id = 0
         self._closed = False
@@ -110,8 +110,8 @@ class BatchInferenceEngine(Calls):
         return self._runtime.info
 
     def prepare(
-        self, request: GenerationRequest, progress: Progress | None = None, *, cancelled: Cancelled = never
-    ) -> Sequence:
+        self, request: GenerationRequest, progress: ResumeState | None = None, *, cancelled: Cancelled = never
+    ) -> Seq:
         """Tokenises and validates a request. Any thread may call this, until the engine is closed.
 
         `progress`: it goes on from there; with the same seed as if it had never run elsewhere (but for mirostat and
@@ -147,14 +147,14 @@ class BatchInferenceEngine(Calls):
         """
         return self._intake.tokens(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Seq) -> None:
         """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `QueueFull`, `EngineClosed`."""
         limit = self.config.max_queue
         if len(self._scheduler.waiting) >= limit:
             raise QueueFull(limit, self.metrics.seconds_per_request())
         self._queue(sequence)
 
-    def _queue(self, sequence: Sequence) -> None:
+    def _queue(self, sequence: Seq) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed")
         if sequence.id in self._sequences:
@@ -176,7 +176,7 @@ class BatchInferenceEngine(Calls):
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, **options: Any
-    ) -> Sequence:
+    ) -> Seq:
         if request_id is None:
             self._next_id = next(n for n in itertools.count(self._next_id + 1) if f"request-{n}" not in self._sequences)
             request_id = f"request-{self._next_id}"
@@ -196,7 +196,7 @@ class BatchInferenceEngine(Calls):
     # --- the step loop ------------------------------------------------------------------------------------------
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[Seq]:
         """Those that hold a place, in order of rank."""
         return self._scheduler.running
 
@@ -298,12 +298,12 @@ class BatchInferenceEngine(Calls):
             log.error("the KV books were wrong (%s) and are started anew. They were:\n%s", error, self.kv.dump())
             self.kv.rebuild()
 
-    def _sample(self, plan: StepPlan) -> list[Choice]:
+    def _sample(self, plan: StepPlan) -> list[SamplerOutput]:
         choices = self._sampler.sample(plan, self._batch.n_outputs) if self._batch.n_outputs else []
         self.metrics.lap("sample")
         return choices
 
-    def _advance(self, plan: StepPlan, choices: list[Choice]) -> None:
+    def _advance(self, plan: StepPlan, choices: list[SamplerOutput]) -> None:
         """Books what was computed, appends the new tokens, lets the finished leave."""
         outputs = plan.outputs()
         for sequence, n in plan.chunks:
@@ -323,14 +323,14 @@ class BatchInferenceEngine(Calls):
         if self._trace:
             self._follow(self._trace)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _finish(self, sequence: Seq, reason: FinishReason) -> None:
         """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
         self._scheduler.remove(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
         if sequence.sampler:
             sequence.sampler.close()
         self._outputs.note(sequence)
-        sequence.status = Status.FINISHED
+        sequence.status = SeqStatus.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = perf_counter()
         self._tell(
@@ -345,7 +345,7 @@ class BatchInferenceEngine(Calls):
         del self._sequences[sequence.id]
         self.metrics.finished[reason] += 1
 
-    def _tell(self, sequence: Sequence, **end: Any) -> None:
+    def _tell(self, sequence: Seq, **end: Any) -> None:
         news, sequence.news = sequence.news, News(sequence)
         news.end = end
         self._events.new.append(news)

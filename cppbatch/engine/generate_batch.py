@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from cppbatch.engine.request import Completion, Prompt
 
 def generate_batch(
     model: str | Path,
-    prompts: AnySequence[Prompt],
-    params: SamplingParams | AnySequence[SamplingParams] | None = None,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     progress: bool = False,
     **settings: Any,

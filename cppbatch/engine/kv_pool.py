@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as AnySequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from cppbatch.config import Sharing
 from cppbatch.engine.cells import Cells, n_held, n_shared
-from cppbatch.engine.integrity import check_books, dump_books, require
+from cppbatch.engine.kv_invariants import check_invariants, dump_cells, require
 from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache
-from cppbatch.engine.sequence import SavedState, Sequence, Status
+from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 from cppbatch.errors import LlamaError
 
 log = logging.getLogger("cppbatch.engine")
@@ -73,10 +72,10 @@ class KVPool:
         # Heaps: the lowest is given first, so those in use stay close. Only the first n_seq_max may be in a batch.
         self._free_ids = list(range(self._memory.n_seq_max))
         self._shelf_ids = list(range(self._memory.n_seq_max, self.n_seq_ids))
-        self._running: dict[int, Sequence] = {}
+        self._running: dict[int, Seq] = {}
         self._moves: list[Callable[[], object]] = []
-        self._moving: list[Sequence] = []
-        self._copied: dict[Sequence | CachedPrefix, SavedState] = {}  # within one `apply`
+        self._moving: list[Seq] = []
+        self._copied: dict[Seq | CachedPrefix, SavedState] = {}  # within one `apply`
 
     # --- what there is ------------------------------------------------------------------------------------------
 
@@ -100,9 +99,7 @@ class KVPool:
         """seq_ids that neither a running sequence nor a cached prefix has."""
         return len(self._free_ids) + len(self._shelf_ids)
 
-    def has_room(
-        self, sequence: Sequence, match: Match | None, n_more: int, *, without: AnySequence[Sequence] = ()
-    ) -> bool:
+    def has_room(self, sequence: Seq, match: Match | None, n_more: int, *, without: Sequence[Seq] = ()) -> bool:
         """Whether a waiting sequence and `n_more` other cells fit, with cached prefixes evicted if need be.
 
         `without`: running sequences that would be preempted for it.
@@ -119,7 +116,7 @@ class KVPool:
 
     # --- planning: books now, memory in `apply` -----------------------------------------------------------------
 
-    def admit(self, sequence: Sequence, match: Match | None = None) -> None:
+    def admit(self, sequence: Seq, match: Match | None = None) -> None:
         """Gives a sequence a seq_id, and what it had when it was swapped out, or else the prefix of `match`."""
         if sequence.saved:
             self._return(sequence)
@@ -133,15 +130,15 @@ class KVPool:
             self.cache.count(sequence, match)
         self.cache.track(sequence)
         only_one_pending = sequence.n_computed > 0 and sequence.n_pending == 1
-        sequence.status = Status.DECODE if only_one_pending else Status.PREFILL
+        sequence.status = SeqStatus.DECODE if only_one_pending else SeqStatus.PREFILL
 
-    def _return(self, sequence: Sequence) -> None:
+    def _return(self, sequence: Seq) -> None:
         self._take_id(sequence, None)
         self.make_room(sequence.n_computed)
         sequence.cells = self._cells.grow(None, sequence.n_computed)
         self._move(sequence, partial(self._swap_in, sequence))
 
-    def _take_over(self, sequence: Sequence, match: Match) -> None:
+    def _take_over(self, sequence: Seq, match: Match) -> None:
         """The sequence continues a cached prefix in its place."""
         cached, n = match.source, match.n
         assert isinstance(cached, CachedPrefix)
@@ -151,7 +148,7 @@ class KVPool:
         self._running[sequence.seq_id] = sequence
         self._moves.append(partial(self._memory.remove, sequence.seq_id, n))
 
-    def _take_prefix(self, sequence: Sequence, match: Match) -> None:
+    def _take_prefix(self, sequence: Seq, match: Match) -> None:
         source, n = match.source, match.n
         self._take_id(sequence, source)
         sequence.n_computed = n
@@ -163,13 +160,13 @@ class KVPool:
             sequence.cells = self._cells.grow(None, n)
             self._move(sequence, partial(self._copy, source, source.seq_id, source.saved, sequence))
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Seq) -> None:
         """Takes cells and seq_id from a running sequence, which keeps its tokens and resumes later."""
         # What others hold too is found again when it resumes; a copy in host memory would take cells of its own.
         worth_saving = n_shared(sequence.cells) * 2 < sequence.n_computed
         self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, worth_saving=worth_saving))
         self._give_up(sequence)
-        sequence.status = Status.SWAPPED
+        sequence.status = SeqStatus.SWAPPED
 
     def make_room(self, n_free: int, *, keep: object = None) -> bool:
         """Evicts cached prefixes, the least recently used first, until so many cells are free. Whether they are."""
@@ -208,7 +205,7 @@ class KVPool:
             return True  # no other seq_id can be had, or only one that another prefix has
         return self.cache.sharing == "copy" and 2 * match.n >= source.n_computed
 
-    def _take_id(self, sequence: Sequence, keep: object) -> None:
+    def _take_id(self, sequence: Seq, keep: object) -> None:
         if not self._free_ids:
             self._evict(keep)
         if self.cache.sharing != "cells" and self._running:
@@ -220,7 +217,7 @@ class KVPool:
         sequence.seq_id = heappop(self._free_ids)
         self._running[sequence.seq_id] = sequence
 
-    def _move(self, sequence: Sequence, move: Callable[[], object]) -> None:
+    def _move(self, sequence: Seq, move: Callable[[], object]) -> None:
         """Notes a move that may fail: the sequence computes nothing before it is made."""
         sequence.moving = True
         self._moving.append(sequence)
@@ -238,7 +235,7 @@ class KVPool:
         self._moving.clear()
         self._copied.clear()
 
-    def _swap_out(self, seq_id: int, sequence: Sequence, *, worth_saving: bool) -> None:
+    def _swap_out(self, seq_id: int, sequence: Seq, *, worth_saving: bool) -> None:
         room = self._swap_bytes - self.swapped_bytes
         saved = self._saved(seq_id) if worth_saving and room > 0 else None
         self._memory.remove(seq_id)
@@ -248,10 +245,10 @@ class KVPool:
             self.n_swaps += 1
         else:
             sequence.n_computed = 0
-            sequence.status = Status.WAITING
+            sequence.status = SeqStatus.WAITING
             self.n_recomputes += 1
 
-    def _swap_in(self, sequence: Sequence) -> None:
+    def _swap_in(self, sequence: Seq) -> None:
         try:
             self._memory.restore_sequence(sequence.seq_id, sequence.saved)
         except NO_ROOM as error:
@@ -259,7 +256,7 @@ class KVPool:
             self._start_over(sequence, error)
         self._drop_saved(sequence)
 
-    def _copy(self, source: Sequence | CachedPrefix, seq_id: int, saved: SavedState | None, sequence: Sequence) -> None:
+    def _copy(self, source: Seq | CachedPrefix, seq_id: int, saved: SavedState | None, sequence: Seq) -> None:
         """Copies a prefix by way of host memory: all of it, then cut, as llama.cpp knows no part of a state.
 
         `seq_id`, `saved`: where the source's memory was when this was planned.
@@ -276,13 +273,13 @@ class KVPool:
             self.cache.uncount(sequence)
             self._start_over(sequence, error)
 
-    def _start_over(self, sequence: Sequence, error: Exception) -> None:
+    def _start_over(self, sequence: Seq, error: Exception) -> None:
         log.warning("%s is computed from its first token: %s", sequence.id, error)
         self._memory.remove(sequence.seq_id)
         self._cells.free(sequence.cells)
         sequence.cells = None
         sequence.n_computed = 0
-        sequence.status = Status.PREFILL
+        sequence.status = SeqStatus.PREFILL
 
     def _save(self, cached: CachedPrefix, seq_id: int) -> None:
         saved = self._saved(seq_id) if cached in self.cache.in_host else None
@@ -298,12 +295,12 @@ class KVPool:
 
     # --- what a step does ---------------------------------------------------------------------------------------
 
-    def computed(self, sequence: Sequence, n: int) -> None:
+    def computed(self, sequence: Seq, n: int) -> None:
         """Notes that a sequence's next `n` pending tokens are in the cache."""
         sequence.cells = self._cells.grow(sequence.cells, n)
         sequence.computed(n)
 
-    def release(self, sequence: Sequence, *, keep: bool) -> None:
+    def release(self, sequence: Seq, *, keep: bool) -> None:
         """A sequence has ended: it holds nothing any more. `keep`: what it computed may be of use to others."""
         if sequence.seq_id >= 0:
             if keep and sequence.n_computed >= _LEAST_CACHED and self.cache.wants(sequence):
@@ -314,7 +311,7 @@ class KVPool:
         self._drop_saved(sequence)
         sequence.n_computed = 0
 
-    def _cache(self, sequence: Sequence) -> None:
+    def _cache(self, sequence: Seq) -> None:
         tokens = sequence.tokens[: sequence.n_computed].copy()
         cached = CachedPrefix(tokens, sequence.salt, sequence.seq_id, sequence.cells)
         self.cache.forget(sequence)
@@ -361,7 +358,7 @@ class KVPool:
         for cached in [*self.cache.in_cells, *self.cache.in_host]:
             self._forget(cached)
 
-    def _give_up(self, sequence: Sequence) -> None:
+    def _give_up(self, sequence: Seq) -> None:
         self.cache.forget(sequence)
         self._cells.free(sequence.cells)
         sequence.cells = None
@@ -372,7 +369,7 @@ class KVPool:
     def _free_id(self, seq_id: int) -> None:
         heappush(self._free_ids if seq_id < self._memory.n_seq_max else self._shelf_ids, seq_id)
 
-    def _drop_saved(self, sequence: Sequence) -> None:
+    def _drop_saved(self, sequence: Seq) -> None:
         if sequence.saved:
             self.swapped_bytes -= sequence.saved.n_bytes
             sequence.saved = None
@@ -382,7 +379,7 @@ class KVPool:
     def check(self) -> None:
         """Raises `AssertionError` when the books do not add up, or are not what llama.cpp has (DESIGN.md)."""
         seq_ids = [*self._free_ids, *self._shelf_ids]
-        check_books(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
+        check_invariants(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
         require(self.n_free >= 0, f"{self._cells.n_used} cells are used of {self._n_cells}")
         require(not self._moves, "the memory is not where the books have it")
         require(0 <= self.swapped_bytes <= self._swap_bytes, f"{self.swapped_bytes} bytes are swapped out")
@@ -390,7 +387,7 @@ class KVPool:
     def dump(self) -> str:
         """Who holds what, for the log."""
         seq_ids = [*self._free_ids, *self._shelf_ids]
-        return dump_books(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
+        return dump_cells(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
 
     def rebuild(self) -> None:
         """Empties the memory and starts the books anew, trusting none of them: nobody holds anything any more."""

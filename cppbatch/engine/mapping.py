@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cppbatch.engine.collect import completion_of
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, Mapped, Prompt, Usage
+from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, Mapped, Prompt, RequestUsage
 from cppbatch.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -124,5 +124,7 @@ class Mapper:
 
 
 def _refused(error: InvalidRequest) -> Completion:
-    usage = Usage(prompt_tokens=0, completion_tokens=0, queue_seconds=0.0, first_token_seconds=0.0, total_seconds=0.0)
+    usage = RequestUsage(
+        prompt_tokens=0, completion_tokens=0, queue_seconds=0.0, first_token_seconds=0.0, total_seconds=0.0
+    )
     return Completion(text="", tokens=[], finish_reason=FinishReason.ERROR, usage=usage, seed=0, error=str(error))

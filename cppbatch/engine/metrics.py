@@ -11,8 +11,8 @@ import msgspec
 from cppbatch.engine.histogram import ROWS, SECONDS, Bins, Histogram, merged
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.request import FinishReason
+from cppbatch.engine.rolling_window import Window, percentile
 from cppbatch.engine.trace import Trace
-from cppbatch.engine.window import Window, percentile
 
 _TOLD = ("text", "emit")
 PHASES = ("schedule", "fill", "decode", "sample", "advance", *_TOLD)

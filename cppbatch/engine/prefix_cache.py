@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from cppbatch.config import Sharing
 from cppbatch.engine.cells import Span
-from cppbatch.engine.prefix import PrefixTree, Tokens
-from cppbatch.engine.sequence import SavedState, Sequence, Status
+from cppbatch.engine.radix_tree import RadixTree, Tokens
+from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 
 _WORTH_WAITING = 24  # tokens: a longer prefix that is being computed is waited for, a shorter one computed again
 _COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # tokens: a shorter prefix is as soon computed
@@ -37,7 +37,7 @@ class CachedPrefix:
 class Match:
     """A prefix to take: the first `n` tokens of `source`."""
 
-    source: Sequence | CachedPrefix
+    source: Seq | CachedPrefix
     n: int
 
 
@@ -52,28 +52,28 @@ class PrefixCache:
         self.host_bytes = host_bytes
         self.used_host_bytes = 0
         self.queries = self.hits = self.hit_tokens = 0
-        self._tree: PrefixTree[Sequence | CachedPrefix] = PrefixTree()
+        self._tree: RadixTree[Seq | CachedPrefix] = RadixTree()
         # Both with the least recently used first.
         self.in_cells: dict[CachedPrefix, None] = {}
         self.in_host: dict[CachedPrefix, None] = {}
 
     # --- running sequences --------------------------------------------------------------------------------------
 
-    def wants(self, sequence: Sequence) -> bool:
+    def wants(self, sequence: Seq) -> bool:
         """Whether this sequence takes from the cache and leaves to it."""
         return self.sharing != "none" and sequence.request.cache_prompt
 
-    def track(self, sequence: Sequence) -> None:
+    def track(self, sequence: Seq) -> None:
         """Offers a running sequence's known tokens to others."""
         if self.wants(sequence):
             tokens = sequence.tokens[: sequence.n_tokens].copy()  # parts of which may outlive the sequence in the tree
             self._tree.insert(sequence, tokens, sequence.salt)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Seq) -> None:
         """Its memory is about to go."""
         self._tree.discard(sequence)
 
-    def find(self, sequence: Sequence) -> tuple[Match | None, bool]:
+    def find(self, sequence: Seq) -> tuple[Match | None, bool]:
         """The longest prefix that others have computed, and whether it is worth waiting for a longer one.
 
         At least the last token is left to compute: its logits are wanted.
@@ -89,7 +89,7 @@ class PrefixCache:
             usable = self._usable(source, n)
             if usable - self._cost(source) > best_gain:
                 best, best_gain = Match(source, usable), usable - self._cost(source)
-            if isinstance(source, Sequence) and coming < n > source.n_computed and self._comes_first(source, sequence):
+            if isinstance(source, Seq) and coming < n > source.n_computed and self._comes_first(source, sequence):
                 ahead, coming = source, n
         # Once part of it is there, the rest is: it comes no later than it could be computed again.
         on_its_way = best is not None and best.source is ahead
@@ -100,23 +100,23 @@ class PrefixCache:
         return best, True
 
     @staticmethod
-    def _comes_first(source: Sequence, sequence: Sequence) -> bool:
+    def _comes_first(source: Seq, sequence: Seq) -> bool:
         """Whether its prompt is being read, and before the other's would be: else waiting may take for ever."""
-        return source.status is Status.PREFILL and source.rank < sequence.rank
+        return source.status is SeqStatus.PREFILL and source.rank < sequence.rank
 
-    def _cost(self, source: Sequence | CachedPrefix) -> int:
+    def _cost(self, source: Seq | CachedPrefix) -> int:
         """What it costs to take it, in tokens that could be computed instead: all of it is copied, or nothing."""
         shares_cells = self.sharing == "cells" and source.seq_id >= 0
         return _COST_OF_TAKING if shares_cells else _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE
 
-    def _usable(self, source: Sequence | CachedPrefix, n: int) -> int:
-        if isinstance(source, Sequence) and source.moving:
+    def _usable(self, source: Seq | CachedPrefix, n: int) -> int:
+        if isinstance(source, Seq) and source.moving:
             return 0
         if self.sharing == "whole":
             return source.n_computed if source.n_computed <= n else 0
         return min(source.n_computed, n)
 
-    def count(self, sequence: Sequence, match: Match | None) -> None:
+    def count(self, sequence: Seq, match: Match | None) -> None:
         """Notes that a sequence was admitted, and with which prefix."""
         self.queries += self.wants(sequence)
         if match:
@@ -125,13 +125,13 @@ class PrefixCache:
             sequence.n_cached = match.n
             self._touch(match.source)
 
-    def uncount(self, sequence: Sequence) -> None:
+    def uncount(self, sequence: Seq) -> None:
         """What it was to take could not be had."""
         self.hits -= sequence.n_cached > 0
         self.hit_tokens -= sequence.n_cached
         sequence.n_cached = 0
 
-    def _touch(self, source: Sequence | CachedPrefix) -> None:
+    def _touch(self, source: Seq | CachedPrefix) -> None:
         for place in (self.in_cells, self.in_host):
             if isinstance(source, CachedPrefix) and source in place:
                 del place[source]
@@ -180,5 +180,5 @@ class PrefixCache:
     def start_over(self) -> None:
         """Forgets everything, running sequences too."""
         self.used_host_bytes = 0
-        self._tree = PrefixTree()
+        self._tree = RadixTree()
         self.in_cells, self.in_host = {}, {}

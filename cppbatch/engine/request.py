@@ -128,7 +128,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest("lora", f"is {shown(scale)} for {shown(key)}; {message}")
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
     """How far a request had come in an engine that is gone, so that another one can go on from there. In seconds."""
 
     tokens: list[int]
@@ -139,7 +139,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """From arrival to the first token; how long it had waited before that is not known any more."""
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What a finished request used. Times in seconds."""
 
     prompt_tokens: int
@@ -189,14 +189,14 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     embedding: bytes | None = None
     """The vector of an embedding request that ended with `stop`: `ModelInfo.n_embd` numbers, float32 little-endian, as
     llama.cpp pools them, not normalised. Of a reranker its scores as they are, the first of which is the relevance.
-    `cppbatch.engine.vectors` reads it."""
+    `cppbatch.engine.embeddings` reads it."""
     finish_reason: FinishReason | None = None
     """Set in the last event, and only there."""
     stop: str | None = None
     """Set in the last event, if a stop string has come: which one."""
     seed: int | None = None
     """Set in the last event: the seed that was used, with which the text can be had again."""
-    usage: Usage | None = None
+    usage: RequestUsage | None = None
     """Set in the last event."""
     error: str | None = None
     """What went wrong, when the finish reason is `error`."""
@@ -210,7 +210,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     tokens: list[int]
     finish_reason: FinishReason
-    usage: Usage
+    usage: RequestUsage
     seed: int
     """With which the text can be had again."""
     logprobs: list[TokenLogprob] = []

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import EngineConfig, Pooling, Sharing, adapter_name, available_threads
-from cppbatch.engine.adapters import AdapterSet
+from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout
 from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
-from cppbatch.engine.layout import choose_flash_attn, choose_layout
+from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
-from cppbatch.engine.vocabulary import Tokens
+from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, DeviceCandidates, Model, find_candidates_on_device, find_sharing
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
@@ -41,7 +41,7 @@ class Runtime:
     """What the step loop drives. Tests put a fake context here."""
 
     context: Computation
-    vocab: Tokens
+    vocab: Vocabulary
     info: ModelInfo
     sharing: Sharing
     close: Callable[[], None]

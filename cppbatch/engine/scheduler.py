@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.lora_scheduling import LoraRoundRobin
+from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.prefix_cache import Match
-from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.step_budget import StepBudget
-from cppbatch.engine.turns import Turns
 
 _MOST_HEADROOM = 32  # tokens a running sequence may grow before the next admission is judged too early
 _FEW = 1000  # deadlines
@@ -21,7 +21,7 @@ _MOST_SCORED = 64  # tokens of a prompt whose every token gets logits: a row of 
 _AGING_S = 10.0  # seconds of waiting that make up for one priority
 _PATIENCE = 4.0  # times what reading a prompt takes, that shorter ones may arrive later and be read earlier
 
-Chunk = tuple[Sequence, int]
+Chunk = tuple[Seq, int]
 
 
 @dataclass(slots=True)
@@ -34,12 +34,12 @@ class StepPlan:
     """With which all of them compute."""
     is_switch: bool = False
     """Whether those are others than in the step before."""
-    admitted: list[Sequence] = field(default_factory=list)
+    admitted: list[Seq] = field(default_factory=list)
     n_decode: int = 0
     """How many of the chunks are decoding; the others prefill."""
     n_tokens: int = 0
 
-    def outputs(self) -> list[Sequence]:
+    def outputs(self) -> list[Seq]:
         """The sequences that get a token: those with nothing pending after this step, in the batch's order."""
         return [sequence for sequence, n in self.chunks if n == sequence.n_pending]
 
@@ -66,7 +66,7 @@ class Scheduler:
     queue waits for its cells, and those behind it wait with it, so a large request is not starved by small ones; only
     one that waits for its prefix, which another is computing just then, lets others pass.
 
-    Of those that run, the ones with the LoRA adapters whose turn it is (`Turns`) compute; the others hold their cells.
+    Running sequences compute when their set of LoRA adapters has its turn (`LoraRoundRobin`); others hold their cells.
     So do those in the background (`BACKGROUND`) while anybody else who ranks before them has no token yet.
     """
 
@@ -84,15 +84,15 @@ class Scheduler:
         self._kv = kv
         self._n_parallel = n_parallel
         self._step_tokens = step_tokens
-        self._turns = Turns(StepBudget(step_tokens, target_step_s, ubatch_tokens))
+        self._turns = LoraRoundRobin(StepBudget(step_tokens, target_step_s, ubatch_tokens))
         self._headroom = max(1, min(_MOST_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
         # Both in order of rank.
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self._displaced: set[Sequence] = set()  # in this step, in which they do not come back
+        self.waiting: list[Seq] = []
+        self.running: list[Seq] = []
+        self._displaced: set[Seq] = set()  # in this step, in which they do not come back
         self._n_added = 0
         self._is_for_first = False
-        self._timed: dict[int, Sequence] = {}  # those with a timeout, by their number of arrival
+        self._timed: dict[int, Seq] = {}  # those with a timeout, by their number of arrival
         self._deadlines: list[tuple[float, int]] = []  # a heap of times and numbers
 
     @property
@@ -100,7 +100,7 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(self.running or self.waiting)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Seq) -> None:
         """Queues a new sequence."""
         request = sequence.request
         # The longer ago it arrived, the better: a constant rank orders all as an ageing priority would.
@@ -112,18 +112,18 @@ class Scheduler:
                 self._timed[self._n_added] = sequence
                 heappush(self._deadlines, (sequence.arrived_at + limit, self._n_added))
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Seq) -> None:
         """Forgets a sequence that has ended, wherever it is."""
-        waits = sequence.status in (Status.WAITING, Status.SWAPPED)
+        waits = sequence.status in (SeqStatus.WAITING, SeqStatus.SWAPPED)
         _take(self.waiting if waits else self.running, sequence)
         self._timed.pop(sequence.rank[1], None)
 
-    def start_over(self, sequences: Iterable[Sequence]) -> None:
+    def start_over(self, sequences: Iterable[Seq]) -> None:
         """All of these wait again, in the order they had."""
         self.running.clear()
         self.waiting = sorted(sequences, key=_rank)
 
-    def expired(self, now: float) -> list[Sequence]:
+    def expired(self, now: float) -> list[Seq]:
         """Sequences whose `timeout` has passed, or whose `queue_timeout` while they never ran."""
         expired = []
         if len(self._deadlines) > 2 * len(self._timed) + _FEW:  # most are of those that have ended
@@ -155,8 +155,8 @@ class Scheduler:
     def _choose(self, plan: StepPlan) -> None:
         """Who of those that run computes how much."""
         in_play = self._in_play()
-        decoding = [s for s in in_play if s.status is Status.DECODE and not s.moving]
-        prompts = [s for s in in_play if s.status is Status.PREFILL and not s.moving]
+        decoding = [s for s in in_play if s.status is SeqStatus.DECODE and not s.moving]
+        prompts = [s for s in in_play if s.status is SeqStatus.PREFILL and not s.moving]
         self._kv.make_room(len(decoding))  # those admitted just now count too: they fit, once what is cached has gone
         for adapters in self._turns.order(in_play):
             rows = [(s, 1) for s in decoding if s.adapters == adapters]
@@ -166,7 +166,7 @@ class Scheduler:
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._turns.take(adapters), len(rows)
                 break
 
-    def _in_play(self) -> list[Sequence]:
+    def _in_play(self) -> list[Seq]:
         """Those that run, but not background work behind somebody whose first token is still to come."""
         first = next((s for s in self.running if not s.is_background and not s.n_generated), None)
         return [s for s in self.running if first is None or not s.is_background or s.rank < first.rank]
@@ -176,9 +176,7 @@ class Scheduler:
         if not plan.is_switch:
             self._turns.computed(plan.adapters, plan.n_decode, plan.n_tokens - plan.n_decode, seconds)
 
-    def _prefill(
-        self, prefilling: list[Sequence], adapters: AdapterSet, n_decode: int, streams: list[Sequence]
-    ) -> list[Chunk]:
+    def _prefill(self, prefilling: list[Seq], adapters: AdapterSet, n_decode: int, streams: list[Seq]) -> list[Chunk]:
         """Pieces of these prompts for what decode rows leave of the step, and all streams' next tokens of the cells.
 
         Background work that stands still is no stream here: when its next tokens find no cells, it gives up its own.
@@ -211,20 +209,20 @@ class Scheduler:
     def _make_room(self) -> None:
         """Preempts until every decoding sequence can grow, or, if none decodes, until the first one can go on."""
         while self.running:
-            decoding = sum(s.status is Status.DECODE for s in self.running)
+            decoding = sum(s.status is SeqStatus.DECODE for s in self.running)
             if self._kv.make_room(max(1, decoding)):
                 break
             self._preempt(self.running[-1])
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Seq) -> None:
         self.running.remove(sequence)
         self._kv.preempt(sequence)
         self._displaced.add(sequence)
         insort(self.waiting, sequence, key=_rank)
 
-    def _admit(self) -> list[Sequence]:
+    def _admit(self) -> list[Seq]:
         """Takes in what fits, in order of rank."""
-        admitted: list[Sequence] = []
+        admitted: list[Seq] = []
         at, n_seen = 0, 0
         while at < len(self.waiting) and n_seen < 2 * self._n_parallel:  # bounded, as many may wait for a prefix
             sequence = self.waiting[at]
@@ -248,7 +246,7 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def _fits(self, sequence: Sequence, match: Match | None) -> bool:
+    def _fits(self, sequence: Seq, match: Match | None) -> bool:
         """Whether there is a place for it, and cells for its tokens and for everybody's growth."""
         if len(self.running) >= self._n_parallel:
             return False
@@ -257,12 +255,12 @@ class Scheduler:
         growth = sum(s.n_pending + self._growth(s) for s in self.running) + self._growth(sequence)
         return self._kv.has_room(sequence, match, growth)
 
-    def _lower(self, sequence: Sequence) -> list[Sequence]:
+    def _lower(self, sequence: Seq) -> list[Seq]:
         """Running sequences that give way to this one: of lower priority, and behind it in rank."""
         priority = sequence.request.priority
         return [s for s in self.running if s.request.priority > priority and s.rank > sequence.rank]
 
-    def _displace(self, lower: list[Sequence], sequence: Sequence, match: Match | None) -> bool:
+    def _displace(self, lower: list[Seq], sequence: Seq, match: Match | None) -> bool:
         """Lets those of lower priority make room for it. False, and nothing has changed, when that is not enough."""
         victims = [s for s in lower if not (match and match.source is s)]
         others = [s for s in self.running if s not in victims]
@@ -275,7 +273,7 @@ class Scheduler:
             self._preempt(victims.pop())
         return True
 
-    def _growth(self, sequence: Sequence) -> int:
+    def _growth(self, sequence: Seq) -> int:
         """Cells to keep free for it, so that it is not preempted as soon as it runs."""
         return min(self._headroom, sequence.n_left)
 
@@ -298,17 +296,17 @@ def in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
     return rows + prefill
 
 
-def _take(ordered: list[Sequence], sequence: Sequence) -> None:
+def _take(ordered: list[Seq], sequence: Seq) -> None:
     at = bisect_left(ordered, sequence.rank, key=_rank)
     assert ordered[at] is sequence
     del ordered[at]
 
 
-def _rank(sequence: Sequence) -> tuple[float, int]:
+def _rank(sequence: Seq) -> tuple[float, int]:
     return sequence.rank
 
 
-def _due(sequence: Sequence, token_s: float) -> float:
+def _due(sequence: Seq, token_s: float) -> float:
     """Shorter prompts first, but none is overtaken for ever: arrival, with some times what reading it takes."""
     return sequence.rank[0] * _AGING_S + _PATIENCE * sequence.n_pending * token_s
 

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.cells import Span
+from cppbatch.engine.detokenizer import Detokenizer
+from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import (
     BACKGROUND,
     FinishReason,
     GenerationEvent,
     GenerationRequest,
-    Progress,
+    RequestUsage,
+    ResumeState,
     TokenLogprob,
-    Usage,
 )
-from cppbatch.engine.text import TextStream
 
 if TYPE_CHECKING:
     from cppbatch.engine.sampling.grammar import Constraint
-    from cppbatch.engine.sampling.recipe import Recipe
+    from cppbatch.engine.sampling.sampling_plan import SamplingPlan
 
 
-class Status(Enum):
+class SeqStatus(Enum):
     """Where a sequence is in its life."""
 
     WAITING = "waiting"
@@ -43,7 +43,7 @@ class Status(Enum):
 class News:
     """What is new of a sequence since its last event: tokens first, and as soon as there is time their text."""
 
-    sequence: Sequence
+    sequence: Seq
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     """Those of the tokens at these places."""
@@ -74,7 +74,7 @@ class SavedState(Protocol):
     def n_bytes(self) -> int: ...
 
 
-class Sequence:
+class Seq:
     """Tokens known, tokens computed, text given out.
 
     `tokens` int32[n_prompt + max_new] holds prompt and completion; the first `n_tokens` are known, the first
@@ -83,14 +83,43 @@ class Sequence:
     """
 
     __slots__ = (
-        "adapters", "admitted_at", "arrived_at", "cells", "constraint", "echoed", "embedding", "error", "error_field",
-        "finish_reason", "finished_at", "first_token_at", "max_new", "moving", "n_cached", "n_computed", "n_noted",
-        "n_prompt", "n_tokens", "news", "params", "pause_at", "prompt_logprobs", "rank", "recipe", "request",
-        "sampler", "saved", "seed", "seq_id", "status", "text", "tokens",
+        "adapters",
+        "admitted_at",
+        "arrived_at",
+        "cells",
+        "constraint",
+        "echoed",
+        "embedding",
+        "error",
+        "error_field",
+        "finish_reason",
+        "finished_at",
+        "first_token_at",
+        "max_new",
+        "moving",
+        "n_cached",
+        "n_computed",
+        "n_noted",
+        "n_prompt",
+        "n_tokens",
+        "news",
+        "params",
+        "pause_at",
+        "prompt_logprobs",
+        "rank",
+        "request",
+        "sampler",
+        "sampling",
+        "saved",
+        "seed",
+        "seq_id",
+        "status",
+        "text",
+        "tokens",
     )  # fmt: skip
 
-    recipe: Recipe
-    """How its tokens are sampled; set by `Intake`."""
+    sampling: SamplingPlan
+    """How its tokens are sampled; set by `InputProcessor`."""
 
     def __init__(
         self,
@@ -117,11 +146,11 @@ class Sequence:
         self.rank = (0.0, 0)  # the scheduler's order
         self.seq_id = -1
         self.cells: Span | None = None
-        self.status = Status.WAITING
+        self.status = SeqStatus.WAITING
         self.moving = False  # its memory is being brought, and it computes nothing meanwhile
         self.pause_at = 0  # its prefill stops here for a step, so that others can copy what it has then
         self.saved: SavedState | None = None
-        self.text = TextStream(self.params.stop, include_stop=self.params.include_stop)
+        self.text = Detokenizer(self.params.stop, include_stop=self.params.include_stop)
         self.echoed = 0  # characters of the prompt that its text began with
         self.constraint: Constraint | None = None
         self.sampler: SamplerState | None = None
@@ -176,16 +205,16 @@ class Sequence:
         """Notes that the next `n` pending tokens are in the cache."""
         self.n_computed += n
         if self.n_computed == self.n_tokens:
-            self.status = Status.DECODE
+            self.status = SeqStatus.DECODE
 
     def append(self, token: int) -> None:
         """Adds a generated token."""
         self.tokens[self.n_tokens] = token
         self.n_tokens += 1
         if self.n_pending > 1:  # a grammar forced it: more is to be computed than a decode row does
-            self.status = Status.PREFILL
+            self.status = SeqStatus.PREFILL
 
-    def resume(self, progress: Progress, now: float) -> None:
+    def resume(self, progress: ResumeState, now: float) -> None:
         """Knows the tokens that it had in an engine before this one; its text is for `Outputs` to catch up with."""
         self.tokens[self.n_prompt : self.n_prompt + len(progress.tokens)] = progress.tokens
         self.n_tokens += len(progress.tokens)
@@ -201,14 +230,14 @@ class Sequence:
         self.cells = self.saved = None
         self.moving = False
         self.n_computed = 0
-        self.status = Status.WAITING
+        self.status = SeqStatus.WAITING
         if self.constraint:
             self.constraint.rebuild(self.tokens[self.n_prompt : self.n_tokens].tolist())
 
-    def usage(self) -> Usage:
+    def usage(self) -> RequestUsage:
         """Counts and times, for the last event."""
         queued_until = self.admitted_at or self.finished_at
-        return Usage(
+        return RequestUsage(
             prompt_tokens=self.n_prompt,
             cached_tokens=min(self.n_cached, self.n_prompt),  # one that was computed again may find its own text
             completion_tokens=self.n_generated,

@@ -7,14 +7,14 @@ import codecs
 import msgspec
 
 from cppbatch.engine.request import GenerationEvent
-from cppbatch.engine.sequence import News, Sequence
-from cppbatch.engine.vocabulary import Tokens
+from cppbatch.engine.sequence import News, Seq
+from cppbatch.engine.vocabulary import Vocabulary
 
 
 class Teller:
     """Knows how a sequence's news are told. Any one thread may, if it takes each sequence's in their order."""
 
-    def __init__(self, vocab: Tokens) -> None:
+    def __init__(self, vocab: Vocabulary) -> None:
         self._vocab = vocab
 
     def event(self, news: News) -> GenerationEvent:
@@ -37,7 +37,7 @@ class Teller:
             self._open(news)
         while news.n_said < len(news.tokens):
             token, logprob = news.tokens[news.n_said], news.logprobs.get(news.n_said)
-            is_seen = not sequence.params.skip_special_tokens or token in sequence.recipe.visible
+            is_seen = not sequence.params.skip_special_tokens or token in sequence.sampling.visible
             piece = self._vocab.piece(token, special=is_seen)
             news.n_said += 1  # from here on nothing of it is said again, whatever interrupts
             if logprob:
@@ -58,7 +58,7 @@ class Teller:
         sequence.echoed = len(text)
         news.text, news.told_logprobs = text, logprobs
 
-    def prompt_text(self, sequence: Sequence) -> str:
+    def prompt_text(self, sequence: Seq) -> str:
         """What `echo` shows."""
         if isinstance(sequence.request.prompt, str):
             return sequence.request.prompt

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.errors import ConfigError
 
 log = logging.getLogger("cppbatch.engine")
@@ -33,7 +33,7 @@ class Trace:
         """Starts a file at `path`, or, if there is one, beside it. Raises `ConfigError` where that cannot be."""
         self._file = _new_file(Path(path))
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[Sequence, Status, float]] = {}  # who is in a seq_id, as what, since when
+        self._open: dict[int, tuple[Seq, SeqStatus, float]] = {}  # who is in a seq_id, as what, since when
         self._named: set[int] = set()
         self._put(b"[\n")
         for name, track in TRACKS.items():
@@ -45,7 +45,7 @@ class Trace:
         track = "device" if name == "decode" else "texts" if name in ("text", "emit") else "steps"
         self._span(TRACKS[track], name, start, end, about)
 
-    def follow(self, running: Iterable[Sequence], now: float) -> None:
+    def follow(self, running: Iterable[Seq], now: float) -> None:
         """Notes who is where now; whoever has left a seq_id, or decodes in place of prefilling, gets a span for it."""
         present = {sequence.seq_id: sequence for sequence in running}
         for seq_id, (sequence, status, since) in list(self._open.items()):

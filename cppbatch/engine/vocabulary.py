@@ -16,7 +16,7 @@ def never() -> bool:
     return False
 
 
-class Tokens(Protocol):
+class Vocabulary(Protocol):
     """`cppbatch.llama.Vocab`, or what tests put in its place."""
 
     n_tokens: int

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cppbatch.cluster.client import WorkerState
-from cppbatch.engine.request import GenerationEvent, Usage
+from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.server.recent import Recent
 from cppbatch.server.run import Event
 from cppbatch.server.shapes import BatchFigures
@@ -129,7 +129,7 @@ class _Watched:
             if event.usage:
                 self._note_usage(event.usage)
 
-    def _note_usage(self, usage: Usage) -> None:
+    def _note_usage(self, usage: RequestUsage) -> None:
         metrics, endpoint = self._metrics, self._endpoint
         metrics.prompt_tokens.labels(endpoint).inc(usage.prompt_tokens)
         metrics.cached_prompt_tokens.labels(endpoint).inc(usage.cached_tokens)

@@ -7,8 +7,8 @@ from time import perf_counter
 
 import msgspec
 
-from cppbatch.engine.request import Usage
-from cppbatch.engine.window import Window, percentile
+from cppbatch.engine.request import RequestUsage
+from cppbatch.engine.rolling_window import Window, percentile
 
 _MOST = 16_384  # completions of the last minute that are remembered
 
@@ -38,7 +38,7 @@ class Recent:
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._window = Window(_MOST, clock)
 
-    def add(self, usage: Usage) -> None:
+    def add(self, usage: RequestUsage) -> None:
         """Notes a completion that has ended now."""
         self._window.add((usage.queue_seconds, usage.first_token_seconds, usage.total_seconds))
 

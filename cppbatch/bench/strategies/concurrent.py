@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cppbatch.engine.scheduler import Scheduler, StepPlan
-from cppbatch.engine.sequence import Status
+from cppbatch.engine.sequence import SeqStatus
 
 
 class Concurrent(Scheduler):
@@ -24,4 +24,4 @@ class Concurrent(Scheduler):
         if not self._kv.make_room(n):
             n = self._kv.n_free
         plan.chunks, plan.adapters = [(sequence, n)], sequence.adapters
-        plan.n_decode = int(sequence.status is Status.DECODE)
+        plan.n_decode = int(sequence.status is SeqStatus.DECODE)

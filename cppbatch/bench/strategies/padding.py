@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from cppbatch.engine.adapters import AdapterSet
 from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.scheduler import Chunk
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sequence import Seq
 
 
 class Padding:
@@ -18,7 +18,7 @@ class Padding:
         self._kv = kv
         # With one token more than can be computed, so that it never comes to want logits.
         request = GenerationRequest(id="padding", prompt=[0], cache_prompt=False)
-        self._sequence = Sequence(request, np.zeros(kv.n_ctx + 1, np.int32), max_new=0, seed=0, now=0.0)
+        self._sequence = Seq(request, np.zeros(kv.n_ctx + 1, np.int32), max_new=0, seed=0, now=0.0)
 
     def chunk(self, n: int, adapters: AdapterSet) -> Chunk:
         """So many tokens for the next step. A seq_id and that many cells must be free."""

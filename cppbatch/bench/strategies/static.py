@@ -9,7 +9,7 @@ from typing import Any
 from cppbatch.bench.strategies.padding import Padding
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.scheduler import Chunk, Scheduler, StepPlan, in_batch_order
-from cppbatch.engine.sequence import Sequence, Status
+from cppbatch.engine.sequence import Seq, SeqStatus
 
 
 class Static(Scheduler):
@@ -31,7 +31,7 @@ class Static(Scheduler):
     ) -> None:
         super().__init__(kv, **settings)
         self._max_wait_s, self._bucket, self._clock = max_wait_s, bucket, clock
-        self._batch: list[Sequence] = []
+        self._batch: list[Seq] = []
         """Those of it that have not ended."""
         self._places = 0
         """How many it began with."""
@@ -48,7 +48,7 @@ class Static(Scheduler):
             self._owed = padding_of([s.n_tokens for s in self._batch], self._bucket)
         return super().plan()
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Seq) -> None:
         """Forgets a sequence that has ended; its place is not free before those of the others are."""
         super().remove(sequence)
         if sequence in self._batch:
@@ -56,7 +56,7 @@ class Static(Scheduler):
             if not self._batch:
                 self._padding.drop()
 
-    def start_over(self, sequences: Iterable[Sequence]) -> None:
+    def start_over(self, sequences: Iterable[Seq]) -> None:
         """All of these wait again; the batch stays the same."""
         super().start_over(sequences)
         self._padding.start_over()
@@ -66,7 +66,7 @@ class Static(Scheduler):
             return True
         return bool(self.waiting) and self._clock() - self.waiting[0].arrived_at >= self._max_wait_s
 
-    def _admit(self) -> list[Sequence]:
+    def _admit(self) -> list[Seq]:
         if self.running or self._owed:
             return []
         for sequence in self._batch:
@@ -92,13 +92,13 @@ class Static(Scheduler):
             padding = [self._padding.chunk(n_ended, plan.adapters)] if self._bucket and rows and n_ended else []
             plan.chunks, plan.n_decode = in_batch_order(rows, padding), len(rows)
 
-    def _prompts(self, ready: list[Sequence]) -> list[Chunk]:
+    def _prompts(self, ready: list[Seq]) -> list[Chunk]:
         room, chunks = self._step_tokens, []
         if not self._kv.make_room(room):
             room = min(room, self._kv.n_free)
         for sequence in ready:
             n = min(room, sequence.n_pending)
-            if sequence.status is Status.PREFILL and n > 0:
+            if sequence.status is SeqStatus.PREFILL and n > 0:
                 chunks.append((sequence, n))
                 room -= n
         return chunks

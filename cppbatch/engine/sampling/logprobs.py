@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.request import TokenLogprob
-from cppbatch.engine.sequence import Sequence
-from cppbatch.engine.vocabulary import Tokens
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.vocabulary import Vocabulary
 
 Row = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.float32]
@@ -34,7 +34,7 @@ class Likelihoods:
         return [(token, self.of(token)) for token in self._top.tolist()]
 
 
-def describe(likelihoods: Likelihoods | None, token: int, sequence: Sequence, vocab: Tokens) -> TokenLogprob:
+def describe(likelihoods: Likelihoods | None, token: int, sequence: Seq, vocab: Vocabulary) -> TokenLogprob:
     """A token as it is reported; None for the prompt's first, of which the model says nothing."""
 
     def piece(other: int) -> bytes:
@@ -51,11 +51,11 @@ def describe(likelihoods: Likelihoods | None, token: int, sequence: Sequence, vo
 class PromptScorer:
     """Takes the log-probabilities of prompts, for requests with `echo`, out of the logits of a step."""
 
-    def __init__(self, vocab: Tokens) -> None:
+    def __init__(self, vocab: Vocabulary) -> None:
         self._vocab = vocab
 
-    def take(self, chunks: AnySequence[tuple[Sequence, int]], logits: Rows) -> None:
-        """Scores what was computed of prompts. `logits`: all rows of the step, as `Sequence.n_logits` has them."""
+    def take(self, chunks: Sequence[tuple[Seq, int]], logits: Rows) -> None:
+        """Scores what was computed of prompts. `logits`: all rows of the step, as `Seq.n_logits` has them."""
         at = 0
         for sequence, n in chunks:
             rows = logits[at : at + sequence.n_logits(n)]
@@ -63,7 +63,7 @@ class PromptScorer:
             if sequence.is_scored:
                 self._score(sequence, rows)
 
-    def _score(self, sequence: Sequence, rows: Rows) -> None:
+    def _score(self, sequence: Seq, rows: Rows) -> None:
         """The row after token i tells of token i + 1; those known already, from before a preemption, are passed."""
         scores, tokens = sequence.prompt_logprobs, sequence.tokens
         if not scores:

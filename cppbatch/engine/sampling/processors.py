@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sequence import Seq
 
 log = logging.getLogger("cppbatch.engine")
 
 Rows = npt.NDArray[np.float32]
 
 
-def run_processors(sequences: list[Sequence], logits: Rows) -> dict[int, str]:
+def run_processors(sequences: list[Seq], logits: Rows) -> dict[int, str]:
     """Lets each `logits_processor` change its rows, in place. What went wrong, by the number of the row.
 
     Whatever a processor raises ends the requests that have it, and no other.
@@ -37,7 +37,7 @@ def run_processors(sequences: list[Sequence], logits: Rows) -> dict[int, str]:
     return errors
 
 
-def _process(processor: Any, sequences: list[Sequence], logits: Rows, batch: list[int]) -> None:
+def _process(processor: Any, sequences: list[Seq], logits: Rows, batch: list[int]) -> None:
     known = [sequences[i].tokens[: sequences[i].n_tokens].copy() for i in batch]
     rows = [logits[i] for i in batch]
     if hasattr(processor, "process_rows"):

@@ -7,13 +7,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.sampling.choice import Choice
 from cppbatch.engine.sampling.device import sample_candidates
 from cppbatch.engine.sampling.logprobs import PromptScorer
 from cppbatch.engine.sampling.sampler import Sampler
+from cppbatch.engine.sampling.sampler_output import SamplerOutput
 from cppbatch.engine.scheduler import StepPlan
-from cppbatch.engine.sequence import Sequence
-from cppbatch.engine.vocabulary import Tokens
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.llama import DeviceCandidates
 
 
@@ -28,7 +28,7 @@ class Rows(Protocol):
 class StepSampler:
     """Sends each row to where it is sampled: the candidates that the device found, or the whole logits."""
 
-    def __init__(self, vocab: Tokens, context: Rows) -> None:
+    def __init__(self, vocab: Vocabulary, context: Rows) -> None:
         self._context = context
         self._scorer = PromptScorer(vocab)
         self._sampler = Sampler(vocab)
@@ -38,10 +38,10 @@ class StepSampler:
         if candidates := self._context.candidates:
             for sequence, n in plan.chunks:
                 if sequence.n_logits(n):
-                    enough = 0 < sequence.recipe.n_candidates <= candidates.n
+                    enough = 0 < sequence.sampling.n_candidates <= candidates.n
                     candidates.use(sequence.seq_id, wanted=enough and not sequence.is_scored)
 
-    def sample(self, plan: StepPlan, n_outputs: int) -> list[Choice]:
+    def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
         """A choice for each of the plan's outputs, from the last decode, which had `n_outputs` rows."""
         sequences, scores = plan.outputs(), plan.scores
         if self._context.candidates is None and not scores:  # then each sequence has one row
@@ -49,7 +49,7 @@ class StepSampler:
         rows = plan.rows()
         near = [i for i, sequence in enumerate(sequences) if self._is_near(sequence)]
         far = [i for i in range(len(sequences)) if i not in near] if near else list(range(len(sequences)))
-        choices: dict[int, Choice] = {}
+        choices: dict[int, SamplerOutput] = {}
         if scores or far:
             logits = self._context.logits(n_outputs)
             if scores:
@@ -62,7 +62,7 @@ class StepSampler:
             choices |= zip(near, sample_candidates([sequences[i] for i in near], ids, values), strict=True)
         return [choices[i] for i in range(len(sequences))]
 
-    def _is_near(self, sequence: Sequence) -> bool:
+    def _is_near(self, sequence: Seq) -> bool:
         return self._context.candidates is not None and self._context.candidates.uses(sequence.seq_id)
 
     def close(self) -> None:

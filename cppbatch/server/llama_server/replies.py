@@ -6,7 +6,7 @@ from time import perf_counter
 
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece, Usage
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, RequestUsage, TokenPiece
 from cppbatch.server.llama_server.schemas import LlamaFields
 from cppbatch.server.llama_server.tokens import text_of
 from cppbatch.server.llama_server.translate import RANDOM_SEED, sampler_names
@@ -114,7 +114,7 @@ def _stop_type(last: GenerationEvent) -> str:
     return "eos" if last.stop is None else "word"
 
 
-def _timings(usage: Usage, n_predicted: int) -> Json:
+def _timings(usage: RequestUsage, n_predicted: int) -> Json:
     begun = usage.first_token_seconds or usage.total_seconds
     n_computed = usage.prompt_tokens - usage.cached_tokens
     return {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cppbatch.engine.embeddings import check_dimensions
 from cppbatch.engine.request import GenerationRequest, Pair, Prompt
-from cppbatch.engine.vectors import check_dimensions
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.plan import Plan
 from cppbatch.server.serving import Serving

@@ -6,8 +6,8 @@ from base64 import b64encode
 
 import numpy as np
 
+from cppbatch.engine.embeddings import Vector, normalised, vector_of
 from cppbatch.engine.request import FinishReason, GenerationEvent
-from cppbatch.engine.vectors import Vector, normalised, vector_of
 from cppbatch.errors import GenerationFailed, InvalidRequest
 from cppbatch.server.reply import Frame, Reply
 from cppbatch.server.requests import new_id

@@ -8,31 +8,31 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.adapters import adapter_set
+from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed, token_ids
 from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece, is_long
 from cppbatch.engine.sampling.grammar import GrammarCompiler
-from cppbatch.engine.sampling.recipe import check_ids, make_recipe
-from cppbatch.engine.sequence import Sequence
-from cppbatch.engine.vocabulary import Cancelled, Tokens, never
+from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.vocabulary import Cancelled, Vocabulary, never
 from cppbatch.errors import InvalidRequest
 
 _LEAST_BYTES = 1 << 16  # of a text that is tokenised, however short the context is
 _PLACES = re.compile(r"\{(query|document)\}")
 
 
-class Intake:
+class InputProcessor:
     """Where requests are checked; behind it nobody checks again. Thread-safe."""
 
-    def __init__(self, vocab: Tokens, n_ctx: int, info: ModelInfo) -> None:
+    def __init__(self, vocab: Vocabulary, n_ctx: int, info: ModelInfo) -> None:
         self._vocab = vocab
         self._info = info
         self._n_ctx = n_ctx
         self._grammars = GrammarCompiler(vocab.for_grammars)
         self._last_long: tuple[str, npt.NDArray[np.int32]] | None = None
 
-    def prepare(self, request: GenerationRequest, cancelled: Cancelled = never) -> Sequence:
+    def prepare(self, request: GenerationRequest, cancelled: Cancelled = never) -> Seq:
         """Tokenises, validates, compiles a grammar. Raises `InvalidRequest` naming the field, `RequestCancelled`."""
         arrived_at = perf_counter()
         self._check_task(request)
@@ -41,7 +41,7 @@ class Intake:
         if request.task == "embed":
             if n > limit:
                 raise InvalidRequest("prompt", f"has {n} tokens, and {self._limit_text()}")
-            return Sequence(request, prompt, max_new=0, seed=0, now=arrived_at)
+            return Seq(request, prompt, max_new=0, seed=0, now=arrived_at)
         if n >= limit:
             raise InvalidRequest("prompt", f"has {n} tokens, and {self._limit_text()} for prompt and answer")
         wanted = request.params.max_tokens
@@ -51,12 +51,12 @@ class Intake:
             message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
             raise InvalidRequest("max_tokens", message)
         adapters = adapter_set(request.lora, self._info.adapters)
-        recipe = make_recipe(request.params, self._vocab, limit)
+        recipe = make_sampling_plan(request.params, self._vocab, limit)
         constraint = self._grammars.constraint(request.params)
         max_new = limit - n if wanted is None else wanted
         seed = actual_seed(request.params.seed)
-        sequence = Sequence(request, prompt, max_new=max_new, seed=seed, now=arrived_at, adapters=adapters)
-        sequence.recipe, sequence.constraint = recipe, constraint
+        sequence = Seq(request, prompt, max_new=max_new, seed=seed, now=arrived_at, adapters=adapters)
+        sequence.sampling, sequence.constraint = recipe, constraint
         return sequence
 
     def tokens(

@@ -14,7 +14,7 @@ _MOST_KEPT = 16384  # beginnings
 Beginning = tuple[Hashable, int, int]
 
 
-class Affinity:
+class PrefixAffinity:
     """Remembers the beginnings of prompts, of 64 letters, 128, 256 ..., by their hashes, and who had them last."""
 
     def __init__(self) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.sampling.edits import recent, window
+from cppbatch.engine.sampling.logit_processing import recent, window
 from cppbatch.engine.sampling.randomness import bits
-from cppbatch.engine.sampling.recipe import is_active
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sampling.sampling_plan import is_active
+from cppbatch.engine.sequence import Seq
 from cppbatch.errors import LlamaError
 from cppbatch.llama import DrySampler, SamplerChain
 
@@ -29,7 +29,7 @@ class Chains:
         self._n_vocab = n_vocab
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cppbatch-sampler")
 
-    def sample(self, work: list[tuple[Sequence, Row, int]]) -> list[int | LlamaError]:
+    def sample(self, work: list[tuple[Seq, Row, int]]) -> list[int | LlamaError]:
         """A token, or why there is none, for each sequence with its row and 32 random bits."""
         if len(work) == 1:
             return [self._sample_one(*work[0])]
@@ -39,7 +39,7 @@ class Chains:
         finally:
             wait(running)  # interrupted, nobody may free a chain that is at work
 
-    def _sample_one(self, sequence: Sequence, row: Row, seed: int) -> int | LlamaError:
+    def _sample_one(self, sequence: Seq, row: Row, seed: int) -> int | LlamaError:
         try:
             if sequence.sampler is None:
                 sequence.sampler = _Chain(sequence, self._n_vocab)
@@ -55,7 +55,7 @@ class Chains:
 class _Chain:
     """A sequence's chain, which is told of every token before it samples the next."""
 
-    def __init__(self, sequence: Sequence, n_vocab: int) -> None:
+    def __init__(self, sequence: Seq, n_vocab: int) -> None:
         self._sequence = sequence
         self._chain = _build(sequence, n_vocab)
         self._n_known = sequence.n_tokens - len(recent(sequence, window(sequence.params)))
@@ -76,7 +76,7 @@ class _Chain:
         self._chain.close()
 
 
-def _build(sequence: Sequence, n_vocab: int) -> SamplerChain:
+def _build(sequence: Seq, n_vocab: int) -> SamplerChain:
     """The chain that a request asks for, as llama.cpp's own programs would build it."""
     params = sequence.params
     chain = SamplerChain(n_vocab)
@@ -98,22 +98,22 @@ def _build(sequence: Sequence, n_vocab: int) -> SamplerChain:
     return chain.dist()
 
 
-def _penalties(chain: SamplerChain, params: SamplingParams, sequence: Sequence) -> None:
+def _penalties(chain: SamplerChain, params: SamplingParams, sequence: Seq) -> None:
     last_n = _most(params.penalty_last_n, sequence)
     chain.penalties(last_n, params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
 
 
-def _dry(chain: SamplerChain, params: SamplingParams, sequence: Sequence) -> None:
-    assert isinstance(sequence.recipe.dry, DrySampler)
-    chain.dry(sequence.recipe.dry)
+def _dry(chain: SamplerChain, params: SamplingParams, sequence: Seq) -> None:
+    assert isinstance(sequence.sampling.dry, DrySampler)
+    chain.dry(sequence.sampling.dry)
 
 
-def _most(last_n: int, sequence: Sequence) -> int:
+def _most(last_n: int, sequence: Seq) -> int:
     """llama.cpp allocates the whole window, so it is no longer than the sequence may become."""
     return min(last_n, len(sequence.tokens)) if last_n >= 0 else len(sequence.tokens)
 
 
-_ADD: dict[str, Callable[[SamplerChain, SamplingParams, Sequence], object]] = {
+_ADD: dict[str, Callable[[SamplerChain, SamplingParams, Seq], object]] = {
     "penalties": _penalties,
     "dry": _dry,
     "top_n_sigma": lambda chain, params, _: chain.top_n_sigma(params.top_n_sigma),

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.sampling import Choice
+from cppbatch.engine.sampling import SamplerOutput
 from cppbatch.engine.scheduler import StepPlan
 
 
@@ -26,7 +26,7 @@ class Pooler:
     def prepare(self, plan: StepPlan) -> None:
         """Nothing: every token of an embedding sequence counts as an output anyway."""
 
-    def sample(self, plan: StepPlan, n_outputs: int) -> list[Choice]:
+    def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
         """A vector for each of the plan's outputs, from the last decode."""
         return [_choice(self._context.embedding(sequence.seq_id)) for sequence in plan.outputs()]
 
@@ -34,7 +34,7 @@ class Pooler:
         """Nothing is left running."""
 
 
-def _choice(vector: npt.NDArray[np.float32]) -> Choice:
+def _choice(vector: npt.NDArray[np.float32]) -> SamplerOutput:
     if not np.isfinite(vector).all():
-        return Choice(error="the model made a vector with numbers that are infinite or none (NaN) of it")
-    return Choice(embedding=vector.astype("<f4", copy=False).tobytes())
+        return SamplerOutput(error="the model made a vector with numbers that are infinite or none (NaN) of it")
+    return SamplerOutput(embedding=vector.astype("<f4", copy=False).tobytes())

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.sampling.draw import Filters
-from cppbatch.engine.vocabulary import Tokens
+from cppbatch.engine.sampling.random_sampling import Filters
+from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import InvalidRequest
 
 Ids = npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class SamplingPlan:
     """A request's part in sampling."""
 
     kind: Kind
@@ -56,7 +56,7 @@ class Recipe:
     """The largest logit decides, unless it is that of one of these; None: other things matter too."""
 
 
-def make_recipe(params: SamplingParams, vocab: Tokens, longest: int) -> Recipe:
+def make_sampling_plan(params: SamplingParams, vocab: Vocabulary, longest: int) -> SamplingPlan:
     """`longest`: most tokens of a sequence. Raises `InvalidRequest` for token ids that the vocabulary does not have."""
     check_ids("stop_token_ids", params.stop_token_ids, vocab.n_tokens)
     check_ids("suppress_tokens", params.suppress_tokens, vocab.n_tokens)
@@ -70,7 +70,7 @@ def make_recipe(params: SamplingParams, vocab: Tokens, longest: int) -> Recipe:
             not_yet = {*vocab.eog, *params.stop_token_ids}
     kind, filters, lowered = _kind(params), _filters(params), {*never, *not_yet, *bias}
     n_candidates = _n_candidates(params, kind, filters, lowered=lowered, raised=bias)
-    return Recipe(
+    return SamplingPlan(
         kind=kind,
         filters=filters,
         never=_ids(never),
@@ -115,7 +115,7 @@ def _ids(tokens: Iterable[int]) -> Ids:
     return np.array(sorted(tokens), np.int64)
 
 
-def _bias(params: SamplingParams, vocab: Tokens) -> dict[int, float]:
+def _bias(params: SamplingParams, vocab: Vocabulary) -> dict[int, float]:
     """Biases by token id; strings are added to each of their tokens."""
     biases: dict[int, float] = {}
     for key, bias in params.logit_bias.items():
@@ -133,7 +133,7 @@ def _bias(params: SamplingParams, vocab: Tokens) -> dict[int, float]:
     return biases
 
 
-def _single_tokens(texts: Iterable[str], vocab: Tokens) -> Iterator[int]:
+def _single_tokens(texts: Iterable[str], vocab: Vocabulary) -> Iterator[int]:
     """Of those texts that are one token each."""
     for text in texts:
         tokens = vocab.tokenize(text, add_special=False).tolist()
@@ -141,7 +141,7 @@ def _single_tokens(texts: Iterable[str], vocab: Tokens) -> Iterator[int]:
             yield tokens[0]
 
 
-def _dry(params: SamplingParams, vocab: Tokens, longest: int) -> Any:
+def _dry(params: SamplingParams, vocab: Vocabulary, longest: int) -> Any:
     last_n = params.dry_penalty_last_n
     return vocab.dry_sampler(
         multiplier=params.dry_multiplier,

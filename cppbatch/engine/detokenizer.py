@@ -6,7 +6,7 @@ import codecs
 from bisect import bisect_left
 
 
-class TextStream:
+class Detokenizer:
     """Assembles one completion's text from token pieces.
 
     `push` returns what can be shown now: incomplete UTF-8 characters and text that may turn out to be the beginning

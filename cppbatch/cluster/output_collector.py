@@ -9,7 +9,7 @@ import msgspec
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 
 
-class Mailbox:
+class OutputCollector:
     """Holds what the reader has not fetched yet, merged into one event: a slow reader costs its text, not its events.
 
     Used on the event loop only.

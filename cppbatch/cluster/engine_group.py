@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from cppbatch.cluster.affinity import Affinity
 from cppbatch.cluster.client import Health, WorkerState
+from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.opened import Opened
-from cppbatch.cluster.process import EngineProcess
+from cppbatch.cluster.prefix_affinity import PrefixAffinity
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
@@ -24,7 +24,7 @@ class EngineGroup(Opened):
 
     def __init__(self, engines: Sequence[EngineProcess]) -> None:
         self._engines = engines
-        self._affinity = Affinity()
+        self._affinity = PrefixAffinity()
         self._margin = max(1, engines[0].config.n_parallel // 4)
         self._ids: set[str] = set()
 

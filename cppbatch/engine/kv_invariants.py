@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as AnySequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cppbatch.engine.cells import n_held
 from cppbatch.engine.prefix_cache import CachedPrefix, PrefixCache
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sequence import Seq
 
 
 class Seen(Protocol):
@@ -20,11 +19,11 @@ class Seen(Protocol):
     def last_position(self, seq_id: int) -> int: ...
 
 
-Running = Mapping[int, Sequence]
+Running = Mapping[int, Seq]
 """Sequences by seq_id."""
 
 
-def check_books(memory: Seen, n_used: int, running: Running, cache: PrefixCache, free_ids: AnySequence[int]) -> None:
+def check_invariants(memory: Seen, n_used: int, running: Running, cache: PrefixCache, free_ids: Sequence[int]) -> None:
     """Raises `AssertionError` saying what is wrong: DESIGN.md's invariants of cells and seq_ids."""
     held = _held(running, cache)
     require(sorted([*held, *free_ids]) == list(range(memory.n_seq_ids)), "a seq_id is lost or held twice")
@@ -45,7 +44,7 @@ def check_books(memory: Seen, n_used: int, running: Running, cache: PrefixCache,
         require(n == has, f"seq_id {seq_id} has {has} tokens in llama.cpp, {n} in the books")
 
 
-def dump_books(memory: Seen, n_used: int, running: Running, cache: PrefixCache, free_ids: AnySequence[int]) -> str:
+def dump_cells(memory: Seen, n_used: int, running: Running, cache: PrefixCache, free_ids: Sequence[int]) -> str:
     """Who holds what, for the log."""
     lines = [f"{n_used} cells used, free seq_ids: {free_ids}"]
     lines += [f"seq_id {i}: {s.id}, {s.n_computed} tokens, {s.status.value}" for i, s in running.items()]
@@ -60,5 +59,5 @@ def require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _held(running: Running, cache: PrefixCache) -> dict[int, Sequence | CachedPrefix]:
+def _held(running: Running, cache: PrefixCache) -> dict[int, Seq | CachedPrefix]:
     return {**running, **{prefix.seq_id: prefix for prefix in cache.in_cells}}

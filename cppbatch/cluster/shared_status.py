@@ -17,7 +17,7 @@ _BEATS, _N_RUNNING, _PREPARING, _RUNNING = 0, 1, 2, 2 + _N_PREPARING
 _N_NUMBERS = _RUNNING + MAX_SEQ_IDS
 
 
-class BlackBox:
+class SharedStatus:
     """A file of int64 numbers. The worker writes; the server's process only reads."""
 
     def __init__(self, path: Path) -> None:

@@ -8,18 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sequence import Seq
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.integer[Any]]
 
 
-def apply_bans_and_biases(sequence: Sequence, row: Row, ids: Ids | None = None) -> None:
+def apply_bans_and_biases(sequence: Seq, row: Row, ids: Ids | None = None) -> None:
     """What the recipe says may not come, and what it favours.
 
     `ids`: the row has only these tokens, rising; None: all of them.
     """
-    recipe = sequence.recipe
+    recipe = sequence.sampling
     if recipe.bias_ids.size:
         at, known = _places(recipe.bias_ids, ids)
         row[at] += recipe.bias[known]
@@ -29,7 +29,7 @@ def apply_bans_and_biases(sequence: Sequence, row: Row, ids: Ids | None = None) 
         row[_places(recipe.not_yet, ids)[0]] = -np.inf
 
 
-def apply_penalties(sequence: Sequence, row: Row, ids: Ids | None = None) -> None:
+def apply_penalties(sequence: Seq, row: Row, ids: Ids | None = None) -> None:
     """Lowers the logits of recent tokens as llama.cpp does (arXiv:1909.05858, but multiplying negative logits)."""
     params = sequence.params
     tokens, counts = np.unique(recent(sequence, params.penalty_last_n), return_counts=True)
@@ -49,7 +49,7 @@ def _places(tokens: Ids, ids: Ids | None) -> tuple[Ids, Ids | slice]:
     return at[known], known
 
 
-def recent(sequence: Sequence, last_n: int) -> npt.NDArray[np.int32]:
+def recent(sequence: Seq, last_n: int) -> npt.NDArray[np.int32]:
     """The last tokens, prompt included; all of them for -1."""
     start = max(0, sequence.n_tokens - last_n) if last_n >= 0 else 0
     return sequence.tokens[start : sequence.n_tokens]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 
-from cppbatch.engine.adapters import AdapterSet
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.sequence import Seq
 from cppbatch.engine.step_budget import StepBudget
 
 _TURN = 4  # steps: a switch makes llama.cpp plan its graph anew, and who waits should not wait long
 _MOST_BUDGETS = 64  # sets whose step times are remembered
 
 
-class Turns:
+class LoraRoundRobin:
     """Goes round the sets of those that run, each for a few steps at a time.
 
     A new one joins the round behind those that rank before it: at its end, but for priority. So a set waits for as many
@@ -28,7 +28,7 @@ class Turns:
         self._last_budget = budget
         self._budgets: dict[AdapterSet, StepBudget] = {}
 
-    def order(self, running: Iterable[Sequence]) -> list[AdapterSet]:
+    def order(self, running: Iterable[Seq]) -> list[AdapterSet]:
         """The sets of these sequences, which are in order of rank: whose turn it is first, in case it can compute
         nothing in this step the next one, and so on."""
         best: dict[AdapterSet, tuple[float, int]] = {}

@@ -23,7 +23,7 @@ class _Node(Generic[Holder]):
         self.holders: dict[Holder, None] = {}
 
 
-class PrefixTree(Generic[Holder]):
+class RadixTree(Generic[Holder]):
     """Maps token ids, int32[n], to holders. Those of different salts never meet."""
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ import msgspec
 
 from cppbatch.cluster.client import Health, WorkerState
 from cppbatch.cluster.intake_threads import IntakeThreads
-from cppbatch.cluster.mailbox import Mailbox
 from cppbatch.cluster.opened import Opened
+from cppbatch.cluster.output_collector import OutputCollector
 from cppbatch.cluster.step_loop import StepLoop
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
@@ -29,7 +29,7 @@ from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.runtime import Runtime
-from cppbatch.engine.sequence import Sequence
+from cppbatch.engine.sequence import Seq
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
 log = logging.getLogger("cppbatch.engine")
@@ -58,7 +58,7 @@ class LocalEngine(Opened):
         # The engine knows requests by a number of ours: an id may be used again while its last events are on the way.
         self._numbers = map(str, itertools.count())
         self._streams: dict[str, _Stream] = {}
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._mailboxes: dict[str, OutputCollector] = {}
         self._intake = IntakeThreads()
         # A daemon: an impatient second Ctrl-C must not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
@@ -115,7 +115,7 @@ class LocalEngine(Opened):
             if running:
                 self._steps.do(lambda engine: engine.cancel(stream.number))
 
-    async def _prepare(self, request: GenerationRequest) -> Sequence:
+    async def _prepare(self, request: GenerationRequest) -> Seq:
         engine = self._ready()
         return await self._aside(self._intake.for_request(engine, request), partial(engine.prepare, request))
 
@@ -215,7 +215,7 @@ class LocalEngine(Opened):
         self._health = Health(status="loading", progress=fraction)
         return not self._closing
 
-    def _add(self, engine: BatchInferenceEngine, sequence: Sequence) -> None:
+    def _add(self, engine: BatchInferenceEngine, sequence: Seq) -> None:
         if self._health.status == "ok":
             try:
                 engine.add(sequence)
@@ -236,7 +236,7 @@ class _Stream:
 
     def __init__(self, number: str) -> None:
         self.number = number
-        self.mailbox = Mailbox()
+        self.mailbox = OutputCollector()
         self.cancelled = False
 
 
