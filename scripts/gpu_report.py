@@ -327,7 +327,15 @@ def made_model(page: Page, shape: str, folder: Path) -> Path | None:
 
 def gpu_tests(page: Page, sizes: Sizes) -> None:
     """Those that compute on the device, with tiny models."""
-    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in sizes.tests)]
+    command = [
+        PYTHON,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *(f"tests/integration/{name}.py" for name in sizes.tests),
+    ]
     page.add("## Tests")
     page.run("Tests", command, 120, lambda done: as_code("\n".join(done.output.strip().splitlines()[-OUTPUT_LINES:])))
 

@@ -63,7 +63,7 @@ ENDPOINTS = {
     **BATCHES,
     **LLAMA_SERVER,
 }  # fmt: skip
-"""By method and path, as the routes have them; tests/test_openapi.py compares them."""
+"""By method and path, as the routes have them; tests/integration/test_openapi.py compares them."""
 
 
 @lru_cache(maxsize=1)

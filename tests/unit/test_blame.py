@@ -10,7 +10,7 @@ import pytest
 from cppbatch import FinishReason, SamplingParams
 from cppbatch.engine.sampling.sampler_output import at_fault
 from tests.fakes import N_VOCAB, context_of, drain, fake_engine
-from tests.test_grammar import spell
+from tests.integration.test_grammar import spell
 
 EVERYTHING = tuple(range(N_VOCAB))
 

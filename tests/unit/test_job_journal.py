@@ -382,7 +382,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
 import resource, signal
 from pathlib import Path
 from cppbatch.errors import StorageError
-from tests.test_job_journal import item, opened, result
+from tests.unit.test_job_journal import item, opened, result
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = opened(Path({str(tmp_path)!r}))
 items = [item(i) for i in range(1, 1001)]

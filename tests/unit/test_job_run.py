@@ -13,7 +13,7 @@ from cppbatch.errors import EngineClosed, StorageError
 from cppbatch.jobs.items import Answer, Item
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.run import JobRun, refuse_rest
-from tests.test_job_journal import ids_of, item, lines_of, opened
+from tests.unit.test_job_journal import ids_of, item, lines_of, opened
 
 GOOD = Answer(status=200, body={})
 

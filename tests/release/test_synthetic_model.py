@@ -16,7 +16,7 @@ from cppbatch.llama import Model
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.synthetic import SHAPES, LlamaShape, copied_vocab, llama_bytes, norm, write_gguf, write_llama
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "synthetic_model.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "synthetic_model.py"
 SMALL = "--layers 2 --embd 64 --heads 4 --kv-heads 2 --ff 128 --ctx 512 --type Q8_0 --vocab-size 50000".split()
 TEXTS = [
     "Hello, world!",

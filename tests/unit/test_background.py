@@ -17,7 +17,7 @@ from cppbatch.engine.request import BACKGROUND
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
 from tests.fakes import context_of, drain, fake_engine, greedy, reference
-from tests.test_turns import NONE, SCHEDULES, Policy, X, Y
+from tests.unit.test_turns import NONE, SCHEDULES, Policy, X, Y
 
 
 def background(policy: Policy, n: int, n_prompt: int = 1) -> list[Seq]:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.engine.sampling.randomness import bits, gumbel, to_unit
-from tests.test_draw import are_far
+from tests.unit.test_draw import are_far
 
 UInt64 = npt.NDArray[np.uint64]
 Doubles = npt.NDArray[np.float64]

@@ -20,7 +20,7 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.llama import Model
 from tests.fakes import FakeVocab
-from tests.test_draw import assert_drawn_from, exact, softmax
+from tests.unit.test_draw import assert_drawn_from, exact, softmax
 
 Row = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

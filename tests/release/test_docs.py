@@ -14,7 +14,7 @@ from cppbatch.llama.library import PINNED_VERSION
 from tests import tiny_models
 from tests.server_process import ServerProcess
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))]
 

@@ -10,7 +10,7 @@ from cppbatch.errors import ConfigError, StorageError
 from cppbatch.jobs.file_job import FileJob, open_job
 from cppbatch.jobs.inputs import input_form
 from cppbatch.jobs.journal import Journal
-from tests.test_job_journal import item, result
+from tests.unit.test_job_journal import item, result
 
 
 def a_job(folder: Path, **others: Path) -> FileJob:

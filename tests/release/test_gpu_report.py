@@ -18,7 +18,7 @@ from cppbatch.bench.markdown import markdown, markdown_table, read_report
 from cppbatch.bench.report import Column, Report
 from cppbatch.bench.spread import Spread
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_report.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
 
 BATCHED_BENCH = """
 import sys

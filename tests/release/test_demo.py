@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "demo.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "demo.py"
 
 
 @pytest.fixture
