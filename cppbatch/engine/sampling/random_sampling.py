@@ -1,8 +1,8 @@
 """Top-k, top-p, min-p, temperature and the draw itself, for all rows of a step at once.
 
 The same distribution as llama.cpp's samplers in their default order (tests/unit/test_draw.py compares 20,000 draws of
-each): the filters see the logits before temperature. Only tokens above a floor are looked at, below which none can survive
-the filters: of 49,152 logits these are some fifty.
+each): the filters see the logits before temperature. Only tokens above a floor are looked at, below which none can
+survive the filters: of 49,152 logits these are some fifty.
 """
 
 from __future__ import annotations
