@@ -34,13 +34,14 @@ def doctor() -> None:
 def _findings() -> Iterator[Finding]:
     yield "cppbatch", f"{cppbatch.__version__}, Python {sys.version.split()[0]}", None
     yield "threads", f"{available_threads()} compute threads (one for each core this process may use)", None
+    from cppbatch.llama import Backend
+    from cppbatch.llama.library import PINNED_VERSION
+
     try:
-        from cppbatch.llama import Backend
-        from cppbatch.llama.library import PINNED_VERSION
+        backend = Backend.get()
     except CppBatchError as error:
         yield "llama.cpp", "not usable", str(error)
         return
-    backend = Backend.get()
     yield "llama.cpp", f"{backend.version} in llama-cpp-python {PINNED_VERSION}", None
     yield "library", backend.library_path, None
     yield "build", ", ".join(flag.removesuffix(" = 1") for flag in backend.build_flags), None

@@ -33,7 +33,7 @@ class Device:
 
 
 class _LogRouter:
-    """LoraRoundRobin llama.cpp's pieces of lines into log records."""
+    """Turns llama.cpp's pieces of lines into log records."""
 
     def __init__(self) -> None:
         self.callback = C.llama_log_callback(self._receive)  # kept here: C holds no reference

@@ -34,7 +34,7 @@ class Batch:
         # llama_batch wants a pointer per token to that token's seq_ids: here into one array, set up once.
         self._n_seq_id = np.ones(capacity, np.int32)
         self._seq_id_pointers = np.uintp(self.seq_ids.ctypes.data) + np.arange(capacity, dtype=np.uintp) * 4
-        self._struct = self._make_struct()
+        self._struct: Any = None
 
     def _make_struct(self) -> Any:
         def pointer(array: npt.NDArray[Any], kind: Any) -> Any:
@@ -86,5 +86,7 @@ class Batch:
     @property
     def struct(self) -> Any:
         """The `llama_batch`, which points into the arrays."""
+        if self._struct is None:
+            self._struct = self._make_struct()
         self._struct.n_tokens = self.n_tokens
         return self._struct

@@ -1,7 +1,8 @@
-"""Imports llama_cpp and checks that it is the version, with the functions, that these wrappers were written for.
+"""Loads llama_cpp when its first function is needed, and checks that it is the version these wrappers are written for.
 
-llama.cpp adds and renames functions between patch releases of llama-cpp-python, so a mismatch is named at import
-instead of failing later in the middle of a request.
+llama.cpp adds and renames functions between patch releases of llama-cpp-python, so a mismatch is reported when the
+library is loaded instead of failing later in the middle of a request. Importing this package loads nothing: whatever
+needs no llama.cpp (the server's process, tests with a fake model) runs without llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -76,17 +77,30 @@ def _load() -> Any:
     return bindings
 
 
-C: Any = _load()
-"""The ctypes bindings, `llama_cpp.llama_cpp`."""
+class _Bindings:
+    """Every name of `llama_cpp.llama_cpp`; the first access loads it, later ones are plain attribute lookups."""
+
+    def __getattr__(self, name: str) -> Any:
+        bindings = _load()
+        self.__dict__.update(vars(bindings))
+        return getattr(bindings, name)
+
+
+C: Any = _Bindings()
+"""The ctypes bindings, `llama_cpp.llama_cpp`. The first access raises `LibraryError` if they cannot be used."""
 
 
 def library_path() -> str:
-    """The path of the shared library that is loaded (libllama)."""
+    """The path of the shared library (libllama). Raises `LibraryError`."""
     return str(C._lib._name)
 
 
 def ggml() -> ctypes.CDLL:
-    """ggml's library, with the functions about devices that llama-cpp-python does not declare."""
+    """ggml's library, with the functions about devices that llama-cpp-python does not declare.
+
+    Raises `LibraryError`.
+    """
+    _load()
     from llama_cpp._ggml import libggml
 
     lib: ctypes.CDLL = libggml

@@ -85,7 +85,7 @@ def error_response(request: web.Request, fault: Fault) -> web.Response:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """LoraRoundRobin whatever a handler raises into an error answer."""
+    """Turns any exception of a handler into an error response."""
     try:
         return await handler(request)
     except ConnectionResetError:  # the client is gone: there is nobody to tell

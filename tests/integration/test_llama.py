@@ -160,7 +160,7 @@ def _run_from(position: int) -> Batch:
 
 
 def test_a_library_without_a_needed_function_is_refused_with_its_name_and_the_line_that_rebuilds_it(monkeypatch):
-    monkeypatch.delattr(library.C, "llama_memory_seq_cp")
+    monkeypatch.delattr(llama_cpp.llama_cpp, "llama_memory_seq_cp")
     with pytest.raises(LibraryError) as caught:
         library._load()
     assert "lacks llama_memory_seq_cp" in str(caught.value)
