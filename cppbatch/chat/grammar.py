@@ -10,7 +10,7 @@ from cppbatch.chat.calls import Tools
 from cppbatch.chat.family import Family
 from cppbatch.chat.lark import Lark
 from cppbatch.chat.reasoning import Thinking, Thought
-from cppbatch.engine.sampling.finite import has_finite_instance
+from cppbatch.engine.sampling.json_schema_check import has_finite_instance
 from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]

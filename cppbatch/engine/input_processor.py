@@ -12,8 +12,8 @@ from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed, token_ids
 from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece, is_long
-from cppbatch.engine.sampling.grammar import GrammarCompiler
 from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
+from cppbatch.engine.sampling.structured_output import GrammarCompiler
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Cancelled, Vocabulary, never
 from cppbatch.errors import InvalidRequest

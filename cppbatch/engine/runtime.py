@@ -16,7 +16,15 @@ from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
-from cppbatch.llama import Backend, Batch, Context, DeviceCandidates, Model, find_candidates_on_device, find_sharing
+from cppbatch.llama import (
+    Backend,
+    BackendSampling,
+    Batch,
+    Context,
+    Model,
+    find_candidates_on_device,
+    probe_prefix_sharing,
+)
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
 from cppbatch.llama.vocab import Vocab
 
@@ -28,7 +36,7 @@ class Computation(Memory, Protocol):
 
     n_batch: int
     n_ubatch: int
-    candidates: DeviceCandidates | None
+    candidates: BackendSampling | None
 
     def use_adapters(self, adapters: AdapterSet) -> None: ...
     def decode(self, batch: Batch) -> None: ...
@@ -90,7 +98,7 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
     if pooling := _pooling(config, model):
         return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close)
     on_gpu = _on_gpu(config)
-    sharing = find_sharing(context) if config.prefix_cache else "none"
+    sharing = probe_prefix_sharing(context) if config.prefix_cache else "none"
     if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
         found = find_candidates_on_device(context)
         if not found and config.sampling == "backend":

@@ -24,8 +24,8 @@ from cppbatch.engine.request import (
 )
 
 if TYPE_CHECKING:
-    from cppbatch.engine.sampling.grammar import Constraint
     from cppbatch.engine.sampling.sampling_plan import SamplingPlan
+    from cppbatch.engine.sampling.structured_output import Constraint
 
 
 class SeqStatus(Enum):

@@ -5,25 +5,25 @@ raise `cppbatch.errors.OutOfRange`.
 """
 
 from cppbatch.llama.backend import Backend, Device
-from cppbatch.llama.batch import Batch
-from cppbatch.llama.candidates import DeviceCandidates, find_candidates_on_device
+from cppbatch.llama.backend_sampling import BackendSampling, find_candidates_on_device
 from cppbatch.llama.context import Context, SequenceState
+from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.model import Model
-from cppbatch.llama.sampler import DrySampler, SamplerChain
-from cppbatch.llama.sharing import find_sharing
+from cppbatch.llama.prefix_sharing import probe_prefix_sharing
+from cppbatch.llama.sampler_chain import DrySampler, SamplerChain
 from cppbatch.llama.vocab import Vocab
 
 __all__ = [
     "Backend",
+    "BackendSampling",
     "Batch",
     "Context",
     "Device",
-    "DeviceCandidates",
     "DrySampler",
     "Model",
     "SamplerChain",
     "SequenceState",
     "Vocab",
     "find_candidates_on_device",
-    "find_sharing",
+    "probe_prefix_sharing",
 ]

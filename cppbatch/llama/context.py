@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from cppbatch.config import Pooling
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
-from cppbatch.llama.adapters import native_set
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.batch import Batch
-from cppbatch.llama.candidates import DeviceCandidates
+from cppbatch.llama.backend_sampling import BackendSampling
 from cppbatch.llama.library import C
+from cppbatch.llama.llama_batch import Batch
+from cppbatch.llama.lora import native_set
 from cppbatch.llama.model import Model
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -107,7 +107,7 @@ class Context:
         """seq_ids that a batch may have."""
         self.n_seq_ids: int = most_ids - 1 if has_shelf else n_seq_max
         """seq_ids that can hold cells: where these are all there is to a sequence, more than a batch may have."""
-        self.candidates: DeviceCandidates | None = None
+        self.candidates: BackendSampling | None = None
         """The likeliest tokens, found on the device, if `use_device_candidates` was called."""
         self._memory = C.llama_get_memory(self._handle)  # None for BERT and the like, as its functions allow
         self._n_embd = model.n_scores if pooling == "rank" else model.n_embd if pooling else 0
@@ -197,9 +197,9 @@ class Context:
         row: npt.NDArray[np.float32] = np.ctypeslib.as_array(vector, (self._n_embd,)).copy()
         return row
 
-    def use_device_candidates(self, n: int) -> DeviceCandidates:
-        """From the next decode on, rows are the `n` likeliest tokens, not logits; see `DeviceCandidates`."""
-        self.candidates = DeviceCandidates(self, n)
+    def use_device_candidates(self, n: int) -> BackendSampling:
+        """From the next decode on, rows are the `n` likeliest tokens, not logits; see `BackendSampling`."""
+        self.candidates = BackendSampling(self, n)
         for seq_id in range(self.n_seq_max):
             self.candidates.use(seq_id, wanted=True)
         return self.candidates

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from cppbatch.config import Pooling
 from cppbatch.errors import LlamaError, ModelError
-from cppbatch.llama.adapters import load_adapter
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata, has_tensor
 from cppbatch.llama.library import C
+from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.simulation import simulate
 from cppbatch.llama.vocab import Vocab
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from cppbatch.errors import LlamaError, ModelError, OutOfRange, RequestCancelled
 from cppbatch.llama.grammars import grammar_tokenizer
 from cppbatch.llama.library import C
-from cppbatch.llama.sampler import DrySampler
-from cppbatch.llama.text_parts import TextParts, long_runs
+from cppbatch.llama.sampler_chain import DrySampler
+from cppbatch.llama.text_splitting import SpecialTokenSplitter, split_long_runs
 
 _MOST_DRY_SAMPLERS = 16
 _VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM = 0, 1, 2, 3, 4
@@ -76,7 +76,7 @@ class Vocab:
         `cancelled` is asked between the parts of a long text. Raises `RequestCancelled`, `OutOfRange`.
         """
         parts = (self._parts if parse_special else self._plain_parts).of(text)
-        pieces = [piece for part in parts for piece in (long_runs(part) if self._splits_by_regex else [part])]
+        pieces = [piece for part in parts for piece in (split_long_runs(part) if self._splits_by_regex else [part])]
         if len(pieces) == 1:
             tokens = self._tokenize(text, add_special, parse_special)
         else:
@@ -185,19 +185,19 @@ class Vocab:
         self._handle = self._grammar_tokenizer = None
 
 
-def _text_parts(handle: Any, texts: list[bytes]) -> tuple[TextParts, TextParts]:
+def _text_parts(handle: Any, texts: list[bytes]) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
     """For texts in which special tokens are read, and for those in which only tokens are that users have defined."""
     special, defined = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN, C.LLAMA_TOKEN_ATTR_USER_DEFINED
     attributes = [C.llama_vocab_get_attr(handle, token) for token in range(len(texts))]
 
-    def of_kind(kind: int) -> TextParts:
+    def of_kind(kind: int) -> SpecialTokenSplitter:
         known = [
             (text.decode(), attribute)
             for text, attribute in zip(texts, attributes, strict=True)
             if attribute & kind and text.decode(errors="ignore").encode() == text
         ]
         cuts = (text for text, attribute in known if not attribute & C.LLAMA_TOKEN_ATTR_LSTRIP)
-        return TextParts((text for text, _ in known), cuts)
+        return SpecialTokenSplitter((text for text, _ in known), cuts)
 
     return of_kind(special | defined), of_kind(defined)
 

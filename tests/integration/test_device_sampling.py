@@ -10,7 +10,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout
 from cppbatch.engine.sampling.sampling_plan import make_sampling_plan
-from cppbatch.llama import Batch, Context, Model, candidates
+from cppbatch.llama import Batch, Context, Model, backend_sampling
 from tests.fakes import FakeVocab
 
 PROMPTS = ["The capital of France is", "Once upon a time", "def f(x):", "1, 2, 3,"] * 4
@@ -74,9 +74,9 @@ def test_a_seq_id_may_go_from_candidates_to_whole_rows_and_back_as_often_as_requ
 
 
 def test_a_device_that_cannot_sample_leaves_it_to_the_host(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates.C, "llama_set_sampler", lambda *_: False)
+    monkeypatch.setattr(backend_sampling.C, "llama_set_sampler", lambda *_: False)
     with Model(tiny_llama) as model, Context(model, n_ctx=256, n_threads=1) as context:
-        assert not candidates.find_candidates_on_device(context)
+        assert not backend_sampling.find_candidates_on_device(context)
 
 
 def test_prompts_are_scored_where_the_device_samples(tiny_llama: Path) -> None:

@@ -30,8 +30,8 @@ from cppbatch import (
     InvalidRequest,
     SamplingParams,
 )
-from cppbatch.engine.sampling import grammar, grammar_check
-from cppbatch.engine.sampling.finite import has_finite_instance
+from cppbatch.engine.sampling import grammar_check, structured_output
+from cppbatch.engine.sampling.json_schema_check import has_finite_instance
 from cppbatch.engine.sequence import Seq
 from tests.fakes import EOG, PIECES, context_of, drain, fake_engine, greedy, reference
 from tests.schemas import SCHEMAS, fault
@@ -333,7 +333,7 @@ def test_a_hard_grammar_stalls_nobody_and_ends_or_is_refused(engine: BatchInfere
 def limited(engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch, regex: str) -> SamplingParams:
     """A request with a grammar that soon needs more than it may."""
     few = LLParserLimits(max_lexer_states=1000, verbose_errors=False)
-    monkeypatch.setattr(grammar, "LIMITS", few)
+    monkeypatch.setattr(structured_output, "LIMITS", few)
     params = SamplingParams(seed=3, max_tokens=200, temperature=2, top_k=0, guided_regex=regex)
     engine.prepare(GenerationRequest(id="prepared", prompt=PROMPT, params=params))
     return params

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.errors import ModelError, OutOfRange, RequestCancelled
-from cppbatch.llama import Model, text_parts
+from cppbatch.llama import Model, text_splitting
 from cppbatch.llama.library import C
-from cppbatch.llama.text_parts import TextParts, long_runs
+from cppbatch.llama.text_splitting import SpecialTokenSplitter, split_long_runs
 from cppbatch.llama.vocab import Vocab
 
 
@@ -77,7 +77,7 @@ def test_a_model_without_a_tokenizer_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "a b", "a" * 4000, "a" * 50_001, " " * 9000, "x" * 5000 + " " * 5000 + "y"])
 def test_long_runs_are_cut_and_nothing_is_lost(text):
-    pieces = list(long_runs(text))
+    pieces = list(split_long_runs(text))
     assert "".join(pieces) == text
     assert all(len(piece) <= 8000 for piece in pieces)
     assert len(pieces) == 1 or len(text) >= 4000
@@ -102,7 +102,7 @@ def test_parts_give_the_tokens_of_the_whole(request: pytest.FixtureRequest, name
     vocab = request.getfixturevalue(name)
     whole = [vocab._tokenize(text, True, parse).tolist() for parse in (True, False)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_parts, "_PART", 8)
+        patch.setattr(text_splitting, "_PART", 8)
         parts = [vocab.tokenize(text, parse_special=parse).tolist() for parse in (True, False)]
     if whole[0][:2] == [vocab.bos] * 2 and vocab.adds_bos:
         whole[0] = whole[0][1:]
@@ -110,7 +110,7 @@ def test_parts_give_the_tokens_of_the_whole(request: pytest.FixtureRequest, name
 
 
 def test_a_text_is_cut_in_front_of_special_tokens_only_where_none_reaches_over_the_cut() -> None:
-    parts = TextParts(["<a>", "x<a"], ["<a>"])
+    parts = SpecialTokenSplitter(["<a>", "x<a"], ["<a>"])
     assert list(parts.of("-" * 2000 + "x<a>" + "-" * 200 + "<a>" + "-" * 2000)) == [
         "-" * 2000 + "x<a>" + "-" * 200,
         "<a>" + "-" * 2000,
@@ -133,7 +133,7 @@ def test_runs_that_are_just_short_enough_take_no_time() -> None:
     """Each was looked at from each of its letters: 3.8 s for a megabyte, with Python's lock held."""
     text = ("a" * 3999 + " ") * 260
     began = perf_counter()
-    assert list(long_runs(text)) == [text]
+    assert list(split_long_runs(text)) == [text]
     assert perf_counter() - began < 0.5  # mostly 0.03 s
 
 

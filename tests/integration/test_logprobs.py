@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import Sharing
 from cppbatch.engine.request import TokenLogprob
-from cppbatch.engine.sampling.logprobs import Likelihoods
+from cppbatch.engine.sampling.token_logprobs import Likelihoods
 from cppbatch.llama import Batch, Context, Model
 from tests import fakes, tiny_models
 from tests.fakes import EOG, LOGITS, PIECES, FakeContext, drain, fake_engine, greedy, mood

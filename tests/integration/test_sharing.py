@@ -11,7 +11,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.config import Sharing
-from cppbatch.llama import Batch, Context, Model, find_sharing
+from cppbatch.llama import Batch, Context, Model, probe_prefix_sharing
 
 KINDS: list[tuple[str, str, Sharing]] = [
     ("tiny_llama", "unified", "cells"),
@@ -64,7 +64,7 @@ def test_each_kind_of_model_shares_as_far_as_its_memory_allows(kind: tuple[Path,
     path, layout, sharing = kind
     with Model(path) as model:
         context = Context(model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=layout == "unified")
-        assert find_sharing(context) == sharing
+        assert probe_prefix_sharing(context) == sharing
         assert [context.last_position(i) for i in range(context.n_seq_ids)] == [-1] * context.n_seq_ids
 
 
@@ -80,7 +80,7 @@ def test_a_memory_that_does_not_do_what_it_should_shares_nothing(
             batch_of_nonsense(context)
 
         monkeypatch.setattr(context, broken, scramble)
-        assert find_sharing(context) == ("whole" if broken == "copy" else "none")
+        assert probe_prefix_sharing(context) == ("whole" if broken == "copy" else "none")
 
 
 def batch_of_nonsense(context: Context) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.sampling.grammar import Masks
+from cppbatch.engine.sampling.chain_sampling import Chains
 from cppbatch.engine.sampling.logit_processing import apply_bans_and_biases, apply_penalties
-from cppbatch.engine.sampling.logprobs import Likelihoods, describe
 from cppbatch.engine.sampling.processors import run_processors
 from cppbatch.engine.sampling.random_sampling import IMPOSSIBLE
-from cppbatch.engine.sampling.sampler_chains import Chains
 from cppbatch.engine.sampling.sampler_output import (
     SamplerOutput,
     at_fault,
@@ -21,6 +19,8 @@ from cppbatch.engine.sampling.sampler_output import (
     nothing_left,
 )
 from cppbatch.engine.sampling.sampling_plan import Kind
+from cppbatch.engine.sampling.structured_output import Masks
+from cppbatch.engine.sampling.token_logprobs import Likelihoods, describe
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError

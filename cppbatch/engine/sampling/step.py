@@ -8,19 +8,19 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.sampling.device import sample_candidates
-from cppbatch.engine.sampling.logprobs import PromptScorer
 from cppbatch.engine.sampling.sampler import Sampler
 from cppbatch.engine.sampling.sampler_output import SamplerOutput
+from cppbatch.engine.sampling.token_logprobs import PromptScorer
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
-from cppbatch.llama import DeviceCandidates
+from cppbatch.llama import BackendSampling
 
 
 class Rows(Protocol):
     """The part of a context that gives rows (`cppbatch.llama.Context`)."""
 
-    candidates: DeviceCandidates | None
+    candidates: BackendSampling | None
 
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
 

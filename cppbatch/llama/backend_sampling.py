@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.errors import LlamaError
-from cppbatch.llama.batch import Batch
 from cppbatch.llama.library import C
+from cppbatch.llama.llama_batch import Batch
 
 if TYPE_CHECKING:
     from cppbatch.llama.context import Context
@@ -22,7 +22,7 @@ MOST_CANDIDATES = 128
 _MOST_RETIRED = 256
 
 
-class DeviceCandidates:
+class BackendSampling:
     """llama.cpp's backend sampling, with nothing but top-k in it: no state, no random numbers, the same for everybody.
 
     What is drawn from the candidates is the engine's affair, so a text does not depend on where they were found.

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-_PART = 1024  # characters, at least; less than half of what `long_runs` cuts, so that it cuts no special token
+_PART = 1024  # characters, at least; less than half of what `split_long_runs` cuts, so that it cuts no special token
 _LONGEST_RUN = 4000
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{_LONGEST_RUN},}}|(?<!\s)\s{{{_LONGEST_RUN},}}")
 """Some BPE vocabularies split text with std::wregex, which recurses for each character and overflows the stack. Looked
 for where a run begins, or a run of 3,999 would be looked at from each of its characters."""
 
 
-class TextParts:
+class SpecialTokenSplitter:
     """Knows the special tokens of one vocabulary."""
 
     def __init__(self, special: Iterable[str], cuts: Iterable[str]) -> None:
@@ -51,7 +51,7 @@ class TextParts:
         return any(match and match.end() > cut for match in found)
 
 
-def long_runs(text: str) -> Iterator[str]:
+def split_long_runs(text: str) -> Iterator[str]:
     """The parts of a text of which none has more than some 4,000 characters in a row without a space, or of spaces."""
     start = 0
     for run in _LONG_RUN.finditer(text):

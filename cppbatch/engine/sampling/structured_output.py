@@ -15,9 +15,9 @@ from llguidance import LLExecutor, LLMatcher
 
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.sampling.finite import has_finite_instance
 from cppbatch.engine.sampling.grammar_check import CheckFailed, GrammarChecker
 from cppbatch.engine.sampling.grammar_child import LIMITS
+from cppbatch.engine.sampling.json_schema_check import has_finite_instance
 from cppbatch.errors import InvalidRequest
 
 _MOST_KEPT = 64  # compiled grammars

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from cppbatch.config import Sharing
 from cppbatch.errors import LlamaError
-from cppbatch.llama.batch import Batch
 from cppbatch.llama.context import Context
+from cppbatch.llama.llama_batch import Batch
 
 log = logging.getLogger("cppbatch.llama")
 
@@ -18,7 +18,7 @@ _N, _TAKEN = 8, 5  # tokens of the trial, and how many of them are taken over
 _MOST_DIFFERENCE = 0.1  # of the logits' spread; the order of sums moves them far less, a wrong prefix far more
 
 
-def find_sharing(context: Context) -> Sharing:
+def probe_prefix_sharing(context: Context) -> Sharing:
     """The kind of sharing that an empty context allows; it is empty again afterwards.
 
     Recurrent and hybrid models and those with a sliding window have no part of a sequence that could be kept alone.
