@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from cppbatch.cluster.client import Health, WorkerState
+from cppbatch.cluster.engine_client import Health, WorkerState
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.opened import Opened
 from cppbatch.cluster.prefix_affinity import PrefixAffinity

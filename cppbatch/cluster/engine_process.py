@@ -14,9 +14,12 @@ from typing import Any
 
 import msgspec
 
-from cppbatch.cluster.client import Health, WorkerState
+from cppbatch.cluster.engine_client import Health, WorkerState
 from cppbatch.cluster.flight import Flight
-from cppbatch.cluster.messages import (
+from cppbatch.cluster.in_flight import MOST_CRASHES, Replay
+from cppbatch.cluster.opened import Opened
+from cppbatch.cluster.supervisor import Supervisor
+from cppbatch.cluster.worker_messages import (
     AskStats,
     Cancel,
     Check,
@@ -28,9 +31,6 @@ from cppbatch.cluster.messages import (
     Tokenize,
     Tokenized,
 )
-from cppbatch.cluster.opened import Opened
-from cppbatch.cluster.replay import MOST_CRASHES, Replay
-from cppbatch.cluster.supervisor import Supervisor
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo

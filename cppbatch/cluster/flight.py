@@ -7,8 +7,8 @@ from time import perf_counter
 
 import msgspec
 
-from cppbatch.cluster.messages import Check, Checked, Submit, Tokenize, Tokenized
 from cppbatch.cluster.output_collector import OutputCollector
+from cppbatch.cluster.worker_messages import Check, Checked, Submit, Tokenize, Tokenized
 from cppbatch.engine.params import actual_seed, replaced
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState
 

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cppbatch.cluster.client import Health, WorkerState
+from cppbatch.cluster.engine_client import Health, WorkerState
+from cppbatch.cluster.engine_threads import StepLoop
 from cppbatch.cluster.intake_threads import IntakeThreads
 from cppbatch.cluster.opened import Opened
 from cppbatch.cluster.output_collector import OutputCollector
-from cppbatch.cluster.step_loop import StepLoop
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats

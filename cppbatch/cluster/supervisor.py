@@ -10,9 +10,9 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from cppbatch import errors
-from cppbatch.cluster.client import Health
-from cppbatch.cluster.messages import FromWorker, Loaded, LoadFailed, Loading, Log
-from cppbatch.cluster.worker_process import WorkerDied, WorkerProcess
+from cppbatch.cluster.engine_client import Health
+from cppbatch.cluster.worker_handle import WorkerDied, WorkerHandle
+from cppbatch.cluster.worker_messages import FromWorker, Loaded, LoadFailed, Loading, Log
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
@@ -50,7 +50,7 @@ class Supervisor:
         self._owner = owner
         self._step_timeout = step_timeout
         self._runtime = runtime
-        self.worker: WorkerProcess | None = None
+        self.worker: WorkerHandle | None = None
         self.info: ModelInfo | None = None
         self.health = Health(status="loading")
         self.restarts = 0
@@ -92,7 +92,7 @@ class Supervisor:
 
     async def _one_life(self) -> None:
         """A worker from its start to its death. Raises `WorkerDied`, or why the model could not be loaded."""
-        worker = await WorkerProcess.start(self._config, self._runtime)
+        worker = await WorkerHandle.start(self._config, self._runtime)
         try:
             loaded = await worker.watched(self._load(worker), _LOAD_PATIENCE_S)
             self.info = loaded.info
@@ -109,7 +109,7 @@ class Supervisor:
         finally:
             await worker.end()
 
-    async def _load(self, worker: WorkerProcess) -> Loaded:
+    async def _load(self, worker: WorkerHandle) -> Loaded:
         while True:
             message = await worker.receive()
             if isinstance(message, Loaded):
@@ -121,7 +121,7 @@ class Supervisor:
             elif isinstance(message, Log):
                 _write(message)
 
-    async def _listen(self, worker: WorkerProcess) -> NoReturn:
+    async def _listen(self, worker: WorkerHandle) -> NoReturn:
         while True:
             message = await worker.receive()
             if isinstance(message, Log):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from cppbatch.cluster.client import EngineClient
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.server import figures, lifecycle
 from cppbatch.server.admission import SLOTS, admission_middleware
 from cppbatch.server.anthropic import routes as anthropic

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from cppbatch.cluster.client import WorkerState
+from cppbatch.cluster.engine_client import WorkerState
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.server.recent import Recent
 from cppbatch.server.run import Event

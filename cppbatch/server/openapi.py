@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cppbatch import __version__
-from cppbatch.cluster.client import Health
+from cppbatch.cluster.engine_client import Health
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import msgspec
 
-from cppbatch.cluster.client import EngineClient
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.params import replaced
 from cppbatch.engine.request import GenerationEvent, GenerationRequest
 from cppbatch.errors import QueueFull

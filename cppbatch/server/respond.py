@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from cppbatch.cluster.client import EngineClient
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.errors import json_response

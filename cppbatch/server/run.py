@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 from time import perf_counter
 
-from cppbatch.cluster.client import EngineClient
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, is_long
 from cppbatch.server.patience import enough, submit_patiently
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from cppbatch.cluster.client import EngineClient
 from cppbatch.cluster.deployment import Deployment
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.config import EngineConfig
 from cppbatch.server.app import create_app
 from cppbatch.server.connections import most_connections

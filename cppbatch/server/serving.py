@@ -12,7 +12,7 @@ from aiohttp import web
 from cppbatch.chat.format import ChatFormat, Turn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
-from cppbatch.cluster.client import EngineClient
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.errors import ModelNotFound

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from cppbatch.cluster.client import WorkerState
+from cppbatch.cluster.engine_client import WorkerState
 from cppbatch.server.recent import LastMinute
 
 

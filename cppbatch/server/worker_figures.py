@@ -8,7 +8,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cppbatch.cluster.client import WorkerState
+from cppbatch.cluster.engine_client import WorkerState
 from cppbatch.engine.histogram import Histogram
 from cppbatch.engine.metrics import EngineStats
 

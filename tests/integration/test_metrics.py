@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch import LocalEngine
-from cppbatch.cluster.client import Health, WorkerState
+from cppbatch.cluster.engine_client import Health, WorkerState
 from cppbatch.engine.histogram import ROWS, SECONDS, Bins, merged
 from cppbatch.engine.metrics import EngineStats, Metrics, RecentSteps, add_up
 from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage

@@ -22,7 +22,7 @@ import zmq
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
-from cppbatch.cluster import link, supervisor, worker_process
+from cppbatch.cluster import supervisor, worker_handle, worker_link
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.flight import Flight
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
@@ -47,7 +47,7 @@ def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     folder = tempfile.mkdtemp(prefix="t")  # short, for the sockets
     monkeypatch.setattr(tempfile, "tempdir", folder)
     yield
-    assert not [child for child in psutil.Process().children() if "cppbatch.cluster.worker" in child.cmdline()]
+    assert not [child for child in psutil.Process().children() if "cppbatch.cluster.worker_main" in child.cmdline()]
     os.rmdir(folder)
 
 
@@ -242,7 +242,7 @@ async def test_a_text_that_kills_the_tokeniser_fails_alone(tiny_llama: Path) -> 
 async def test_a_prompt_whose_preparation_does_not_end_is_the_one_to_blame(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_process, "_LONGEST_PREPARATION_S", 0.5)
+    monkeypatch.setattr(worker_handle, "_LONGEST_PREPARATION_S", 0.5)
     async with opened(tiny_llama, "hangs_on_texts", step_timeout=1) as engine:
         texts = [*(request(i, max_tokens=200) for i in range(6)), request("bad", "this is poison")]
         *others, poisonous = await together(engine, texts)
@@ -312,12 +312,12 @@ async def test_a_kill_for_want_of_memory_is_a_requests_fault(
 ) -> None:
     """As the kernel's record tells it; and without such a record nobody can be cleared."""
     counters = tmp_path / "vmstat"
-    monkeypatch.setattr(worker_process, "_KERNEL_COUNTERS", counters)
+    monkeypatch.setattr(worker_handle, "_KERNEL_COUNTERS", counters)
     async with opened(tiny_llama, "kills_itself") as engine:
         (events,) = await together(engine, [request("bad", [5, 6, POISON, 7])])
         assert "3 times in a row" in (events[-1].error or "")
     counters.write_text("nr_free_pages 5\noom_kill 7\n")
-    assert worker_process._oom_kills() == 7
+    assert worker_handle._oom_kills() == 7
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ async def test_without_sockets_in_files_the_link_is_loopback_and_encrypted(
 ) -> None:
     async with opened(tiny_llama) as engine:
         undisturbed = [told(events) for events in await together(engine, sixteen())]
-    monkeypatch.setattr("cppbatch.cluster.worker_process.can_use_files", lambda folder: False)
+    monkeypatch.setattr("cppbatch.cluster.worker_handle.can_use_files", lambda folder: False)
     async with opened(tiny_llama) as engine:
         worker = engine._supervisor.worker
         assert worker
@@ -447,8 +447,8 @@ async def test_a_worker_that_breaks_the_protocol_is_replaced(tiny_llama: Path) -
 
 
 def test_short_paths_are_for_files_and_long_ones_are_not() -> None:
-    assert link.can_use_files(Path("/tmp/x"))
-    assert not link.can_use_files(Path("/" + "x" * 200))
+    assert worker_link.can_use_files(Path("/tmp/x"))
+    assert not worker_link.can_use_files(Path("/" + "x" * 200))
 
 
 # --- the server's process ---------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
-from cppbatch.cluster.client import Health
 from cppbatch.cluster.deployment import Deployment
+from cppbatch.cluster.engine_client import Health
 from cppbatch.cluster.engine_group import EngineGroup
 from cppbatch.cluster.prefix_affinity import PrefixAffinity
 from cppbatch.config import EngineConfig, available_threads

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch.cluster.client import Health
+from cppbatch.cluster.engine_client import Health
 from cppbatch.errors import ConfigError
 from cppbatch.server.app import create_app
 from cppbatch.server.lifecycle import IN_FLIGHT

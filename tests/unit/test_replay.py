@@ -9,7 +9,7 @@ import pytest
 
 from cppbatch import GenerationRequest
 from cppbatch.cluster.flight import Flight
-from cppbatch.cluster.replay import Replay
+from cppbatch.cluster.in_flight import Replay
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cppbatch import GenerationEvent, SamplingParams
-from cppbatch.cluster.step_loop import StepLoop
+from cppbatch.cluster.engine_threads import StepLoop
 from tests.fakes import fake_engine, reference
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

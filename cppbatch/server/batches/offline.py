@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from itertools import chain, takewhile
 from typing import Any
 
-from cppbatch.cluster.client import EngineClient
 from cppbatch.cluster.deployment import Deployment
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.config import EngineConfig
 from cppbatch.errors import EngineClosed
 from cppbatch.jobs.file_job import FileJob

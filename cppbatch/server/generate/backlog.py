@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator
 from time import perf_counter
 
-from cppbatch.cluster.client import EngineClient
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.server.errors import fault_of

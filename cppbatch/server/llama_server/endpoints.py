@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppbatch.cluster.client import Health
+from cppbatch.cluster.engine_client import Health
 from cppbatch.server.endpoint import ASKING, Endpoint, asking, generating, json, ref
 from cppbatch.server.llama_server.schemas import (
     DetokenizeRequest,

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import msgspec
 
-from cppbatch.cluster.client import EngineClient
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.request import FinishReason, GenerationRequest
 from cppbatch.server.respond import Runner
 from cppbatch.server.run import Event, run

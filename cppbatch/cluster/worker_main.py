@@ -1,4 +1,4 @@
-"""A worker process: an engine, and the link to the server's process. `python -m cppbatch.cluster.worker` starts it."""
+"""A worker process: an engine, and the link to the server's process. `python -m cppbatch.cluster.worker_main` starts it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from typing import NoReturn
 
 import msgspec
 
+from cppbatch.cluster.engine_threads import StepLoop
 from cppbatch.cluster.intake_threads import IntakeThreads
-from cppbatch.cluster.link import WorkerLink
-from cppbatch.cluster.messages import (
+from cppbatch.cluster.shared_status import SharedStatus
+from cppbatch.cluster.worker_link import WorkerLink
+from cppbatch.cluster.worker_messages import (
     AskStats,
     Cancel,
     Check,
@@ -37,8 +39,6 @@ from cppbatch.cluster.messages import (
     ToWorker,
     WorkerSetup,
 )
-from cppbatch.cluster.shared_status import SharedStatus
-from cppbatch.cluster.step_loop import StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.request import FinishReason, GenerationEvent

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from cppbatch.cluster.link import ServerLink, can_use_files
-from cppbatch.cluster.messages import FromWorker, Hello, ToWorker, WorkerSetup
 from cppbatch.cluster.shared_status import SharedStatus
+from cppbatch.cluster.worker_link import ServerLink, can_use_files
+from cppbatch.cluster.worker_messages import FromWorker, Hello, ToWorker, WorkerSetup
 from cppbatch.config import EngineConfig
 
 _LAST_WORDS_S = 0.2
@@ -46,7 +46,7 @@ class WorkerDied(Exception):
         self.from_outside = from_outside
 
 
-class WorkerProcess:
+class WorkerHandle:
     """`start` makes one. `end` must be called once it is not wanted any more, however it fared."""
 
     def __init__(self, folder: Path, link: ServerLink, box: SharedStatus, process: Process) -> None:
@@ -57,7 +57,7 @@ class WorkerProcess:
         self._oom_kills = _oom_kills()
 
     @classmethod
-    async def start(cls, config: EngineConfig, runtime: str | None) -> WorkerProcess:
+    async def start(cls, config: EngineConfig, runtime: str | None) -> WorkerHandle:
         """Starts a process that begins to load the model. Raises `OSError` when that cannot be."""
         folder = Path(tempfile.mkdtemp(prefix="cppbatch-"))
         use_files = can_use_files(folder)
@@ -73,7 +73,7 @@ class WorkerProcess:
         try:
             box = SharedStatus(folder / "box")
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "cppbatch.cluster.worker", stdin=asyncio.subprocess.PIPE
+                sys.executable, "-m", "cppbatch.cluster.worker_main", stdin=asyncio.subprocess.PIPE
             )
         except BaseException:
             link.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from cppbatch.cluster.messages import (
+from cppbatch.cluster.worker_messages import (
     FromWorker,
     Hello,
     ToWorker,
