@@ -1,4 +1,4 @@
-"""A worker process: an engine, and the link to the server's process. `python -m cppbatch.cluster.worker_main` starts it."""
+"""Runs in a worker process: an engine and the link to the server. Start: `python -m cppbatch.cluster.worker_main`."""
 
 from __future__ import annotations
 
