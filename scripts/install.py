@@ -290,7 +290,7 @@ def install(dev: bool) -> None:
     pip_install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if f"\nwheel {build.key}\n" not in have:
         run(*pip_install, "--force-reinstall", "--no-deps", str(wheel))
-    run(*pip_install, "-e", f"{ROOT}[dev]" if dev else str(ROOT))
+    run(*pip_install, "-e", f"{ROOT}[llama,dev]" if dev else f"{ROOT}[llama]")
     STAMP.write_text(stamp_text(build, dev), "utf-8")
     say(f"Ready: {(BIN / 'cppbatch').relative_to(ROOT)} serve")
 

@@ -56,7 +56,11 @@ def _load() -> Any:
         import llama_cpp
         from llama_cpp import llama_cpp as bindings
     except ImportError as error:
-        raise LibraryError(f"llama-cpp-python cannot be imported ({error}). Install it with:\n  {REINSTALL}") from error
+        raise LibraryError(
+            f"llama-cpp-python cannot be imported ({error}). Install it with:\n  {REINSTALL}\n"
+            '(pip install "cppbatch[llama]" builds it with the default flags; python3 scripts/install.py, in a checkout, '
+            "with those that this machine needs)"
+        ) from error
     except (
         OSError,
         RuntimeError,
