@@ -58,8 +58,8 @@ def _load() -> Any:
     except ImportError as error:
         raise LibraryError(
             f"llama-cpp-python cannot be imported ({error}). Install it with:\n  {REINSTALL}\n"
-            '(pip install "cppbatch[llama]" builds it with the default flags; python3 scripts/install.py, in a checkout, '
-            "with those that this machine needs)"
+            '(`pip install "cppbatch[llama]"` builds it with the default flags; in a checkout, '
+            "`python3 scripts/install.py` builds it with the flags for this machine)"
         ) from error
     except (
         OSError,
