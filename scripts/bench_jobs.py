@@ -29,10 +29,11 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.jobs.file_job import FileJob, open_job
-from cppbatch.jobs.inputs import InputReader, input_form
+from cppbatch.jobs.input_format import detect_input_format
+from cppbatch.jobs.input_reader import InputReader
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
-from cppbatch.jobs.windows import windows
+from cppbatch.jobs.request_order import chunks
 from cppbatch.server.batches.offline import OfflineJob, run_offline
 from cppbatch.server.batches.work import URLS
 
@@ -72,7 +73,7 @@ def by_job(config: EngineConfig, folder: Path) -> float:
     source, out = folder / "in.jsonl", folder / "out.jsonl"
     fields = {"max_tokens": N_TOKENS, "temperature": 0, "ignore_eos": True}
     source.write_text("".join(json.dumps({"prompt": prompt, **fields}) + "\n" for prompt in prompts()))
-    job = FileJob(form=input_form(source), output=out, errors=folder / "errors.jsonl")
+    job = FileJob(form=detect_input_format(source), output=out, errors=folder / "errors.jsonl")
     began = 0.0
 
     def start() -> None:
@@ -133,8 +134,8 @@ def read_all(source: Path, folder: Path) -> None:
     """In this process, which has nothing else in it."""
     journal = Journal(Ledger(folder / "job"), folder / "all.jsonl", folder / "errors.jsonl")
     began = time.perf_counter()
-    with InputReader(input_form(source), URLS) as reader:
-        n = sum(len(journal.register(window)) for window in windows(reader))
+    with InputReader(detect_input_format(source), URLS) as reader:
+        n = sum(len(journal.register(window)) for window in chunks(reader))
     seconds, most = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     journal.close()
     size = (folder / "job").stat().st_size / 2**20

@@ -33,7 +33,7 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
     """
     from cppbatch.cli.batch_progress import BatchProgress
     from cppbatch.jobs.file_job import open_job
-    from cppbatch.jobs.inputs import InputReader
+    from cppbatch.jobs.input_reader import InputReader
     from cppbatch.server.batches.offline import OfflineJob, run_offline
     from cppbatch.server.batches.work import URLS
 

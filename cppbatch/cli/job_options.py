@@ -62,10 +62,10 @@ def job_options(command: Command) -> Command:
     ) -> Any:
         from cppbatch.chat.known import find_template
         from cppbatch.jobs.file_job import FileJob
-        from cppbatch.jobs.inputs import input_form
+        from cppbatch.jobs.input_format import detect_input_format
 
         SamplingParams(**params)  # complains before a model is fetched
-        form = input_form(
+        form = detect_input_format(
             input_file,
             column=arguments.pop("column"),
             endpoint=arguments.pop("endpoint"),

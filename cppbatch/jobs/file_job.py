@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from cppbatch.errors import ConfigError, InUse, StorageError
-from cppbatch.jobs.inputs import InputForm
-from cppbatch.jobs.items import Json
+from cppbatch.jobs.durable_files import storage_error
+from cppbatch.jobs.input_format import InputFormat
+from cppbatch.jobs.job_request import Json
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
-from cppbatch.jobs.lines import unreadable
-from cppbatch.jobs.outputs import storage_error
+from cppbatch.jobs.line_reader import unreadable_file
 
 _SETTINGS = "settings"
 
@@ -22,7 +22,7 @@ _SETTINGS = "settings"
 class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     """From which file to which. Raises `ConfigError` when two of them are the same."""
 
-    form: InputForm
+    form: InputFormat
     output: Path
     errors: Path
     """For lines that were refused or failed; made when there is a first one."""
@@ -104,7 +104,7 @@ def _check_input(job: FileJob) -> None:
     try:
         job.form.path.open("rb").close()
     except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
-        raise unreadable(job.form.path, error) from None
+        raise unreadable_file(job.form.path, error) from None
 
 
 def _remove(job: FileJob, *files: Path) -> None:

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cppbatch.jobs.items import Item, Refused
-from cppbatch.jobs.ledger import Ended, Ledger, State
-from cppbatch.jobs.outputs import Appended
-from cppbatch.jobs.results import Result, refused
+from cppbatch.jobs.durable_files import DurableFile
+from cppbatch.jobs.job_request import JobRequest, RejectedLine
+from cppbatch.jobs.ledger import FinishedLine, Ledger, LineState
+from cppbatch.jobs.results import ResultLine, rejection_line
 
 _AT_ONCE = 256  # held results that are written together
 _TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
@@ -33,9 +33,9 @@ class Journal:
         self.ledger = ledger
         self._ordered = ordered
         self._errors_path = errors
-        self._output = Appended(output, ledger.number("output_bytes"))
+        self._output = DurableFile(output, ledger.number("output_bytes"))
         try:
-            self._errors = Appended(errors, ledger.number("error_bytes")) if errors.exists() else None
+            self._errors = DurableFile(errors, ledger.number("error_bytes")) if errors.exists() else None
         except BaseException:
             self._output.close()
             raise
@@ -51,7 +51,7 @@ class Journal:
         """Lines that were refused, or answered with an error."""
         return self.ledger.n_failed
 
-    def register(self, entries: Sequence[Item | Refused]) -> list[Item]:
+    def register(self, entries: Sequence[JobRequest | RejectedLine]) -> list[JobRequest]:
         """Notes lines that follow each other, writes what is to be refused, and returns what is to be answered."""
         to_answer, to_refuse = self.ledger.register(entries)
         self.refuse(to_refuse)
@@ -59,17 +59,17 @@ class Journal:
             self._write_ready()
         return to_answer
 
-    def refuse(self, lines: Sequence[Refused]) -> None:
+    def refuse(self, lines: Sequence[RejectedLine]) -> None:
         """Writes that these lines have no answer."""
         if lines:
-            self.record([refused(line) for line in lines])
+            self.record([rejection_line(line) for line in lines])
 
-    def record(self, results: Sequence[Result]) -> None:
+    def record(self, results: Sequence[ResultLine]) -> None:
         """These are on the disk when this returns."""
         good = [result for result in results if result.is_good]
         bad = [result for result in results if not result.is_good]
         if bad and not self._errors:
-            self._errors = Appended(self._errors_path, 0)
+            self._errors = DurableFile(self._errors_path, 0)
         numbers: dict[str, int] = {}
         tokens = sum((Counter(result.numbers) for result in results), Counter(self.tokens))
         with self._counted():
@@ -80,7 +80,10 @@ class Journal:
                 self._errors.append(b"".join(result.data for result in bad))
                 numbers["error_bytes"] = self._errors.size
             self.ledger.record(
-                [Ended(result.line, State.DONE if result.is_good else State.FAILED) for result in results],
+                [
+                    FinishedLine(result.line, LineState.DONE if result.is_good else LineState.FAILED)
+                    for result in results
+                ],
                 numbers | tokens,
                 [(result.line, result.data) for result in good] if self._ordered else (),
             )

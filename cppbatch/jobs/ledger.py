@@ -12,7 +12,7 @@ import msgspec
 from cppbatch.errors import StorageError
 from cppbatch.jobs.database import Database
 from cppbatch.jobs.hashing import hash64
-from cppbatch.jobs.items import Item, Json, Refused
+from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine
 
 _MIGRATIONS = (
     (
@@ -30,7 +30,7 @@ _MIGRATIONS = (
 )
 
 
-class State(IntEnum):
+class LineState(IntEnum):
     """Of a line."""
 
     OPEN = 0
@@ -38,11 +38,11 @@ class State(IntEnum):
     FAILED = 2
 
 
-class Ended(NamedTuple):
+class FinishedLine(NamedTuple):
     """A line that has been dealt with."""
 
     line: int
-    state: State
+    state: LineState
 
 
 class Ledger:
@@ -57,9 +57,9 @@ class Ledger:
         with self._db.transaction():
             self._db.execute("DELETE FROM items WHERE state = 0")
         self._n_known = 0  # up to this one, lines were registered
-        self.n_done, self.n_failed = self._count(State.DONE), self._count(State.FAILED)
+        self.n_done, self.n_failed = self._count(LineState.DONE), self._count(LineState.FAILED)
 
-    def _count(self, state: State) -> int:
+    def _count(self, state: LineState) -> int:
         ((n,),) = self._db.execute("SELECT count(*) FROM items WHERE state = ?", (state,))
         return int(n)
 
@@ -69,7 +69,7 @@ class Ledger:
 
     # --- lines --------------------------------------------------------------------------------------------------
 
-    def register(self, entries: Sequence[Item | Refused]) -> tuple[list[Item], list[Refused]]:
+    def register(self, entries: Sequence[JobRequest | RejectedLine]) -> tuple[list[JobRequest], list[RejectedLine]]:
         """Notes lines, which follow each other in the input, and says which of them are still to be answered, and
         which to be refused: also those whose id an earlier line has. Lines that have been dealt with are neither.
 
@@ -84,18 +84,18 @@ class Ledger:
             twice = {line: content for line, _, content in rows if line not in known}  # another line has its id
             self._db.each("INSERT INTO items VALUES (?, NULL, ?, 0)", twice.items())
         self._n_known = max(self._n_known, last)
-        to_answer: list[Item] = []
-        to_refuse: list[Refused] = []
+        to_answer: list[JobRequest] = []
+        to_refuse: list[RejectedLine] = []
         for entry in entries:
-            content, state = known.get(entry.line, (entry.content, State.OPEN))
-            if state == State.DONE and content != entry.content:
+            content, state = known.get(entry.line, (entry.content, LineState.OPEN))
+            if state == LineState.DONE and content != entry.content:
                 raise StorageError(
                     f"line {entry.line} of the input has changed since its result was written: "
                     "write the results of the new input to another file"
                 )
-            if state != State.OPEN:
+            if state != LineState.OPEN:
                 continue
-            if isinstance(entry, Refused):
+            if isinstance(entry, RejectedLine):
                 to_refuse.append(entry)
             elif entry.line in twice:
                 to_refuse.append(self._refused_twice(entry))
@@ -108,27 +108,29 @@ class Ledger:
         rows = self._db.execute("SELECT line, content, state FROM items WHERE line BETWEEN ? AND ?", (first, last))
         return {line: (content, state) for line, content, state in rows}
 
-    def _refused_twice(self, item: Item) -> Refused:
+    def _refused_twice(self, item: JobRequest) -> RejectedLine:
         ((line,),) = self._db.execute("SELECT line FROM items WHERE id = ?", (hash64(item.custom_id.encode()),))
         message = f"the custom_id {item.custom_id!r} is that of line {line} already; each line needs its own"
-        return Refused(
+        return RejectedLine(
             line=item.line, code="duplicate_id", message=message, custom_id=item.custom_id, content=item.content
         )
 
-    def record(self, ended: Iterable[Ended], numbers: dict[str, int], held: Iterable[tuple[int, bytes]] = ()) -> None:
+    def record(
+        self, ended: Iterable[FinishedLine], numbers: dict[str, int], held: Iterable[tuple[int, bytes]] = ()
+    ) -> None:
         """Notes lines that have been dealt with, and these numbers' new values, in one commit."""
         ended = list(ended)
         with self._db.transaction():
             self._db.each("UPDATE items SET state = ? WHERE line = ?", [(state, line) for line, state in ended])
             self._db.each("INSERT INTO held VALUES (?, ?)", held)
             self._set(numbers)
-        self.n_done += sum(state == State.DONE for _, state in ended)
-        self.n_failed += sum(state == State.FAILED for _, state in ended)
+        self.n_done += sum(state == LineState.DONE for _, state in ended)
+        self.n_failed += sum(state == LineState.FAILED for _, state in ended)
 
     def reopen_failed(self) -> None:
         """The failed lines are to be answered again, and what was written of them does not count any more."""
         with self._db.transaction():
-            self._db.execute("DELETE FROM items WHERE state = ?", (State.FAILED,))
+            self._db.execute("DELETE FROM items WHERE state = ?", (LineState.FAILED,))
             self._set({"error_bytes": 0})
         self.n_failed = 0
 
@@ -170,5 +172,5 @@ class Ledger:
             self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, msgspec.json.encode(value)))
 
 
-def _id_of(entry: Item | Refused) -> int | None:
-    return hash64(entry.custom_id.encode()) if isinstance(entry, Item) else None
+def _id_of(entry: JobRequest | RejectedLine) -> int | None:
+    return hash64(entry.custom_id.encode()) if isinstance(entry, JobRequest) else None

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from cppbatch.jobs.items import Answer, Item, Json, Refused
+from cppbatch.jobs.job_request import JobRequest, JobResponse, Json, RejectedLine
 
 _IF_THERE = ("reasoning_content", "tool_calls", "logprobs")
 """What a short result has beside its text."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ResultLine(msgspec.Struct, frozen=True, kw_only=True):
     """What is written of one line of the input."""
 
     line: int
@@ -23,7 +23,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens, to be added up."""
 
 
-def answered(item: Item, answer: Answer) -> Result:
+def response_line(item: JobRequest, answer: JobResponse) -> ResultLine:
     """The result of an item that its endpoint has answered, with an error or without."""
     told = _short(item, answer) if item.is_plain and answer.is_good else _openai(item, answer)
     tokens = {
@@ -31,23 +31,23 @@ def answered(item: Item, answer: Answer) -> Result:
         "cached_tokens": answer.cached_tokens,
         "completion_tokens": answer.completion_tokens,
     }
-    return Result(line=item.line, is_good=answer.is_good, data=_encoded(told), numbers=tokens)
+    return ResultLine(line=item.line, is_good=answer.is_good, data=_encoded(told), numbers=tokens)
 
 
-def refused(line: Refused) -> Result:
+def rejection_line(line: RejectedLine) -> ResultLine:
     """The result of a line that no endpoint has seen."""
     error = {"code": line.code, "message": line.message, "line": line.line}
     told = {"id": _id(line.line), "custom_id": line.custom_id, "line": line.line, "response": None, "error": error}
-    return Result(line=line.line, is_good=False, data=_encoded(told))
+    return ResultLine(line=line.line, is_good=False, data=_encoded(told))
 
 
-def _openai(item: Item, answer: Answer) -> Json:
+def _openai(item: JobRequest, answer: JobResponse) -> Json:
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
     place = {} if answer.is_good else {"line": item.line}
     return {"id": _id(item.line), "custom_id": item.custom_id, **place, "response": response, "error": None}
 
 
-def _short(item: Item, answer: Answer) -> Json:
+def _short(item: JobRequest, answer: JobResponse) -> Json:
     body: Json = msgspec.to_builtins(answer.body)
     told: Json = {"custom_id": item.custom_id, "line": item.line}
     if "choices" in body:

@@ -10,8 +10,8 @@ from aiohttp import web
 from platformdirs import user_data_path
 
 from cppbatch.errors import DiskFull, StorageError
-from cppbatch.jobs.batches import Batches
-from cppbatch.jobs.data import open_data
+from cppbatch.jobs.batch_manager import BatchManager
+from cppbatch.jobs.data_folder import open_data
 from cppbatch.server.batches.work import URLS
 from cppbatch.server.errors import NoStorage
 from cppbatch.server.shapes import BatchFigures
@@ -26,7 +26,7 @@ class Storage:
     """Without `batches`, every request that needs them is told why there are none."""
 
     def __init__(
-        self, batches: Batches | None = None, *, error: StorageError | None = None, folder: Path | None = None
+        self, batches: BatchManager | None = None, *, error: StorageError | None = None, folder: Path | None = None
     ) -> None:
         """`error`: why there are none, if any were wanted. `folder`: where there may be some later."""
         self.batches = batches
@@ -39,14 +39,14 @@ class Storage:
         """Why there are no batches, for clients."""
         return f"this server keeps no files: {self.error.public if self.error else 'start it with --data-dir'}"
 
-    async def opened(self) -> Batches | None:
+    async def opened(self) -> BatchManager | None:
         """The batches, as soon as there is room for them on the disk; None if that would not help."""
         while self.batches is None and isinstance(self.error, DiskFull) and self._folder:
             await asyncio.sleep(RETRY_S)
             if self._stopped:
                 break
             try:
-                self.batches = Batches(await asyncio.to_thread(open_data, self._folder), URLS)
+                self.batches = BatchManager(await asyncio.to_thread(open_data, self._folder), URLS)
             except StorageError as error:
                 self.error = error
             else:
@@ -76,7 +76,7 @@ class Storage:
 STORAGE = web.AppKey("storage", Storage)
 
 
-def batches_of(request: web.Request) -> Batches:
+def batches_of(request: web.Request) -> BatchManager:
     """Raises `NoStorage`."""
     storage = request.app[STORAGE]
     if storage.batches is None:
@@ -89,7 +89,7 @@ def open_storage(data_dir: Path | None) -> Storage:
     in it; the user's own one, which nobody has chosen, may be in use by another server."""
     folder = data_dir or user_data_path("cppbatch")
     try:
-        return Storage(Batches(open_data(folder), URLS))
+        return Storage(BatchManager(open_data(folder), URLS))
     except StorageError as error:
         if data_dir and not isinstance(error, DiskFull):
             raise

@@ -20,8 +20,8 @@ import pytest
 from openai import OpenAI
 
 from cppbatch.errors import EngineClosed
-from cppbatch.jobs import journal, open_batch, outputs
-from cppbatch.jobs.data import DataFolder
+from cppbatch.jobs import active_batch, durable_files, journal
+from cppbatch.jobs.data_folder import DataFolder
 from cppbatch.jobs.database import Database
 from cppbatch.server import storage
 from cppbatch.server.app import create_app
@@ -442,10 +442,10 @@ def full(*_: object) -> None:
 
 
 def test_a_batch_stands_still_while_the_disk_is_full(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_batch, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(active_batch, "FIRST_PAUSE_S", 0.1)
     client = client_of(start())
     with monkeypatch.context() as patch:
-        patch.setattr(journal.Appended, "append", lambda *_: outputs_full())
+        patch.setattr(journal.DurableFile, "append", lambda *_: outputs_full())
         batch = make_batch(client, lines(10))
         wait_for(client, batch.id, "in_progress")
         time.sleep(0.5)
@@ -455,11 +455,11 @@ def test_a_batch_stands_still_while_the_disk_is_full(start: Start, monkeypatch: 
 
 
 def outputs_full() -> None:
-    raise outputs.storage_error(Path("output.jsonl"), OSError(28, "No space left on device"))
+    raise durable_files.storage_error(Path("output.jsonl"), OSError(28, "No space left on device"))
 
 
 def test_a_batch_goes_on_when_the_engine_is_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_batch, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(active_batch, "FIRST_PAUSE_S", 0.1)
 
     async def gone(*_: object) -> None:
         raise EngineClosed("the engine takes no requests: it is failed")

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from cppbatch import LocalEngine
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.records import File
+from cppbatch.jobs.batch_records import File
 from cppbatch.server import listener as listener_module
 from cppbatch.server.app import create_app
 from cppbatch.server.connections import most_connections

@@ -18,10 +18,10 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch.cluster.engine_process import EngineProcess
-from cppbatch.jobs.forms import InputForm
-from cppbatch.jobs.items import Item
-from cppbatch.jobs.jsonl import json_item
-from cppbatch.jobs.requests import Requests
+from cppbatch.jobs.input_format import InputFormat
+from cppbatch.jobs.job_request import JobRequest
+from cppbatch.jobs.jsonl_input import json_item
+from cppbatch.jobs.request_builder import RequestBuilder
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.work import URLS, BatchWork
 from cppbatch.server.limits import Limits
@@ -213,14 +213,14 @@ async def test_integers_in_every_field_of_every_line_of_a_batch(tiny_llama: Path
     async with serving(tiny_llama) as (engine, _):
         work = BatchWork(Serving(engine, ServerSettings(limits=Limits(max_n=4, max_tokens=8))))
         requests, chance, at_once = (
-            Requests(InputForm(path=Path("in.jsonl"), kind="jsonl"), URLS),
+            RequestBuilder(InputFormat(path=Path("in.jsonl"), kind="jsonl"), URLS),
             random.Random(2),
             asyncio.Semaphore(16),
         )
 
         async def one(record: Json) -> None:
             item = json_item(1, json.dumps(record).encode(), requests)
-            if isinstance(item, Item):
+            if isinstance(item, JobRequest):
                 async with at_once:
                     status = (await asyncio.wait_for(work(item), 60)).status
                 assert status in (200, 400), record

@@ -8,7 +8,7 @@ import pytest
 
 from cppbatch.errors import ConfigError, StorageError
 from cppbatch.jobs.file_job import FileJob, open_job
-from cppbatch.jobs.inputs import input_form
+from cppbatch.jobs.input_format import detect_input_format
 from cppbatch.jobs.journal import Journal
 from tests.unit.test_job_journal import item, result
 
@@ -16,7 +16,7 @@ from tests.unit.test_job_journal import item, result
 def a_job(folder: Path, **others: Path) -> FileJob:
     (folder / "in.txt").write_text("a\nb\n")
     return FileJob(
-        form=input_form(folder / "in.txt"),
+        form=detect_input_format(folder / "in.txt"),
         output=others.get("output", folder / "out.jsonl"),
         errors=others.get("errors", folder / "out.errors.jsonl"),
     )

@@ -16,24 +16,25 @@ from hypothesis import strategies as st
 
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.hashing import hash64
-from cppbatch.jobs.inputs import InputReader, input_form
-from cppbatch.jobs.items import Item, Refused
-from cppbatch.jobs.lines import LONGEST_LINE
+from cppbatch.jobs.input_format import detect_input_format
+from cppbatch.jobs.input_reader import InputReader
+from cppbatch.jobs.job_request import JobRequest, RejectedLine
+from cppbatch.jobs.line_reader import MAX_LINE_BYTES
 from cppbatch.json_bounds import MOST_NESTED
 
 URLS = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
 in_same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
 
 
-def read(path: Path, **options: Any) -> list[Item | Refused]:
-    return list(InputReader(input_form(path, **options), URLS))
+def read(path: Path, **options: Any) -> list[JobRequest | RejectedLine]:
+    return list(InputReader(detect_input_format(path, **options), URLS))
 
 
 @pytest.fixture
 def reading(tmp_path: Path) -> Any:
     """Writes a file and reads it."""
 
-    def write_and_read(name: str, data: bytes | str, **options: Any) -> list[Item | Refused]:
+    def write_and_read(name: str, data: bytes | str, **options: Any) -> list[JobRequest | RejectedLine]:
         path = tmp_path / name
         path.write_bytes(data if isinstance(data, bytes) else data.encode())
         return read(path, **options)
@@ -41,18 +42,18 @@ def reading(tmp_path: Path) -> Any:
     return write_and_read
 
 
-def only(found: list[Item | Refused]) -> Any:
+def only(found: list[JobRequest | RejectedLine]) -> Any:
     (one,) = found
     return one
 
 
-def codes(found: list[Item | Refused]) -> list[str]:
+def codes(found: list[JobRequest | RejectedLine]) -> list[str]:
     """Of a file's lines: why each is refused, or the name of its item."""
-    return [each.code if isinstance(each, Refused) else each.custom_id for each in found]
+    return [each.code if isinstance(each, RejectedLine) else each.custom_id for each in found]
 
 
-def prompts(found: list[Item | Refused]) -> list[str]:
-    return [each.body["prompt"] for each in found if isinstance(each, Item)]
+def prompts(found: list[JobRequest | RejectedLine]) -> list[str]:
+    return [each.body["prompt"] for each in found if isinstance(each, JobRequest)]
 
 
 # --- OpenAI's form
@@ -167,7 +168,7 @@ def test_what_asks_for_nothing_clear_is_refused(reading: Any, line: str) -> None
 def test_an_endpoint_that_is_not_there_is_refused_for_plain_lines_too(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('"Hi"\n{"messages": []}\n')
-    found = list(InputReader(input_form(path), {"/v1/embeddings"}))
+    found = list(InputReader(detect_input_format(path), {"/v1/embeddings"}))
     assert codes(found) == ["invalid_url", "invalid_url"]
 
 
@@ -197,7 +198,7 @@ def test_bad_lines_are_refused_alone(reading: Any) -> None:
     assert "not JSON" in found[1].message
     assert "byte" in found[7].message
     assert all("not text" in found[n].message for n in (3, 5))
-    assert all(len(each.message) < 150 for each in found if isinstance(each, Refused))
+    assert all(len(each.message) < 150 for each in found if isinstance(each, RejectedLine))
 
 
 def test_nesting_that_later_code_could_not_walk_is_refused(reading: Any) -> None:
@@ -212,11 +213,11 @@ def test_nesting_that_later_code_could_not_walk_is_refused(reading: Any) -> None
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt"])
 def test_a_line_that_is_too_long_is_refused_and_the_next_one_read(reading: Any, name: str) -> None:
-    longest = b'"' + b"a" * (LONGEST_LINE - 2) + b'"'
+    longest = b'"' + b"a" * (MAX_LINE_BYTES - 2) + b'"'
     for end in (b"\n", b"\r\n"):
         found = reading(name, longest + end + b"a" + longest + end + b'"b"' + end)
         assert codes(found) == ["line-1", "line_too_long", "line-3"]
-    assert str(LONGEST_LINE) in found[1].message
+    assert str(MAX_LINE_BYTES) in found[1].message
 
 
 @in_same_folder
@@ -264,7 +265,7 @@ def test_another_column_can_be_chosen(reading: Any) -> None:
         reading("in.csv", "prompt,prompt\na,b\n")
 
 
-@pytest.mark.parametrize("data", [b"", b"\n\n", b"\xff\xfep\0", b'"prompt\n', b"x" * (LONGEST_LINE + 9)])
+@pytest.mark.parametrize("data", [b"", b"\n\n", b"\xff\xfep\0", b'"prompt\n', b"x" * (MAX_LINE_BYTES + 9)])
 def test_a_csv_file_without_names_of_columns_is_an_error(reading: Any, data: bytes) -> None:
     with pytest.raises(ConfigError, match="first line should name the columns"):
         reading("in.csv", data)
@@ -284,7 +285,7 @@ def test_a_csv_file_without_names_of_columns_is_an_error(reading: Any, data: byt
         (b"1" * 513 + b",a", "invalid_custom_id"),
         (b"1,a\rb", "invalid_record"),
         (b'1,"never closed', "invalid_record"),
-        (b"1," + b"a" * LONGEST_LINE, "line_too_long"),
+        (b"1," + b"a" * MAX_LINE_BYTES, "line_too_long"),
     ],
 )
 def test_a_bad_record_is_refused_and_the_next_ones_are_read(reading: Any, row: bytes, code: str) -> None:
@@ -296,7 +297,7 @@ def test_a_bad_record_is_refused_and_the_next_ones_are_read(reading: Any, row: b
 
 
 def test_lines_behind_an_open_quote_are_read_though_it_is_megabytes_to_the_end(reading: Any) -> None:
-    found = reading("in.csv", "prompt\n" + '"open\n' + "a\n" * 1000 + "b" * (LONGEST_LINE + 1) + "\nc\n")
+    found = reading("in.csv", "prompt\n" + '"open\n' + "a\n" * 1000 + "b" * (MAX_LINE_BYTES + 1) + "\nc\n")
     assert codes(found) == ["invalid_record", *[f"line-{n}" for n in range(3, 1003)], "line_too_long", "line-1004"]
 
 
@@ -381,7 +382,7 @@ def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
 def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_read(tmp_path: Path, name: str) -> None:
-    reader = InputReader(input_form(tmp_path / name), URLS)
+    reader = InputReader(detect_input_format(tmp_path / name), URLS)
     with pytest.raises(ConfigError, match=rf"{name}: cannot be read: No such file"):
         next(iter(reader))
     (tmp_path / name).mkdir()
@@ -400,7 +401,7 @@ def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_read(tmp
 )
 def test_what_does_not_fit_a_file_is_an_error_at_once(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        input_form(name, **options)
+        detect_input_format(name, **options)
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
@@ -410,7 +411,7 @@ def test_how_much_is_read_grows_from_nothing_to_all(tmp_path: Path, name: str) -
         pq.write_table(pa.table({"prompt": ["a"] * n}), tmp_path / name)
     else:
         (tmp_path / name).write_text('"prompt"\n' + '"a"\n' * (n - (name != "in.csv")))
-    with InputReader(input_form(tmp_path / name), URLS) as reader:
+    with InputReader(detect_input_format(tmp_path / name), URLS) as reader:
         assert reader.fraction == 0
         fractions = [reader.fraction for _ in reader]
         assert reader.fraction == 1
@@ -422,7 +423,7 @@ def test_how_much_is_read_grows_from_nothing_to_all(tmp_path: Path, name: str) -
 
 def test_a_reader_can_be_left_and_begun_again(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a\nb\n")
-    reader = InputReader(input_form(tmp_path / "in.txt"), URLS)
+    reader = InputReader(detect_input_format(tmp_path / "in.txt"), URLS)
     assert next(iter(reader)).line == 1
     assert [each.line for each in reader] == [1, 2]
     reader.close()
@@ -432,7 +433,8 @@ MOST_MEMORY = """
 import sys, threading, time
 import psutil
 import pyarrow.parquet
-from cppbatch.jobs.inputs import InputReader, input_form
+from cppbatch.jobs.input_format import detect_input_format
+from cppbatch.jobs.input_reader import InputReader
 
 taken, is_done = [], threading.Event()
 def watch():
@@ -441,7 +443,7 @@ def watch():
 before = psutil.Process().memory_info().rss
 watching = threading.Thread(target=watch)
 watching.start()
-n = sum(1 for _ in InputReader(input_form(sys.argv[1]), {"/v1/completions"}))
+n = sum(1 for _ in InputReader(detect_input_format(sys.argv[1]), {"/v1/completions"}))
 is_done.set()
 watching.join()
 print(n, (max(taken) - before) >> 20)

@@ -15,17 +15,17 @@ import msgspec
 import pytest
 
 from cppbatch.errors import InUse, StorageError
+from cppbatch.jobs.durable_files import DurableFile
 from cppbatch.jobs.hashing import hash64
-from cppbatch.jobs.items import Answer, Item, Refused
+from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
-from cppbatch.jobs.outputs import Appended
-from cppbatch.jobs.results import Result, answered
+from cppbatch.jobs.results import ResultLine, response_line
 
 
-def item(line: int, custom_id: str | None = None, prompt: str = "say") -> Item:
+def item(line: int, custom_id: str | None = None, prompt: str = "say") -> JobRequest:
     custom_id = custom_id or f"id-{line}"
-    return Item(
+    return JobRequest(
         line=line,
         custom_id=custom_id,
         url="/v1/completions",
@@ -34,8 +34,8 @@ def item(line: int, custom_id: str | None = None, prompt: str = "say") -> Item:
     )
 
 
-def result(one: Item, *, status: int = 200) -> Result:
-    return answered(one, Answer(status=status, body={"said": one.line}, prompt_tokens=2, completion_tokens=3))
+def result(one: JobRequest, *, status: int = 200) -> ResultLine:
+    return response_line(one, JobResponse(status=status, body={"said": one.line}, prompt_tokens=2, completion_tokens=3))
 
 
 def opened(folder: Path, *, ordered: bool = False) -> Journal:
@@ -111,7 +111,7 @@ def test_wherever_it_dies_each_line_is_there_once(
     mortal(Ledger, "record")
     mortal(Ledger, "let_go")
     mortal(Ledger, "register")
-    mortal(Appended, "append")
+    mortal(DurableFile, "append")
 
     def live() -> None:
         ledger = Ledger(tmp_path / "job")
@@ -220,18 +220,25 @@ def test_what_the_ledger_could_not_note_is_not_in_the_files(
 
 
 def test_a_short_result_has_the_log_probabilities_that_were_asked_for() -> None:
-    plain = Item(line=1, custom_id="a", url="/v1/completions", body={"prompt": "b"}, is_plain=True, content=1)
+    plain = JobRequest(line=1, custom_id="a", url="/v1/completions", body={"prompt": "b"}, is_plain=True, content=1)
     choice = {"text": "c", "finish_reason": "stop", "logprobs": {"tokens": ["c"]}}
-    told = msgspec.json.decode(answered(plain, Answer(status=200, body={"choices": [choice], "usage": {}})).data)
+    told = msgspec.json.decode(
+        response_line(plain, JobResponse(status=200, body={"choices": [choice], "usage": {}})).data
+    )
     assert told == {"custom_id": "a", "line": 1, **choice, "usage": {}}
 
 
 def test_several_texts_on_a_plain_line_have_a_vector_each() -> None:
-    plain = Item(line=1, custom_id="a", url="/v1/embeddings", body={"input": ["b", "c"]}, is_plain=True, content=1)
+    plain = JobRequest(
+        line=1, custom_id="a", url="/v1/embeddings", body={"input": ["b", "c"]}, is_plain=True, content=1
+    )
     body = {"data": [{"embedding": [0.5]}, {"embedding": [0.25]}], "usage": {}}
-    assert msgspec.json.decode(answered(plain, Answer(status=200, body=body)).data)["embeddings"] == [[0.5], [0.25]]
+    assert msgspec.json.decode(response_line(plain, JobResponse(status=200, body=body)).data)["embeddings"] == [
+        [0.5],
+        [0.25],
+    ]
     body["data"] = [{"embedding": [0.5]}]
-    assert msgspec.json.decode(answered(plain, Answer(status=200, body=body)).data)["embedding"] == [0.5]
+    assert msgspec.json.decode(response_line(plain, JobResponse(status=200, body=body)).data)["embedding"] == [0.5]
 
 
 # --- lines that are not as they should be ---------------------------------------------------------------------------
@@ -251,7 +258,7 @@ def test_a_second_line_with_the_same_id_is_refused_with_the_first_ones_number(tm
 
 
 def test_a_refused_line_is_written_once(tmp_path: Path) -> None:
-    bad = Refused(line=1, code="invalid_json", message="is no JSON", content=5)
+    bad = RejectedLine(line=1, code="invalid_json", message="is no JSON", content=5)
     journal = opened(tmp_path)
     assert journal.register([bad, item(2)]) == [item(2)]
     journal.close()
@@ -262,7 +269,7 @@ def test_a_refused_line_is_written_once(tmp_path: Path) -> None:
 
 def test_a_failed_line_that_was_mended_is_answered(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.register([Refused(line=1, code="invalid_json", message="is no JSON", content=5), item(2)])
+    journal.register([RejectedLine(line=1, code="invalid_json", message="is no JSON", content=5), item(2)])
     journal.ledger.reopen_failed()
     assert journal.register([item(1), item(2)]) == [item(1), item(2)]
 

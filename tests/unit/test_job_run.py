@@ -10,30 +10,30 @@ from pathlib import Path
 import pytest
 
 from cppbatch.errors import EngineClosed, StorageError
-from cppbatch.jobs.items import Answer, Item
+from cppbatch.jobs.job_request import JobRequest, JobResponse
+from cppbatch.jobs.job_runner import JobRunner, reject_unanswered
 from cppbatch.jobs.journal import Journal
-from cppbatch.jobs.run import JobRun, refuse_rest
 from tests.unit.test_job_journal import ids_of, item, lines_of, opened
 
-GOOD = Answer(status=200, body={})
+GOOD = JobResponse(status=200, body={})
 
 
 def a_run(
     journal: Journal,
-    items: list[Item],
-    work: Callable[[Item], Awaitable[Answer]],
+    items: list[JobRequest],
+    work: Callable[[JobRequest], Awaitable[JobResponse]],
     *,
     at_once: int = 4,
     places: asyncio.Semaphore | None = None,
-) -> JobRun:
+) -> JobRunner:
     windows = iter([items[at : at + 10] for at in range(0, len(items), 10)])
-    return JobRun(windows, journal, work, places or asyncio.Semaphore(at_once))
+    return JobRunner(windows, journal, work, places or asyncio.Semaphore(at_once))
 
 
 async def test_every_item_is_answered_and_never_more_than_there_are_places_for(tmp_path: Path) -> None:
     running, most = 0, 0
 
-    async def work(_: Item) -> Answer:
+    async def work(_: JobRequest) -> JobResponse:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -48,8 +48,8 @@ async def test_every_item_is_answered_and_never_more_than_there_are_places_for(t
 
 
 async def test_an_error_of_one_item_is_its_own(tmp_path: Path) -> None:
-    async def work(one: Item) -> Answer:
-        bad = Answer(status=400, body={"error": {"message": "prompt: is too long"}})
+    async def work(one: JobRequest) -> JobResponse:
+        bad = JobResponse(status=400, body={"error": {"message": "prompt: is too long"}})
         return bad if one.line == 7 else GOOD
 
     journal = opened(tmp_path)
@@ -62,7 +62,7 @@ async def test_an_error_of_one_item_is_its_own(tmp_path: Path) -> None:
 async def test_when_the_engine_goes_what_was_answered_stays_and_the_rest_is_left(tmp_path: Path) -> None:
     n = 0
 
-    async def work(_: Item) -> Answer:
+    async def work(_: JobRequest) -> JobResponse:
         nonlocal n
         n += 1
         if n == 30:
@@ -78,7 +78,7 @@ async def test_when_the_engine_goes_what_was_answered_stays_and_the_rest_is_left
     before = ids_of(tmp_path / "out.jsonl")
     assert 20 <= len(before) < 30
 
-    async def works(_: Item) -> Answer:
+    async def works(_: JobRequest) -> JobResponse:
         return GOOD
 
     await a_run(opened(tmp_path), items, works).run()
@@ -88,7 +88,7 @@ async def test_when_the_engine_goes_what_was_answered_stays_and_the_rest_is_left
 
 
 async def test_cancelled_it_records_what_was_answered(tmp_path: Path) -> None:
-    async def work(one: Item) -> Answer:
+    async def work(one: JobRequest) -> JobResponse:
         if one.line > 3:
             await asyncio.Event().wait()
         return GOOD
@@ -109,17 +109,17 @@ async def test_a_run_that_is_cancelled_reads_no_further_and_holds_up_nobody(tmp_
     journal = opened(tmp_path)
     n_read = 0
 
-    def windows() -> Iterator[list[Item]]:
+    def windows() -> Iterator[list[JobRequest]]:
         nonlocal n_read
         while True:
             time.sleep(0.8)
             n_read += 1
             yield []
 
-    async def work(_: Item) -> Answer:
+    async def work(_: JobRequest) -> JobResponse:
         return GOOD
 
-    run = asyncio.create_task(JobRun(windows(), journal, work, asyncio.Semaphore(1)).run())
+    run = asyncio.create_task(JobRunner(windows(), journal, work, asyncio.Semaphore(1)).run())
     await asyncio.sleep(0.1)
     run.cancel()
     longest, before = 0.0, time.perf_counter()
@@ -133,7 +133,7 @@ async def test_a_run_that_is_cancelled_reads_no_further_and_holds_up_nobody(tmp_
 
 
 async def test_a_disk_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(_: Item) -> Answer:
+    async def work(_: JobRequest) -> JobResponse:
         return GOOD
 
     def full(*_: object) -> None:
@@ -149,7 +149,7 @@ async def test_two_jobs_take_turns(tmp_path: Path) -> None:
     """However many items the first one has, the second one gets its share of the places."""
     order = []
 
-    async def work(one: Item) -> Answer:
+    async def work(one: JobRequest) -> JobResponse:
         order.append(one.custom_id[0])
         await asyncio.sleep(0)
         return GOOD
@@ -167,14 +167,14 @@ async def test_when_time_is_up_the_rest_gets_an_error_each(tmp_path: Path) -> No
     items = [item(i) for i in range(1, 31)]
     journal = opened(tmp_path)
 
-    async def work(one: Item) -> Answer:
+    async def work(one: JobRequest) -> JobResponse:
         if one.line > 5:
             raise EngineClosed("for this test")
         return GOOD
 
     with pytest.raises(EngineClosed):
         await a_run(journal, items, work, at_once=1).run()
-    refuse_rest(iter([items[:10], items[10:]]), journal, "batch_expired", "there was no time")
+    reject_unanswered(iter([items[:10], items[10:]]), journal, "batch_expired", "there was no time")
     errors = lines_of(tmp_path / "errors.jsonl")
     assert [error["line"] for error in errors] == list(range(6, 31))
     assert {error["error"]["code"] for error in errors} == {"batch_expired"}

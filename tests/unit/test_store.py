@@ -11,17 +11,17 @@ import msgspec
 import pytest
 
 from cppbatch.errors import Conflict, InvalidRequest, NotFound, StorageError
-from cppbatch.jobs.batches import Batches
-from cppbatch.jobs.data import DataFolder, open_data
-from cppbatch.jobs.records import Batch, BatchRecord, File, check_metadata, window_seconds
-from cppbatch.jobs.store import Page, Store
+from cppbatch.jobs.batch_manager import BatchManager
+from cppbatch.jobs.batch_records import Batch, BatchRecord, File, check_metadata, completion_window_seconds
+from cppbatch.jobs.batch_store import BatchStore, Page
+from cppbatch.jobs.data_folder import DataFolder, open_data
 
 EVERY = Page(limit=100, newest_first=False)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "jobs.sqlite3")
+def store(tmp_path: Path) -> Iterator[BatchStore]:
+    store = BatchStore(tmp_path / "jobs.sqlite3")
     yield store
     store.close()
 
@@ -41,18 +41,18 @@ def ended(record: BatchRecord) -> BatchRecord:
     return msgspec.structs.replace(record, shown=msgspec.structs.replace(record.shown, status="completed"))
 
 
-def test_a_file_is_what_it_was_after_a_restart(store: Store, tmp_path: Path) -> None:
+def test_a_file_is_what_it_was_after_a_restart(store: BatchStore, tmp_path: Path) -> None:
     store.add_file(file("a", expires_at=99))
     store.add_file(file("a", bytes=4))  # as when a batch puts its files in place again
     store.close()
-    again = Store(tmp_path / "jobs.sqlite3")
+    again = BatchStore(tmp_path / "jobs.sqlite3")
     assert again.file("file-a") == file("a", expires_at=99)
     again.close()
     with pytest.raises(NotFound, match="file-b"):
-        Store(tmp_path / "other.sqlite3").file("file-b")
+        BatchStore(tmp_path / "other.sqlite3").file("file-b")
 
 
-def test_pages_follow_each_other_in_both_orders(store: Store) -> None:
+def test_pages_follow_each_other_in_both_orders(store: BatchStore) -> None:
     for name in "abcde":
         store.add_file(file(name, purpose="vision" if name == "c" else "batch"))
     names = [f"file-{name}" for name in "abcde"]
@@ -69,7 +69,7 @@ def test_pages_follow_each_other_in_both_orders(store: Store) -> None:
         store.files(Page(after="file-z", limit=2))
 
 
-def test_what_an_open_batch_needs_is_not_deleted(store: Store) -> None:
+def test_what_an_open_batch_needs_is_not_deleted(store: BatchStore) -> None:
     store.add_file(file("in", expires_at=10))
     store.add_batch(batch("a"))
     with pytest.raises(Conflict, match="batch_a"):
@@ -83,7 +83,7 @@ def test_what_an_open_batch_needs_is_not_deleted(store: Store) -> None:
         store.delete_file("file-a-out")
 
 
-def test_a_batch_is_made_only_of_a_file_that_is_here_and_meant_for_it(store: Store) -> None:
+def test_a_batch_is_made_only_of_a_file_that_is_here_and_meant_for_it(store: BatchStore) -> None:
     with pytest.raises(InvalidRequest, match="input_file_id: there is no file"):
         store.add_batch(batch("a"))
     store.add_file(file("in", purpose="vision"))
@@ -92,7 +92,7 @@ def test_a_batch_is_made_only_of_a_file_that_is_here_and_meant_for_it(store: Sto
     assert store.batches(EVERY) == ([], False)
 
 
-def test_open_batches_are_those_that_have_not_ended(store: Store) -> None:
+def test_open_batches_are_those_that_have_not_ended(store: BatchStore) -> None:
     store.add_file(file("in"))
     for name in "abc":
         store.add_batch(batch(name))
@@ -125,7 +125,7 @@ async def test_what_a_kill_left_behind_is_removed_at_the_next_start(open_folder:
     data = open_folder()
     data.incoming("file-in").write_bytes(b"abc")
     await data.keep(file("in"))
-    await data.ask(Store.add_batch, batch("a"))
+    await data.ask(BatchStore.add_batch, batch("a"))
     for path in (
         data.incoming("file-half"),  # an upload
         data.content("file-no-row"),  # killed before its row was written, or after that was deleted
@@ -194,10 +194,10 @@ async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = open_data(tmp_path)
-    await data.ask(Store.add_file, file("in"))
-    add = Store.add_batch
-    monkeypatch.setattr(Store, "add_batch", lambda *arguments: (time.sleep(0.2), add(*arguments)))
-    batches = Batches(data, ["/v1/completions"])
+    await data.ask(BatchStore.add_file, file("in"))
+    add = BatchStore.add_batch
+    monkeypatch.setattr(BatchStore, "add_batch", lambda *arguments: (time.sleep(0.2), add(*arguments)))
+    batches = BatchManager(data, ["/v1/completions"])
     fields = {"endpoint": "/v1/completions", "input_file_id": "file-in", "completion_window": "1h", "model": "m"}
     making = asyncio.create_task(batches.create(**fields))  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
@@ -205,7 +205,7 @@ async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
     with pytest.raises(asyncio.CancelledError):
         await making
     await asyncio.sleep(0.3)
-    (known,) = await data.ask(Store.open_batches)
+    (known,) = await data.ask(BatchStore.open_batches)
     assert [batch.id for batch in batches.open_batches] == [known.shown.id]
     await batches.close()
 
@@ -215,13 +215,13 @@ async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
 
 @pytest.mark.parametrize(("given", "seconds"), [("24h", 86400), ("30m", 1800), ("90s", 90), ("7d", 604800)])
 def test_completion_windows_are_numbers_with_units(given: str, seconds: int) -> None:
-    assert window_seconds(given) == seconds
+    assert completion_window_seconds(given) == seconds
 
 
 @pytest.mark.parametrize("given", ["", "24", "h", "0h", "-1h", "1.5h", "24 h", "1w", "367d", "٣h", "9" * 5000 + "h"])
 def test_other_completion_windows_are_refused(given: str) -> None:
     with pytest.raises(InvalidRequest, match="completion_window"):
-        window_seconds(given)
+        completion_window_seconds(given)
 
 
 def test_metadata_has_openais_limits() -> None:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.errors import CppBatchError
-from cppbatch.jobs.open_batch import Workplace
+from cppbatch.jobs.active_batch import BatchResources
 from cppbatch.server.batches.work import BatchWork
 from cppbatch.server.metrics import METRICS
 from cppbatch.server.patience import enough
@@ -51,4 +51,4 @@ async def _start(app: web.Application) -> None:
         log.info("no batches are worked on: %s", error)  # whoever waits for the model says it aloud
         return
     work = BatchWork(serving, priority=BACKGROUND, watch=watch)
-    batches.start(Workplace(serving.info.name, work, places))
+    batches.start(BatchResources(serving.info.name, work, places))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppbatch.jobs.records import Batch
+from cppbatch.jobs.batch_records import Batch
 from cppbatch.server.batches.schemas import BatchQuery, NewBatch
 from cppbatch.server.batches.shapes import BatchList
 from cppbatch.server.endpoint import Endpoint, asking, json, ref

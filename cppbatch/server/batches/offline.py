@@ -13,11 +13,11 @@ from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.config import EngineConfig
 from cppbatch.errors import EngineClosed
 from cppbatch.jobs.file_job import FileJob
-from cppbatch.jobs.inputs import InputReader
-from cppbatch.jobs.items import Item, Refused
+from cppbatch.jobs.input_reader import InputReader
+from cppbatch.jobs.job_request import JobRequest, RejectedLine
+from cppbatch.jobs.job_runner import JobRunner
 from cppbatch.jobs.journal import Journal
-from cppbatch.jobs.run import JobRun
-from cppbatch.jobs.windows import windows
+from cppbatch.jobs.request_order import chunks
 from cppbatch.server.batches.work import BatchWork
 from cppbatch.server.patience import enough
 from cppbatch.server.run import Event
@@ -27,7 +27,7 @@ from cppbatch.server.signals import on_signals
 
 _LOOK_S = 0.5
 
-Window = Sequence[Item | Refused]
+Window = Sequence[JobRequest | RejectedLine]
 
 
 class OfflineJob:
@@ -47,9 +47,9 @@ class OfflineJob:
         """Lines of the input that hold something: an estimate until all of them were read."""
         return max(self._n_read, round(self._n_read / max(self._reader.fraction, 1e-9)))
 
-    def windows(self) -> Iterator[Window]:
+    def chunks(self) -> Iterator[Window]:
         """The input, counted as it is read."""
-        for window in windows(self._reader):
+        for window in chunks(self._reader):
             self._n_read += len(window)
             yield window
 
@@ -80,7 +80,7 @@ async def run_offline(
     """
     stop = asyncio.Event()
     on_signals(stop)
-    input_windows = offline.windows()
+    input_windows = offline.chunks()
     until_stop = takewhile(lambda _: not stop.is_set(), input_windows)
     first = await asyncio.to_thread(_first_open, until_stop, offline.journal)  # a signal is heard meanwhile
     if not first:
@@ -94,7 +94,7 @@ async def run_offline(
         serving = Serving(engine, ServerSettings(chat_template=job.chat_template))
         work = BatchWork(serving, defaults=job.defaults, any_model=True, watch=offline.watch)
         lines = chain([first], input_windows)
-        run = JobRun(lines, offline.journal, work, places, longest_first=job.longest_first)
+        run = JobRunner(lines, offline.journal, work, places, longest_first=job.longest_first)
         looking = asyncio.create_task(offline.look(engine))
         try:
             return await _before(stop, run.run())

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from cppbatch.jobs.store import Page
+from cppbatch.jobs.batch_store import Page
 from cppbatch.server.files.schemas import ExpiresAfter
 
 

@@ -1,4 +1,4 @@
-"""The answers about batches; a batch itself is `cppbatch.jobs.records.Batch`."""
+"""The answers about batches; a batch itself is `cppbatch.jobs.batch_records.Batch`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from cppbatch.jobs.records import Batch
+from cppbatch.jobs.batch_records import Batch
 
 
 class BatchList(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 from cppbatch.engine.params import replaced
 from cppbatch.errors import EngineClosed, InvalidRequest
-from cppbatch.jobs.items import Answer, Item
+from cppbatch.jobs.job_request import JobRequest, JobResponse
 from cppbatch.server.errors import fault_of
 from cppbatch.server.families import error_body
 from cppbatch.server.openai.plans import COMPLETION_TOKENS, chat_plan, completion_plan
@@ -41,7 +41,7 @@ Watch = Callable[[AsyncGenerator[Event, None], int], AsyncGenerator[Event, None]
 
 
 class BatchWork:
-    """`cppbatch.jobs.items.Work`: one item in, one answer out. Raises `EngineClosed` when there is no engine any more.
+    """A `cppbatch.jobs.job_request.RequestHandler`. Raises `EngineClosed` when the engine is closed or has failed.
 
     Patient with a full queue: an item waits until there is a place.
     """
@@ -64,7 +64,7 @@ class BatchWork:
         self._priority = priority
         self._watch = watch
 
-    async def __call__(self, item: Item) -> Answer:
+    async def __call__(self, item: JobRequest) -> JobResponse:
         """The answer to one item: its endpoint's, or an error."""
         request_id = new_id("req-")
         try:
@@ -74,9 +74,9 @@ class BatchWork:
             raise
         except Exception as error:
             fault = fault_of(error)
-            return Answer(status=fault.status, request_id=request_id, body=error_body(item.url, fault))
+            return JobResponse(status=fault.status, request_id=request_id, body=error_body(item.url, fault))
         prompt, cached, completion = plan.reply.tokens()
-        return Answer(
+        return JobResponse(
             status=200,
             request_id=request_id,
             body=body,
@@ -85,7 +85,7 @@ class BatchWork:
             completion_tokens=completion,
         )
 
-    async def _plan(self, item: Item) -> Plan:
+    async def _plan(self, item: JobRequest) -> Plan:
         """Raises `InvalidRequest`."""
         kind, plan_of = _ENDPOINTS[item.url]
         if kind is CompletionRequest:  # a mere prompt asks for a text, not for 16 tokens of one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from cppbatch.jobs.records import File
+from cppbatch.jobs.batch_records import File
 from cppbatch.server.endpoint import Endpoint, asking, json, ref
 from cppbatch.server.files.schemas import FileQuery, UploadPurpose
 from cppbatch.server.files.shapes import FileDeleted, FileList

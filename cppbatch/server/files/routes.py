@@ -10,9 +10,9 @@ from typing import BinaryIO
 from aiohttp import hdrs, web
 
 from cppbatch.errors import NotFound
-from cppbatch.jobs.batches import new_file_id
-from cppbatch.jobs.records import File
-from cppbatch.jobs.store import Store
+from cppbatch.jobs.batch_manager import new_file_id
+from cppbatch.jobs.batch_records import File
+from cppbatch.jobs.batch_store import BatchStore
 from cppbatch.server.connections import reading
 from cppbatch.server.errors import json_response
 from cppbatch.server.files.schemas import FileQuery
@@ -55,7 +55,7 @@ async def upload(request: web.Request) -> web.Response:
 async def list_files(request: web.Request) -> web.Response:
     """A page of them."""
     query = convert(dict(request.query), FileQuery, from_text=True)
-    files, has_more = await batches_of(request).data.ask(Store.files, query.page, query.purpose or None)
+    files, has_more = await batches_of(request).data.ask(BatchStore.files, query.page, query.purpose or None)
     first, last = (files[0].id, files[-1].id) if files else (None, None)
     return json_response(FileList(data=files, first_id=first, last_id=last, has_more=has_more))
 
@@ -63,7 +63,7 @@ async def list_files(request: web.Request) -> web.Response:
 @routes.get("/v1/files/{id}")
 async def get_file(request: web.Request) -> web.Response:
     """One of them."""
-    return json_response(await batches_of(request).data.ask(Store.file, request.match_info["id"]))
+    return json_response(await batches_of(request).data.ask(BatchStore.file, request.match_info["id"]))
 
 
 @routes.delete("/v1/files/{id}")
@@ -82,7 +82,7 @@ async def get_content(request: web.Request) -> web.StreamResponse:
     not read.
     """
     data = batches_of(request).data
-    file = await data.ask(Store.file, request.match_info["id"])
+    file = await data.ask(BatchStore.file, request.match_info["id"])
     content = await asyncio.to_thread(_opened, data.content(file.id))
     try:
         kind = "application/jsonl" if file.filename.endswith(".jsonl") else "application/octet-stream"

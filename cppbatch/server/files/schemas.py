@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cppbatch.jobs.store import Page
+from cppbatch.jobs.batch_store import Page
 
 UploadPurpose = Literal["batch", "assistants", "fine-tune", "vision", "user_data", "evals"]
 

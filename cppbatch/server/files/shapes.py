@@ -1,4 +1,4 @@
-"""The answers about files; a file itself is `cppbatch.jobs.records.File`."""
+"""The answers about files; a file itself is `cppbatch.jobs.batch_records.File`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from cppbatch.jobs.records import File
+from cppbatch.jobs.batch_records import File
 
 
 class FileList(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 from multipart import MultipartError, MultipartSegment, PushMultipartParser, parse_options_header
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.jobs.outputs import storage_error
+from cppbatch.jobs.durable_files import storage_error
 from cppbatch.server.files.schemas import ExpiresAfter, Upload, UploadPurpose
 from cppbatch.server.parse import convert
 

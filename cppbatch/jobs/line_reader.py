@@ -9,17 +9,17 @@ from pathlib import Path
 
 from cppbatch.errors import ConfigError
 
-LONGEST_LINE = 16 << 20
+MAX_LINE_BYTES = 16 << 20
 """In bytes, without its end. A longer one is no request but a broken file."""
 
 _BOM = b"\xef\xbb\xbf"
 _READ_AT_ONCE = 1 << 18
 
 
-class Lines:
+class LineReader:
     """Opens a file; iterating it yields (line number from 1, the line with its end).
 
-    A line longer than `LONGEST_LINE` comes cut, and is known by still being longer than that. A UTF-8 byte order mark
+    A line longer than `MAX_LINE_BYTES` comes cut, and is known by still being longer than that. A UTF-8 byte order mark
     at the start is dropped. Raises `ConfigError` if the file cannot be read.
     """
 
@@ -29,7 +29,7 @@ class Lines:
         try:
             self._file = io.BufferedReader(io.FileIO(path), _READ_AT_ONCE)
         except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
-            raise unreadable(path, error) from None
+            raise unreadable_file(path, error) from None
         self._path = path
         self._size = os.fstat(self._file.fileno()).st_size
 
@@ -37,7 +37,7 @@ class Lines:
         try:
             yield from self._lines()
         except OSError as error:
-            raise unreadable(self._path, error) from error
+            raise unreadable_file(self._path, error) from error
 
     @property
     def fraction(self) -> float:
@@ -52,10 +52,10 @@ class Lines:
         if file.peek(len(_BOM)).startswith(_BOM):
             self.bytes_read += len(file.read(len(_BOM)))
         number = 0
-        while line := file.readline(LONGEST_LINE + 2):
+        while line := file.readline(MAX_LINE_BYTES + 2):
             number += 1
             self.bytes_read += len(line)
-            if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+            if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                 self._skip_line()
             yield number, line
 
@@ -66,6 +66,6 @@ class Lines:
                 return
 
 
-def unreadable(path: Path, error: Exception) -> ConfigError:
+def unreadable_file(path: Path, error: Exception) -> ConfigError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return ConfigError(f"{path}: cannot be read: {reason}")

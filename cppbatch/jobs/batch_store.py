@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from cppbatch.errors import Conflict, InvalidRequest, NotFound
+from cppbatch.jobs.batch_records import Batch, BatchRecord, File
 from cppbatch.jobs.database import Database
-from cppbatch.jobs.records import Batch, BatchRecord, File
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     newest_first: bool = True
 
 
-class Store:
+class BatchStore:
     """One SQLite file. For one thread at a time. Raises `StorageError`."""
 
     def __init__(self, path: Path) -> None:

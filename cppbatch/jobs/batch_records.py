@@ -13,12 +13,12 @@ Purpose = Literal[
     "batch", "batch_output", "assistants", "assistants_output", "fine-tune", "fine-tune-results", "vision",
     "user_data", "evals",
 ]  # fmt: skip
-Status = Literal[
+BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]  # fmt: skip
-Ending = Literal["completed", "expired", "cancelled", "failed"]
+FinalStatus = Literal["completed", "expired", "cancelled", "failed"]
 
-ENDED: tuple[Status, ...] = ("completed", "expired", "cancelled", "failed")
+ENDED: tuple[BatchStatus, ...] = ("completed", "expired", "cancelled", "failed")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])")
@@ -102,7 +102,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     errors: BatchErrors | None = None
     input_file_id: str
     completion_window: str
-    status: Status = "validating"
+    status: BatchStatus = "validating"
     output_file_id: str | None = None
     error_file_id: str | None = None
     created_at: int
@@ -133,11 +133,11 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     errors_id: str
     output_life: int | None = None
     """Seconds after which those are removed."""
-    ending: Ending | None = None
+    ending: FinalStatus | None = None
     """What it ends as; its files are being put in place."""
 
 
-def window_seconds(given: str) -> int:
+def completion_window_seconds(given: str) -> int:
     """A completion window's length. Raises `InvalidRequest`."""
     found = _WINDOW.fullmatch(given)
     seconds = int(found[1]) * _UNITS[found[2]] if found else 0

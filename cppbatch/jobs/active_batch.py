@@ -17,27 +17,27 @@ from typing import Any, TypeVar
 import msgspec
 
 from cppbatch.errors import ConfigError, EngineClosed, StorageError
-from cppbatch.jobs.batch_input import batch_input, scan
-from cppbatch.jobs.data import DataFolder
-from cppbatch.jobs.items import Item, Refused, Work
-from cppbatch.jobs.journal import Journal
-from cppbatch.jobs.ledger import Ledger
-from cppbatch.jobs.outputs import move_into_place
-from cppbatch.jobs.records import (
+from cppbatch.jobs.batch_records import (
     Batch,
     BatchError,
     BatchErrors,
     BatchRecord,
+    BatchStatus,
     BatchUsage,
-    Ending,
     File,
+    FinalStatus,
     InputDetails,
     RequestCounts,
-    Status,
 )  # fmt: skip
-from cppbatch.jobs.run import JobRun, refuse_rest
-from cppbatch.jobs.store import Store
-from cppbatch.jobs.windows import windows
+from cppbatch.jobs.batch_store import BatchStore
+from cppbatch.jobs.batch_validation import read_batch_input, validate_input
+from cppbatch.jobs.data_folder import DataFolder
+from cppbatch.jobs.durable_files import move_into_place
+from cppbatch.jobs.job_request import JobRequest, RejectedLine, RequestHandler
+from cppbatch.jobs.job_runner import JobRunner, reject_unanswered
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.request_order import chunks
 
 T = TypeVar("T")
 
@@ -51,11 +51,11 @@ _TIME_IS_UP = "This request could not be answered before the completion window e
 
 
 @dataclass(frozen=True)
-class Workplace:
+class BatchResources:
     """What batches are answered with."""
 
     model: str
-    work: Work
+    work: RequestHandler
     places: asyncio.Semaphore
     """For each item that is at work, of all batches."""
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
@@ -64,7 +64,7 @@ class Workplace:
     """For that which is read for the first time."""
 
 
-class OpenBatch:
+class ActiveBatch:
     """A batch that has not ended. What is written of it survives anything; `live` goes on from there."""
 
     def __init__(self, record: BatchRecord, data: DataFolder, urls: Collection[str]) -> None:
@@ -92,9 +92,9 @@ class OpenBatch:
 
     async def save(self) -> None:
         """Writes down how it is."""
-        await self._data.ask(Store.update_batch, self.record)
+        await self._data.ask(BatchStore.update_batch, self.record)
 
-    def _change(self, status: Status | None = None, **others: Any) -> None:
+    def _change(self, status: BatchStatus | None = None, **others: Any) -> None:
         """Remembers this; who calls it has it saved."""
         if status:
             others["status"] = status
@@ -102,7 +102,7 @@ class OpenBatch:
 
     # --- its life -----------------------------------------------------------------------------------------------
 
-    async def live(self, workplace: Workplace) -> None:
+    async def live(self, workplace: BatchResources) -> None:
         """Returns when it has ended. When this is cancelled, the rest is left for the next start."""
         try:
             if self.record.ending is None:
@@ -116,7 +116,7 @@ class OpenBatch:
         finally:
             self._thread.shutdown(wait=False)
 
-    async def _unless_over(self, work: Coroutine[Any, Any, Ending]) -> Ending:
+    async def _unless_over(self, work: Coroutine[Any, Any, FinalStatus]) -> FinalStatus:
         """Does the work until it is done, the batch is cancelled, or its time is up: what it ends as."""
         working, cancelled = asyncio.create_task(work), asyncio.create_task(self._cancelled.wait())
         try:
@@ -135,7 +135,7 @@ class OpenBatch:
                 task.cancel()
             await asyncio.gather(working, cancelled, return_exceptions=True)
 
-    async def _work(self, workplace: Workplace) -> Ending:
+    async def _work(self, workplace: BatchResources) -> FinalStatus:
         try:
             if self.record.shown.in_progress_at is None and not await self._validated(workplace):
                 return "failed"
@@ -174,12 +174,12 @@ class OpenBatch:
 
     # --- validating ---------------------------------------------------------------------------------------------
 
-    async def _validated(self, workplace: Workplace) -> bool:
+    async def _validated(self, workplace: BatchResources) -> bool:
         """Reads the input once. Whether there is anything in it to answer."""
         stop = threading.Event()
         async with workplace.validating:
             try:
-                found = await self._on_thread(lambda: scan(self._input(), stop))
+                found = await self._on_thread(lambda: validate_input(self._input(), stop))
             finally:
                 stop.set()
         if self._cancelled.is_set():
@@ -206,20 +206,20 @@ class OpenBatch:
         finally:
             await self._close_journal()
 
-    async def _answer(self, workplace: Workplace) -> None:
+    async def _answer(self, workplace: BatchResources) -> None:
         async with workplace.turns:
             try:
                 journal = await self._on_thread(self._open_journal)
-                await JobRun(self._windows(), journal, workplace.work, workplace.places).run()
+                await JobRunner(self._windows(), journal, workplace.work, workplace.places).run()
             finally:
                 await self._close_journal()
 
-    def _input(self) -> Iterator[Item | Refused]:
+    def _input(self) -> Iterator[JobRequest | RejectedLine]:
         shown = self.record.shown
-        return batch_input(self._data.content(shown.input_file_id), shown.endpoint, self._urls)
+        return read_batch_input(self._data.content(shown.input_file_id), shown.endpoint, self._urls)
 
-    def _windows(self) -> Iterator[Sequence[Item | Refused]]:
-        return windows(self._input())
+    def _windows(self) -> Iterator[Sequence[JobRequest | RejectedLine]]:
+        return chunks(self._input())
 
     def _open_journal(self) -> Journal:
         self._folder.mkdir(exist_ok=True)
@@ -250,7 +250,7 @@ class OpenBatch:
 
     # --- the end ------------------------------------------------------------------------------------------------
 
-    async def _settle(self, ending: Ending) -> None:
+    async def _settle(self, ending: FinalStatus) -> None:
         """What is in its files now stays so, and how it ends is decided."""
         if ending == "expired" or self._folder.exists():
             stop = threading.Event()
@@ -262,12 +262,12 @@ class OpenBatch:
         self.record = msgspec.structs.replace(self.record, ending=ending)
         await self.save()
 
-    def _write_last(self, ending: Ending, stop: threading.Event) -> None:
+    def _write_last(self, ending: FinalStatus, stop: threading.Event) -> None:
         journal = self._open_journal()
         if ending == "expired":
             try:
                 rest = takewhile(lambda _: not stop.is_set(), self._windows())
-                refuse_rest(rest, journal, "batch_expired", _TIME_IS_UP)
+                reject_unanswered(rest, journal, "batch_expired", _TIME_IS_UP)
             except ConfigError as error:
                 log.error("%s: what it has not answered is not in its error file: %s", self.record.shown.id, error)
 
@@ -284,7 +284,7 @@ class OpenBatch:
             **{f"{ending}_at": _now()},
         )
         record = msgspec.structs.replace(self.record, shown=ended)
-        await self._data.ask(Store.update_batch, record, files)
+        await self._data.ask(BatchStore.update_batch, record, files)
         self.record = record
         await self._on_thread(partial(shutil.rmtree, self._folder, ignore_errors=True))  # or at the next start
 

@@ -10,7 +10,7 @@ import msgspec
 Json = dict[str, Any]
 
 
-class Item(msgspec.Struct, frozen=True, kw_only=True):
+class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a job."""
 
     line: int
@@ -27,7 +27,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     """A hash of what stands on the line, signed, of 64 bits, by which a line that was edited is known."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class RejectedLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line that is no request."""
 
     line: int
@@ -40,7 +40,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     content: int
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What an endpoint answers to one item."""
 
     status: int
@@ -58,6 +58,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return self.status < 400
 
 
-Work = Callable[[Item], Awaitable[Answer]]
+RequestHandler = Callable[[JobRequest], Awaitable[JobResponse]]
 """Has an item answered. What is wrong with the item alone is an answer with an error's status; an exception means that
 nothing can be answered any more (the engine is gone), and the item is left for later."""

@@ -10,10 +10,10 @@ import msgspec
 
 from cppbatch.errors import ConfigError
 
-Kind = Literal["jsonl", "txt", "csv", "parquet"]
+FileKind = Literal["jsonl", "txt", "csv", "parquet"]
 Endpoint = Literal["completions", "chat", "embeddings"]
 
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, FileKind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
@@ -28,11 +28,11 @@ _TABLES = ("csv", "parquet")
 _MOST_SHOWN = 20
 
 
-class InputForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How an input is read. `input_form` makes one of what a person gave."""
+class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How an input is read. `detect_input_format` makes one of what a person gave."""
 
     path: Path
-    kind: Kind
+    kind: FileKind
     column: str | None = None
     """Of a table, the column that has the prompts."""
     endpoint: Endpoint = "completions"
@@ -41,9 +41,9 @@ class InputForm(msgspec.Struct, frozen=True, kw_only=True):
     """What a chat with a plain prompt begins with."""
 
 
-def input_form(
+def detect_input_format(
     path: str | Path, column: str | None = None, endpoint: Endpoint = "completions", system: str | None = None
-) -> InputForm:
+) -> InputFormat:
     """The form of a file, by its ending; does not look at the file itself.
 
     Raises `ConfigError` for endings that mean nothing, and options that do not fit.
@@ -60,10 +60,10 @@ def input_form(
         raise ConfigError(f"{path}: has no columns, so {column!r} cannot be one of them (--column); only tables do")
     if system is not None and endpoint != "chat":
         raise ConfigError(f"a system message needs a chat, and prompts go to {endpoint} here (--system, --endpoint)")
-    return InputForm(path=path, kind=kind, column=column, endpoint=endpoint, system=system)
+    return InputFormat(path=path, kind=kind, column=column, endpoint=endpoint, system=system)
 
 
-def table_columns(form: InputForm, names: Sequence[str]) -> list[str]:
+def table_columns(form: InputFormat, names: Sequence[str]) -> list[str]:
     """Which columns of a table are read: that of the prompts, and if there is one that of the items' names.
 
     Raises `ConfigError` if there are no prompts, or it is not clear which.

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cppbatch.jobs.forms import Endpoint, InputForm
-from cppbatch.jobs.inputs import InputReader
-from cppbatch.jobs.items import Item, Refused
-from cppbatch.jobs.records import BatchError
+from cppbatch.jobs.batch_records import BatchError
+from cppbatch.jobs.input_format import Endpoint, InputFormat
+from cppbatch.jobs.input_reader import InputReader
+from cppbatch.jobs.job_request import JobRequest, RejectedLine
 
 _PROMPTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/embeddings": "embeddings"}
 _MOST_ERRORS = 100  # that a batch shows; if it runs, all of them are in its error file
@@ -19,7 +19,7 @@ _LINES_AT_ONCE, _BREATH_S = 256, 0.0002
 
 
 @dataclass
-class Scan:
+class ValidationResult:
     """What is in an input."""
 
     n_lines: int = 0
@@ -28,16 +28,16 @@ class Scan:
     """The first of them."""
 
 
-def batch_input(path: Path, endpoint: str, urls: Collection[str]) -> Iterator[Item | Refused]:
+def read_batch_input(path: Path, endpoint: str, urls: Collection[str]) -> Iterator[JobRequest | RejectedLine]:
     """The lines of a batch's input, those for other endpoints refused. Raises `ConfigError` if it cannot be read."""
-    form = InputForm(path=path, kind="jsonl", endpoint=_PROMPTS.get(endpoint, "completions"))
+    form = InputFormat(path=path, kind="jsonl", endpoint=_PROMPTS.get(endpoint, "completions"))
     with InputReader(form, urls) as reader:
         for entry in reader:
-            yield _mismatched(entry, endpoint) if isinstance(entry, Item) and entry.url != endpoint else entry
+            yield _mismatched(entry, endpoint) if isinstance(entry, JobRequest) and entry.url != endpoint else entry
 
 
-def _mismatched(item: Item, endpoint: str) -> Refused:
-    return Refused(
+def _mismatched(item: JobRequest, endpoint: str) -> RejectedLine:
+    return RejectedLine(
         line=item.line,
         code="mismatched_endpoint",
         message=f"url: is {item.url}, and the endpoint of this batch is {endpoint}",
@@ -46,12 +46,12 @@ def _mismatched(item: Item, endpoint: str) -> Refused:
     )
 
 
-def scan(entries: Iterable[Item | Refused], stop: threading.Event) -> Scan:
+def validate_input(entries: Iterable[JobRequest | RejectedLine], stop: threading.Event) -> ValidationResult:
     """Counts what there is. Ends early when told to; what it returns is of no use then."""
-    found = Scan()
+    found = ValidationResult()
     for entry in entries:
         found.n_lines += 1
-        if isinstance(entry, Item):
+        if isinstance(entry, JobRequest):
             found.n_good += 1
         elif len(found.errors) < _MOST_ERRORS:
             found.errors.append(BatchError(code=entry.code, message=entry.message, line=entry.line))

@@ -9,15 +9,15 @@ from functools import partial
 from typing import TypeVar
 
 from cppbatch.errors import StorageError
-from cppbatch.jobs.items import Item, Refused, Work
+from cppbatch.jobs.job_request import JobRequest, RejectedLine, RequestHandler
 from cppbatch.jobs.journal import Journal
-from cppbatch.jobs.results import Result, answered
-from cppbatch.jobs.windows import arranged
+from cppbatch.jobs.request_order import order_requests
+from cppbatch.jobs.results import ResultLine, response_line
 
 T = TypeVar("T")
 
 
-class JobRun:
+class JobRunner:
     """One job at work. What is read, and what is recorded, is done on a thread of its own, in turn.
 
     `places`: an item runs for as long as it holds one of them; several jobs may share them, and then take turns.
@@ -25,14 +25,14 @@ class JobRun:
 
     def __init__(
         self,
-        windows: Iterator[Sequence[Item | Refused]],
+        windows: Iterator[Sequence[JobRequest | RejectedLine]],
         journal: Journal,
-        work: Work,
+        work: RequestHandler,
         places: asyncio.Semaphore,
         *,
         longest_first: bool = False,
     ) -> None:
-        """`windows`: the input, as much at a time as is ordered together (`cppbatch.jobs.windows`)."""
+        """`windows`: the input, as much at a time as is ordered together (`cppbatch.jobs.request_order`)."""
         self._windows = windows
         self._journal = journal
         self._work = work
@@ -40,7 +40,7 @@ class JobRun:
         self._longest_first = longest_first
         self._thread = ThreadPoolExecutor(1, "cppbatch-job")
         self._items: set[asyncio.Task[None]] = set()
-        self._results: list[Result] = []  # not recorded yet
+        self._results: list[ResultLine] = []  # not recorded yet
         self._news = asyncio.Event()
         self._is_fed = False
         self._is_over = False
@@ -104,18 +104,18 @@ class JobRun:
         self._items.discard(task)
         self._places.release()
 
-    def _next_window(self) -> list[Item]:
+    def _next_window(self) -> list[JobRequest]:
         """The next items that are still to be answered; none at the end of the input."""
         for entries in self._windows:
             if self._is_over:  # nobody waits for these any more
                 break
             if entries and (items := self._journal.register(entries)):
-                return arranged(items, longest_first=self._longest_first)
+                return order_requests(items, longest_first=self._longest_first)
         return []
 
-    async def _answer(self, item: Item) -> None:
+    async def _answer(self, item: JobRequest) -> None:
         try:
-            result = answered(item, await self._work(item))
+            result = response_line(item, await self._work(item))
         except Exception as error:
             self._fail(error)
             return
@@ -138,12 +138,14 @@ class JobRun:
         self._end.set_result(None)
 
 
-def refuse_rest(windows: Iterator[Sequence[Item | Refused]], journal: Journal, code: str, message: str) -> None:
+def reject_unanswered(
+    windows: Iterator[Sequence[JobRequest | RejectedLine]], journal: Journal, code: str, message: str
+) -> None:
     """Writes an error for each item that has not been answered: there is no time for it any more."""
     for entries in windows:
         items = journal.register(entries) if entries else []
         lost = [
-            Refused(line=item.line, code=code, message=message, custom_id=item.custom_id, content=item.content)
+            RejectedLine(line=item.line, code=code, message=message, custom_id=item.custom_id, content=item.content)
             for item in items
         ]
         journal.refuse(lost)

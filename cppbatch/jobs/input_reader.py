@@ -6,16 +6,14 @@ from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Protocol
 
-from cppbatch.jobs.csv_file import CsvFile
-from cppbatch.jobs.forms import InputForm, input_form
+from cppbatch.jobs.csv_input import CsvInput
 from cppbatch.jobs.hashing import hash64
-from cppbatch.jobs.items import Item, Refused
-from cppbatch.jobs.jsonl import json_item
-from cppbatch.jobs.lines import LONGEST_LINE, Lines
-from cppbatch.jobs.parquet_file import ParquetFile
-from cppbatch.jobs.requests import Requests
-
-__all__ = ["InputForm", "InputReader", "input_form"]
+from cppbatch.jobs.input_format import InputFormat
+from cppbatch.jobs.job_request import JobRequest, RejectedLine
+from cppbatch.jobs.jsonl_input import json_item
+from cppbatch.jobs.line_reader import MAX_LINE_BYTES, LineReader
+from cppbatch.jobs.parquet_input import ParquetInput
+from cppbatch.jobs.request_builder import RequestBuilder
 
 
 class InputReader:
@@ -26,13 +24,13 @@ class InputReader:
     looked at.
     """
 
-    def __init__(self, form: InputForm, urls: Collection[str]) -> None:
+    def __init__(self, form: InputFormat, urls: Collection[str]) -> None:
         self._form = form
-        self._requests = Requests(form, urls)
+        self._requests = RequestBuilder(form, urls)
         self._source: _Source | None = None
         self._is_done = False
 
-    def __iter__(self) -> Iterator[Item | Refused]:
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
         self.close()
         self._is_done = False
         self._source = self._open()
@@ -63,9 +61,9 @@ class InputReader:
 
     def _open(self) -> _Source:
         if self._form.kind == "csv":
-            return CsvFile(self._form, self._requests)
+            return CsvInput(self._form, self._requests)
         if self._form.kind == "parquet":
-            return ParquetFile(self._form, self._requests)
+            return ParquetInput(self._form, self._requests)
         return _LineFile(self._form, self._requests, json_item if self._form.kind == "jsonl" else _text_item)
 
 
@@ -74,7 +72,7 @@ class _Source(Protocol):
 
     @property
     def fraction(self) -> float: ...
-    def __iter__(self) -> Iterator[Item | Refused]: ...
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]: ...
     def close(self) -> None: ...
 
 
@@ -82,9 +80,12 @@ class _LineFile:
     """A file each of whose lines asks for something."""
 
     def __init__(
-        self, form: InputForm, requests: Requests, read: Callable[[int, bytes, Requests], Item | Refused]
+        self,
+        form: InputFormat,
+        requests: RequestBuilder,
+        read: Callable[[int, bytes, RequestBuilder], JobRequest | RejectedLine],
     ) -> None:
-        self._lines = Lines(form.path)
+        self._lines = LineReader(form.path)
         self._requests = requests
         self._read = read
 
@@ -92,13 +93,13 @@ class _LineFile:
     def fraction(self) -> float:
         return self._lines.fraction
 
-    def __iter__(self) -> Iterator[Item | Refused]:
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
         read, requests = self._read, self._requests
         for number, raw in self._lines:
             line = raw.rstrip(b"\r\n")
-            if len(line) > LONGEST_LINE:
-                message = f"is longer than {LONGEST_LINE} bytes, the most a line may have"
-                yield Refused(line=number, code="line_too_long", message=message, content=hash64(line))
+            if len(line) > MAX_LINE_BYTES:
+                message = f"is longer than {MAX_LINE_BYTES} bytes, the most a line may have"
+                yield RejectedLine(line=number, code="line_too_long", message=message, content=hash64(line))
             elif line and not line.isspace():
                 yield read(number, line, requests)
 
@@ -106,5 +107,5 @@ class _LineFile:
         self._lines.close()
 
 
-def _text_item(number: int, line: bytes, requests: Requests) -> Item | Refused:
+def _text_item(number: int, line: bytes, requests: RequestBuilder) -> JobRequest | RejectedLine:
     return requests.item(number, None, line.decode(errors="surrogateescape"))

@@ -10,25 +10,25 @@ from collections.abc import Collection, Coroutine
 from typing import Any
 
 from cppbatch.errors import Conflict, InvalidRequest, StorageError
-from cppbatch.jobs.data import DataFolder
-from cppbatch.jobs.open_batch import OpenBatch, Workplace
-from cppbatch.jobs.records import Batch, BatchRecord, check_metadata, window_seconds
-from cppbatch.jobs.store import Page, Store
+from cppbatch.jobs.active_batch import ActiveBatch, BatchResources
+from cppbatch.jobs.batch_records import Batch, BatchRecord, check_metadata, completion_window_seconds
+from cppbatch.jobs.batch_store import BatchStore, Page
+from cppbatch.jobs.data_folder import DataFolder
 
 log = logging.getLogger("cppbatch.jobs")
 
 _SWEEP_S = 60.0
 
 
-class Batches:
+class BatchManager:
     """For one event loop. Raises `StorageError` when something cannot be written."""
 
     def __init__(self, data: DataFolder, urls: Collection[str]) -> None:
         """`urls`: the endpoints that batches can be for."""
         self.data = data
         self._urls = urls
-        self._open = {record.shown.id: OpenBatch(record, data, urls) for record in data.open_batches}
-        self._workplace: Workplace | None = None
+        self._open = {record.shown.id: ActiveBatch(record, data, urls) for record in data.open_batches}
+        self._workplace: BatchResources | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- for those who ask --------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class Batches:
             input_file_id=input_file_id,
             completion_window=completion_window,
             created_at=now,
-            expires_at=now + window_seconds(completion_window),
+            expires_at=now + completion_window_seconds(completion_window),
             metadata=metadata,
         )
         record = BatchRecord(shown=shown, output_id=new_file_id(), errors_id=new_file_id(), output_life=output_life)
@@ -71,8 +71,8 @@ class Batches:
         return shown
 
     async def _add(self, record: BatchRecord) -> None:
-        await self.data.ask(Store.add_batch, record)
-        self._open[record.shown.id] = batch = OpenBatch(record, self.data, self._urls)
+        await self.data.ask(BatchStore.add_batch, record)
+        self._open[record.shown.id] = batch = ActiveBatch(record, self.data, self._urls)
         if self._workplace:
             self._begin(batch, self._workplace)
 
@@ -80,17 +80,17 @@ class Batches:
         """A batch as it is now. Raises `NotFound`."""
         if batch := self._open.get(batch_id):
             return batch.shown
-        return await self.data.ask(Store.batch, batch_id)
+        return await self.data.ask(BatchStore.batch, batch_id)
 
     async def page(self, page: Page) -> tuple[list[Batch], bool]:
         """A page of them, and whether there are more."""
-        batches, has_more = await self.data.ask(Store.batches, page)
+        batches, has_more = await self.data.ask(BatchStore.batches, page)
         return [self._open[each.id].shown if each.id in self._open else each for each in batches], has_more
 
     async def cancel(self, batch_id: str) -> Batch:
         """Begins to end a batch; what is answered already stays. Raises `NotFound`, and `Conflict` if it has ended."""
         batch = self._open.get(batch_id)
-        shown = batch.shown if batch else await self.data.ask(Store.batch, batch_id)
+        shown = batch.shown if batch else await self.data.ask(BatchStore.batch, batch_id)
         if shown.status == "cancelling":
             return shown
         if not batch or shown.status not in ("validating", "in_progress"):
@@ -100,7 +100,7 @@ class Batches:
 
     # --- at work ------------------------------------------------------------------------------------------------
 
-    def start(self, workplace: Workplace) -> None:
+    def start(self, workplace: BatchResources) -> None:
         """Goes on with those that have not ended, and begins with new ones as they come."""
         self._workplace = workplace
         for batch in list(self._open.values()):
@@ -108,7 +108,7 @@ class Batches:
             self._begin(batch, workplace)
         self._keep(self._sweep())
 
-    def _begin(self, batch: OpenBatch, workplace: Workplace) -> None:
+    def _begin(self, batch: ActiveBatch, workplace: BatchResources) -> None:
         self._keep(self._live(batch, workplace))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
@@ -116,7 +116,7 @@ class Batches:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _live(self, batch: OpenBatch, workplace: Workplace) -> None:
+    async def _live(self, batch: ActiveBatch, workplace: BatchResources) -> None:
         try:
             await batch.live(workplace)
         except Exception:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from cppbatch.errors import StorageError
-from cppbatch.jobs.outputs import move_into_place, storage_error
-from cppbatch.jobs.records import BatchRecord, File
-from cppbatch.jobs.store import Store
+from cppbatch.jobs.batch_records import BatchRecord, File
+from cppbatch.jobs.batch_store import BatchStore
+from cppbatch.jobs.durable_files import move_into_place, storage_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class DataFolder:
     """`open_data` makes one. Whatever happens to the process, the books are right: contents come before their row and
     go after it, and those without a row are removed at the next start."""
 
-    def __init__(self, folder: Path, store: Store) -> None:
+    def __init__(self, folder: Path, store: BatchStore) -> None:
         self.folder = folder
         self._store = store
         self._thread = ThreadPoolExecutor(1, "cppbatch-store")  # commits wait for the disk
@@ -53,8 +53,8 @@ class DataFolder:
                 shutil.rmtree(self.batch(name))
         return batches
 
-    async def ask(self, method: Callable[Concatenate[Store, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a method of the `Store` on the thread that has it."""
+    async def ask(self, method: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a method of the `BatchStore` on the thread that has it."""
         call = partial(method, self._store, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
@@ -97,7 +97,7 @@ class DataFolder:
 
     async def sweep(self, now: int) -> None:
         """Removes files whose time is up, except those that a batch needs."""
-        if gone := await self.ask(Store.delete_expired, now):
+        if gone := await self.ask(BatchStore.delete_expired, now):
             log.info("removed %d files whose time was up", len(gone))
             await asyncio.to_thread(self._unlink, gone)
 
@@ -125,7 +125,7 @@ def open_data(folder: Path) -> DataFolder:
     with _explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_others(folder)
-    store = Store(folder / _BOOKS)
+    store = BatchStore(folder / _BOOKS)
     try:
         return DataFolder(folder, store)
     except BaseException:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
-from cppbatch.jobs.items import Item, Refused
+from cppbatch.jobs.job_request import JobRequest, RejectedLine
 
 _FIRST = 64
 """Items of the first window: so few that the first results come soon. Each further one has twice as many."""
@@ -21,14 +21,14 @@ _ANSWER_TOKENS = 256
 """Of an answer, if its item does not say how many it may have."""
 
 
-def windows(
-    items: Iterable[Item | Refused], *, most_items: int = 2048, most_bytes: int = 32 << 20
-) -> Iterator[list[Item | Refused]]:
+def chunks(
+    items: Iterable[JobRequest | RejectedLine], *, most_items: int = 2048, most_bytes: int = 32 << 20
+) -> Iterator[list[JobRequest | RejectedLine]]:
     """Cuts what is read of an input into lists, in order, none empty.
 
     Each takes at most `most_bytes` of memory, and what its last item takes beyond that.
     """
-    window: list[Item | Refused] = []
+    window: list[JobRequest | RejectedLine] = []
     n_bytes, n_items = 0, min(_FIRST, most_items)
     for item in items:
         window.append(item)
@@ -41,14 +41,14 @@ def windows(
         yield window
 
 
-def arranged(items: list[Item], *, longest_first: bool) -> list[Item]:
+def order_requests(items: list[JobRequest], *, longest_first: bool) -> list[JobRequest]:
     """The items in the order in which they are best submitted.
 
     Items whose prompts begin alike stand together, so that their beginning is computed once and found in the prefix
     cache. Otherwise they stand as in their file; or by the length of what is to be computed, the longest first, so that
     no long one is left over at the end while the others are done.
     """
-    groups: dict[tuple[str, str] | int, list[tuple[int, Item]]] = {}
+    groups: dict[tuple[str, str] | int, list[tuple[int, JobRequest]]] = {}
     for place, item in enumerate(items):
         beginning, letters = _prompt(item)
         alike = (item.url, beginning) if letters >= _ALIKE else place
@@ -62,7 +62,7 @@ def arranged(items: list[Item], *, longest_first: bool) -> list[Item]:
     return [item for group in by_longest for _, item in group]
 
 
-def _prompt(item: Item) -> tuple[str, int]:
+def _prompt(item: JobRequest) -> tuple[str, int]:
     """The letters with which a prompt begins, `_ALIKE` of them if it has so many, and how many it has in all."""
     beginning, letters = "", 0
     for field in _PROMPT_FIELDS:
@@ -84,7 +84,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(child)
 
 
-def _answer_tokens(item: Item) -> int:
+def _answer_tokens(item: JobRequest) -> int:
     for field in _ANSWER_FIELDS:
         value = item.body.get(field)
         if isinstance(value, int):
@@ -92,9 +92,9 @@ def _answer_tokens(item: Item) -> int:
     return _ANSWER_TOKENS
 
 
-def _memory(item: Item | Refused) -> int:
+def _memory(item: JobRequest | RejectedLine) -> int:
     """Bytes that an item takes, roughly."""
-    if isinstance(item, Refused):
+    if isinstance(item, RejectedLine):
         return sys.getsizeof(item.message)
     size, left = 0, [item.custom_id, item.body]
     while left:

@@ -11,7 +11,7 @@ from pathlib import Path
 from cppbatch.errors import DiskFull, StorageError
 
 
-class Appended:
+class DurableFile:
     """A file that only grows. Somebody else remembers how much of it counts."""
 
     def __init__(self, path: Path, size: int) -> None:
@@ -25,7 +25,7 @@ class Appended:
             found = self._file.tell()
             if found > size:
                 self._file.truncate(size)
-            sync_folder(path.parent)
+            fsync_folder(path.parent)
         if found < size:
             self._file.close()
             raise StorageError(
@@ -84,7 +84,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     return kind(f"{path} cannot be written ({error.strerror or error}): {todo}")
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Has a folder's names on the disk. (Windows cannot, and does that by itself.)"""
     if os.name == "nt":
         return
@@ -101,4 +101,4 @@ def move_into_place(finished: Path, path: Path) -> None:
         with finished.open("r+b") as file:  # Windows does not sync what cannot be written to
             os.fsync(file.fileno())
         finished.replace(path)
-        sync_folder(path.parent)
+        fsync_folder(path.parent)

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterator
 
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.forms import InputForm, table_columns
 from cppbatch.jobs.hashing import hash64
-from cppbatch.jobs.items import Item, Refused
-from cppbatch.jobs.lines import LONGEST_LINE, Lines
-from cppbatch.jobs.requests import Requests, Unusable, checked_text
+from cppbatch.jobs.input_format import InputFormat, table_columns
+from cppbatch.jobs.job_request import JobRequest, RejectedLine
+from cppbatch.jobs.line_reader import MAX_LINE_BYTES, LineReader
+from cppbatch.jobs.request_builder import LineError, RequestBuilder, check_text
 
 _REREAD_AT_FIRST = 16 << 20
 _REREAD_PER_BYTE = 4
@@ -19,13 +19,13 @@ _MOST_LINES = 1 << 18
 """Of a record, since short lines take far more memory than they have bytes."""
 
 
-class CsvFile:
+class CsvInput:
     """The items of a CSV file, whose first line names the columns."""
 
-    def __init__(self, form: InputForm, requests: Requests) -> None:
+    def __init__(self, form: InputFormat, requests: RequestBuilder) -> None:
         self._form = form
         self._requests = requests
-        self._lines = Lines(form.path)
+        self._lines = LineReader(form.path)
 
     @property
     def fraction(self) -> float:
@@ -34,9 +34,9 @@ class CsvFile:
     def close(self) -> None:
         self._lines.close()
 
-    def __iter__(self) -> Iterator[Item | Refused]:
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
         # The limit, of 128 KiB by default, is one for the whole process; what we read is limited by _Feed.
-        csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         feed = _Feed(self._lines)
         rows = csv.reader(feed, delimiter=self._delimiter(feed.first_line()), strict=True)
         columns = self._columns(rows)
@@ -67,8 +67,8 @@ class CsvFile:
 
     def _columns(self, rows: Iterator[list[str]]) -> list[str]:
         try:
-            columns = [checked_text(name.strip()) for name in next(rows, [])]
-        except (csv.Error, Unusable) as error:
+            columns = [check_text(name.strip()) for name in next(rows, [])]
+        except (csv.Error, LineError) as error:
             raise ConfigError(f"{self._form.path}: its first line should name the columns, but: {error}") from None
         if not columns:
             raise ConfigError(f"{self._form.path}: is empty, and its first line should name the columns")
@@ -87,7 +87,7 @@ class _Feed:
     in which each line would have 16 MiB read again.
     """
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: LineReader) -> None:
         self._fresh = iter(lines)
         self._again: deque[tuple[int, bytes]] = deque()
         self._may_reread = _REREAD_AT_FIRST
@@ -105,7 +105,7 @@ class _Feed:
             self._may_reread += _REREAD_PER_BYTE * len(line)
         self._record.append((number, line))
         self._record_size += len(line)
-        if self._record_size > LONGEST_LINE or len(self._record) > _MOST_LINES:
+        if self._record_size > MAX_LINE_BYTES or len(self._record) > _MOST_LINES:
             raise _TooLong
         return line.decode(errors="surrogateescape")
 
@@ -130,11 +130,11 @@ class _Feed:
     def is_blank(self) -> bool:
         return len(self._record) == 1 and self._record[0][1].isspace()
 
-    def refused(self, message: str, code: str = "invalid_record") -> Refused:
+    def refused(self, message: str, code: str = "invalid_record") -> RejectedLine:
         data = b"".join(line for _, line in self._record)
-        return Refused(line=self.line, code=code, message=message, content=hash64(data))
+        return RejectedLine(line=self.line, code=code, message=message, content=hash64(data))
 
-    def give_up(self, error: csv.Error) -> Refused:
+    def give_up(self, error: csv.Error) -> RejectedLine:
         """Refuses the record's first line, or all its lines if reading the others again would cost too much."""
         (_, first), *others = self._record
         if others and self._record_size - len(first) <= self._may_reread:
@@ -143,7 +143,7 @@ class _Feed:
             del self._record[1:]
         is_too_long = isinstance(error, _TooLong)
         if is_too_long and not others:
-            return self.refused(f"is longer than {LONGEST_LINE} bytes, the most a line may have", "line_too_long")
+            return self.refused(f"is longer than {MAX_LINE_BYTES} bytes, the most a line may have", "line_too_long")
         is_open = is_too_long or "end of data" in str(error)
         problem = "a quote that begins here is not closed" if is_open else f"cannot be read as CSV: {error}"
         last = self._record[-1][0]

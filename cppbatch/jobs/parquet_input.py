@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.forms import InputForm, table_columns
 from cppbatch.jobs.hashing import hash64
-from cppbatch.jobs.items import Item, Refused
-from cppbatch.jobs.lines import LONGEST_LINE, unreadable
-from cppbatch.jobs.requests import Requests
+from cppbatch.jobs.input_format import InputFormat, table_columns
+from cppbatch.jobs.job_request import JobRequest, RejectedLine
+from cppbatch.jobs.line_reader import MAX_LINE_BYTES, unreadable_file
+from cppbatch.jobs.request_builder import RequestBuilder
 
 _BATCH_BYTES = 4 << 20
 _MOST_ROWS = 1024
@@ -18,10 +18,10 @@ _BUFFER = 1 << 20
 """Read of a column at once. Without it, or with pre_buffer, pyarrow reads all that a row group has of it."""
 
 
-class ParquetFile:
+class ParquetInput:
     """The items of a Parquet file; their lines are its rows, from 1."""
 
-    def __init__(self, form: InputForm, requests: Requests) -> None:
+    def __init__(self, form: InputFormat, requests: RequestBuilder) -> None:
         self._form = form
         self._requests = requests
         self._rows_read = 0
@@ -30,7 +30,7 @@ class ParquetFile:
         try:
             file = open(form.path, "rb")  # noqa: SIM115 (close() does); pyarrow's own errors say less
         except (OSError, ValueError) as error:
-            raise unreadable(form.path, error) from None
+            raise unreadable_file(form.path, error) from None
         try:
             self._file = parquet.ParquetFile(
                 file, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
@@ -49,7 +49,7 @@ class ParquetFile:
         self._file.close()
         self._opened.close()
 
-    def __iter__(self) -> Iterator[Item | Refused]:
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
         for cells in self._batches():
             for prompt, name in zip(cells[0], cells[1], strict=True):
                 self._rows_read += 1
@@ -68,12 +68,12 @@ class ParquetFile:
         if self._rows_read != self._rows:
             raise self._broken(f"it should have {self._rows} rows")
 
-    def _item(self, row: int, prompt: str | None, name: str | None) -> Item | Refused:
+    def _item(self, row: int, prompt: str | None, name: str | None) -> JobRequest | RejectedLine:
         prompt = prompt or ""
-        if len(prompt) > LONGEST_LINE:
+        if len(prompt) > MAX_LINE_BYTES:
             content = hash64(prompt.encode(errors="surrogateescape"))
-            message = f"the prompt is longer than {LONGEST_LINE} letters, the most it may have"
-            return Refused(line=row, code="line_too_long", message=message, content=content)
+            message = f"the prompt is longer than {MAX_LINE_BYTES} letters, the most it may have"
+            return RejectedLine(line=row, code="line_too_long", message=message, content=content)
         return self._requests.item(row, name, prompt)
 
     def _columns(self) -> list[str]:
