@@ -33,7 +33,7 @@ from cppbatch.engine.request import (
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import SamplerOutput, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
-from cppbatch.engine.sequence import News, Seq, SeqStatus
+from cppbatch.engine.sequence import News, Seq
 from cppbatch.engine.teller import Teller
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.vocabulary import Cancelled, never
@@ -284,7 +284,7 @@ class BatchInferenceEngine(Calls):
             for request_id in self._events.ended():
                 self._sequences.pop(request_id, None)  # its end is told already
             for sequence in self._sequences.values():
-                sequence.start_over()
+                sequence.restarted()
             self._scheduler.start_over(self._sequences.values())
             for sequence in [s for s in self._sequences.values() if s.max_new and s.n_left <= 0]:
                 self._finish(sequence, FinishReason.LENGTH)
@@ -327,21 +327,20 @@ class BatchInferenceEngine(Calls):
         """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
         self._scheduler.remove(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
-        if sequence.sampler:
-            sequence.sampler.close()
         self._outputs.note(sequence)
-        sequence.status = SeqStatus.FINISHED
-        sequence.finish_reason = reason
-        sequence.finished_at = perf_counter()
         self._tell(
             sequence,
             embedding=sequence.embedding,
             finish_reason=reason,
             seed=sequence.seed,
-            usage=sequence.usage(),
+            usage=sequence.usage(perf_counter()),
             error=sequence.error,
             error_field=sequence.error_field,
         )
+        # Only now, when its last event is written: interrupted before that, it runs again.
+        sequence.finished()
+        if sequence.sampler:
+            sequence.sampler.close()
         del self._sequences[sequence.id]
         self.metrics.finished[reason] += 1
 

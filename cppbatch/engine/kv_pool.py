@@ -12,7 +12,7 @@ from cppbatch.config import Sharing
 from cppbatch.engine.cells import Cells, n_held, n_shared
 from cppbatch.engine.kv_invariants import check_invariants, dump_cells, require
 from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache
-from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
+from cppbatch.engine.sequence import SavedState, Seq
 from cppbatch.errors import LlamaError
 
 log = logging.getLogger("cppbatch.engine")
@@ -129,8 +129,7 @@ class KVPool:
         if not sequence.admitted_at:  # not one that resumes
             self.cache.count(sequence, match)
         self.cache.track(sequence)
-        only_one_pending = sequence.n_computed > 0 and sequence.n_pending == 1
-        sequence.status = SeqStatus.DECODE if only_one_pending else SeqStatus.PREFILL
+        sequence.admitted()
 
     def _return(self, sequence: Seq) -> None:
         self._take_id(sequence, None)
@@ -166,7 +165,7 @@ class KVPool:
         worth_saving = n_shared(sequence.cells) * 2 < sequence.n_computed
         self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, worth_saving=worth_saving))
         self._give_up(sequence)
-        sequence.status = SeqStatus.SWAPPED
+        sequence.preempted()
 
     def make_room(self, n_free: int, *, keep: object = None) -> bool:
         """Evicts cached prefixes, the least recently used first, until so many cells are free. Whether they are."""
@@ -244,8 +243,7 @@ class KVPool:
             self.swapped_bytes += saved.n_bytes
             self.n_swaps += 1
         else:
-            sequence.n_computed = 0
-            sequence.status = SeqStatus.WAITING
+            sequence.will_recompute()
             self.n_recomputes += 1
 
     def _swap_in(self, sequence: Seq) -> None:
@@ -278,8 +276,7 @@ class KVPool:
         self._memory.remove(sequence.seq_id)
         self._cells.free(sequence.cells)
         sequence.cells = None
-        sequence.n_computed = 0
-        sequence.status = SeqStatus.PREFILL
+        sequence.will_recompute()
 
     def _save(self, cached: CachedPrefix, seq_id: int) -> None:
         saved = self._saved(seq_id) if cached in self.cache.in_host else None

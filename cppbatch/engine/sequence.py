@@ -15,7 +15,6 @@ from cppbatch.engine.detokenizer import Detokenizer
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import (
     BACKGROUND,
-    FinishReason,
     GenerationEvent,
     GenerationRequest,
     RequestUsage,
@@ -37,6 +36,16 @@ class SeqStatus(Enum):
     SWAPPED = "swapped"
     """Its cells were needed elsewhere; its memory lies in host memory until it resumes."""
     FINISHED = "finished"
+
+
+TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
+    SeqStatus.WAITING: frozenset((SeqStatus.PREFILL, SeqStatus.DECODE, SeqStatus.FINISHED)),
+    SeqStatus.PREFILL: frozenset((SeqStatus.DECODE, SeqStatus.SWAPPED, SeqStatus.WAITING, SeqStatus.FINISHED)),
+    SeqStatus.DECODE: frozenset((SeqStatus.PREFILL, SeqStatus.SWAPPED, SeqStatus.WAITING, SeqStatus.FINISHED)),
+    SeqStatus.SWAPPED: frozenset((SeqStatus.PREFILL, SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.FINISHED)),
+    SeqStatus.FINISHED: frozenset(),
+}
+"""Which status may follow which. The methods of `Seq` below the line "the life of a sequence" make these changes."""
 
 
 @dataclass(slots=True)
@@ -83,6 +92,7 @@ class Seq:
     """
 
     __slots__ = (
+        "_status",
         "adapters",
         "admitted_at",
         "arrived_at",
@@ -92,8 +102,6 @@ class Seq:
         "embedding",
         "error",
         "error_field",
-        "finish_reason",
-        "finished_at",
         "first_token_at",
         "max_new",
         "moving",
@@ -113,7 +121,6 @@ class Seq:
         "saved",
         "seed",
         "seq_id",
-        "status",
         "text",
         "tokens",
     )  # fmt: skip
@@ -146,7 +153,7 @@ class Seq:
         self.rank = (0.0, 0)  # the scheduler's order
         self.seq_id = -1
         self.cells: Span | None = None
-        self.status = SeqStatus.WAITING
+        self._status = SeqStatus.WAITING
         self.moving = False  # its memory is being brought, and it computes nothing meanwhile
         self.pause_at = 0  # its prefill stops here for a step, so that others can copy what it has then
         self.saved: SavedState | None = None
@@ -156,11 +163,15 @@ class Seq:
         self.sampler: SamplerState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.embedding: bytes | None = None  # what an embedding request is about
-        self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.error_field: str | None = None  # of the request, when that is to blame
         self.arrived_at = now
-        self.admitted_at = self.first_token_at = self.finished_at = 0.0
+        self.admitted_at = self.first_token_at = 0.0
+
+    @property
+    def status(self) -> SeqStatus:
+        """Where the sequence is in its life."""
+        return self._status
 
     @property
     def id(self) -> str:
@@ -201,18 +212,7 @@ class Seq:
         """For how many of its next `n` pending tokens logits are wanted; they are the last ones."""
         return n if self.is_scored or self.request.task == "embed" else int(n == self.n_pending)
 
-    def computed(self, n: int) -> None:
-        """Notes that the next `n` pending tokens are in the cache."""
-        self.n_computed += n
-        if self.n_computed == self.n_tokens:
-            self.status = SeqStatus.DECODE
-
-    def append(self, token: int) -> None:
-        """Adds a generated token."""
-        self.tokens[self.n_tokens] = token
-        self.n_tokens += 1
-        if self.n_pending > 1:  # a grammar forced it: more is to be computed than a decode row does
-            self.status = SeqStatus.PREFILL
+    # --- the life of a sequence ---------------------------------------------------------------------------------
 
     def resume(self, progress: ResumeState, now: float) -> None:
         """Knows the tokens that it had in an engine before this one; its text is for `Outputs` to catch up with."""
@@ -224,24 +224,63 @@ class Seq:
             if self.constraint:
                 self.constraint.rebuild(progress.tokens)
 
-    def start_over(self) -> None:
-        """Forgets what it holds; what it knows stays, and is computed again."""
+    def admitted(self) -> None:
+        """It has a seq_id, and its first `n_computed` tokens are in the cache, or about to be restored into it."""
+        only_one_pending = self.n_computed > 0 and self.n_pending == 1
+        self._set_status(SeqStatus.DECODE if only_one_pending else SeqStatus.PREFILL)
+
+    def computed(self, n: int) -> None:
+        """The next `n` pending tokens are in the cache."""
+        self.n_computed += n
+        if self.n_computed == self.n_tokens:
+            self._set_status(SeqStatus.DECODE)
+
+    def append(self, token: int) -> None:
+        """Adds a generated token."""
+        self.tokens[self.n_tokens] = token
+        self.n_tokens += 1
+        if self.n_pending > 1:  # a grammar forced it: more is to be computed than a decode row does
+            self._set_status(SeqStatus.PREFILL)
+
+    def preempted(self) -> None:
+        """Its cells and seq_id go to another sequence; it resumes later."""
+        self._set_status(SeqStatus.SWAPPED)
+
+    def will_recompute(self) -> None:
+        """Its keys and values are lost (not saved, or not restored): all of its tokens are computed again."""
+        self.n_computed = 0
+        self._set_status(SeqStatus.WAITING if self.seq_id < 0 else SeqStatus.PREFILL)
+
+    def restarted(self) -> None:
+        """The KV cache was emptied: the sequence waits again, and all of its tokens are computed again."""
         self.seq_id = -1
         self.cells = self.saved = None
         self.moving = False
         self.n_computed = 0
-        self.status = SeqStatus.WAITING
+        self._set_status(SeqStatus.WAITING)
         if self.constraint:
             self.constraint.rebuild(self.tokens[self.n_prompt : self.n_tokens].tolist())
 
-    def usage(self) -> RequestUsage:
+    def finished(self) -> None:
+        """It has ended, for whatever reason."""
+        self._set_status(SeqStatus.FINISHED)
+
+    def _set_status(self, status: SeqStatus) -> None:
+        """Raises `AssertionError` for a change that is not in `TRANSITIONS`."""
+        if status is self._status:
+            return
+        if status not in TRANSITIONS[self._status]:
+            raise AssertionError(f"{self.id} cannot change from {self._status.value} to {status.value}")
+        self._status = status
+
+    def usage(self, finished_at: float) -> RequestUsage:
         """Counts and times, for the last event."""
-        queued_until = self.admitted_at or self.finished_at
+        queued_until = self.admitted_at or finished_at
         return RequestUsage(
             prompt_tokens=self.n_prompt,
             cached_tokens=min(self.n_cached, self.n_prompt),  # one that was computed again may find its own text
             completion_tokens=self.n_generated,
             queue_seconds=queued_until - self.arrived_at,
             first_token_seconds=max(0.0, self.first_token_at - self.arrived_at) if self.first_token_at else 0.0,
-            total_seconds=self.finished_at - self.arrived_at,
+            total_seconds=finished_at - self.arrived_at,
         )

@@ -53,7 +53,7 @@ class Policy:
     def end(self, sequence: Seq) -> None:
         self.scheduler.remove(sequence)
         self.kv.release(sequence, keep=False)
-        sequence.status = SeqStatus.FINISHED
+        sequence.finished()
 
     def admitted_until_idle(self) -> list[str]:
         names = []

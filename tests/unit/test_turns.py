@@ -66,7 +66,7 @@ class Policy:
             if its.n_generated == its.max_new:
                 self.scheduler.remove(its)
                 self.kv.release(its, keep=False)
-                its.status = SeqStatus.FINISHED
+                its.finished()
         return plan
 
     def turns(self, n_steps: int) -> list[AdapterSet]:

@@ -33,4 +33,4 @@ class Padding:
 
     def start_over(self) -> None:
         """The pool has forgotten it."""
-        self._sequence.start_over()
+        self._sequence.restarted()
