@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from cppbatch.chat.format import ChatFormat, Turn
-from cppbatch.chat.pieces import Call, Message, Piece
+from cppbatch.chat.chat_format import ChatFormat, PreparedChat
+from cppbatch.chat.deltas import AssistantMessage, Delta, ToolCall
 from cppbatch.chat.template import CHATML, ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 
@@ -104,30 +104,30 @@ def chat_format(family: str, token_ids: dict[str, int] | None = None) -> ChatFor
     return ChatFormat(_template(family), token_ids)
 
 
-def turn(family: str, *, tools: list[Json] = TOOLS, mode: Any = "auto", **more: Any) -> Turn:
+def turn(family: str, *, tools: list[Json] = TOOLS, mode: Any = "auto", **more: Any) -> PreparedChat:
     """The answer to a question."""
     variables = {key: more.pop(key) for key in ("opened", "quick") if key in more}
     messages = more.pop("messages", QUESTION)
     choice = ToolChoice(mode=mode, name=more.pop("name", None), parallel=more.pop("parallel", True))
-    return chat_format(family, more.pop("token_ids", None)).turn(
+    return chat_format(family, more.pop("token_ids", None)).prepare(
         messages, tools=tools, choice=choice, variables=variables, **more
     )
 
 
-def pieces(its: Turn, parts: Iterable[str]) -> list[Piece]:
+def pieces(its: PreparedChat, parts: Iterable[str]) -> list[Delta]:
     """What a reader tells of a text that comes in these parts."""
-    reader = its.parser()
+    reader = its.output_parser()
     return [piece for part in parts for piece in reader.push(part)] + reader.close()
 
 
-def message(its: Turn, parts: Iterable[str]) -> Message:
+def message(its: PreparedChat, parts: Iterable[str]) -> AssistantMessage:
     """The whole message, its calls without ids."""
-    whole = Message()
+    whole = AssistantMessage()
     whole.add(pieces(its, parts))
-    whole.calls = [Call("", call.name, call.arguments) for call in whole.calls]
+    whole.calls = [ToolCall("", call.name, call.arguments) for call in whole.calls]
     return whole
 
 
-def calls_of(whole: Message) -> list[tuple[str, Any]]:
+def calls_of(whole: AssistantMessage) -> list[tuple[str, Any]]:
     """Names and arguments."""
     return [(call.name, json.loads(call.arguments)) for call in whole.calls]

@@ -6,7 +6,7 @@ import copy
 import json
 from typing import Any, NamedTuple
 
-from cppbatch.chat.capabilities import Takes
+from cppbatch.chat.capabilities import TemplateCapabilities
 from cppbatch.chat.template import ChatTemplate
 
 Message = dict[str, Any]
@@ -84,7 +84,7 @@ CONVERSATIONS = {
 }
 
 
-def for_reference(messages: list[Message], takes: Takes) -> list[Message]:
+def for_reference(messages: list[Message], takes: TemplateCapabilities) -> list[Message]:
     """The same with what cppbatch adapts to a template on purpose, and transformers leaves to its caller."""
     messages = copy.deepcopy(messages)
     for message in messages:

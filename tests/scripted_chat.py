@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 
 from cppbatch import LocalEngine
-from cppbatch.chat.format import Turn
-from cppbatch.chat.pieces import CallArguments, CallStart, Piece, Reasoning, Text
+from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
 from cppbatch.server.app import create_app
@@ -28,16 +28,16 @@ Json = dict[str, Any]
 
 ENDS = {"guided_regex": "[a-z]{12}"}
 """Params with which a tiny model ends its text."""
-SCRIPT: list[Piece] = [
-    Reasoning("Let me "),
-    Reasoning("think."),
-    Text("I shall "),
-    Text("look."),
-    CallStart(0, "call_a", "weather"),
-    CallArguments(0, '{"city": '),
-    CallArguments(0, '"Paris"}'),
-    CallStart(1, "call_b", "time"),
-    CallArguments(1, "{}"),
+SCRIPT: list[Delta] = [
+    ReasoningDelta("Let me "),
+    ReasoningDelta("think."),
+    TextDelta("I shall "),
+    TextDelta("look."),
+    ToolCallStart(0, "call_a", "weather"),
+    ArgumentsDelta(0, '{"city": '),
+    ArgumentsDelta(0, '"Paris"}'),
+    ToolCallStart(1, "call_b", "time"),
+    ArgumentsDelta(1, "{}"),
 ]
 """Thoughts, text and two calls."""
 
@@ -45,26 +45,28 @@ SCRIPT: list[Piece] = [
 class ScriptedReader:
     """Gives a piece for each bit of text, and at its end the rest."""
 
-    def __init__(self, script: list[Piece]) -> None:
+    def __init__(self, script: list[Delta]) -> None:
         self._left = list(script)
 
-    def push(self, _text: str) -> list[Piece]:
+    def push(self, _text: str) -> list[Delta]:
         return [self._left.pop(0)] if self._left else []
 
-    def close(self) -> list[Piece]:
+    def close(self) -> list[Delta]:
         return self._left
 
 
 class ScriptedFormat:
     """Remembers what it was asked for, and reads the script whatever the model says."""
 
-    def __init__(self, script: list[Piece], **params: object) -> None:
+    def __init__(self, script: list[Delta], **params: object) -> None:
         self._script, self._params = script, params
         self.asked: Json = {}
 
-    def turn(self, messages: list[Json], **asked: object) -> Turn:
+    def prepare(self, messages: list[Json], **asked: object) -> PreparedChat:
         self.asked = {"messages": messages, **asked}
-        return Turn(prompt=str(messages), parser=lambda: ScriptedReader(self._script), params=self._params)
+        return PreparedChat(
+            prompt=str(messages), output_parser=lambda: ScriptedReader(self._script), params=self._params
+        )
 
 
 class ChatServer(AppThread):

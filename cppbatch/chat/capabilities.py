@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-Message = dict[str, Any]
-Render = Callable[[list[Message], list[dict[str, Any]] | None], str | None]
+ChatMessage = dict[str, Any]
+Render = Callable[[list[ChatMessage], list[dict[str, Any]] | None], str | None]
 """Messages and tools to a text, None when the template refuses them."""
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -29,11 +29,11 @@ _TOOL = {
         },
     },
 }
-_USER: Message = {"role": "user", "content": "Hello."}
+_USER: ChatMessage = {"role": "user", "content": "Hello."}
 _CALL_ID = "probe0001"  # nine letters and digits: some templates insist on that
 
 
-class Takes(msgspec.Struct, frozen=True, kw_only=True):
+class TemplateCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a template takes."""
 
     tools: bool
@@ -54,17 +54,17 @@ class Takes(msgspec.Struct, frozen=True, kw_only=True):
     """It wants null as the content of a message that has only tool calls, rather than an empty string."""
 
 
-def find_out(render: Render) -> Takes:
+def detect_capabilities(render: Render) -> TemplateCapabilities:
     """Some twenty renderings, a few milliseconds."""
 
-    def written(messages: list[Message]) -> str:
+    def written(messages: list[ChatMessage]) -> str:
         """Some templates cannot do without tools."""
         return render(messages, None) or render(messages, [_TOOL]) or ""
 
     calls = _how_calls_are_wanted(render)
     text_arguments, null_content = calls or (False, False)
 
-    def around(role: str, content: Any) -> list[Message]:
+    def around(role: str, content: Any) -> list[ChatMessage]:
         message = {"role": role, "content": content}
         if role == "system":
             return [message, _USER]
@@ -79,7 +79,7 @@ def find_out(render: Render) -> Takes:
     parts = frozenset(role for role in _ROLES if _has_both(written(around(role, [_part(_FIRST), _part(_SECOND)]))))
     developer = written([{"role": "developer", "content": _FIRST}, _USER])
     stranger = written([{"role": "stranger", "content": _FIRST}, _USER])
-    return Takes(
+    return TemplateCapabilities(
         tools="probe_tool" in (render([_USER], [_TOOL]) or ""),
         tool_calls=calls is not None,
         system="system" in strings | parts,
@@ -111,7 +111,7 @@ def _render_call(render: Render, *, text_arguments: bool, null_content: bool) ->
     return render([_USER, call, result], [_TOOL]) or ""
 
 
-def _call(*, text_arguments: bool, null_content: bool) -> Message:
+def _call(*, text_arguments: bool, null_content: bool) -> ChatMessage:
     arguments: Any = f'{{"probe_key": "{_VALUE}"}}' if text_arguments else {"probe_key": _VALUE}
     call = {"id": _CALL_ID, "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
     return {"role": "assistant", "content": None if null_content else "", "tool_calls": [call]}

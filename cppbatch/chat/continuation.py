@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppbatch.chat.capabilities import Message
+from cppbatch.chat.capabilities import ChatMessage
 from cppbatch.errors import InvalidRequest
 
 _FIELD = "continue_final_message"
@@ -10,7 +10,7 @@ _MARK = "END-OF-THE-UNFINISHED-MESSAGE "
 """Ends with a space, so that one can see whether the template trims messages."""
 
 
-def mark_end(messages: list[Message]) -> str:
+def mark_end(messages: list[ChatMessage]) -> str:
     """Puts a mark after the last message's text, in place, and returns that text. Raises `InvalidRequest`."""
     content = messages[-1]["content"] if messages else None
     if isinstance(content, str):

@@ -12,7 +12,7 @@ _END_OF_SCALAR = re.compile(r"[^\w.+\-]")
 _CLOSING = {"{": "}", "[": "]"}
 
 
-class NotJson(ValueError):
+class InvalidJson(ValueError):
     """`at`: the letter of the pushed text that cannot be."""
 
     def __init__(self, at: int) -> None:
@@ -20,7 +20,7 @@ class NotJson(ValueError):
         self.at = at
 
 
-class JsonEnd:
+class JsonValueScanner:
     """Looks for the end of one value, which begins with the first letter pushed.
 
     Brackets must match; that numbers, words and commas are where they should be is not checked.
@@ -31,7 +31,7 @@ class JsonEnd:
         self._in_string = self._escaped = self._in_scalar = False
 
     def push(self, text: str) -> int | None:
-        """Where in `text` the value has ended; None: it goes on. Raises `NotJson`."""
+        """Where in `text` the value has ended; None: it goes on. Raises `InvalidJson`."""
         at = 0
         while at < len(text):
             if self._escaped:
@@ -66,11 +66,11 @@ class JsonEnd:
         elif not self._open and re.match(r"[\w\-]", letter):
             self._in_scalar = True
         else:
-            raise NotJson(at)
+            raise InvalidJson(at)
         return at + 1
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """The value of JSON text. Raises `ValueError`, also for what is nested too deeply, NaN and infinity."""
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -82,6 +82,6 @@ def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-def dumped(value: Any) -> str:
+def dump_json(value: Any) -> str:
     """A value as JSON text, as models write it."""
     return json.dumps(value, ensure_ascii=False)

@@ -15,7 +15,7 @@ _TAGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ReasoningTags:
     """The tags around a thought."""
 
     opening: str
@@ -28,12 +28,12 @@ class Thinking:
         return self.opening[:end], self.closing
 
     @staticmethod
-    def of(source: str) -> Thinking | None:
+    def of(source: str) -> ReasoningTags | None:
         """Those that a template's text has; None: its model is not known to think."""
-        return next((Thinking(*tags) for tags in _TAGS if any(tag in source for tag in tags)), None)
+        return next((ReasoningTags(*tags) for tags in _TAGS if any(tag in source for tag in tags)), None)
 
 
-class Thought(Enum):
+class ReasoningState(Enum):
     """Where a prompt ends."""
 
     NONE = "none"
@@ -48,26 +48,26 @@ class Thought(Enum):
     """Behind a thought, or in the answer."""
 
     @staticmethod
-    def at_the_end(prompt: str, thinking: Thinking | None, prefill: str | None) -> Thought:
+    def of_prompt(prompt: str, thinking: ReasoningTags | None, prefill: str | None) -> ReasoningState:
         """`prefill`: what is there of the last message, with which the prompt ends; None: that begins only now.
 
         Tags anywhere else in the prompt are somebody's words.
         """
         if thinking is None:
-            return Thought.NONE
+            return ReasoningState.NONE
         if prefill is None:
             return _before_message(prompt, thinking)
         opened, closed = prefill.rfind(thinking.opening), prefill.rfind(thinking.closing)
         if opened > closed:
-            return Thought.BEGUN if prefill[opened + len(thinking.opening) :].strip() else Thought.OPEN
+            return ReasoningState.BEGUN if prefill[opened + len(thinking.opening) :].strip() else ReasoningState.OPEN
         before = _before_message(prompt.removesuffix(prefill), thinking)
-        if before is Thought.OPEN and closed < 0:
-            return Thought.BEGUN if prefill.strip() else Thought.OPEN
-        return Thought.OVER if prefill.strip() else before
+        if before is ReasoningState.OPEN and closed < 0:
+            return ReasoningState.BEGUN if prefill.strip() else ReasoningState.OPEN
+        return ReasoningState.OVER if prefill.strip() else before
 
 
-def _before_message(prompt: str, thinking: Thinking) -> Thought:
+def _before_message(prompt: str, thinking: ReasoningTags) -> ReasoningState:
     end = prompt.rstrip()
     if end.endswith(thinking.opening):
-        return Thought.OPEN
-    return Thought.OVER if end.endswith(thinking.closing) else Thought.POSSIBLE
+        return ReasoningState.OPEN
+    return ReasoningState.OVER if end.endswith(thinking.closing) else ReasoningState.POSSIBLE

@@ -14,14 +14,14 @@ Json = dict[str, Any]
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-Mode = Literal["none", "auto", "required"]
-MODES: tuple[Mode, ...] = ("none", "auto", "required")
+ToolChoiceMode = Literal["none", "auto", "required"]
+TOOL_CHOICE_MODES: tuple[ToolChoiceMode, ...] = ("none", "auto", "required")
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Whether tools are called."""
 
-    mode: Mode = "auto"
+    mode: ToolChoiceMode = "auto"
     name: str | None = None
     """With `required`: this one."""
     parallel: bool = True

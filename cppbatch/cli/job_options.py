@@ -60,7 +60,7 @@ def job_options(command: Command) -> Command:
         chat_template: str | None,
         **arguments: Any,
     ) -> Any:
-        from cppbatch.chat.known import find_template
+        from cppbatch.chat.template import find_template
         from cppbatch.jobs.file_job import FileJob
         from cppbatch.jobs.input_format import detect_input_format
 

@@ -86,7 +86,7 @@ def server_options(command: Command) -> Command:
         chat_template: str | None,
         **arguments: Any,
     ) -> Any:
-        from cppbatch.chat.known import find_template
+        from cppbatch.chat.template import find_template
         from cppbatch.server.keys import Keys, read_keys
         from cppbatch.server.limits import Limits
         from cppbatch.server.listener import Address, tls_context

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from cppbatch.chat.format import Turn
-from cppbatch.chat.parser import Reader
-from cppbatch.chat.pieces import Message, Piece, Reasoning
+from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.chat.deltas import AssistantMessage, Delta, ReasoningDelta
+from cppbatch.chat.output_parser import OutputParser
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.errors import InvalidRequest
 
@@ -16,21 +16,21 @@ from cppbatch.errors import InvalidRequest
 class Assistant:
     """One message of the assistant while it is generated."""
 
-    def __init__(self, turn: Turn) -> None:
-        self._reader: Reader = turn.parser()
+    def __init__(self, turn: PreparedChat) -> None:
+        self._output_parser: OutputParser = turn.output_parser()
         self._thinks = False
-        self.message = Message()
+        self.message = AssistantMessage()
         """All of it so far."""
         self.reasoning_tokens = 0
         """Tokens of thoughts: counted event by event, and shared out by letters where an event has both."""
         self.finish_reason: str | None = None
         """stop, length, tool_calls or timeout, when it has ended."""
 
-    def read(self, event: GenerationEvent) -> list[Piece]:
+    def read(self, event: GenerationEvent) -> list[Delta]:
         """What an event brings."""
-        pieces = self._reader.push(event.text) if event.text else []
+        pieces = self._output_parser.push(event.text) if event.text else []
         if event.finish_reason:
-            pieces = [*pieces, *self._reader.close()]
+            pieces = [*pieces, *self._output_parser.close()]
         self.message.add(pieces)
         self._count(len(event.tokens), pieces)
         if event.finish_reason:
@@ -38,8 +38,8 @@ class Assistant:
             self.finish_reason = "tool_calls" if called else event.finish_reason.value
         return pieces
 
-    def _count(self, n_tokens: int, pieces: list[Piece]) -> None:
-        letters = [(len(getattr(piece, "text", "")), isinstance(piece, Reasoning)) for piece in pieces]
+    def _count(self, n_tokens: int, pieces: list[Delta]) -> None:
+        letters = [(len(getattr(piece, "text", "")), isinstance(piece, ReasoningDelta)) for piece in pieces]
         if total := sum(n for n, _ in letters):
             self._thinks = letters[-1][1]
             self.reasoning_tokens += round(n_tokens * sum(n for n, thinks in letters if thinks) / total)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from cppbatch.chat.pieces import CallArguments, CallStart, Piece, Reasoning, Text
+from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 
 
 @dataclass(slots=True)
@@ -39,11 +39,11 @@ class Parts:
         self.all: list[Part] = []
         self._open: Part | None = None
 
-    def read(self, pieces: Iterable[Piece]) -> list[Change]:
+    def read(self, pieces: Iterable[Delta]) -> list[Change]:
         """What the pieces change."""
         changes: list[Change] = []
         for piece in pieces:
-            if isinstance(piece, CallStart):
+            if isinstance(piece, ToolCallStart):
                 changes += self._begin(Part(len(self.all), "call", call_id=piece.id, name=piece.name))
             elif piece.text:
                 changes += self._add(piece)
@@ -55,10 +55,10 @@ class Parts:
         self._open = None
         return closed
 
-    def _add(self, piece: Text | Reasoning | CallArguments) -> list[Change]:
+    def _add(self, piece: TextDelta | ReasoningDelta | ArgumentsDelta) -> list[Change]:
         changes: list[Change] = []
-        kind: Literal["text", "reasoning"] = "reasoning" if isinstance(piece, Reasoning) else "text"
-        if not isinstance(piece, CallArguments) and (self._open is None or self._open.kind != kind):
+        kind: Literal["text", "reasoning"] = "reasoning" if isinstance(piece, ReasoningDelta) else "text"
+        if not isinstance(piece, ArgumentsDelta) and (self._open is None or self._open.kind != kind):
             changes = self._begin(Part(len(self.all), kind))
         part = self.all[-1]
         part.text += piece.text

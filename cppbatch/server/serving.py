@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from cppbatch.chat.format import ChatFormat, Turn
+from cppbatch.chat.chat_format import ChatFormat, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.cluster.engine_client import EngineClient
@@ -74,7 +74,7 @@ class Serving:
         if tools and len(tools) > _MOST_TOOLS:
             raise InvalidRequest("tools", f"has {len(tools):,} tools; {_MOST_TOOLS:,} may be")
 
-    async def turn(
+    async def prepare_chat(
         self,
         messages: list[Json],
         *,
@@ -82,12 +82,18 @@ class Serving:
         choice: ToolChoice,
         schema: Json | bool | None,
         variables: Json,
-        goes_on: bool | None = None,
-    ) -> Turn:
-        """`ChatFormat.turn`, on another thread: templates are programs, and conversations may be long."""
+        continue_final_message: bool | None = None,
+    ) -> PreparedChat:
+        """`ChatFormat.prepare`, on another thread: templates are programs, and conversations may be long."""
         chat = await self._format()
         return await asyncio.to_thread(
-            chat.turn, messages, tools=tools, choice=choice, schema=schema, variables=variables, goes_on=goes_on
+            chat.prepare,
+            messages,
+            tools=tools,
+            choice=choice,
+            schema=schema,
+            variables=variables,
+            continue_final_message=continue_final_message,
         )
 
     async def _format(self) -> ChatFormat:

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cppbatch.chat.known import find_template, known_names
-from cppbatch.chat.template import ChatTemplate
+from cppbatch.chat.template import ChatTemplate, builtin_names, find_template
 from cppbatch.errors import InvalidRequest
 from tests.conversations import (
     BOS,
@@ -47,7 +46,7 @@ def reference(template: ChatTemplate, conversation: Conversation) -> str | None:
     messages, tools, kwargs, continue_final_message = conversation
     try:
         rendered, _ = render_jinja_template(
-            [for_reference(messages, template.takes)],
+            [for_reference(messages, template.capabilities)],
             tools=tools,
             chat_template=template.source,
             continue_final_message=continue_final_message,
@@ -92,7 +91,7 @@ def test_most_templates_render_every_conversation(models_templates: dict[str, Ch
 @pytest.mark.timeout(900)
 def test_templates_write_calls_right_in_the_way_that_was_found_out(models_templates: dict[str, ChatTemplate]) -> None:
     """Independent of the reference, which is given calls in the way that was found out here."""
-    writes = {name: template for name, template in models_templates.items() if template.takes.tool_calls}
+    writes = {name: template for name, template in models_templates.items() if template.capabilities.tool_calls}
     assert len(writes) >= 50
     for name, template in writes.items():
         text = template.render([WEATHER, CALL, RESULT], tools=TOOLS)
@@ -127,11 +126,11 @@ def test_each_known_name_writes_its_documented_format(name: str) -> None:
     messages = [{"role": role, "content": content} for role, content in TURNS]
     assert template.render(messages) == expected
     assert template.render(messages[:3], continue_final_message=True) == expected[: expected.index("B") + 1]
-    assert template.takes.system
+    assert template.capabilities.system
 
 
 def test_the_known_names_are_those_tested_here() -> None:
-    assert known_names() == list(FORMATS)
+    assert builtin_names() == list(FORMATS)
     assert template_of(None).source == find_template("chatml")
 
 

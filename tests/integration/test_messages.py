@@ -16,7 +16,7 @@ import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 
-from cppbatch.chat.pieces import CallArguments, CallStart, Text
+from cppbatch.chat.deltas import ArgumentsDelta, TextDelta, ToolCallStart
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.anthropic.conversation import conversation
@@ -135,7 +135,9 @@ def test_every_event_of_a_stream_is_one_of_the_clients_types_in_order(server: Ch
 
 
 def test_a_call_that_was_cut_off_is_left_out(server: ChatServer, client: anthropic.Anthropic) -> None:
-    server.use(ScriptedFormat([Text("So: "), CallStart(0, "call_a", "weather"), CallArguments(0, '{"city": "Par')]))
+    server.use(
+        ScriptedFormat([TextDelta("So: "), ToolCallStart(0, "call_a", "weather"), ArgumentsDelta(0, '{"city": "Par')])
+    )
     message = ask(client)
     assert [block.type for block in message.content] == ["text"]
     assert message.stop_reason == "max_tokens"
@@ -157,7 +159,7 @@ def test_the_stop_sequence_that_came_is_told_and_no_part_of_the_text(
 
 
 def test_a_text_that_ends_by_itself_is_the_end_of_the_turn(server: ChatServer, client: anthropic.Anthropic) -> None:
-    server.use(ScriptedFormat([Text("Hi.")], **ENDS))
+    server.use(ScriptedFormat([TextDelta("Hi.")], **ENDS))
     message = ask(client, max_tokens=40)
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
 
@@ -278,7 +280,7 @@ CHOICES = {
 def test_tools_thinking_and_a_schema_reach_the_template(
     server: ChatServer, client: anthropic.Anthropic, given: Json, expected: ToolChoice
 ) -> None:
-    server.use(form := ScriptedFormat([Text("Hi.")], **ENDS))
+    server.use(form := ScriptedFormat([TextDelta("Hi.")], **ENDS))
     ask(
         client,
         tools=[WEATHER, TIME],
@@ -296,7 +298,7 @@ def test_tools_thinking_and_a_schema_reach_the_template(
 def test_thinking_can_be_switched_off_and_is_else_the_templates_affair(
     server: ChatServer, client: anthropic.Anthropic
 ) -> None:
-    server.use(form := ScriptedFormat([Text("Hi.")], **ENDS))
+    server.use(form := ScriptedFormat([TextDelta("Hi.")], **ENDS))
     ask(client, thinking={"type": "disabled"})
     assert form.asked["variables"] == {"enable_thinking": False}
     ask(client)

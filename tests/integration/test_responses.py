@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from cppbatch.chat.pieces import Text
+from cppbatch.chat.deltas import TextDelta
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.keys import Keys
@@ -236,7 +236,7 @@ def test_items_become_messages_and_those_of_one_turn_become_one() -> None:
 def test_what_a_response_said_can_be_sent_back_as_it_is(server: ChatServer, client: openai.OpenAI) -> None:
     server.use(ScriptedFormat(SCRIPT, **ENDS))
     said = ask(client, max_output_tokens=40).output
-    server.use(form := ScriptedFormat([Text("Sunny.")], **ENDS))
+    server.use(form := ScriptedFormat([TextDelta("Sunny.")], **ENDS))
     items = [
         {"role": "user", "content": "Weather?"},
         *said,
@@ -261,7 +261,7 @@ CHOICES = {
 def test_tools_effort_and_a_schema_reach_the_template(
     server: ChatServer, client: openai.OpenAI, given: Any, expected: ToolChoice
 ) -> None:
-    server.use(form := ScriptedFormat([Text("Hi.")], **ENDS))
+    server.use(form := ScriptedFormat([TextDelta("Hi.")], **ENDS))
     schema = {"type": "object", "properties": {}}
     response = ask(
         client,

@@ -15,7 +15,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
-from cppbatch.chat.format import ChatFormat, Turn
+from cppbatch.chat.chat_format import ChatFormat, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
@@ -99,7 +99,7 @@ def random_text(family: str, grammar: str, seed: int, *, longest: int = 4000) ->
     return vocab.text(tokens)
 
 
-def check(its: Turn, written: str) -> int:
+def check(its: PreparedChat, written: str) -> int:
     """How many calls the text has; each is of a tool and matches its schema, and there is nothing else."""
     read = message(its, [written])
     assert read.text == "", written
@@ -122,7 +122,7 @@ def test_whatever_a_grammar_lets_through_is_read_as_calls_that_match(family: str
 def test_up_to_eight_of_all_tools_may_be_called_where_the_family_can(family: str) -> None:
     its = turn(family, tools=FUNCTIONS, mode="required", token_ids=vocabulary(family)[0].ids)
     counts = {check(its, random_text(family, its.params["grammar"], seed, longest=20_000)) for seed in range(8)}
-    several = chat_format(family).family.several_calls
+    several = chat_format(family).tool_format.parallel_calls
     assert min(counts) >= 1
     assert 1 < max(counts) <= 8 if several else counts == {1}
 
@@ -269,10 +269,10 @@ def test_a_template_without_a_system_message_tells_them_to_the_user() -> None:
         "{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     form = ChatFormat(ChatTemplate(source, bos="", eos=""))
-    prompt = form.turn(TALK, tools=TOOLS, choice=ToolChoice()).prompt
+    prompt = form.prepare(TALK, tools=TOOLS, choice=ToolChoice()).prompt
     assert prompt.startswith("user: You can call functions.")
     assert "\n\nAnd in Rome?\n" in prompt
-    assert form.turn(QUESTION, tools=TOOLS, choice=ToolChoice(mode="none")).prompt == "user: What now?\n"
+    assert form.prepare(QUESTION, tools=TOOLS, choice=ToolChoice(mode="none")).prompt == "user: What now?\n"
 
 
 # --- on models -------------------------------------------------------------------------------------------------------
@@ -300,9 +300,9 @@ def engine(default_model: Path) -> Iterator[BatchInferenceEngine]:
 @pytest.mark.parametrize("n_seeds", [1, pytest.param(10, marks=pytest.mark.soak)])
 def test_all_of_the_required_calls_name_a_tool_and_match_its_schema(engine: BatchInferenceEngine, n_seeds: int) -> None:
     form = ChatFormat(ChatTemplate(engine.info.chat_template, bos=engine.info.bos, eos=engine.info.eos))
-    assert form.family.name == "generic"
+    assert form.tool_format.name == "generic"
     choice = ToolChoice(mode="required", parallel=False)
-    turns = [form.turn([{"role": "user", "content": wish}], tools=KINDS, choice=choice) for wish in WISHES] * n_seeds
+    turns = [form.prepare([{"role": "user", "content": wish}], tools=KINDS, choice=choice) for wish in WISHES] * n_seeds
     drawn = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 200}
     params = [SamplingParams(seed=seed, **drawn, **its.params) for seed, its in enumerate(turns)]
     results = engine.generate([its.prompt for its in turns], params)

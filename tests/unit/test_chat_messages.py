@@ -28,7 +28,7 @@ def user(content: Any) -> dict[str, Any]:
 
 def test_parts_are_joined_for_templates_that_take_strings() -> None:
     assert template_of(PLAIN).render([user([part("a"), part("b")])]) == "[user] ab\n"
-    assert template_of(PLAIN).takes.parts == frozenset()
+    assert template_of(PLAIN).capabilities.parts == frozenset()
 
 
 def test_templates_that_take_parts_get_them() -> None:
@@ -38,14 +38,14 @@ def test_templates_that_take_parts_get_them() -> None:
 
 def test_a_string_is_a_part_for_templates_that_take_only_parts() -> None:
     assert template_of(TYPED).render([user("ab")]) == "ab|"
-    assert template_of(TYPED).takes.strings == frozenset()
+    assert template_of(TYPED).capabilities.strings == frozenset()
 
 
 def test_one_role_may_take_parts_where_another_does_not() -> None:
     mixed = template_of(
         "{% for m in messages %}{% if m.role == 'user' %}" + ONE + "{% else %}{{ m.content }}{% endif %};{% endfor %}"
     )
-    assert mixed.takes.parts == {"user"}
+    assert mixed.capabilities.parts == {"user"}
     assert mixed.render([user([part("a"), part("b")]), {**FOUR, "content": [part("c"), part("d")]}]) == "a+b;cd;"
 
 

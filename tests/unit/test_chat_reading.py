@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.chat.pieces import CallArguments, CallStart, Reasoning, Text
+from cppbatch.chat.deltas import ArgumentsDelta, ReasoningDelta, TextDelta, ToolCallStart
 from tests.chat_families import QUESTION, TEMPLATES, WEATHER, calls_of, chat_format, message, pieces, turn
 
 PARIS = ("get_weather", {"city": "Paris"})
@@ -187,7 +187,7 @@ CASES: dict[str, tuple[str, str, str, str, list[Any]]] = {
 
 
 def test_a_family_is_known_by_its_template() -> None:
-    known = {name: chat_format(name).family.name for name in TEMPLATES}
+    known = {name: chat_format(name).tool_format.name for name in TEMPLATES}
     assert known == {name: {"seed": "qwen_xml", "nemo": "mistral"}.get(name, name) for name in TEMPLATES}
 
 
@@ -226,9 +226,9 @@ def test_any_text_means_the_same_however_it_is_split(family: str, data: st.DataO
 @given(st.lists(st.text(min_size=1), max_size=10))
 def test_without_tools_and_thoughts_every_letter_passes_at_once(parts: list[str]) -> None:
     for its in (turn("generic", tools=[]), turn("llama3", mode="none"), turn("nemo", tools=[])):
-        reader = its.parser()
+        reader = its.output_parser()
         for part in parts:
-            assert reader.push(part) == [Text(part)]
+            assert reader.push(part) == [TextDelta(part)]
         assert reader.close() == []
 
 
@@ -256,11 +256,11 @@ def test_the_name_is_told_before_the_arguments_and_those_while_they_come() -> No
         ("harmony", HARMONY_PARIS[: HARMONY_PARIS.index("{")], '{"city": "Par'),
         ("generic", '{"tool_calls": [{"name": "get_weather"', ', "arguments": {"city": "Par'),
     ):
-        reader = turn(family).parser()
-        began = [piece for piece in reader.push(first) if isinstance(piece, CallStart)]
+        reader = turn(family).output_parser()
+        began = [piece for piece in reader.push(first) if isinstance(piece, ToolCallStart)]
         assert [(piece.index, piece.name) for piece in began] == [(0, "get_weather")], family
         told = reader.push(more)
-        assert "Par" in "".join(piece.text for piece in told if isinstance(piece, CallArguments)), family
+        assert "Par" in "".join(piece.text for piece in told if isinstance(piece, ArgumentsDelta)), family
         assert reader.close() == [], family  # what is told stays told
 
 
@@ -277,7 +277,7 @@ def test_long_texts_are_read_in_time_that_grows_with_them(family: str) -> None:
 
 def test_ids_are_new_for_each_call_and_of_the_kind_that_the_family_wants() -> None:
     def ids(family: str, written: str) -> list[str]:
-        return [piece.id for piece in pieces(turn(family), [written]) if isinstance(piece, CallStart)]
+        return [piece.id for piece in pieces(turn(family), [written]) if isinstance(piece, ToolCallStart)]
 
     two = ids("hermes", hermes(PARIS_JSON, PARIS_JSON)) + ids("hermes", hermes(PARIS_JSON))
     assert len(set(two)) == 3
@@ -316,7 +316,7 @@ def test_a_thought_that_the_prompt_opened_is_read_from_the_first_letter() -> Non
     whole = message(its, "\nHm.\n\nWell.\n</think>\n\nHello\n")
     assert (whole.reasoning, whole.text) == ("Hm.\n\nWell.", "Hello\n")
     assert message(its, "Hm. </thi").reasoning == "Hm. </thi"
-    assert pieces(its, ["Hm", ".", "\n"]) == [Reasoning("Hm"), Reasoning(".")]
+    assert pieces(its, ["Hm", ".", "\n"]) == [ReasoningDelta("Hm"), ReasoningDelta(".")]
 
 
 def test_after_a_thought_that_the_prompt_closed_comes_the_answer() -> None:

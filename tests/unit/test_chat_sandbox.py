@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cppbatch.chat.known import find_template
 from cppbatch.chat.sandbox import compile_template, run
+from cppbatch.chat.template import find_template
 from cppbatch.cli.server_options import server_options
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.settings import ServerSettings

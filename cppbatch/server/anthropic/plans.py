@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppbatch.chat.format import Turn
+from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.server.anthropic.conversation import conversation
 from cppbatch.server.anthropic.replies import MessageReply
 from cppbatch.server.anthropic.schemas import CountTokensRequest, MessagesRequest
@@ -36,10 +36,10 @@ async def prompt_tokens(body: CountTokensRequest, serving: Serving) -> int:
     return len(await serving.client.tokenize(turn.prompt))
 
 
-async def _turn(body: CountTokensRequest, serving: Serving) -> Turn:
+async def _turn(body: CountTokensRequest, serving: Serving) -> PreparedChat:
     serving.check_size("messages", body.messages, body.tools)
     messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
     with naming(_NAMES):
-        return await serving.turn(
+        return await serving.prepare_chat(
             messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables()
         )

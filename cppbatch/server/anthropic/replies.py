@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cppbatch.chat.format import Turn
+from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.anthropic.errors import anthropic_error
 from cppbatch.server.chat import Assistant
@@ -17,7 +17,7 @@ from cppbatch.server.requests import new_id
 class MessageReply(Reply):
     """`/v1/messages`. `most`: tokens that were asked for."""
 
-    def __init__(self, model: str, turn: Turn, most: int) -> None:
+    def __init__(self, model: str, turn: PreparedChat, most: int) -> None:
         super().__init__()
         self.id = new_id("msg_")
         self._model = model

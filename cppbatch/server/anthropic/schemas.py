@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from cppbatch.chat.tools import Mode, ToolChoice
+from cppbatch.chat.tools import ToolChoice, ToolChoiceMode
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.chat import effort_variables
 from cppbatch.server.sampling_fields import SamplingFields, SingleAnswerFields
@@ -82,7 +82,7 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
-_MODES: dict[str, Mode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+_MODES: dict[str, ToolChoiceMode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
 class CountTokensRequest(SingleAnswerFields, kw_only=True):

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch import __version__
-from cppbatch.chat.known import CHATML
+from cppbatch.chat.template import CHATML
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import TokenPiece
 from cppbatch.server.errors import json_response

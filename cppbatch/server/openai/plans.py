@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppbatch.chat.format import Turn
+from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.openai.replies import ChatReply, CompletionReply
 from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
@@ -40,16 +40,16 @@ def _filled_in(serving: Serving, prompt: Prompt, suffix: str) -> str:
     return f"{tokens.prefix}{prompt}{tokens.suffix}{suffix}{tokens.middle}"
 
 
-async def next_turn(body: ChatRequest, serving: Serving) -> Turn:
+async def next_turn(body: ChatRequest, serving: Serving) -> PreparedChat:
     """What the assistant is to say next. Raises `InvalidRequest`."""
     serving.check_size("messages", body.messages, body.tools)
-    return await serving.turn(
+    return await serving.prepare_chat(
         body.conversation(),
         tools=body.functions(),
         choice=body.choice(),
         schema=body.schema(),
         variables=body.template_variables(),
-        goes_on=None if body.add_generation_prompt is None else not body.add_generation_prompt,
+        continue_final_message=None if body.add_generation_prompt is None else not body.add_generation_prompt,
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 
-from cppbatch.chat.format import Turn
-from cppbatch.chat.pieces import CallArguments, CallStart, Piece, Reasoning, Text
+from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.engine.collect import mean_logprob
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 from cppbatch.server.chat import Assistant
@@ -132,7 +132,7 @@ class CompletionReply(ChoicesReply):
 class ChatReply(ChoicesReply):
     """`/v1/chat/completions`."""
 
-    def __init__(self, body: ChatRequest, model: str, turn: Turn) -> None:
+    def __init__(self, body: ChatRequest, model: str, turn: PreparedChat) -> None:
         super().__init__(body, model, prefix="chatcmpl-", kind="chat.completion")
         self._wants_logprobs = bool(body.wants_logprobs)
         self._turn = turn
@@ -176,15 +176,15 @@ class ChatReply(ChoicesReply):
         return self._assistants[index].finish_reason
 
 
-def _delta(piece: Piece) -> Json:
+def _delta(piece: Delta) -> Json:
     """`delta` of a chunk."""
-    if isinstance(piece, Text):
+    if isinstance(piece, TextDelta):
         return {"content": piece.text}
-    if isinstance(piece, Reasoning):
+    if isinstance(piece, ReasoningDelta):
         return {"reasoning_content": piece.text}
     call: Json = {"index": piece.index}
-    if isinstance(piece, CallStart):
+    if isinstance(piece, ToolCallStart):
         call |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
-    elif isinstance(piece, CallArguments):
+    elif isinstance(piece, ArgumentsDelta):
         call["function"] = {"arguments": piece.text}
     return {"tool_calls": [call]}

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from cppbatch.chat.tools import MODES, ToolChoice
+from cppbatch.chat.tools import TOOL_CHOICE_MODES, ToolChoice
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.chat import effort_variables
@@ -193,10 +193,12 @@ class ChatRequest(SamplingFields, kw_only=True):
         wanted = self.tool_choice or "auto"
         if isinstance(wanted, NamedTool):
             return ToolChoice(mode="required", name=wanted.function.name, parallel=False)
-        for mode in MODES:
+        for mode in TOOL_CHOICE_MODES:
             if wanted == mode:
                 return ToolChoice(mode=mode, parallel=self.parallel_tool_calls is not False)
-        raise InvalidRequest("tool_choice", f"is {wanted!r}; it must be {', '.join(MODES)} or a function by its name")
+        raise InvalidRequest(
+            "tool_choice", f"is {wanted!r}; it must be {', '.join(TOOL_CHOICE_MODES)} or a function by its name"
+        )
 
     def template_variables(self) -> Json:
         """What the chat template gets beside messages and tools. Raises `InvalidRequest`."""

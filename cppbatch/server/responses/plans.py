@@ -22,7 +22,7 @@ async def response_plan(body: ResponsesRequest, serving: Serving) -> Plan:
     serving.check_size("input", body.input if isinstance(body.input, list) else [], body.tools)
     messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
     with naming(_NAMES):
-        turn = await serving.turn(
+        turn = await serving.prepare_chat(
             messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables()
         )
     params = body.params(max_tokens=serving.limits.default_tokens(None), **turn.params)

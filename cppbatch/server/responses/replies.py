@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from cppbatch.chat.format import Turn
+from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.chat import Assistant
@@ -21,7 +21,7 @@ from cppbatch.server.responses.schemas import ResponsesRequest, ResponseToolChoi
 class ResponseReply(Reply):
     """`/v1/responses`."""
 
-    def __init__(self, body: ResponsesRequest, model: str, turn: Turn, params: SamplingParams) -> None:
+    def __init__(self, body: ResponsesRequest, model: str, turn: PreparedChat, params: SamplingParams) -> None:
         super().__init__()
         self.id = new_id("resp_")
         self._created = int(time.time())

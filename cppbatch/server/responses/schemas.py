@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from cppbatch.chat.tools import MODES, ToolChoice
+from cppbatch.chat.tools import TOOL_CHOICE_MODES, ToolChoice
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.chat import effort_variables
@@ -180,10 +180,12 @@ class ResponsesRequest(SingleAnswerFields, kw_only=True):
             if wanted.type == "function":
                 return ToolChoice(mode="required", name=wanted.name, parallel=False)
             given = wanted.type
-        for mode in MODES:
+        for mode in TOOL_CHOICE_MODES:
             if wanted == mode:
                 return ToolChoice(mode=mode, parallel=self.parallel_tool_calls is not False)
-        raise InvalidRequest("tool_choice", f"is {given!r}; it must be {', '.join(MODES)} or a function by its name")
+        raise InvalidRequest(
+            "tool_choice", f"is {given!r}; it must be {', '.join(TOOL_CHOICE_MODES)} or a function by its name"
+        )
 
     @property
     def format(self) -> TextFormat:

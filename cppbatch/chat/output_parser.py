@@ -6,64 +6,68 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from cppbatch.chat.calls import CallReader, Calls, Malformed, Tools
-from cppbatch.chat.markers import Markers
-from cppbatch.chat.pieces import Piece, Reasoning, Text
-from cppbatch.chat.reasoning import Thinking, Thought
+from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta
+from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
+from cppbatch.chat.scanning import MarkerFinder
+from cppbatch.chat.tool_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
 
 if TYPE_CHECKING:
-    from cppbatch.chat.family import Family
+    from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
 
 
-class Reader(Protocol):
+class OutputParser(Protocol):
     """Reads one completion. The message is the same however its text is split."""
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[Delta]:
         """Takes text, and returns what is certain by now."""
         ...
 
-    def close(self) -> list[Piece]:
+    def close(self) -> list[Delta]:
         """What was held back, at the end of the completion."""
         ...
 
 
-class MessageParser:
+class TaggedOutputParser:
     """A message that has thoughts between tags, calls behind markers, and text elsewhere.
 
-    Thoughts come first. A call may begin with one of the family's `openings` anywhere, or with one of its `leads` as
-    the message's first letters. White space beside tags and calls belongs to neither side. A call that turns out to be
-    none is text as it was written.
+    Thoughts come first. A call may begin with one of the family's `start_markers` anywhere, or with one of its
+    `start_prefixes` as the message's first letters. White space beside tags and calls belongs to neither side.
+    A call that turns out to be none is text as it was written.
     """
 
-    def __init__(self, family: Family, tools: Tools, *, thinking: Thinking | None, thought: Thought) -> None:
+    def __init__(
+        self, family: ToolCallFormat, tools: ToolSchemas, *, thinking: ReasoningTags | None, thought: ReasoningState
+    ) -> None:
         self._family = family
-        self._out: list[Piece] = []
-        self._calls = Calls(tools, family.new_id, self._out)
-        self._closing = Markers([thinking.closing] if thinking else ())
-        self._openings = Markers(family.openings if tools else ())
-        leads = family.leads if tools else ()
+        self._out: list[Delta] = []
+        self._calls = ToolCallEmitter(tools, family.new_call_id, self._out)
+        self._closing = MarkerFinder([thinking.closing] if thinking else ())
+        self._openings = MarkerFinder(family.start_markers if tools else ())
+        start_prefixes = family.start_prefixes if tools else ()
         self._opening_tag = thinking.opening if thinking else None
-        self._first = Markers([*leads, *([thinking.opening] if thinking else ()), *(family.openings if tools else ())])
+        self._first = MarkerFinder(
+            [*start_prefixes, *([thinking.opening] if thinking else ()), *(family.start_markers if tools else ())]
+        )
         self._unread = ""
         self._space = ""  # white space that is text only if text follows
         self._nothing_yet = True  # neither text nor a call
-        self._call: CallReader | None = None
+        self._call: ToolParser | None = None
         self._marker = ""  # with which the call began
         self._written = ""  # the call's text, as long as nothing of it is told
         self._untouched = 0  # calls that had been told when it began
-        inside = thought in (Thought.OPEN, Thought.BEGUN)
-        self._thought_begins = thought is Thought.OPEN
+        inside = thought in (ReasoningState.OPEN, ReasoningState.BEGUN)
+        self._thought_begins = thought is ReasoningState.OPEN
         self._step: Callable[[], bool] = self._in_thought if inside else self._at_start
 
-    def push(self, text: str) -> list[Piece]:
-        """As `Reader.push`."""
+    def push(self, text: str) -> list[Delta]:
+        """As `OutputParser.push`."""
         self._unread += text
         return self._read()
 
-    def close(self) -> list[Piece]:
-        """As `Reader.close`."""
+    def close(self) -> list[Delta]:
+        """As `OutputParser.close`."""
         while self._call is not None:
-            with contextlib.suppress(Malformed):
+            with contextlib.suppress(MalformedToolCall):
                 self._call.close()
             if self._calls.count > self._untouched:
                 return self._told()
@@ -74,10 +78,10 @@ class MessageParser:
         else:
             self._say(self._unread)
             if self._space:
-                self._out.append(Text(self._space))
+                self._out.append(TextDelta(self._space))
         return self._told()
 
-    def _read(self) -> list[Piece]:
+    def _read(self) -> list[Delta]:
         self._read_on()
         return self._told()
 
@@ -85,7 +89,7 @@ class MessageParser:
         while self._unread and self._step():
             pass
 
-    def _told(self) -> list[Piece]:
+    def _told(self) -> list[Delta]:
         told, self._out[:] = list(self._out), []
         return told
 
@@ -111,7 +115,7 @@ class MessageParser:
             self._unread, self._space = text[len(marker) :], ""
             self._thought_begins, self._step = True, self._in_thought
             return True
-        is_lead = marker in self._family.leads
+        is_lead = marker in self._family.start_prefixes
         self._begin_call(marker, text if is_lead else text[len(marker) :], "" if is_lead else marker)
         return True
 
@@ -133,7 +137,7 @@ class MessageParser:
             shown, self._space = self._space + text, ""
         if shown:
             self._nothing_yet = False
-            self._out.append(Text(shown))
+            self._out.append(TextDelta(shown))
 
     def _in_thought(self) -> bool:
         before, marker, self._unread = self._closing.split(self._unread)
@@ -155,7 +159,7 @@ class MessageParser:
         shown = text.rstrip()
         if shown:
             self._thought_begins, self._space = False, text[len(shown) :]
-            self._out.append(Reasoning(shown))
+            self._out.append(ReasoningDelta(shown))
         elif not self._thought_begins:
             self._space = text
 
@@ -173,7 +177,7 @@ class MessageParser:
             self._written += text
         try:
             rest = self._call.push(text)
-        except Malformed as error:
+        except MalformedToolCall as error:
             if self._calls.count == self._untouched:
                 self._no_call(self._written)
                 return True

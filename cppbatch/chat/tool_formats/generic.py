@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.chat.calls import CallReader, Calls, Malformed, Tools
-from cppbatch.chat.family import Family
-from cppbatch.chat.json_calls import CallObject, JsonCalls, write_json_calls
-from cppbatch.chat.json_text import dumped, parsed
+from cppbatch.chat.json_text import dump_json, parse_json
+from cppbatch.chat.tool_formats.json_calls import JsonCallParser, JsonCallsParser, json_calls_grammar
+from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
+from cppbatch.chat.tool_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
 
 if TYPE_CHECKING:
-    from cppbatch.chat.lark import Lark
+    from cppbatch.chat.lark_grammar import LarkGrammar
 
 Json = dict[str, Any]
 
@@ -31,35 +31,35 @@ _FENCE = re.compile(r"```(json)?\s*(?=[{\[])")
 _FENCE_BEGINS = re.compile(r"`{1,3}|```(j|js|jso|json)?\s*[{\[]?")
 
 
-class Generic(Family):
+class GenericFormat(ToolCallFormat):
     """Models that were trained for no form of their own, or for one that is not known here."""
 
     name = "generic"
-    leads = ("{", "[", "```")
-    template_tells_tools = False
+    start_prefixes = ("{", "[", "```")
+    template_has_tools = False
 
-    def calls(self, opening: str, calls: Calls) -> CallReader:
-        """As `Family.calls`."""
-        return GenericCalls(calls)
+    def calls(self, opening: str, calls: ToolCallEmitter) -> ToolParser:
+        """As `ToolCallFormat.calls`."""
+        return GenericToolParser(calls)
 
-    def write_calls(self, lark: Lark, tools: Tools, *, several: bool) -> str:
-        """As `Family.write_calls`."""
-        calls = lark.repeated(lark.rule(write_json_calls(lark, tools)), ", ", several=several)
+    def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
+        """As `ToolCallFormat.calls_grammar`."""
+        calls = lark.repeated(lark.rule(json_calls_grammar(lark, tools)), ", ", several=several)
         return f"{lark.text(_BEFORE)} {calls} {lark.text(_AFTER)}"
 
 
-class GenericCalls:
+class GenericToolParser:
     """`{"tool_calls": [...]}`, or a call object or a list of such alone; perhaps fenced as code."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: ToolCallEmitter) -> None:
         self._calls = calls
         self._unread = ""
-        self._reader: CallObject | JsonCalls | None = None
+        self._reader: JsonCallParser | JsonCallsParser | None = None
         self._closings: list[str] = []
         self._step: Callable[[], bool] = self._fence
 
     def push(self, text: str) -> str | None:
-        """As `CallReader.push`."""
+        """As `ToolParser.push`."""
         self._unread += text
         while self._unread:
             if self._step == self._after and not self._closings:
@@ -76,7 +76,7 @@ class GenericCalls:
             fence = _FENCE.match(self._unread)
             if fence is None or fence.end() == len(self._unread):
                 if not _FENCE_BEGINS.fullmatch(self._unread):
-                    raise Malformed(self._unread)
+                    raise MalformedToolCall(self._unread)
                 return False
             self._unread, self._closings = self._unread[fence.end() :], ["```"]
         self._step = self._brackets
@@ -90,9 +90,9 @@ class GenericCalls:
             self._unread = self._unread[wrapper.end() :]
             self._closings.insert(0, "}")
         if wrapper or self._unread.startswith("["):
-            self._reader = JsonCalls(self._calls, known_only=True)
+            self._reader = JsonCallsParser(self._calls, known_only=True)
         else:
-            self._reader = CallObject(self._calls, known_only=True)
+            self._reader = JsonCallParser(self._calls, known_only=True)
         self._step = self._in_calls
         return True
 
@@ -114,7 +114,7 @@ class GenericCalls:
         return True
 
 
-def without_tools(messages: list[Json], tools: list[Json], *, has_system: bool = True) -> list[Json]:
+def describe_tools_in_text(messages: list[Json], tools: list[Json], *, has_system: bool = True) -> list[Json]:
     """The conversation for a template that knows no tools: they are explained in the system message, calls are what
     the assistant said, and results what the user said. Without `has_system` the first user message explains them.
     """
@@ -124,11 +124,11 @@ def without_tools(messages: list[Json], tools: list[Json], *, has_system: bool =
     for message in messages:
         if message["role"] == "tool":
             name = names.get(message.get("tool_call_id") or "", message.get("name"))
-            text = (f"Result of {name}: " if name else "Result: ") + text_of(message)
+            text = (f"Result of {name}: " if name else "Result: ") + content_text(message)
             plain = _said_by_user(plain, text, joined=told_results)
             told_results = True
         elif message["role"] == "user" and told_results:
-            plain = _said_by_user(plain, text_of(message), joined=True)
+            plain = _said_by_user(plain, content_text(message), joined=True)
         elif message["role"] == "assistant" and message.get("tool_calls"):
             names |= {call.get("id") or "": call["function"]["name"] for call in message["tool_calls"]}
             plain.append({"role": "assistant", "content": _with_calls(message)})
@@ -139,7 +139,7 @@ def without_tools(messages: list[Json], tools: list[Json], *, has_system: bool =
     return _explained(plain, tools, has_system=has_system) if tools else plain
 
 
-def text_of(message: Json) -> str:
+def content_text(message: Json) -> str:
     """A message's content, the text of its parts one after the other."""
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -160,19 +160,19 @@ def _with_calls(message: Json) -> str:
         arguments = call["function"].get("arguments") or {}
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):  # else as the client wrote them
-                arguments = parsed(arguments)
+                arguments = parse_json(arguments)
         calls.append({"name": call["function"]["name"], "arguments": arguments})
-    said = text_of(message)
-    return (said and said + "\n") + dumped({"tool_calls": calls})
+    said = content_text(message)
+    return (said and said + "\n") + dump_json({"tool_calls": calls})
 
 
 def _explained(messages: list[Json], tools: list[Json], *, has_system: bool) -> list[Json]:
-    functions = "\n".join(dumped({"parameters": {}} | tool["function"]) for tool in tools)
+    functions = "\n".join(dump_json({"parameters": {}} | tool["function"]) for tool in tools)
     how = _HOW.format(functions=functions)
     role = "system" if has_system else "user"
     for i, message in enumerate(messages):
         if message["role"] == role or (has_system and i == 0 and message["role"] == "developer"):
-            both = [text_of(message), how] if has_system else [how, text_of(message)]
+            both = [content_text(message), how] if has_system else [how, content_text(message)]
             changed = message | {"content": "\n\n".join(text for text in both if text)}
             return [*messages[:i], changed, *messages[i + 1 :]]
     return [{"role": role, "content": how}, *messages]

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDelta:
     """Part of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningDelta:
     """Part of what the model thinks before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallStart:
+class ToolCallStart:
     """A tool call begins. `index`: 0 for the first of the message."""
 
     index: int
@@ -30,18 +30,18 @@ class CallStart:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ArgumentsDelta:
     """Part of a call's arguments, which are JSON."""
 
     index: int
     text: str
 
 
-Piece = Text | Reasoning | CallStart | CallArguments
+Delta = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
 @dataclass(slots=True)
-class Call:
+class ToolCall:
     """A whole tool call."""
 
     id: str
@@ -51,21 +51,21 @@ class Call:
 
 
 @dataclass(slots=True)
-class Message:
+class AssistantMessage:
     """A whole message of the assistant."""
 
     text: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
 
-    def add(self, pieces: Iterable[Piece]) -> None:
+    def add(self, pieces: Iterable[Delta]) -> None:
         """Takes what is new."""
         for piece in pieces:
-            if isinstance(piece, Text):
+            if isinstance(piece, TextDelta):
                 self.text += piece.text
-            elif isinstance(piece, Reasoning):
+            elif isinstance(piece, ReasoningDelta):
                 self.reasoning += piece.text
-            elif isinstance(piece, CallStart):
-                self.calls.append(Call(piece.id, piece.name))
+            elif isinstance(piece, ToolCallStart):
+                self.calls.append(ToolCall(piece.id, piece.name))
             else:
                 self.calls[piece.index].arguments += piece.text

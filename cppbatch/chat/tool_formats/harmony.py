@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cppbatch.chat.calls import Calls, Tools
-from cppbatch.chat.family import Family
-from cppbatch.chat.markers import Markers
-from cppbatch.chat.parser import Reader
-from cppbatch.chat.pieces import Piece, Reasoning, Text
-from cppbatch.chat.reasoning import Thinking, Thought
+from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta
+from cppbatch.chat.output_parser import OutputParser
+from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
+from cppbatch.chat.scanning import MarkerFinder
+from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
+from cppbatch.chat.tool_parser import ToolCallEmitter, ToolSchemas
 
 if TYPE_CHECKING:
-    from cppbatch.chat.lark import Lark
+    from cppbatch.chat.lark_grammar import LarkGrammar
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -24,7 +24,7 @@ _RECIPIENT = re.compile(r"\bto=(functions\.)?([^\s<]+)")
 _NAME_OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class Harmony(Family):
+class HarmonyFormat(ToolCallFormat):
     """Each part has a header, `<|channel|>analysis`, and its text between `<|message|>` and `<|end|>`.
 
     A call is a part with a recipient, `to=functions.name`, before or behind the channel. It ends the message.
@@ -32,62 +32,64 @@ class Harmony(Family):
 
     name = "harmony"
     markers = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
-    reads_thoughts = True
-    several_calls = False
+    parses_reasoning = True
+    parallel_calls = False
 
-    def reader(self, prompt: str, tools: Tools, thinking: Thinking | None, thought: Thought) -> Reader:
+    def reader(
+        self, prompt: str, tools: ToolSchemas, thinking: ReasoningTags | None, thought: ReasoningState
+    ) -> OutputParser:
         """Knows what there is of the message in the prompt."""
-        reader = _ChannelReader(self, tools)
+        reader = _HarmonyParser(self, tools)
         _, begun, there = prompt.rpartition(_ASSISTANT)
         reader.push(there if begun else "")
         return reader
 
-    def write_calls(self, lark: Lark, tools: Tools, *, several: bool) -> str:
-        """As `Family.write_calls`."""
+    def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
+        """As `ToolCallFormat.calls_grammar`."""
         calls = []
         for name, schema in tools.items():
             before = lark.text(f" to=functions.{name}{_CHANNEL}commentary json{_MESSAGE}")
             behind = lark.text(f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}")
             calls.append(f"({behind} | {before}) {lark.json(schema)}")
-        return f"{self._thought(lark)} {lark.one_of(calls)}"
+        return f"{self._reasoning_grammar(lark)} {lark.one_of(calls)}"
 
-    def write_answer(self, lark: Lark, answer: str) -> str:
-        """As `Family.write_answer`."""
-        return f"{self._thought(lark)} {lark.text(f'{_CHANNEL}final{_MESSAGE}')} {answer}"
+    def answer_grammar(self, lark: LarkGrammar, answer: str) -> str:
+        """As `ToolCallFormat.answer_grammar`."""
+        return f"{self._reasoning_grammar(lark)} {lark.text(f'{_CHANNEL}final{_MESSAGE}')} {answer}"
 
-    def _thought(self, lark: Lark) -> str:
+    def _reasoning_grammar(self, lark: LarkGrammar) -> str:
         before, after = lark.text(f"{_CHANNEL}analysis{_MESSAGE}"), lark.text(_ASSISTANT)
         return f"({before} {lark.up_to('<|end|>')} {after})?"
 
 
-class _ChannelReader:
+class _HarmonyParser:
     """Reads headers and what follows them. Text without a header is the answer.
 
     A part has ended when the next begins or the message ends: a marker alone may be a word in a text.
     """
 
-    def __init__(self, family: Family, tools: Tools) -> None:
-        self._out: list[Piece] = []
-        self._calls = Calls(tools, family.new_id, self._out)
+    def __init__(self, family: ToolCallFormat, tools: ToolSchemas) -> None:
+        self._out: list[Delta] = []
+        self._calls = ToolCallEmitter(tools, family.new_call_id, self._out)
         self._unread = ""
-        self._header = Markers([_MESSAGE])
-        self._body = Markers(end + _START for end in _ENDS)
+        self._header = MarkerFinder([_MESSAGE])
+        self._body = MarkerFinder(end + _START for end in _ENDS)
         self._tell: Callable[[str], None] = self._answer
         self._separator: dict[type, str] = {}  # between parts of the same kind
         self._n_told = 0
         self._is_call = False
         self._step: Callable[[], bool] = self._first
 
-    def push(self, text: str) -> list[Piece]:
-        """As `Reader.push`."""
+    def push(self, text: str) -> list[Delta]:
+        """As `OutputParser.push`."""
         self._unread += text
         while self._unread and self._step():
             pass
         told, self._out[:] = list(self._out), []
         return told
 
-    def close(self) -> list[Piece]:
-        """As `Reader.close`."""
+    def close(self) -> list[Delta]:
+        """As `OutputParser.close`."""
         left, self._unread = self._unread, ""
         if self._step != self._in_header:
             self._tell(next((left.removesuffix(end) for end in _ENDS if left.endswith(end)), left))
@@ -142,10 +144,10 @@ class _ChannelReader:
         self._calls.arguments(text)
 
     def _think(self, text: str) -> None:
-        self._out.append(Reasoning(self._separator.get(Reasoning, "") + text))
-        self._separator[Reasoning] = ""
+        self._out.append(ReasoningDelta(self._separator.get(ReasoningDelta, "") + text))
+        self._separator[ReasoningDelta] = ""
 
     def _answer(self, text: str) -> None:
         if text:
-            self._out.append(Text(self._separator.get(Text, "") + text))
-            self._separator[Text] = ""
+            self._out.append(TextDelta(self._separator.get(TextDelta, "") + text))
+            self._separator[TextDelta] = ""

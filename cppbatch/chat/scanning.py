@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 
-class Markers:
+class MarkerFinder:
     """Finds the first of several strings, none of which is the beginning of another."""
 
     def __init__(self, markers: Iterable[str]) -> None:

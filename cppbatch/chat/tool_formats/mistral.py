@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from cppbatch.chat.calls import NAME, CallReader, Calls, Malformed, Tools
-from cppbatch.chat.family import Family, random_letters
-from cppbatch.chat.json_calls import JsonCalls
-from cppbatch.chat.json_text import JsonEnd, NotJson, dumped
+from cppbatch.chat.json_text import InvalidJson, JsonValueScanner, dump_json
+from cppbatch.chat.tool_formats.json_calls import JsonCallsParser
+from cppbatch.chat.tool_formats.tool_format import ToolCallFormat, random_alphanumerics
+from cppbatch.chat.tool_parser import NAME, MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
 
 if TYPE_CHECKING:
-    from cppbatch.chat.lark import Lark
+    from cppbatch.chat.lark_grammar import LarkGrammar
 
 _CALLS, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _HEAD = re.compile(rf"\s*({NAME.pattern})\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]*)\s*)?(?:\[ARGS\]\s*)?(?=\{{)")
 _ID_LENGTH = 9
 
 
-class Mistral(Family):
+class MistralFormat(ToolCallFormat):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
 
     Both are read. `source`: the template, which shows the form that this model writes.
@@ -26,22 +26,22 @@ class Mistral(Family):
 
     name = "mistral"
     markers = (_CALLS, _ARGUMENTS, _ID)
-    openings = (_CALLS,)
+    start_markers = (_CALLS,)
 
     def __init__(self, source: str) -> None:
         self._names_first = _ARGUMENTS in source
         self._has_ids = _ID in source
 
-    def new_id(self) -> str:
+    def new_call_id(self) -> str:
         """Nine letters and digits: the templates refuse anything else."""
-        return random_letters(_ID_LENGTH)
+        return random_alphanumerics(_ID_LENGTH)
 
-    def calls(self, opening: str, calls: Calls) -> CallReader:
-        """As `Family.calls`."""
-        return _MistralCalls(calls)
+    def calls(self, opening: str, calls: ToolCallEmitter) -> ToolParser:
+        """As `ToolCallFormat.calls`."""
+        return _MistralToolParser(calls)
 
-    def write_calls(self, lark: Lark, tools: Tools, *, several: bool) -> str:
-        """As `Family.write_calls`."""
+    def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
+        """As `ToolCallFormat.calls_grammar`."""
         id_ = lark.terminal(f"/[a-zA-Z0-9]{{{_ID_LENGTH}}}/")
         calls = []
         for name, schema in tools.items():
@@ -49,7 +49,7 @@ class Mistral(Family):
                 with_id = f"({lark.text(_ID)} {id_})?" if self._has_ids else ""
                 calls.append(f"{lark.text(_CALLS + name)} {with_id} {lark.text(_ARGUMENTS)} {lark.json(schema)}")
             else:
-                before = lark.text('{"name": ' + dumped(name) + ', "arguments": ')
+                before = lark.text('{"name": ' + dump_json(name) + ', "arguments": ')
                 with_id = f"({lark.text(_KEY_ID)} {id_} {lark.text(_QUOTE)})?"
                 calls.append(f"{before} {lark.json(schema)} {with_id} {lark.text('}')}")
         call = lark.rule(lark.one_of(calls))
@@ -61,17 +61,17 @@ class Mistral(Family):
 _KEY_ID, _QUOTE = ', "id": "', '"'
 
 
-class _MistralCalls:
+class _MistralToolParser:
     """What follows `[TOOL_CALLS]`."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: ToolCallEmitter) -> None:
         self._calls = calls
         self._unread = ""
-        self._list: JsonCalls | None = None
-        self._arguments: JsonEnd | None = None
+        self._list: JsonCallsParser | None = None
+        self._arguments: JsonValueScanner | None = None
 
     def push(self, text: str) -> str | None:
-        """As `CallReader.push`."""
+        """As `ToolParser.push`."""
         if self._list:
             return self._list.push(text)
         self._unread += text
@@ -82,9 +82,9 @@ class _MistralCalls:
         assert self._arguments
         try:
             end = self._arguments.push(self._unread)
-        except NotJson as error:
+        except InvalidJson as error:
             self._calls.arguments(self._unread[: error.at])
-            raise Malformed(self._unread[error.at :]) from None
+            raise MalformedToolCall(self._unread[error.at :]) from None
         self._calls.arguments(self._unread[:end])
         self._unread = "" if end is None else self._unread[end:]
         return None if end is None else self._unread
@@ -95,15 +95,15 @@ class _MistralCalls:
     def _begin(self) -> bool:
         text = self._unread.lstrip()
         if text[:1] in ("[", "{"):
-            self._list = JsonCalls(self._calls, known_only=False)
+            self._list = JsonCallsParser(self._calls, known_only=False)
             return True
         head = _HEAD.match(text)
         if head:
             self._calls.start(head[1], head[2] if head[2] and len(head[2]) == _ID_LENGTH else None)
-            self._unread, self._arguments = text[head.end() :], JsonEnd()
+            self._unread, self._arguments = text[head.end() :], JsonValueScanner()
             return True
         if not _may_become_head(text):
-            raise Malformed(text)
+            raise MalformedToolCall(text)
         return False
 
 

@@ -6,15 +6,25 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.chat.calls import NAME, CallReader, Calls, Malformed, Tools
-from cppbatch.chat.family import Family
-from cppbatch.chat.json_calls import JsonCalls, write_json_calls
-from cppbatch.chat.json_text import JsonEnd, NotJson, dumped
-from cppbatch.chat.kinds import Unsuited, alone, as_json, choices, kinds_of, members, resolved, string_lengths, variants
-from cppbatch.chat.markers import Markers
+from cppbatch.chat.json_text import InvalidJson, JsonValueScanner, dump_json
+from cppbatch.chat.scanning import MarkerFinder
+from cppbatch.chat.schema_types import (
+    UnsupportedSchema,
+    coerce_to_json,
+    enum_values,
+    json_types,
+    object_members,
+    resolve_ref,
+    schema_variants,
+    standalone_schema,
+    string_lengths,
+)
+from cppbatch.chat.tool_formats.json_calls import JsonCallsParser, json_calls_grammar
+from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
+from cppbatch.chat.tool_parser import NAME, MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
 
 if TYPE_CHECKING:
-    from cppbatch.chat.lark import Lark
+    from cppbatch.chat.lark_grammar import LarkGrammar
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _END_OF_FUNCTION, _END_OF_PARAMETER = "</function>", "</parameter>"
@@ -24,7 +34,7 @@ _KEY = re.compile(r"([^<>\n]{1,256})>")
 _KEY_BEGINS = re.compile(r"[^<>\n]{0,256}")
 
 
-class QwenXml(Family):
+class QwenXmlFormat(ToolCallFormat):
     """`<tool_call>`, `<function=name>`, `<parameter=key>` and a value for each argument.
 
     Values have the types that the tool's schema says. JSON between the tags is read as well: it is what is enforced
@@ -38,83 +48,83 @@ class QwenXml(Family):
         self._closing = f"</{tag}>"
         self._line = "\n" if own_lines else ""
         self.markers = self._tag, self._closing
-        self.openings = self._tag, _FUNCTION  # the first is forgotten at times
+        self.start_markers = self._tag, _FUNCTION  # the first is forgotten at times
 
-    def calls(self, opening: str, calls: Calls) -> CallReader:
-        """As `Family.calls`."""
-        reader = _XmlCalls(calls, self._closing)
+    def calls(self, opening: str, calls: ToolCallEmitter) -> ToolParser:
+        """As `ToolCallFormat.calls`."""
+        reader = _XmlToolParser(calls, self._closing)
         if opening == _FUNCTION:
             reader.push(opening)
         return reader
 
-    def write_calls(self, lark: Lark, tools: Tools, *, several: bool) -> str:
-        """As `Family.write_calls`."""
+    def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
+        """As `ToolCallFormat.calls_grammar`."""
         calls = []
         for name, schema in tools.items():
             try:
                 calls.append(self._write_call(lark, name, schema))
-            except Unsuited:
-                calls.append(f"{write_json_calls(lark, {name: schema})} {lark.text(_NEW_LINE)}")
+            except UnsupportedSchema:
+                calls.append(f"{json_calls_grammar(lark, {name: schema})} {lark.text(_NEW_LINE)}")
         before, after = lark.text(self._tag + "\n"), lark.text(self._closing)
         return lark.repeated(lark.rule(f"{before} {lark.one_of(calls)} {after}"), "\n", several=several)
 
-    def _write_call(self, lark: Lark, name: str, schema: Any) -> str:
+    def _write_call(self, lark: LarkGrammar, name: str, schema: Any) -> str:
         parts = [lark.text(f"{_FUNCTION}{name}>\n")]
-        for key, given, required in members(schema):
+        for key, given, required in object_members(schema):
             if not _KEY_BEGINS.fullmatch(key) or not key:
-                raise Unsuited
+                raise UnsupportedSchema
             value = self._write_value(lark, given, schema)
             parameter = f"{lark.text(f'{_PARAMETER}{key}>{self._line}')} {value}"
             parts.append(parameter if required else f"({parameter})?")
         return " ".join([*parts, lark.text(f"{_END_OF_FUNCTION}\n")])
 
-    def _write_value(self, lark: Lark, given: Any, root: Any) -> str:
-        """The expression for a value and the end of its tag. Raises `Unsuited`."""
+    def _write_value(self, lark: LarkGrammar, given: Any, root: Any) -> str:
+        """The expression for a value and the end of its tag. Raises `UnsupportedSchema`."""
         ending = f"{self._line}{_END_OF_PARAMETER}\n"
-        kinds, schema = kinds_of(given, root), resolved(given, root)
+        kinds, schema = json_types(given, root), resolve_ref(given, root)
         if kinds == {"string", "null"}:  # the word null is null, any other text a string
-            strings = [part for part in variants(given, root) if part.get("type") != "null"]
-            if any((string_lengths(part), choices(part)) != ((0, None), None) for part in strings):
-                raise Unsuited
+            strings = [part for part in schema_variants(given, root) if part.get("type") != "null"]
+            if any((string_lengths(part), enum_values(part)) != ((0, None), None) for part in strings):
+                raise UnsupportedSchema
             return lark.up_to(_END_OF_PARAMETER, ending=ending)
         if kinds == {"string"}:
-            if (listed := choices(schema)) is not None:
+            if (listed := enum_values(schema)) is not None:
                 if any(not isinstance(one, str) or one != one.strip() or _END_OF_PARAMETER in one for one in listed):
-                    raise Unsuited
+                    raise UnsupportedSchema
                 return f"{lark.one_of([lark.text(one) for one in listed])} {lark.text(ending)}"
             least, most = string_lengths(schema)
             return lark.up_to(_END_OF_PARAMETER, ending=ending, least=least, most=most)
         if not kinds or "string" in kinds:  # no quotes would tell a string from another value
-            raise Unsuited
-        return f"{lark.json(alone(given, root))} {lark.text(ending)}"
+            raise UnsupportedSchema
+        return f"{lark.json(standalone_schema(given, root))} {lark.text(ending)}"
 
 
 _NEW_LINE = "\n"
 
 
-class _XmlCalls:
+class _XmlToolParser:
     """What follows `<tool_call>`."""
 
-    def __init__(self, calls: Calls, closing: str) -> None:
+    def __init__(self, calls: ToolCallEmitter, closing: str) -> None:
         self._calls = calls
         self._closing = closing
-        self._between = Markers([closing, _FUNCTION])
-        self._within = Markers([closing, _PARAMETER, _END_OF_FUNCTION, _FUNCTION])
+        self._between = MarkerFinder([closing, _FUNCTION])
+        self._within = MarkerFinder([closing, _PARAMETER, _END_OF_FUNCTION, _FUNCTION])
         self._unread = ""
-        self._json: JsonCalls | None = None
+        self._json: JsonCallsParser | None = None
         self._schema: Any = {}
         self._kinds: frozenset[str] = frozenset()
         self._n_arguments = 0
         self._n_functions = 0
         self._value = ""  # what is read of a value that is no string
-        self._json_end: JsonEnd | None = None
+        self._json_end: JsonValueScanner | None = None
         self._is_first_letter = False
-        self._end = Markers([_END_OF_PARAMETER])
+        self._end = MarkerFinder([_END_OF_PARAMETER])
         self._step: Callable[[], bool] = self._in_between
         self._rest: str | None = None
 
     def push(self, text: str) -> str | None:
-        """As `CallReader.push`."""
+        """As `ToolParser.push`."""
         if self._json:
             return self._json.push(text)
         self._unread += text
@@ -133,13 +143,13 @@ class _XmlCalls:
         if not text:
             return False
         if text[0] in "{[" and not self._n_functions:
-            self._json = JsonCalls(self._calls, known_only=False, closing=self._closing)
+            self._json = JsonCallsParser(self._calls, known_only=False, closing=self._closing)
             return False
         marker = self._between.at_start(text)
         if marker is None and self._n_functions:
             self._rest = text
         elif marker is None:
-            raise Malformed(text)
+            raise MalformedToolCall(text)
         elif marker == self._closing:
             self._rest = text[len(marker) :]
         elif marker:
@@ -154,7 +164,7 @@ class _XmlCalls:
             self._unread, self._step = self._unread[found.end() :], self._in_function
             self._calls.start(found[1])
         elif not _NAME_BEGINS.fullmatch(self._unread):
-            raise Malformed(f"{_FUNCTION}{self._unread}")
+            raise MalformedToolCall(f"{_FUNCTION}{self._unread}")
         return bool(found)
 
     def _in_function(self) -> bool:
@@ -176,15 +186,15 @@ class _XmlCalls:
         if found:
             key = found[1].strip()
             properties = self._schema.get("properties") or {}
-            self._kinds = kinds_of(properties.get(key, {}), self._schema)
-            self._calls.arguments(f"{', ' if self._n_arguments else '{'}{dumped(key)}: ")
+            self._kinds = json_types(properties.get(key, {}), self._schema)
+            self._calls.arguments(f"{', ' if self._n_arguments else '{'}{dump_json(key)}: ")
             self._calls.arguments('"' if self._kinds == {"string"} else "")
             self._n_arguments += 1
             self._unread, self._value, self._is_first_letter = self._unread[found.end() :], "", True
-            self._json_end = None if "string" in self._kinds else JsonEnd()
+            self._json_end = None if "string" in self._kinds else JsonValueScanner()
             self._step = self._in_value
         elif not _KEY_BEGINS.fullmatch(self._unread):
-            raise Malformed(f"{_PARAMETER}{self._unread}")
+            raise MalformedToolCall(f"{_PARAMETER}{self._unread}")
         return bool(found)
 
     def _is_past_json(self) -> bool:
@@ -199,7 +209,7 @@ class _XmlCalls:
             return True
         try:
             end = self._json_end.push(text)
-        except NotJson as error:  # Python's, perhaps
+        except InvalidJson as error:  # Python's, perhaps
             end = error.at
         self._value, self._unread = self._value + text[:end], "" if end is None else text[end:]
         self._json_end = None if end is not None else self._json_end
@@ -214,12 +224,12 @@ class _XmlCalls:
         held = "\n" if before.endswith("\n") else ""  # it may be the one before the closing tag
         before = before.removesuffix(held)
         if self._kinds == {"string"}:
-            self._calls.arguments(dumped(before)[1:-1])
+            self._calls.arguments(dump_json(before)[1:-1])
         else:
             self._value += before
         if marker is None:
             self._unread = held + rest
             return False
-        self._calls.arguments('"' if self._kinds == {"string"} else as_json(self._value, self._kinds))
+        self._calls.arguments('"' if self._kinds == {"string"} else coerce_to_json(self._value, self._kinds))
         self._unread, self._step = rest, self._in_function
         return True

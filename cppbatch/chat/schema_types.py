@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from cppbatch.chat.json_text import dumped, parsed
+from cppbatch.chat.json_text import dump_json, parse_json
 
 Json = dict[str, Any]
 
@@ -21,24 +21,24 @@ _MOST_BRACKETS = 100  # Python's own parser may overflow the stack
 _MOST_REFERENCES = _DEEPEST = 16
 
 
-def kinds_of(schema: Any, root: Json, depth: int = 0) -> frozenset[str]:
+def json_types(schema: Any, root: Json, depth: int = 0) -> frozenset[str]:
     """JSON's types that a value may have; none: any. `root`: the whole schema, for references."""
-    schema = resolved(schema, root)
+    schema = resolve_ref(schema, root)
     if not isinstance(schema, dict) or depth > _DEEPEST:
         return frozenset()
     if "type" in schema:
         given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return frozenset(given) if all(isinstance(kind, str) for kind in given) else frozenset()
     if "const" in schema or isinstance(schema.get("enum"), list):
-        return frozenset(map(kind_of, schema.get("enum", [schema.get("const")])))
+        return frozenset(map(json_type_of, schema.get("enum", [schema.get("const")])))
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            parts = [kinds_of(part, root, depth + 1) for part in schema[key]]
+            parts = [json_types(part, root, depth + 1) for part in schema[key]]
             return frozenset().union(*parts) if all(parts) else frozenset()
     return frozenset()
 
 
-def kind_of(value: Any) -> str:
+def json_type_of(value: Any) -> str:
     """JSON's name for the type of a value."""
     if isinstance(value, bool):
         return "boolean"
@@ -46,7 +46,7 @@ def kind_of(value: Any) -> str:
     return names[type(value)]
 
 
-def resolved(schema: Any, root: Json) -> Any:
+def resolve_ref(schema: Any, root: Json) -> Any:
     """A schema in place of a reference to it within the same document."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, dict) or not str(schema.get("$ref", "")).startswith("#/"):
@@ -58,89 +58,89 @@ def resolved(schema: Any, root: Json) -> Any:
     return schema
 
 
-def as_json(text: str, kinds: Iterable[str]) -> str:
+def coerce_to_json(text: str, kinds: Iterable[str]) -> str:
     """A value as a model wrote it, as JSON text of one of these types if it can be; else as a string."""
     wanted = frozenset(kinds)
     written = _WORDS.get(text.strip(), text.strip())
     if wanted & {"object", "array"} and "string" not in wanted:
         written = _from_python(written)
     try:
-        kind = kind_of(parsed(written))
+        kind = json_type_of(parse_json(written))
     except ValueError:
-        return dumped(text)
+        return dump_json(text)
     fits = not wanted or kind in wanted or (kind == "integer" and "number" in wanted)
-    return dumped(text) if kind == "string" or not (fits or "string" not in wanted) else written
+    return dump_json(text) if kind == "string" or not (fits or "string" not in wanted) else written
 
 
 def _from_python(text: str) -> str:
     """An object or array as some templates print Python's, as JSON; any other text as it is."""
     with contextlib.suppress(ValueError):
-        parsed(text)
+        parse_json(text)
         return text
     if sum(map(text.count, "([{")) > _MOST_BRACKETS:
         return text
     with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return dumped(ast.literal_eval(text))
+        return dump_json(ast.literal_eval(text))
     return text
 
 
-class Unsuited(Exception):
+class UnsupportedSchema(Exception):
     """A schema says more than can be enforced outside of JSON."""
 
 
-def members(schema: Json) -> list[tuple[str, Any, bool]]:
-    """An object's members: name, schema, whether it is required. Raises `Unsuited` when there may be others."""
+def object_members(schema: Json) -> list[tuple[str, Any, bool]]:
+    """An object's members: name, schema, required. Raises `UnsupportedSchema` if there may be others."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if schema.keys() - _SAID_OF_OBJECTS or schema.get("additionalProperties"):
-        raise Unsuited
+        raise UnsupportedSchema
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise Unsuited
+        raise UnsupportedSchema
     if not all(isinstance(name, str) and name in properties for name in required):
-        raise Unsuited
+        raise UnsupportedSchema
     return [(name, schema, name in required) for name, schema in properties.items()]
 
 
-def items_of(schema: Json) -> tuple[Any, int, int | None]:
-    """The schema of an array's items, and how many there may be. Raises `Unsuited`."""
+def array_items(schema: Json) -> tuple[Any, int, int | None]:
+    """The schema of an array's items, and how many there may be. Raises `UnsupportedSchema`."""
     least, most = schema.get("minItems", 0), schema.get("maxItems")
     if schema.keys() - _SAID_OF_ARRAYS or "items" not in schema:
-        raise Unsuited
+        raise UnsupportedSchema
     if not isinstance(least, int) or not isinstance(most, int | None) or (most is not None and most < least):
-        raise Unsuited
+        raise UnsupportedSchema
     return schema["items"], least, most
 
 
 def string_lengths(schema: Json) -> tuple[int, int | None]:
-    """The bounds of a string of which nothing else is said. Raises `Unsuited`."""
+    """The bounds of a string of which nothing else is said. Raises `UnsupportedSchema`."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if schema.keys() - _SAID_OF_STRINGS or not isinstance(least, int) or not isinstance(most, int | None):
-        raise Unsuited
+        raise UnsupportedSchema
     return least, most
 
 
-def variants(schema: Any, root: Json) -> list[Any]:
-    """The schemas that `anyOf` or a list of types offers; one if there is no choice. Raises `Unsuited`."""
-    schema = resolved(schema, root)
+def schema_variants(schema: Any, root: Json) -> list[Any]:
+    """The schemas that `anyOf` or a list of types offers; one if there is no choice. Raises `UnsupportedSchema`."""
+    schema = resolve_ref(schema, root)
     if not isinstance(schema, dict):
-        raise Unsuited
+        raise UnsupportedSchema
     if isinstance(schema.get("anyOf"), list) and not schema.keys() - _SAID_OF_ALL - {"anyOf"}:
-        return [resolved(part, root) for part in schema["anyOf"]]
+        return [resolve_ref(part, root) for part in schema["anyOf"]]
     if isinstance(schema.get("type"), list):
         return [schema | {"type": kind} for kind in schema["type"]]
     return [schema]
 
 
-def choices(schema: Json) -> list[Any] | None:
+def enum_values(schema: Json) -> list[Any] | None:
     """The values that are listed, None if there is no list."""
     if "const" in schema:
         return [schema["const"]]
     return schema["enum"] if isinstance(schema.get("enum"), list) and schema["enum"] else None
 
 
-def alone(schema: Any, root: Json) -> Any:
-    """A part of a schema as a document of its own. Raises `Unsuited`."""
+def standalone_schema(schema: Any, root: Json) -> Any:
+    """A part of a schema as a document of its own. Raises `UnsupportedSchema`."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    references = re.findall(r'"\$ref": "([^"]*)', dumped([schema, definitions]))
+    references = re.findall(r'"\$ref": "([^"]*)', dump_json([schema, definitions]))
     if any(not reference.startswith(("#/$defs/", "#/definitions/")) for reference in references):
-        raise Unsuited
+        raise UnsupportedSchema
     return definitions | schema if references else schema

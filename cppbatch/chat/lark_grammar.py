@@ -6,13 +6,13 @@ import json
 import re
 from typing import Any
 
-from cppbatch.chat.family import MOST_CALLS
+from cppbatch.chat.tool_formats.tool_format import MAX_TOOL_CALLS
 
 _WHITE_SPACE = r"( |\r?\n[ \t]{0,32})?"
 """Between JSON's parts, as for `json_schema`: a weak model would never stop adding more."""
 
 
-class Lark:
+class LarkGrammar:
     """Rules, and ways to write expressions. `token_ids`: of markers that are one token, which must come as that."""
 
     def __init__(self, token_ids: dict[str, int]) -> None:
@@ -61,11 +61,11 @@ class Lark:
         return self.terminal(f"{body} {json.dumps(ending or marker)}")  # one terminal: else the text would eat the end
 
     def repeated(self, expression: str, separator: str, *, several: bool) -> str:
-        """Once, or up to `MOST_CALLS` times with a text in between."""
+        """Once, or up to `MAX_TOOL_CALLS` times with a text in between."""
         if not several:
             return expression
         again = f"{self.text(separator)} {expression}" if separator else expression
-        return f"{expression} ({again}){{0,{MOST_CALLS - 1}}}"
+        return f"{expression} ({again}){{0,{MAX_TOOL_CALLS - 1}}}"
 
     def grammar(self, start: str) -> str:
         """The whole grammar."""

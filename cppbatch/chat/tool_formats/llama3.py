@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from cppbatch.chat.calls import CallReader, Calls, Malformed, Tools
-from cppbatch.chat.family import Family
-from cppbatch.chat.json_calls import JsonCalls, write_json_calls
-from cppbatch.chat.json_text import dumped, parsed
+from cppbatch.chat.json_text import dump_json, parse_json
+from cppbatch.chat.tool_formats.json_calls import JsonCallsParser, json_calls_grammar
+from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
+from cppbatch.chat.tool_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
 
 if TYPE_CHECKING:
-    from cppbatch.chat.lark import Lark
+    from cppbatch.chat.lark_grammar import LarkGrammar
 
 _TAG = "<|python_tag|>"
 _CALL = re.compile(r"\s*([\w\-]+)\.call\((.*)\)\s*", re.DOTALL)
 _ARGUMENT = re.compile(r'\s*(\w+)\s*=\s*("(?:[^"\\]|\\.)*"|[^,"]+)\s*(?:,|$)', re.DOTALL)
 
 
-class Llama3(Family):
+class Llama3Format(ToolCallFormat):
     """`{"name": ..., "parameters": {...}}` as the whole message, several with `;` or a new line between them.
 
     Behind `<|python_tag|>` there may be such, or a call of a built-in tool: `brave_search.call(query="...")`. JSON
@@ -27,47 +27,47 @@ class Llama3(Family):
 
     name = "llama3"
     markers = (_TAG,)
-    openings = (_TAG,)
-    leads = ("{", "[")
-    several_calls = False
+    start_markers = (_TAG,)
+    start_prefixes = ("{", "[")
+    parallel_calls = False
 
-    def calls(self, opening: str, calls: Calls) -> CallReader:
-        """As `Family.calls`."""
-        return _PythonTag(calls) if opening == _TAG else JsonCalls(calls, known_only=True)
+    def calls(self, opening: str, calls: ToolCallEmitter) -> ToolParser:
+        """As `ToolCallFormat.calls`."""
+        return _PythonTagParser(calls) if opening == _TAG else JsonCallsParser(calls, known_only=True)
 
-    def write_calls(self, lark: Lark, tools: Tools, *, several: bool) -> str:
-        """As `Family.write_calls`."""
-        return lark.repeated(lark.rule(write_json_calls(lark, tools, key="parameters")), "; ", several=several)
+    def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
+        """As `ToolCallFormat.calls_grammar`."""
+        return lark.repeated(lark.rule(json_calls_grammar(lark, tools, key="parameters")), "; ", several=several)
 
 
-class _PythonTag:
+class _PythonTagParser:
     """What follows the tag, up to the end of the message."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: ToolCallEmitter) -> None:
         self._calls = calls
         self._unread = ""
-        self._json: JsonCalls | None = None
+        self._json: JsonCallsParser | None = None
 
     def push(self, text: str) -> str | None:
-        """As `CallReader.push`."""
+        """As `ToolParser.push`."""
         self._unread += text
         if self._json is None and self._unread.lstrip()[:1] in ("{", "["):
-            self._json = JsonCalls(self._calls, known_only=True)
+            self._json = JsonCallsParser(self._calls, known_only=True)
         if self._json is None:
             return None
         text, self._unread = self._unread, ""
         return self._json.push(text)
 
     def close(self) -> None:
-        """As `CallReader.close`: only now it is certain that the call is whole."""
+        """As `ToolParser.close`: only now it is certain that the call is whole."""
         if self._json:
             return
         found = _CALL.fullmatch(self._unread)
         arguments = _keywords(found[2]) if found else None
         if not found or arguments is None or found[1] not in self._calls.tools:
-            raise Malformed(self._unread)
+            raise MalformedToolCall(self._unread)
         self._calls.start(found[1])
-        self._calls.arguments(dumped(arguments))
+        self._calls.arguments(dump_json(arguments))
 
 
 def _keywords(text: str) -> dict[str, object] | None:
@@ -80,7 +80,7 @@ def _keywords(text: str) -> dict[str, object] | None:
             return None
         at = found.end()
         try:
-            arguments[found[1]] = parsed(found[2].strip())
+            arguments[found[1]] = parse_json(found[2].strip())
         except ValueError:
             arguments[found[1]] = found[2].strip().strip("'\"")
     return arguments

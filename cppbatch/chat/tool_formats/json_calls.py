@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.chat.calls import Calls, Malformed, Tools
-from cppbatch.chat.json_text import JsonEnd, NotJson, dumped, parsed
+from cppbatch.chat.json_text import InvalidJson, JsonValueScanner, dump_json, parse_json
+from cppbatch.chat.tool_parser import MalformedToolCall, ToolCallEmitter, ToolSchemas
 
 if TYPE_CHECKING:
-    from cppbatch.chat.lark import Lark
+    from cppbatch.chat.lark_grammar import LarkGrammar
 
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class CallObject:
+class JsonCallParser:
     """One call. Its name is told as soon as it is known, the arguments as their text comes.
 
     Keys may come in any order, others are passed over, and arguments may be an object within a string.
     `known_only`: an object whose name is none of the tools is no call.
     """
 
-    def __init__(self, calls: Calls, *, known_only: bool) -> None:
+    def __init__(self, calls: ToolCallEmitter, *, known_only: bool) -> None:
         self._calls = calls
         self._known_only = known_only
         self._unread = ""
@@ -30,18 +30,18 @@ class CallObject:
         self._key = ""
         self._arguments: str | None = None
         self._named = self._ended = False
-        self._end = JsonEnd()
+        self._end = JsonValueScanner()
         self._then: Callable[[str], None] = self._on_key
         self._step: Callable[[], bool] = self._open
 
     def push(self, text: str) -> str | None:
-        """As `CallReader.push`."""
+        """As `ToolParser.push`."""
         self._unread += text
         try:
             while not self._ended and self._step():
                 pass
         except ValueError:  # NotJson too
-            raise Malformed((self._value if self._named else self._untold) + self._unread) from None
+            raise MalformedToolCall((self._value if self._named else self._untold) + self._unread) from None
         return self._unread if self._ended else None
 
     def _letter(self) -> str:
@@ -87,7 +87,7 @@ class CallObject:
     def _value_begins(self) -> bool:
         letter = self._letter()
         if letter == "{" and self._named and self._arguments is None and self._key in _ARGUMENTS:
-            self._arguments, self._end, self._step = "", JsonEnd(), self._stream
+            self._arguments, self._end, self._step = "", JsonValueScanner(), self._stream
         elif letter:
             wanted = {"name": self._on_name, "function": self._on_function}
             wanted |= dict.fromkeys(_ARGUMENTS, self._on_arguments)
@@ -111,7 +111,7 @@ class CallObject:
     def _stream(self) -> bool:
         try:
             end = self._end.push(self._unread)
-        except NotJson as error:
+        except InvalidJson as error:
             self._calls.arguments(self._take(error.at))
             raise
         self._calls.arguments(self._take(len(self._unread) if end is None else end))
@@ -120,7 +120,7 @@ class CallObject:
         return end is not None
 
     def _collect(self, then: Callable[[str], None]) -> None:
-        self._value, self._end, self._then, self._step = "", JsonEnd(), then, self._collecting
+        self._value, self._end, self._then, self._step = "", JsonValueScanner(), then, self._collecting
 
     def _collecting(self) -> bool:
         end = self._end.push(self._unread)
@@ -132,18 +132,18 @@ class CallObject:
         return end is not None
 
     def _on_key(self, text: str) -> None:
-        self._key, self._step = parsed(text), self._colon
+        self._key, self._step = parse_json(text), self._colon
 
     def _on_name(self, text: str) -> None:
         if not self._named:
-            self._name(parsed(text))
+            self._name(parse_json(text))
 
     def _on_function(self, text: str) -> None:
         """`{"function": "name"}` or `{"function": {"name": ..., "arguments": ...}}`."""
-        value = parsed(text)
+        value = parse_json(text)
         if not self._named and isinstance(value, dict):
             inner: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
-            self._arguments = _object_text(dumped(inner))
+            self._arguments = _object_text(dump_json(inner))
             self._name(value.get("name"))
         elif not self._named:
             self._name(value)
@@ -172,34 +172,34 @@ class CallObject:
 
 def _object_text(text: str) -> str:
     """Arguments as the JSON text of an object. Raises `ValueError`."""
-    value = parsed(text)
+    value = parse_json(text)
     if value is None or value == "":
         return "{}"
     if isinstance(value, str):
-        text, value = value, parsed(value)
+        text, value = value, parse_json(value)
     if not isinstance(value, dict):
         raise ValueError(text)
     return text
 
 
-class JsonCalls:
+class JsonCallsParser:
     """Call objects one after the other, with `separators` between them, or lists of such.
 
     `closing`: what ends the block. Without it, it ends with a list's end or with what is neither object nor separator.
     """
 
-    def __init__(self, calls: Calls, *, known_only: bool, closing: str = "", separators: str = ",;") -> None:
+    def __init__(self, calls: ToolCallEmitter, *, known_only: bool, closing: str = "", separators: str = ",;") -> None:
         self._calls = calls
         self._known_only = known_only
         self._closing = closing
         self._separators = separators
         self._unread = ""
-        self._object: CallObject | None = None
+        self._object: JsonCallParser | None = None
         self._n_objects = 0
         self._in_list = False
 
     def push(self, text: str) -> str | None:
-        """As `CallReader.push`."""
+        """As `ToolParser.push`."""
         self._unread += text
         while True:
             if self._object is None:
@@ -224,7 +224,7 @@ class JsonCalls:
             if self._closing and self._closing.startswith(text[: len(self._closing)]):
                 return text[len(self._closing) :] if text.startswith(self._closing) else None
             if text[0] == "{":
-                self._object = CallObject(self._calls, known_only=self._known_only)
+                self._object = JsonCallParser(self._calls, known_only=self._known_only)
                 self._n_objects += 1
                 return None
             if text[0] == "]" and self._in_list and not self._closing:
@@ -236,15 +236,15 @@ class JsonCalls:
             elif not (text[0] in self._separators and self._n_objects):
                 if self._n_objects and not self._closing and not self._in_list:
                     return text
-                raise Malformed(text)
+                raise MalformedToolCall(text)
             self._unread = text[1:].lstrip()
         return None
 
 
-def write_json_calls(lark: Lark, tools: Tools, *, key: str = "arguments") -> str:
+def json_calls_grammar(lark: LarkGrammar, tools: ToolSchemas, *, key: str = "arguments") -> str:
     """The expression for `{"name": ..., "arguments": ...}`, a call of any of the tools."""
     calls = []
     for name, schema in tools.items():
-        before = lark.text('{"name": ' + dumped(name) + f', "{key}": ')
+        before = lark.text('{"name": ' + dump_json(name) + f', "{key}": ')
         calls.append(f"{before} {lark.json(schema)} {lark.text('}')}")
     return lark.one_of(calls)
