@@ -1,0 +1,42 @@
+"""Four prompts in one call. Every step computes one token of each of them.
+
+.venv/bin/python examples/basic_batch.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from time import perf_counter
+
+from cppbatch import BatchInferenceEngine, SamplingParams
+
+DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, there was a fox who",
+    "The three primary colours are",
+    "To bake a simple bread, you need",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--max-tokens", type=int, default=32, help="new tokens for each prompt")
+    args = parser.parse_args()
+
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0, ignore_eos=True)
+    with BatchInferenceEngine(args.model) as engine:
+        began = perf_counter()
+        results = engine.generate(PROMPTS, params)
+        seconds = perf_counter() - began
+        steps = engine.stats().steps
+
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        print(f"{prompt!r} -> {result.text!r} ({len(result.tokens)} tokens, {result.finish_reason.value})")
+    n_tokens = sum(len(result.tokens) for result in results)
+    print(f"{n_tokens} tokens in {steps} steps and {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Adds a label to every row of a CSV file. The model can only answer with one of the labels.
+
+.venv/bin/python examples/classify_csv.py examples/data/reviews.csv --column review
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+
+from cppbatch import BatchInferenceEngine, SamplingParams
+
+DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTRUCTIONS = """Label each text with one of: {labels}.
+
+Text: {text}
+Label: """
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", default="examples/data/reviews.csv")
+    parser.add_argument("--column", default="review", help="column with the text")
+    parser.add_argument("--labels", nargs="+", default=["positive", "negative"])
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    args = parser.parse_args()
+
+    params = SamplingParams(guided_choice=tuple(args.labels), temperature=0)
+    labels = ", ".join(args.labels)
+    with open(args.file, encoding="utf-8", newline="") as file, BatchInferenceEngine(args.model) as engine:
+        rows = list(csv.DictReader(file))
+        prompts = [INSTRUCTIONS.format(labels=labels, text=row[args.column]) for row in rows]
+        results = engine.generate(prompts, params)
+
+    writer = csv.DictWriter(sys.stdout, [*rows[0], "label"])
+    writer.writeheader()
+    for row, result in zip(rows, results, strict=True):
+        writer.writerow({**row, "label": result.text})
+
+
+if __name__ == "__main__":
+    main()

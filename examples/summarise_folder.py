@@ -1,0 +1,43 @@
+"""Summarises every text file of a folder. All prompts share one system prompt, which is computed once.
+
+.venv/bin/python examples/summarise_folder.py examples/data/notes
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cppbatch import BatchInferenceEngine, SamplingParams
+
+DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+SYSTEM = """You summarise documents for a busy reader. Write one plain sentence in the present tense. Name the subject
+of the document and the most important fact in it. Use the words of the document, and leave out your own opinion.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", default="examples/data/notes", type=Path)
+    parser.add_argument("--pattern", default="*.txt", help="which files")
+    parser.add_argument("--characters", type=int, default=4000, help="how much of each file to read")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--max-tokens", type=int, default=60, help="longest summary")
+    args = parser.parse_args()
+
+    files = sorted(args.folder.glob(args.pattern))
+    texts = [file.read_text(encoding="utf-8")[: args.characters] for file in files]
+    prompts = [f"{SYSTEM}\nDocument: {text}\nSummary: This is about" for text in texts]
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0, stop=(".", "\n"))
+    with BatchInferenceEngine(args.model) as engine:
+        results = engine.generate(prompts, params)
+
+    for file, result in zip(files, results, strict=True):
+        print(f"{file.name}: about{result.text}")
+    prompt_tokens = sum(result.usage.prompt_tokens for result in results)
+    cached_tokens = sum(result.usage.cached_tokens for result in results)
+    print(f"{cached_tokens} of {prompt_tokens} prompt tokens came from the prefix cache.")
+
+
+if __name__ == "__main__":
+    main()

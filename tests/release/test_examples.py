@@ -1,0 +1,169 @@
+"""examples/: each program runs from the root of the repository and shows what its docstring says."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+
+Run = Callable[..., str]
+
+
+def start(name: str, *args: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, ROOT / "examples" / f"{name}.py", *args]
+    return subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def run(name: str, *args: str | Path) -> str:
+    process = start(name, *args)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    return stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_each_example_is_short_and_in_the_list_of_the_readme(example: Path) -> None:
+    source = example.read_text()
+    assert len(source.splitlines()) < 60
+    assert 'DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"' in source
+    assert f"[{example.name}]({example.name})" in (ROOT / "examples" / "README.md").read_text()
+
+
+def test_basic_batch_shows_each_prompt_with_its_continuation_and_takes_a_step_per_token(tiny_llama: Path) -> None:
+    shown = run("basic_batch", "--model", tiny_llama, "--max-tokens", "8")
+    assert re.findall(r"^'(.*?)' -> ['\"].+['\"] \((\d+) tokens, (\w+)\)$", shown, re.MULTILINE)[0] == (
+        "The capital of France is",
+        "8",
+        "length",
+    )
+    assert shown.count("(8 tokens, length)") == 4
+    assert "32 tokens in 8 steps" in shown
+
+
+def test_batch_speedup_does_the_same_work_in_fewer_steps_and_less_time(tiny_llama: Path) -> None:
+    shown = run("batch_speedup", "--model", tiny_llama, "--max-tokens", "8", "--prompts", "4")
+    assert "one by one: 32 tokens, 32 steps" in shown
+    assert "one batch : 32 tokens, 8 steps" in shown
+    ratio = re.search(r"The batch is ([\d.]+) times as fast", shown)
+    assert ratio
+    assert float(ratio[1]) > 1
+
+
+def test_mixed_lengths_has_one_line_per_prompt_and_short_prompts_do_not_wait_for_the_long_one(tiny_llama: Path) -> None:
+    sizes = ("--max-tokens", "8", "--sentences", "0", "1", "2", "8", "--batch-size", "64")
+    shown = run("mixed_lengths", "--model", tiny_llama, *sizes)
+    lines = re.findall(r"(\d+) prompt tokens: first token after ([\d.]+) s, last after [\d.]+ s: .", shown)
+    assert len(lines) == 4
+    n_tokens = [int(n) for n, _ in lines]
+    assert n_tokens == sorted(n_tokens)
+    assert n_tokens[-1] > 10 * n_tokens[0]
+    first_token = [float(seconds) for _, seconds in lines]
+    assert first_token[0] < first_token[-1]
+
+
+def test_full_cache_loses_no_request_although_cells_are_few(tiny_llama: Path) -> None:
+    shown = run("full_cache", "--model", tiny_llama, "--requests", "24", "--cells", "256")
+    assert "24 of 24 requests have all their tokens" in shown
+    last = re.findall(r"^24 finished, 0 running, 0 waiting, 0 of 256 cells, (\d+) swaps$", shown, re.MULTILINE)
+    assert int(last[0]) > 0, "no sequence was swapped out"
+    total = re.search(r"^([\d,]+) tokens went through 256 cells", shown, re.MULTILINE)
+    assert total
+    assert int(total[1].replace(",", "")) > 2 * 256
+
+
+def test_stream_side_by_side_shows_a_panel_for_each_sequence(tiny_llama: Path) -> None:
+    shown = run("stream_side_by_side", "--model", tiny_llama, "--max-tokens", "8")
+    assert re.findall(r"request-\d", shown) == ["request-1", "request-2", "request-3", "request-4"]
+    for prompt in ("Once upon a time", "The first computers were", "On Monday the baker"):
+        assert prompt in shown
+    assert "4 sequences of 8 tokens took 8 steps." in shown
+
+
+def test_classify_csv_gives_every_row_one_of_the_labels(default_model: Path) -> None:
+    rows = list(csv.DictReader(run("classify_csv", "--model", default_model).splitlines()))
+    with (ROOT / "examples" / "data" / "reviews.csv").open(newline="") as file:
+        assert [{"id": row["id"], "review": row["review"]} for row in rows] == list(csv.DictReader(file))
+    assert {row["label"] for row in rows} == {"positive", "negative"}
+
+
+def test_summarise_folder_has_a_line_per_file_and_computes_the_system_prompt_once(default_model: Path) -> None:
+    *lines, last = run("summarise_folder", "--model", default_model, "--max-tokens", "16").splitlines()
+    assert [line.split(": about ")[0] for line in lines] == ["bakery.txt", "ferry.txt", "library.txt"]
+    cached = re.fullmatch(r"(\d+) of \d+ prompt tokens came from the prefix cache\.", last)
+    assert cached
+    assert int(cached[1]) >= 2 * 50, "the system prompt has more than 50 tokens, and two files reuse it"
+
+
+def test_sixteen_temperatures_computes_the_prompt_once(default_model: Path) -> None:
+    *lines, last = run("sixteen_temperatures", "--model", default_model, "--max-tokens", "8").splitlines()
+    assert [line.split()[0] for line in lines] == [f"{i / 10:.1f}" for i in range(16)]
+    tokens = re.fullmatch(r"(\d+) of (\d+) prompt tokens were computed\.", last)
+    assert tokens
+    assert int(tokens[1]) == int(tokens[2]) // 16
+
+
+@pytest.mark.parametrize("model", ["tiny_encoder", "tiny_llama"])
+def test_embedding_search_finds_a_text_that_is_the_query(model: str, request: pytest.FixtureRequest) -> None:
+    pooling = ["--pooling", "mean"] if model == "tiny_llama" else []
+    shown = run("embedding_search", "How does a compass work?", "--model", request.getfixturevalue(model), *pooling)
+    assert len(shown.splitlines()) == 3
+    assert shown.startswith("1.000  How does a compass work?")
+
+
+def test_embedding_search_pools_the_default_model(default_model: Path) -> None:
+    assert default_model.samefile(ROOT / "models" / default_model.name)
+    assert len(run("embedding_search", "--top", "2").splitlines()) == 2
+
+
+def test_resumable_batch_answers_each_line_once_although_it_is_killed(tiny_llama: Path, tmp_path: Path) -> None:
+    questions, answers = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
+    questions.write_text("".join(f"Question {i}\n\n" for i in range(200)))
+    command = ("resumable_batch", questions, answers, "--model", tiny_llama, "--max-tokens", "16")
+    process = start(*command)
+    while not (answers.exists() and answers.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    with answers.open("a") as file:
+        file.write('{"line": 399, "pro')  # as a kill in the middle of a write leaves it
+
+    shown = run(*command)
+    done = re.match(r"(\d+) lines are answered, (\d+) are left", shown)
+    assert done
+    assert int(done[1]) > 0
+    assert int(done[1]) + int(done[2]) == 200
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert sorted(line["line"] for line in lines) == list(range(1, 400, 2))
+    assert all(line["text"] and line["error"] is None for line in lines)
+
+
+def test_a_missing_model_is_reported_in_the_last_line(tmp_path: Path) -> None:
+    process = start("basic_batch", "--model", tmp_path / "none.gguf")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "none.gguf" in stderr.splitlines()[-1]
+
+
+def test_examples_have_complete_types(tmp_path: Path) -> None:
+    for example in EXAMPLES:
+        shutil.copy(example, tmp_path)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", ROOT / "pyproject.toml", tmp_path]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=ENV, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
