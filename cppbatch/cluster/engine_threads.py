@@ -9,7 +9,7 @@ from time import perf_counter
 
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.request import GenerationEvent
-from cppbatch.engine.sequence import News
+from cppbatch.engine.sequence import StepOutput
 
 _IDLE_S = 1.0  # how often it shows that it is alive when there is nothing to do
 _MOST_BEHIND = 4  # steps
@@ -51,9 +51,9 @@ class StepLoop:
                 self._do_all(engine)
                 if engine.has_work:
                     engine.compute()
-                    talker.tell(engine.take_news())
+                    talker.tell(engine.outputs.take_outputs())
             self._do_all(engine)
-            talker.tell(engine.take_news())
+            talker.tell(engine.outputs.take_outputs())
         self._do_all(engine)  # perhaps the last of it could not be told
 
     def wait(self, engine: BatchInferenceEngine) -> None:
@@ -87,10 +87,10 @@ class Talker:
         fail: Callable[[BaseException], None],
     ) -> None:
         self._engine, self._send, self._fail = engine, send, fail
-        self._steps: queue.Queue[list[News] | None] = queue.Queue(_MOST_BEHIND)
+        self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MOST_BEHIND)
         self._thread = threading.Thread(target=self._run, name="cppbatch-talker", daemon=True)
 
-    def tell(self, news: list[News]) -> None:
+    def tell(self, news: list[StepOutput]) -> None:
         """Has these told; waits when it is some steps behind."""
         if news:
             self._steps.put(news)
@@ -105,12 +105,12 @@ class Talker:
                 failed = True  # it goes on taking, so that nobody waits for it
                 self._fail(error)
 
-    def _tell(self, news: list[News]) -> None:
+    def _tell(self, news: list[StepOutput]) -> None:
         began = perf_counter()
-        events = [self._engine.teller.event(each) for each in news]
+        events = [self._engine.outputs.event(each) for each in news]
         made = perf_counter()
         self._send(events)
-        self._engine.metrics.told(began, made, perf_counter())
+        self._engine.metrics.count_output(began, made, perf_counter())
 
     def __enter__(self) -> Talker:
         self._thread.start()

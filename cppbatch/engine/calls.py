@@ -9,9 +9,9 @@ from typing import Any
 from cppbatch.config import EngineConfig
 from cppbatch.engine.collect import collect, collect_vectors, expand, likeliest, n_candidates, params_for_each
 from cppbatch.engine.embeddings import Vector, check_dimensions, normalised
-from cppbatch.engine.events import Events
 from cppbatch.engine.mapping import Mapper
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.output_processor import OutputProcessor
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import Completion, GenerationEvent, GenerationRequest, Mapped, Prompt
 from cppbatch.engine.sequence import Seq
@@ -22,7 +22,7 @@ class Calls(ABC):
     """The simple ways to use an engine. `BatchInferenceEngine` has the rest: requests and the step loop."""
 
     config: EngineConfig
-    _events: Events
+    outputs: OutputProcessor
     _sequences: dict[str, Seq]
 
     @property
@@ -119,7 +119,7 @@ class Calls(ABC):
             self._queue(sequence)
             return sequence.id
 
-        return Mapper(self, self._events, start, prompts, ordered=ordered).results()
+        return Mapper(self, self.outputs, start, prompts, ordered=ordered).results()
 
     def embed(
         self,
@@ -160,15 +160,15 @@ class Calls(ABC):
         try:
             while ids:
                 self.compute()
-                self._events.keep()
+                self.outputs.keep()
                 # Gone without a word here: somebody else's `step` has taken the last event.
-                ids &= {i for i in ids if i in self._sequences or i in self._events}
-                for request_id in [i for i in ids if i in self._events]:
-                    for event in self._events.take_of(request_id):
+                ids &= {i for i in ids if i in self._sequences or self.outputs.has_kept(i)}
+                for request_id in [i for i in ids if self.outputs.has_kept(i)]:
+                    for event in self.outputs.take_request(request_id):
                         if event.finish_reason:
                             ids.discard(request_id)
                         yield event
         finally:
             for request_id in ids:
                 self.cancel(request_id)
-            self._events.drop(ids)
+            self.outputs.drop(ids)

@@ -12,13 +12,12 @@ from typing import Any
 
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.calls import Calls
-from cppbatch.engine.events import Events
 from cppbatch.engine.fill import refill
 from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.outputs import Outputs
+from cppbatch.engine.output_processor import OutputProcessor
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.pooled_scheduler import PooledScheduler
 from cppbatch.engine.pooler import Pooler
@@ -33,8 +32,7 @@ from cppbatch.engine.request import (
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import SamplerOutput, StepSampler
 from cppbatch.engine.scheduler import Scheduler, StepPlan
-from cppbatch.engine.sequence import News, Seq
-from cppbatch.engine.teller import Teller
+from cppbatch.engine.sequence import Seq
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.vocabulary import Cancelled, never
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
@@ -89,12 +87,10 @@ class BatchInferenceEngine(Calls):
             target_step_s=target,
         )
         self._sampler = Pooler(context) if self.info.pooling else StepSampler(self._vocab, context)
-        self.teller = Teller(self._vocab)
-        """Makes events of `take_news`."""
-        self._outputs = Outputs(self._vocab, self.teller)
         self.metrics = Metrics(self._trace)
+        self.outputs = OutputProcessor(self._vocab, self.metrics)
+        """What the steps produced: another thread may take it and make events of it (`StepLoop`)."""
         self._sequences: dict[str, Seq] = {}
-        self._events = Events(self.teller, self.metrics)
         self._next_id = 0
         self._closed = False
         self.survives_failures = True
@@ -125,7 +121,7 @@ class BatchInferenceEngine(Calls):
         sequence = self._intake.prepare(request, cancelled)
         if progress:
             sequence.resume(progress, perf_counter())
-            self._outputs.resume(sequence)
+            self.outputs.resume(sequence)
         return sequence
 
     def is_quick(self, request: GenerationRequest) -> bool:
@@ -203,16 +199,12 @@ class BatchInferenceEngine(Calls):
     @property
     def has_work(self) -> bool:
         """Whether a step would compute anything or return events."""
-        return self._scheduler.has_work or bool(self._events)
+        return self._scheduler.has_work or self.outputs.has_events
 
     def step(self) -> list[GenerationEvent]:
         """Computes one batch and returns what is new, of every request, in order."""
         self.compute()
-        return self._events.take()
-
-    def take_news(self) -> list[News]:
-        """What the last `compute` brought, for another thread to tell while the next one computes."""
-        return self._events.take_news()
+        return self.outputs.take_all()
 
     def compute(self) -> None:
         """Computes one batch; `step` without the events."""
@@ -281,7 +273,7 @@ class BatchInferenceEngine(Calls):
             yield
         except BaseException:
             self.kv.rebuild()
-            for request_id in self._events.ended():
+            for request_id in self.outputs.ended():
                 self._sequences.pop(request_id, None)  # its end is told already
             for sequence in self._sequences.values():
                 sequence.restarted()
@@ -312,13 +304,13 @@ class BatchInferenceEngine(Calls):
         for sequence, choice in zip(outputs, choices, strict=True):
             sequence.first_token_at = sequence.first_token_at or now
             known = sequence.n_tokens
-            reason = self._outputs.accept(sequence, choice)
+            reason = self.outputs.accept(sequence, choice)
             self.metrics.generated_tokens += sequence.n_tokens - known
             if reason:
                 self._finish(sequence, reason)
             else:
-                self._tell(sequence)
-        self.metrics.forced_tokens = self._outputs.n_forced
+                self.outputs.emit(sequence)
+        self.metrics.forced_tokens = self.outputs.n_forced_tokens
         self.metrics.end_step()
         if self._trace:
             self._follow(self._trace)
@@ -327,27 +319,13 @@ class BatchInferenceEngine(Calls):
         """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
         self._scheduler.remove(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
-        self._outputs.note(sequence)
-        self._tell(
-            sequence,
-            embedding=sequence.embedding,
-            finish_reason=reason,
-            seed=sequence.seed,
-            usage=sequence.usage(perf_counter()),
-            error=sequence.error,
-            error_field=sequence.error_field,
-        )
+        self.outputs.finish(sequence, reason, perf_counter())
         # Only now, when its last event is written: interrupted before that, it runs again.
         sequence.finished()
         if sequence.sampler:
             sequence.sampler.close()
         del self._sequences[sequence.id]
         self.metrics.finished[reason] += 1
-
-    def _tell(self, sequence: Seq, **end: Any) -> None:
-        news, sequence.news = sequence.news, News(sequence)
-        news.end = end
-        self._events.new.append(news)
 
     # --- looking at it, ending it -------------------------------------------------------------------------------
 

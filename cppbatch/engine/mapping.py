@@ -12,7 +12,7 @@ from cppbatch.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from cppbatch.engine.calls import Calls
-    from cppbatch.engine.events import Events
+    from cppbatch.engine.output_processor import OutputProcessor
 
 _AHEAD = 2  # times as many as run at once are in the engine: whoever ends has somebody to follow
 _HELD_BACK = 8  # times as many as run at once may be taken and not given, where results keep the prompts' order
@@ -33,14 +33,14 @@ class Mapper:
     def __init__(
         self,
         engine: Calls,
-        events: Events,
+        outputs: OutputProcessor,
         start: Callable[[Prompt, SamplingParams | None], str],
         prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]],
         *,
         ordered: bool,
     ) -> None:
         """`start` queues a prompt, with params of its own or those of all, and gives the request's id."""
-        self._engine, self._events, self._start = engine, events, start
+        self._engine, self._outputs, self._start = engine, outputs, start
         self._prompts = iter(prompts)
         self._ordered = ordered
         self._most_running = _AHEAD * engine.config.n_parallel
@@ -66,8 +66,7 @@ class Mapper:
         finally:
             for request_id in self._running:
                 self._engine.cancel(request_id)
-            self._events.drop(self._running)
-            self._events.reserved.difference_update(self._running)
+            self._outputs.drop(self._running)
 
     @property
     def _next(self) -> int | None:
@@ -108,18 +107,17 @@ class Mapper:
             self._ended[index] = Mapped(index, prompt, _refused(error))
             return
         self._running[request_id] = _Taken(index, prompt)
-        self._events.reserved.add(request_id)
+        self._outputs.reserve(request_id)
 
     def _gather(self) -> None:
         """Reads the events that have come, also in steps of others."""
-        events = self._events
-        events.keep()
-        for request_id in [request_id for request_id in self._running if request_id in events]:
+        outputs = self._outputs
+        outputs.keep()
+        for request_id in [request_id for request_id in self._running if outputs.has_kept(request_id)]:
             taken = self._running[request_id]
-            taken.events += events.take_of(request_id)
+            taken.events += outputs.take_request(request_id)
             if taken.events[-1].finish_reason:
                 del self._running[request_id]
-                events.reserved.discard(request_id)
                 self._ended[taken.index] = Mapped(taken.index, taken.prompt, completion_of(taken.events))
 
 

@@ -148,7 +148,7 @@ class Metrics:
             self.sample_times.add(self._laps["sample"])
         self._recent.add((self._rows, took, tokens))
 
-    def told(self, began: float, made: float, sent: float) -> None:
+    def count_output(self, began: float, made: float, sent: float) -> None:
         """Books when a step's news began to be text, were events, and had been sent. Any one thread may."""
         for phase, start, end in (("text", began, made), ("emit", made, sent)):
             self.seconds[phase] += end - start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from cppbatch.engine.detokenizer import Detokenizer
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import (
     BACKGROUND,
+    FinishReason,
     GenerationEvent,
     GenerationRequest,
     RequestUsage,
@@ -49,24 +50,26 @@ TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
 
 
 @dataclass(slots=True)
-class News:
-    """What is new of a sequence since its last event: tokens first, and as soon as there is time their text."""
+class StepOutput:
+    """What is new of a sequence since its last event: first the tokens, later their text. See `OutputProcessor`."""
 
     sequence: Seq
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    """Those of the tokens at these places."""
-    opens: bool = False
-    """Whether the prompt comes before them."""
-    end: dict[str, Any] | None = None
-    """How it ended, as fields of the event, if it has."""
-    n_said: int = 0
-    """Tokens that are in `text` by now."""
+    """Log-probabilities by index in `tokens`."""
+    starts_text: bool = False
+    """Whether the text of the prompt comes before these tokens (`echo`)."""
+    finish_reason: FinishReason | None = None
+    """Set in the last output of the sequence."""
+    usage: RequestUsage | None = None
+    """Set in the last output of the sequence."""
+    n_detokenized: int = 0
+    """Tokens whose text is in `text`."""
     text: str = ""
-    told_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """With their places in the text."""
+    text_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Log-probabilities with their offsets in the text."""
     event: GenerationEvent | None = None
-    """What is told of them, when all is in it."""
+    """Set when the text is complete."""
 
 
 class SamplerState(Protocol):
@@ -107,10 +110,10 @@ class Seq:
         "moving",
         "n_cached",
         "n_computed",
-        "n_noted",
+        "n_output",
         "n_prompt",
         "n_tokens",
-        "news",
+        "output",
         "params",
         "pause_at",
         "prompt_logprobs",
@@ -145,8 +148,8 @@ class Seq:
         self.max_new = max_new
         self.tokens = np.empty(self.n_prompt + max_new, np.int32)
         self.tokens[: self.n_prompt] = prompt
-        self.news = News(self)
-        self.n_noted = self.n_prompt  # tokens that were told, or are in its news
+        self.output = StepOutput(self)
+        self.n_output = self.n_prompt  # tokens that are in `output` or in an earlier one
         self.n_computed = 0
         self.n_cached = 0  # prompt tokens that were taken from others
         self.seed = seed
@@ -215,7 +218,7 @@ class Seq:
     # --- the life of a sequence ---------------------------------------------------------------------------------
 
     def resume(self, progress: ResumeState, now: float) -> None:
-        """Knows the tokens that it had in an engine before this one; its text is for `Outputs` to catch up with."""
+        """Knows the tokens that it had in an engine before this one; `OutputProcessor.resume` makes their text."""
         self.tokens[self.n_prompt : self.n_prompt + len(progress.tokens)] = progress.tokens
         self.n_tokens += len(progress.tokens)
         self.arrived_at = now - progress.age

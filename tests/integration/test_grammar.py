@@ -508,7 +508,7 @@ def interrupt_sampling(engine: BatchInferenceEngine, patch: pytest.MonkeyPatch) 
 
 
 def interrupt_advancing(engine: BatchInferenceEngine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine._outputs, "accept", interrupt)
+    patch.setattr(engine.outputs, "accept", interrupt)
 
 
 def interrupt_between_tokens(engine: BatchInferenceEngine, patch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def is_subsequence(part: list[int], whole: list[int]) -> bool:
     return all(token in rest for token in part)
 
 
-NOT_THERE = ("step", "take", "ended", "_or_start_over", "rebuild", "_start_books", "start_over")
+NOT_THERE = ("step", "take_all", "ended", "_or_start_over", "rebuild", "_start_books", "start_over")
 """Where the events are handed over, and the repair itself: a second interrupt in the microsecond of the first."""
 
 

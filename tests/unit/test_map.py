@@ -41,7 +41,7 @@ def check(result: Mapped, params: SamplingParams) -> None:
 
 def nothing_is_left(engine: BatchInferenceEngine) -> bool:
     engine.clear_prefix_cache()
-    return not engine.has_work and not engine._events._kept and context_of(engine).n_used == 0
+    return not engine.has_work and not engine.outputs._kept and context_of(engine).n_used == 0
 
 
 # --- results --------------------------------------------------------------------------------------------------------

@@ -411,7 +411,7 @@ def test_ctrl_c_in_a_step_leaves_the_others_and_their_texts_whole(moment: str, m
         if moment == "after decode":
             broken.setattr(engine, "_sample", interrupt)
         else:
-            broken.setattr(engine._outputs, "accept", interrupt)
+            broken.setattr(engine.outputs, "accept", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert context_of(engine).n_used == engine.kv.n_used

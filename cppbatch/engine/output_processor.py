@@ -1,0 +1,256 @@
+"""From sampled tokens to events: tokens are appended, checked for the end of the text, detokenised and queued."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from collections.abc import Container
+from time import perf_counter
+
+import msgspec
+
+from cppbatch.engine.metrics import Metrics
+from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
+from cppbatch.engine.sampling import SamplerOutput
+from cppbatch.engine.sequence import Seq, StepOutput
+from cppbatch.engine.vocabulary import Vocabulary
+
+_MAX_FORCED = 64  # forced tokens of a sequence in one step; each takes about 30 us
+
+
+class OutputProcessor:
+    """Decides whether a sequence goes on, makes text of its tokens, and keeps events until they are taken.
+
+    For each sampled token the engine calls `accept`, which appends it and returns a finish reason if the sequence
+    ends, then `emit` or `finish`, which queues a `StepOutput`. `event` makes a `GenerationEvent` of that: here is the
+    text. `take_all`, `take_request` (events) or `take_outputs` (step outputs) empty the queue.
+
+    Threads: all methods are for the engine's thread, except `event`, which any one thread may call for the outputs of
+    `take_outputs` in their order, while the engine computes the next step. A sequence's text belongs to one of the two
+    threads at a time: with stop strings to the engine's thread until the sequence has ended, because they decide
+    whether it goes on; otherwise to the thread that calls `event`.
+    """
+
+    def __init__(self, vocab: Vocabulary, metrics: Metrics) -> None:
+        self._vocab = vocab
+        self._metrics = metrics
+        self.n_forced_tokens = 0
+        """Tokens that a grammar forced: appended without a decode for each."""
+        self._pending: list[StepOutput] = []  # outputs of the last step
+        self._kept: dict[str, list[GenerationEvent]] = {}  # events of earlier steps, by request id
+        self._reserved: set[str] = set()  # requests whose events only `take_request` returns
+
+    # --- tokens, on the engine's thread -------------------------------------------------------------------------
+
+    def accept(self, sequence: Seq, sampled: SamplerOutput) -> FinishReason | None:
+        """Appends the sampled token and the tokens that a grammar forces after it.
+
+        Returns the finish reason if the sequence has ended, else None. For an embedding request it takes the vector.
+        """
+        if sequence.request.task == "embed":
+            sequence.embedding, sequence.error = sampled.embedding, sampled.error
+            return FinishReason.ERROR if sampled.error else FinishReason.STOP
+        if reason := self._add_tokens(sequence):
+            return reason
+        sequence.output.starts_text = sequence.params.echo and not sequence.n_generated
+        if sequence.max_new == 0:
+            return FinishReason.LENGTH
+        if sampled.error is not None:
+            sequence.error, sequence.error_field = sampled.error, sampled.error_field
+            return FinishReason.ERROR
+        if self._ends_text(sequence, sampled.token):
+            return FinishReason.STOP
+        return self._append(sequence, sampled.token, sampled.logprob) or self._append_forced(sequence)
+
+    def resume(self, sequence: Seq) -> None:
+        """Brings the text of a resumed sequence up to its tokens. Events will have only the tokens after them."""
+        if sequence.params.echo and sequence.n_generated:
+            sequence.echoed = len(self._prompt_text(sequence))
+        self._add_tokens(sequence)
+        self._detokenize(sequence.output)
+        sequence.output = StepOutput(sequence)
+
+    def emit(self, sequence: Seq) -> None:
+        """Queues the new tokens of a sequence that goes on."""
+        output, sequence.output = sequence.output, StepOutput(sequence)
+        self._pending.append(output)
+
+    def finish(self, sequence: Seq, reason: FinishReason, now: float) -> None:
+        """Queues the last output of a sequence."""
+        self._add_tokens(sequence)
+        output, sequence.output = sequence.output, StepOutput(sequence)
+        output.finish_reason, output.usage = reason, sequence.usage(now)
+        self._pending.append(output)
+
+    def _ends_text(self, sequence: Seq, token: int) -> bool:
+        return token in self._vocab.eog or token in sequence.params.stop_token_ids
+
+    def _append(self, sequence: Seq, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
+        sequence.append(token)
+        if sequence.constraint and not sequence.constraint.accept(token):
+            sequence.error, sequence.error_field = sequence.constraint.error, sequence.params.grammar_field
+            return FinishReason.ERROR
+        if self._add_tokens(sequence, logprob) or (sequence.constraint and sequence.constraint.is_done):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if sequence.n_left <= 0 else None
+
+    def _append_forced(self, sequence: Seq) -> FinishReason | None:
+        if sequence.constraint is None:
+            return None
+        for token in sequence.constraint.forced()[:_MAX_FORCED]:  # the others follow in the next step
+            if self._ends_text(sequence, token) or token in sequence.sampling.never:
+                return None  # the next row decides about this token
+            self.n_forced_tokens += 1
+            if reason := self._append(sequence, token):
+                return reason
+        return None
+
+    def _add_tokens(self, sequence: Seq, logprob: TokenLogprob | None = None) -> FinishReason | None:
+        """Adds appended tokens to the sequence's output. STOP if their text contains a stop string.
+
+        Usually one token; more after a step that was interrupted between appending and this.
+        """
+        while sequence.n_output < sequence.n_tokens:
+            token = int(sequence.tokens[sequence.n_output])
+            sequence.n_output += 1
+            if logprob:
+                sequence.output.logprobs[len(sequence.output.tokens)] = logprob
+            sequence.output.tokens.append(token)
+            if sequence.params.stop:
+                self._detokenize(sequence.output)
+                if sequence.text.stopped:
+                    return FinishReason.STOP
+        return None
+
+    # --- text, on the thread that calls `event` -----------------------------------------------------------------
+
+    def event(self, output: StepOutput) -> GenerationEvent:
+        """The event of a step output. Made once: another call returns the same one."""
+        if output.event is None:
+            self._detokenize(output)
+            output.event = self._last_event(output) if output.finish_reason else self._next_event(output)
+        return output.event
+
+    @staticmethod
+    def _next_event(output: StepOutput) -> GenerationEvent:
+        return GenerationEvent(
+            request_id=output.sequence.id, text=output.text, tokens=output.tokens, logprobs=output.text_logprobs
+        )
+
+    @staticmethod
+    def _last_event(output: StepOutput) -> GenerationEvent:
+        sequence = output.sequence
+        output.text += sequence.text.flush()
+        return GenerationEvent(
+            request_id=sequence.id,
+            text=output.text,
+            tokens=output.tokens,
+            logprobs=output.text_logprobs,
+            embedding=sequence.embedding,
+            finish_reason=output.finish_reason,
+            stop=sequence.text.stop,
+            seed=sequence.seed,
+            usage=output.usage,
+            error=sequence.error,
+            error_field=sequence.error_field,
+        )
+
+    def _detokenize(self, output: StepOutput) -> None:
+        """Makes text of the output's tokens that have none yet."""
+        sequence = output.sequence
+        if output.starts_text:
+            self._echo_prompt(output)
+        while output.n_detokenized < len(output.tokens):
+            token, logprob = output.tokens[output.n_detokenized], output.logprobs.get(output.n_detokenized)
+            is_seen = not sequence.params.skip_special_tokens or token in sequence.sampling.visible
+            piece = self._vocab.piece(token, special=is_seen)
+            output.n_detokenized += 1  # before the text changes: an interrupted call never repeats text
+            if logprob:
+                offset = sequence.echoed + sequence.text.n_characters
+                output.text_logprobs.append(msgspec.structs.replace(logprob, text_offset=offset))
+            output.text += sequence.text.push(piece)
+
+    def _echo_prompt(self, output: StepOutput) -> None:
+        """The text begins with the prompt (`echo`), and the log-probabilities with those of the prompt."""
+        output.starts_text, sequence = False, output.sequence
+        text = self._prompt_text(sequence)
+        logprobs, decoder, offset = [], codecs.getincrementaldecoder("utf-8")("replace"), 0
+        for entry in sequence.prompt_logprobs:
+            logprobs.append(msgspec.structs.replace(entry, text_offset=offset))
+            new = decoder.decode(entry.piece)
+            if text.startswith(new, offset):  # otherwise the tokenizer has added it
+                offset += len(new)
+        sequence.echoed = len(text)
+        output.text, output.text_logprobs = text, logprobs
+
+    def _prompt_text(self, sequence: Seq) -> str:
+        if isinstance(sequence.request.prompt, str):
+            return sequence.request.prompt
+        tokens = sequence.tokens[: sequence.n_prompt].tolist()
+        return b"".join(self._vocab.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
+
+    # --- the queue, on the engine's thread ----------------------------------------------------------------------
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take_all` would return any."""
+        ids = itertools.chain(self._kept, (output.sequence.id for output in self._pending))
+        return any(request_id not in self._reserved for request_id in ids)
+
+    def take_all(self) -> list[GenerationEvent]:
+        """Removes and returns all events, in the order of each request, except those of reserved requests."""
+        if self._reserved:
+            self.keep()
+        kept, self._kept = self._kept, {}
+        for request_id in self._reserved & kept.keys():
+            self._kept[request_id] = kept.pop(request_id)
+        events = [*itertools.chain(*kept.values()), *self._pending_events()]
+        self._pending = []
+        return events
+
+    def take_outputs(self) -> list[StepOutput]:
+        """Removes and returns the outputs of the last step, for a thread that calls `event` for each."""
+        outputs, self._pending = self._pending, []
+        return outputs
+
+    def take_request(self, request_id: str) -> list[GenerationEvent]:
+        """Removes and returns the events of one request. After the last one it is reserved no more."""
+        self.keep()
+        events = self._kept.pop(request_id, [])
+        if events and events[-1].finish_reason:
+            self._reserved.discard(request_id)
+        return events
+
+    def reserve(self, request_id: str) -> None:
+        """Keeps this request's events for `take_request`, even if the caller of `step` takes all others."""
+        self._reserved.add(request_id)
+
+    def keep(self) -> None:
+        """Makes events of the last step's outputs, and keeps them until they are taken."""
+        for event in self._pending_events():
+            self._kept.setdefault(event.request_id, []).append(event)
+        self._pending = []
+
+    def has_kept(self, request_id: str) -> bool:
+        """Whether events of this request are kept."""
+        return request_id in self._kept
+
+    def drop(self, ids: Container[str]) -> None:
+        """Forgets the events of these requests, and reserves none of them."""
+        self._kept = {request_id: events for request_id, events in self._kept.items() if request_id not in ids}
+        self._pending = [output for output in self._pending if output.sequence.id not in ids]
+        self._reserved = {request_id for request_id in self._reserved if request_id not in ids}
+
+    def ended(self) -> set[str]:
+        """Ids of the requests whose last output is among those of the last step."""
+        return {output.sequence.id for output in self._pending if output.finish_reason}
+
+    def _pending_events(self) -> list[GenerationEvent]:
+        """Events of the last step's outputs, which stay in the queue."""
+        if not self._pending:
+            return []
+        began = perf_counter()
+        events = [self.event(output) for output in self._pending]
+        made = perf_counter()
+        self._metrics.count_output(began, made, made)
+        return events
