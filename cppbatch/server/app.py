@@ -9,11 +9,11 @@ from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.server import figures, lifecycle
 from cppbatch.server.admission import SLOTS, admission_middleware
 from cppbatch.server.anthropic import routes as anthropic
+from cppbatch.server.api_errors import error_middleware
 from cppbatch.server.batches import routes as batches
 from cppbatch.server.batches.background import batches_at_work
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import allow_origins
-from cppbatch.server.errors import error_middleware
 from cppbatch.server.files import routes as files
 from cppbatch.server.generate import routes as generate
 from cppbatch.server.keys import key_middleware

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cppbatch.server.shapes import ErrorAnswer
+from cppbatch.server.api_errors import ErrorResponse
 
 Json = dict[str, Any]
 
@@ -31,9 +31,9 @@ class Endpoint(NamedTuple):
     body: type | None = None
     types: tuple[type, ...] = ()
     """Those that the answer's schemas refer to."""
-    unavailable: type = ErrorAnswer
+    unavailable: type = ErrorResponse
     """What a 503 has."""
-    error: type = ErrorAnswer
+    error: type = ErrorResponse
     """What the other errors have."""
     query: type | None = None
     """The fields of its query."""

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.errors import EngineClosed
-from cppbatch.server.errors import json_response
+from cppbatch.server.api_errors import json_response
 from cppbatch.server.metrics import CONTENT_TYPE, METRICS
 from cppbatch.server.openapi import document
 from cppbatch.server.serving import SERVING

@@ -12,8 +12,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from cppbatch.errors import ConfigError
-from cppbatch.server.errors import error_response
-from cppbatch.server.fault import Fault
+from cppbatch.server.api_errors import ApiError, error_response
 
 KEY = web.RequestKey("api_key", str)
 """`request[KEY]`: the label of the key that a request came with; absent when no keys are asked for."""
@@ -70,7 +69,7 @@ def key_middleware(keys: Keys) -> Middleware:
         if KEY in request or request.path in OPEN_PATHS or _is_preflight(request):
             return await handler(request)
         message = "this server wants its API key: Authorization: Bearer KEY"
-        return error_response(request, Fault(401, message, "authentication_error", code="invalid_api_key"))
+        return error_response(request, ApiError(401, message, "authentication_error", code="invalid_api_key"))
 
     return check_key
 

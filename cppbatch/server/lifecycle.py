@@ -10,8 +10,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from cppbatch.errors import EngineClosed
-from cppbatch.server.errors import error_response, json_response
-from cppbatch.server.fault import Fault
+from cppbatch.server.api_errors import ApiError, error_response, json_response
 from cppbatch.server.serving import SERVING
 
 
@@ -93,6 +92,6 @@ async def availability_middleware(request: web.Request, handler: Handler) -> web
 
 
 def _unavailable(request: web.Request, message: str, code: str) -> web.Response:
-    response = error_response(request, Fault(503, message, "server_error", code=code))
+    response = error_response(request, ApiError(503, message, "server_error", code=code))
     response.headers["Retry-After"] = "1"
     return response

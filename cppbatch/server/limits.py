@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from cppbatch.errors import ConfigError, InvalidRequest
-from cppbatch.server.errors import TooManyRequests
+from cppbatch.server.api_errors import TooManyRequests
 from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
 
 _MOST = 2**31 - 1

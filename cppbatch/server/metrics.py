@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from cppbatch.cluster.engine_client import WorkerState
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.server.recent import Recent
-from cppbatch.server.run import Event
+from cppbatch.server.run_requests import Event
 from cppbatch.server.shapes import BatchFigures
 from cppbatch.server.worker_figures import WorkerFigures
 

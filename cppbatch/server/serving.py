@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +14,26 @@ from cppbatch.chat.chat_format import ChatFormat, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.cluster.engine_client import EngineClient
+from cppbatch.engine.collect import expand
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.params import SamplingParams, replaced
+from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.errors import ModelNotFound
+from cppbatch.server.api_errors import ModelNotFound
 from cppbatch.server.limits import Limits
 from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.server.settings import ServerSettings
 
 Json = dict[str, Any]
+Prompt = str | list[int]
 
 _MOST_TOOLS = 1024  # OpenAI's API takes 128
+_MOST_SEQUENCES = 1024
+
+
+def new_id(prefix: str) -> str:
+    """A new id for a response, such as `cmpl-…`."""
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 class Serving:
@@ -73,6 +84,26 @@ class Serving:
             raise InvalidRequest(field, f"has {len(messages):,} messages; the context holds {most:,} tokens")
         if tools and len(tools) > _MOST_TOOLS:
             raise InvalidRequest("tools", f"has {len(tools):,} tools; {_MOST_TOOLS:,} may be")
+
+    def engine_requests(
+        self, body: SamplingFields, name: str, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[GenerationRequest]:
+        """An engine request for each completion of each prompt, prompt by prompt; their ids begin with `name`.
+
+        Raises `InvalidRequest` when there are too many.
+        """
+        n = body.n_candidates
+        if len(prompts) * n > _MOST_SEQUENCES:
+            message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MOST_SEQUENCES}"
+            raise InvalidRequest("prompt", message)
+        options = body.options() | {"timeout": self.limits.timeout(body.timeout), "fit": not body.names_length}
+        each = expand([params], n, ranked=n > body.n_choices)
+        requests = []
+        for p, prompt in enumerate(prompts):
+            first = GenerationRequest(id=f"{name}-{p * n}", prompt=prompt, params=each[0], **options)
+            # `replaced` does not check again: 128 choices would parse a large schema 128 times.
+            requests += [first, *(replaced(first, id=f"{name}-{p * n + i}", params=each[i]) for i in range(1, n))]
+        return requests
 
     async def prepare_chat(
         self,

@@ -10,23 +10,6 @@ from cppbatch.cluster.engine_client import WorkerState
 from cppbatch.server.recent import LastMinute
 
 
-class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What was wrong, for the person who reads it."""
-
-    message: str
-    type: str
-    """invalid_request_error, authentication_error, rate_limit_error or server_error."""
-    param: str | None
-    """The field at fault."""
-    code: str | None
-
-
-class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Every answer that is no success."""
-
-    error: ErrorDetail
-
-
 class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /ready`."""
 

@@ -12,8 +12,8 @@ from platformdirs import user_data_path
 from cppbatch.errors import DiskFull, StorageError
 from cppbatch.jobs.batch_manager import BatchManager
 from cppbatch.jobs.data_folder import open_data
+from cppbatch.server.api_errors import NoStorage
 from cppbatch.server.batches.work import URLS
-from cppbatch.server.errors import NoStorage
 from cppbatch.server.shapes import BatchFigures
 
 log = logging.getLogger("cppbatch.server")

@@ -16,8 +16,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
 from cppbatch.errors import ConfigError
+from cppbatch.server.api_errors import TooManyRequests
 from cppbatch.server.app import create_app
-from cppbatch.server.errors import TooManyRequests
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits, Slots
 from cppbatch.server.settings import ServerSettings
@@ -223,7 +223,7 @@ async def test_a_client_that_is_slow_to_send_takes_nobodys_place(engine: HeldEng
 async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine) -> None:
     """The queue between them is bounded: see `run`."""
     from cppbatch import GenerationRequest, SamplingParams
-    from cppbatch.server.run import run
+    from cppbatch.server.run_requests import run_requests
 
     engine.go_on.set()
     taken = 0
@@ -238,7 +238,7 @@ async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine) -> None:
 
     engine.submit = counted
     params = SamplingParams(max_tokens=100, ignore_eos=True)
-    events = run(engine, [GenerationRequest(id=f"x-{i}", prompt="Hello", params=params) for i in range(3)])
+    events = run_requests(engine, [GenerationRequest(id=f"x-{i}", prompt="Hello", params=params) for i in range(3)])
     await anext(events)
     await asyncio.sleep(0.3)
     assert taken <= 1 + 2 * 3 + 3

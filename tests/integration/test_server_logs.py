@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch.server import errors
+from cppbatch.server import api_errors
 from cppbatch.server.app import create_app
 from cppbatch.server.logs import set_up
 from tests.listening import HeldEngine, connect, head, listening, post, until
@@ -133,7 +133,7 @@ async def test_all_lines_of_a_request_carry_its_id_and_tracebacks_stay_in_theirs
     monkeypatch.setattr(engine, "submit", fail)
     answers = [http.post("/v1/completions", json=HELLO, headers={"X-Request-Id": f"r{i}"}) for i in range(4)]
     assert {answer.status for answer in await asyncio.gather(*answers)} == {500}
-    errors_logged = log.entries(errors.log.name)
+    errors_logged = log.entries(api_errors.log.name)
     assert sorted(entry["request_id"] for entry in errors_logged) == ["r0", "r1", "r2", "r3"]
     assert all("ZeroDivisionError" in entry["traceback"] for entry in errors_logged)
     assert sorted(entry["request_id"] for entry in log.entries()) == ["r0", "r1", "r2", "r3"]

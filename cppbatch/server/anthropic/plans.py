@@ -7,8 +7,7 @@ from cppbatch.server.anthropic.conversation import conversation
 from cppbatch.server.anthropic.replies import MessageReply
 from cppbatch.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from cppbatch.server.chat import naming
-from cppbatch.server.plan import Plan
-from cppbatch.server.requests import requests_of
+from cppbatch.server.response import PreparedRequest
 from cppbatch.server.serving import Serving
 
 _FORMAT = "output_config.format"
@@ -16,17 +15,17 @@ _NAMES = {"function.parameters": "input_schema", "function.": "", "response_form
 _RENAMES = {"prompt": "messages", "stop": "stop_sequences"}
 
 
-async def messages_plan(body: MessagesRequest, serving: Serving) -> Plan:
+async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRequest:
     """`/v1/messages`. Raises `InvalidRequest`."""
     serving.check(body)
     turn = await _turn(body, serving)
     params = body.params(**turn.params)
     reply = MessageReply(body.model, turn, body.max_tokens)
-    requests = requests_of(serving, body, reply.id, [turn.prompt], params)
+    requests = serving.engine_requests(body, reply.id, [turn.prompt], params)
     renames = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in turn.renames.items()}
     if body.schema() is not None:
         renames["json_schema"] = _FORMAT
-    return Plan(requests, reply, stream=bool(body.stream), renames=_RENAMES | renames)
+    return PreparedRequest(requests, reply, stream=bool(body.stream), field_names=_RENAMES | renames)
 
 
 async def prompt_tokens(body: CountTokensRequest, serving: Serving) -> int:

@@ -6,15 +6,14 @@ import msgspec
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.request import GenerationEvent
-from cppbatch.server.anthropic.errors import anthropic_error
+from cppbatch.server.api_errors import anthropic_error, api_error
 from cppbatch.server.chat import Assistant
-from cppbatch.server.errors import fault_of
-from cppbatch.server.parts import Change, Part, Parts
-from cppbatch.server.reply import Frame, Json, Reply
-from cppbatch.server.requests import new_id
+from cppbatch.server.content_blocks import Change, Part, Parts
+from cppbatch.server.response import Json, ResponseBuilder, ServerSentEvent
+from cppbatch.server.serving import new_id
 
 
-class MessageReply(Reply):
+class MessageReply(ResponseBuilder):
     """`/v1/messages`. `most`: tokens that were asked for."""
 
     def __init__(self, model: str, turn: PreparedChat, most: int) -> None:
@@ -25,29 +24,29 @@ class MessageReply(Reply):
         self._assistant = Assistant(turn)
         self._parts = Parts()
 
-    def whole(self, completions: list[list[GenerationEvent]]) -> Json:
-        """As in `Reply`."""
+    def build(self, completions: list[list[GenerationEvent]]) -> Json:
+        """As in `ResponseBuilder`."""
         for event in completions[0]:
             self._read(event)
         return self._message(self._blocks(), self._end(), self._usage())
 
-    def opening(self) -> list[Frame]:
-        """As in `Reply`. How many tokens the prompt has is known in the end only."""
+    def stream_start(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`. How many tokens the prompt has is known in the end only."""
         usage = {"input_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
         return [_frame("message_start", message=message)]
 
-    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         return [_block_frame(change) for change in self._read(event)]
 
-    def ending(self) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         return [_frame("message_delta", delta=self._end(), usage=self._usage()), _frame("message_stop")]
 
-    def failure(self, error: Exception) -> list[Frame]:
-        """As in `Reply`."""
-        return [Frame(anthropic_error(fault_of(error)), "error")]
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [ServerSentEvent(anthropic_error(api_error(error)), "error")]
 
     def _read(self, event: GenerationEvent) -> list[Change]:
         """What an event changes."""
@@ -70,7 +69,7 @@ class MessageReply(Reply):
         return [_block(part) for part in self._parts.all if part.kind != "call" or _arguments(part) is not None]
 
     def _end(self) -> Json:
-        stop = self.ends[0].stop
+        stop = self.last_events[0].stop
         return {"stop_reason": "stop_sequence" if stop else self._stop_reason(), "stop_sequence": stop}
 
     def _stop_reason(self) -> str:
@@ -80,10 +79,10 @@ class MessageReply(Reply):
             return "pause_turn"  # the client may send it back to have it continued
         if self._assistant.finish_reason == "stop":
             return "end_turn"
-        return "max_tokens" if self.tokens().completion >= self._most else "model_context_window_exceeded"
+        return "max_tokens" if self.token_counts().completion >= self._most else "model_context_window_exceeded"
 
     def _usage(self) -> Json:
-        prompt, cached, completion = self.tokens()
+        prompt, cached, completion = self.token_counts()
         return {
             "input_tokens": prompt - cached,
             "cache_creation_input_tokens": 0,
@@ -109,7 +108,7 @@ def _arguments(part: Part) -> Json | None:
         return None
 
 
-def _block_frame(change: Change) -> Frame:
+def _block_frame(change: Change) -> ServerSentEvent:
     step, part, text = change
     if step == "opened":
         empty = Part(part.index, part.kind, call_id=part.call_id, name=part.name)
@@ -125,5 +124,5 @@ def _block_frame(change: Change) -> Frame:
     return _frame("content_block_delta", index=part.index, delta=delta)
 
 
-def _frame(kind: str, **fields: object) -> Frame:
-    return Frame({"type": kind, **fields}, kind)
+def _frame(kind: str, **fields: object) -> ServerSentEvent:
+    return ServerSentEvent({"type": kind, **fields}, kind)

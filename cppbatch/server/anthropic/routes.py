@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from cppbatch.server.anthropic.plans import messages_plan, prompt_tokens
+from cppbatch.server.anthropic.plans import prepare_message, prompt_tokens
 from cppbatch.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from cppbatch.server.anthropic.shapes import TokenCount
-from cppbatch.server.errors import json_response
+from cppbatch.server.api_errors import json_response
 from cppbatch.server.parse import read_json
-from cppbatch.server.respond import answer
+from cppbatch.server.response import respond
 from cppbatch.server.serving import SERVING
 
 routes = web.RouteTableDef()
@@ -19,7 +19,7 @@ routes = web.RouteTableDef()
 async def messages(request: web.Request) -> web.StreamResponse:
     """Continues a conversation with the assistant's next message."""
     body = await read_json(request, MessagesRequest)
-    return await answer(request, await messages_plan(body, request.app[SERVING]))
+    return await respond(request, await prepare_message(body, request.app[SERVING]))
 
 
 @routes.post("/v1/messages/count_tokens")

@@ -60,17 +60,3 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`."""
 
     input_tokens: int
-
-
-class MessagesErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What was wrong, for the person who reads it."""
-
-    type: str
-    message: str
-
-
-class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
-    """Every answer that is no success."""
-
-    type: Literal["error"]
-    error: MessagesErrorDetail

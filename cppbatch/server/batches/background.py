@@ -13,8 +13,7 @@ from cppbatch.errors import CppBatchError
 from cppbatch.jobs.active_batch import BatchResources
 from cppbatch.server.batches.work import BatchWork
 from cppbatch.server.metrics import METRICS
-from cppbatch.server.patience import enough
-from cppbatch.server.run import Event
+from cppbatch.server.run_requests import Event, target_concurrency
 from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import STORAGE
 
@@ -46,7 +45,7 @@ async def _start(app: web.Application) -> None:
 
     try:
         await serving.client.loaded()
-        places = asyncio.Semaphore(await enough(serving.client))
+        places = asyncio.Semaphore(await target_concurrency(serving.client))
     except CppBatchError as error:
         log.info("no batches are worked on: %s", error)  # whoever waits for the model says it aloud
         return

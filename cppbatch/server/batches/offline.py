@@ -19,8 +19,7 @@ from cppbatch.jobs.job_runner import JobRunner
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.request_order import chunks
 from cppbatch.server.batches.work import BatchWork
-from cppbatch.server.patience import enough
-from cppbatch.server.run import Event
+from cppbatch.server.run_requests import Event, target_concurrency
 from cppbatch.server.serving import Serving
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.signals import on_signals
@@ -90,7 +89,7 @@ async def run_offline(
         if not await _before(stop, engine.loaded()):
             return False
         started()
-        job, places = offline.job, asyncio.Semaphore(await enough(engine))
+        job, places = offline.job, asyncio.Semaphore(await target_concurrency(engine))
         serving = Serving(engine, ServerSettings(chat_template=job.chat_template))
         work = BatchWork(serving, defaults=job.defaults, any_model=True, watch=offline.watch)
         lines = chain([first], input_windows)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from cppbatch.server.api_errors import json_response
 from cppbatch.server.batches.schemas import BatchQuery, NewBatch
 from cppbatch.server.batches.shapes import BatchList
-from cppbatch.server.errors import json_response
 from cppbatch.server.parse import convert, read_json
 from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import batches_of

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 from cppbatch.engine.params import replaced
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.jobs.job_request import JobRequest, JobResponse
-from cppbatch.server.errors import fault_of
-from cppbatch.server.families import error_body
-from cppbatch.server.openai.plans import COMPLETION_TOKENS, chat_plan, completion_plan
+from cppbatch.server.api_errors import api_error, error_body
+from cppbatch.server.openai.plans import COMPLETION_TOKENS, prepare_chat_completion, prepare_completion
 from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
 from cppbatch.server.parse import convert
-from cppbatch.server.patience import submit_patiently
-from cppbatch.server.plan import Plan, gather
-from cppbatch.server.requests import new_id
-from cppbatch.server.responses.plans import response_plan
+from cppbatch.server.response import PreparedRequest
+from cppbatch.server.responses.plans import prepare_response
 from cppbatch.server.responses.schemas import ResponsesRequest
-from cppbatch.server.run import Event, merge
+from cppbatch.server.run_requests import Event, run_requests
 from cppbatch.server.sampling_fields import SamplingFields, merged
-from cppbatch.server.serving import Serving
-from cppbatch.server.vectors.plans import embedding_plan, rerank_plan
+from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.vectors.plans import prepare_embeddings, prepare_rerank
 from cppbatch.server.vectors.schemas import EmbeddingRequest, RerankRequest
 
-_ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[Plan]]]] = {
-    "/v1/chat/completions": (ChatRequest, chat_plan),
-    "/v1/completions": (CompletionRequest, completion_plan),
-    "/v1/responses": (ResponsesRequest, response_plan),
-    "/v1/embeddings": (EmbeddingRequest, embedding_plan),
-    "/v1/rerank": (RerankRequest, rerank_plan),
+_ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[PreparedRequest]]]] = {
+    "/v1/chat/completions": (ChatRequest, prepare_chat_completion),
+    "/v1/completions": (CompletionRequest, prepare_completion),
+    "/v1/responses": (ResponsesRequest, prepare_response),
+    "/v1/embeddings": (EmbeddingRequest, prepare_embeddings),
+    "/v1/rerank": (RerankRequest, prepare_rerank),
 }
 
 URLS = tuple(_ENDPOINTS)
@@ -68,14 +64,14 @@ class BatchWork:
         """The answer to one item: its endpoint's, or an error."""
         request_id = new_id("req-")
         try:
-            plan = await self._plan(item)
-            body = await self._run(plan)
+            prepared = await self._prepare(item)
+            body = await self._run(prepared)
         except EngineClosed:
             raise
         except Exception as error:
-            fault = fault_of(error)
-            return JobResponse(status=fault.status, request_id=request_id, body=error_body(item.url, fault))
-        prompt, cached, completion = plan.reply.tokens()
+            failed = api_error(error)
+            return JobResponse(status=failed.status, request_id=request_id, body=error_body(item.url, failed))
+        prompt, cached, completion = prepared.builder.token_counts()
         return JobResponse(
             status=200,
             request_id=request_id,
@@ -85,11 +81,11 @@ class BatchWork:
             completion_tokens=completion,
         )
 
-    async def _plan(self, item: JobRequest) -> Plan:
+    async def _prepare(self, item: JobRequest) -> PreparedRequest:
         """Raises `InvalidRequest`."""
-        kind, plan_of = _ENDPOINTS[item.url]
+        kind, prepare = _ENDPOINTS[item.url]
         if kind is CompletionRequest:  # a mere prompt asks for a text, not for 16 tokens of one
-            plan_of = partial(completion_plan, usual_tokens=None if item.is_plain else COMPLETION_TOKENS)
+            prepare = partial(prepare_completion, usual_tokens=None if item.is_plain else COMPLETION_TOKENS)
         fields = item.body
         if issubclass(kind, SamplingFields):
             fields = merged(self._defaults, fields)
@@ -97,18 +93,13 @@ class BatchWork:
             fields = {name: value for name, value in fields.items() if name != "model"}
         if fields.get("stream"):
             raise InvalidRequest("stream", "is true; the items of a batch are answered whole")
-        return await plan_of(convert(fields, kind), self._serving)
+        return await prepare(convert(fields, kind), self._serving)
 
-    async def _run(self, plan: Plan) -> object:
-        requests = plan.requests
+    async def _run(self, prepared: PreparedRequest) -> object:
+        requests = prepared.requests
         if self._priority is not None:
             requests = [replaced(request, priority=self._priority) for request in requests]
-        client = self._serving.client
-        began = perf_counter()
-        events = merge(lambda request: submit_patiently(client, request, began), requests)
+        events = run_requests(self._serving.client, requests, wait_when_full=True)
         if self._watch:
             events = self._watch(events, len(requests))
-        try:
-            return plan.reply.whole(await gather(events, plan))
-        except InvalidRequest as error:
-            raise plan.renamed(error) from error
+        return await prepared.gather(events)

@@ -13,8 +13,8 @@ from cppbatch.errors import NotFound
 from cppbatch.jobs.batch_manager import new_file_id
 from cppbatch.jobs.batch_records import File
 from cppbatch.jobs.batch_store import BatchStore
+from cppbatch.server.api_errors import json_response
 from cppbatch.server.connections import reading
-from cppbatch.server.errors import json_response
 from cppbatch.server.files.schemas import FileQuery
 from cppbatch.server.files.shapes import FileDeleted, FileList
 from cppbatch.server.files.upload import receive

@@ -8,17 +8,16 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.server.generate.items import items_of
 from cppbatch.server.generate.replies import BatchReply, GenerateReply
 from cppbatch.server.generate.schemas import BatchRequest, GenerateFields, GenerateRequest
-from cppbatch.server.plan import Plan
-from cppbatch.server.requests import new_id, requests_of
-from cppbatch.server.serving import Serving
+from cppbatch.server.response import PreparedRequest
+from cppbatch.server.serving import Serving, new_id
 
 
-def generate_plan(body: GenerateRequest, serving: Serving) -> Plan:
+def prepare_generate(body: GenerateRequest, serving: Serving) -> PreparedRequest:
     """`/generate`. Raises `InvalidRequest`."""
-    return Plan([_request(body, serving, new_id("gen-"))], GenerateReply(), stream=bool(body.stream))
+    return PreparedRequest([_request(body, serving, new_id("gen-"))], GenerateReply(), stream=bool(body.stream))
 
 
-def batch_plan(body: BatchRequest, serving: Serving) -> Plan:
+def prepare_batch(body: BatchRequest, serving: Serving) -> PreparedRequest:
     """`/generate/batch`: requests of the items that are good, and a reply that knows of the others.
 
     Raises `InvalidRequest` for what is wrong with all of them.
@@ -34,11 +33,11 @@ def batch_plan(body: BatchRequest, serving: Serving) -> Plan:
             reply.refuse(i, error)
         else:
             reply.places.append(i)
-    return Plan(requests, reply, stream=bool(body.stream))
+    return PreparedRequest(requests, reply, stream=bool(body.stream))
 
 
 def _request(body: GenerateRequest, serving: Serving, name: str) -> GenerationRequest:
-    (request,) = requests_of(serving, body, name, [body.prompt], _checked_params(body, serving))
+    (request,) = serving.engine_requests(body, name, [body.prompt], _checked_params(body, serving))
     return request
 
 

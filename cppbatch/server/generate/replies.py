@@ -7,34 +7,33 @@ from typing import Any
 
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.errors import fault_of
-from cppbatch.server.families import openai_error
+from cppbatch.server.api_errors import api_error, openai_error
 from cppbatch.server.generate.items import Item
-from cppbatch.server.reply import DONE, Frame, Json, Reply
-from cppbatch.server.token_logprobs import token_logprobs
+from cppbatch.server.response import DONE, Json, ResponseBuilder, ServerSentEvent
+from cppbatch.server.response_logprobs import logprob_entries
 
 
-class GenerateReply(Reply):
+class GenerateReply(ResponseBuilder):
     """`/generate`."""
 
-    def whole(self, completions: list[list[GenerationEvent]]) -> Json:
-        """As in `Reply`."""
+    def build(self, completions: list[list[GenerationEvent]]) -> Json:
+        """As in `ResponseBuilder`."""
         return _result(completions[0])
 
-    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
-        """As in `Reply`: what is new, and with the last of it the rest of the answer."""
-        return [Frame(_news([event]) | (_end(event) if event.finish_reason else {}))] if _tells(event) else []
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`: what is new, and with the last of it the rest of the answer."""
+        return [ServerSentEvent(_news([event]) | (_end(event) if event.finish_reason else {}))] if _tells(event) else []
 
-    def ending(self) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         return [DONE]
 
-    def failure(self, error: Exception) -> list[Frame]:
-        """As in `Reply`."""
-        return [*super().failure(error), DONE]
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [*super().stream_error(error), DONE]
 
 
-class BatchReply(Reply):
+class BatchReply(ResponseBuilder):
     """`/generate/batch`: an item that fails is told in its place."""
 
     def __init__(self, items: list[Item]) -> None:
@@ -49,46 +48,48 @@ class BatchReply(Reply):
         """Notes that an item cannot be had."""
         if isinstance(error, InvalidRequest):
             error = InvalidRequest(self._items[item].name(error.field), error.message)
-        self._errors[item] = openai_error(fault_of(error))["error"]
+        self._errors[item] = openai_error(api_error(error)).error
 
-    def note(self, index: int, event: GenerationEvent) -> None:
-        """As in `Reply`, but what is wrong is the item's own affair."""
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """As in `ResponseBuilder`, but what is wrong is the item's own affair."""
         try:
-            super().note(index, event)
+            super().record(index, event)
         except Exception as error:
             self.refuse(self.places[index], error)
 
-    def whole(self, completions: list[list[GenerationEvent]]) -> Json:
-        """As in `Reply`."""
+    def build(self, completions: list[list[GenerationEvent]]) -> Json:
+        """As in `ResponseBuilder`."""
         results: list[Json] = [{"index": i, "error": self._errors.get(i)} for i in range(len(self._items))]
         for i, events in zip(self.places, completions, strict=True):
             if i not in self._errors:
                 results[i] = {"index": i, **_result(events)}
         return {"results": results, **self._totals()}
 
-    def opening(self) -> list[Frame]:
-        """As in `Reply`: the items that were refused before anything ran."""
-        return [Frame({"index": i, "error": error}) for i, error in self._errors.items() if i not in self.places]
+    def stream_start(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`: the items that were refused before anything ran."""
+        return [
+            ServerSentEvent({"index": i, "error": error}) for i, error in self._errors.items() if i not in self.places
+        ]
 
-    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         i = self.places[index]
         if i in self._errors:
-            return [Frame({"index": i, "error": self._errors[i]})]
+            return [ServerSentEvent({"index": i, "error": self._errors[i]})]
         news = {"index": i, **_news([event])}
-        return [Frame(news | (_end(event) if event.finish_reason else {}))] if _tells(event) else []
+        return [ServerSentEvent(news | (_end(event) if event.finish_reason else {}))] if _tells(event) else []
 
-    def ending(self) -> list[Frame]:
-        """As in `Reply`."""
-        return [Frame(self._totals()), DONE]
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [ServerSentEvent(self._totals()), DONE]
 
-    def failure(self, error: Exception) -> list[Frame]:
-        """As in `Reply`."""
-        return [*super().failure(error), DONE]
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [*super().stream_error(error), DONE]
 
     def _totals(self) -> Json:
         seconds, n = perf_counter() - self._began, len(self._items)
-        tokens = self.tokens()
+        tokens = self.token_counts()
         return {
             "total_prompts": n,
             "failed": len(self._errors),
@@ -116,7 +117,7 @@ def _news(events: list[GenerationEvent]) -> Json:
         "tokens": [token for event in events for token in event.tokens],
     }
     if logprobs := [entry for event in events for entry in event.logprobs]:
-        news["logprobs"] = token_logprobs(logprobs)
+        news["logprobs"] = logprob_entries(logprobs)
     return news
 
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.request import FinishReason
-from cppbatch.server.shapes import ErrorDetail
+from cppbatch.server.api_errors import ErrorDetail
 
 
 class GenerateTimings(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,14 +10,13 @@ from cppbatch.server.llama_server.replies import LlamaReply
 from cppbatch.server.llama_server.schemas import InfillRequest, LlamaCompletionRequest, LlamaFields
 from cppbatch.server.llama_server.tokens import infill_tokens, prompts_of, tokens_of
 from cppbatch.server.llama_server.translate import translated
-from cppbatch.server.plan import Plan
-from cppbatch.server.requests import new_id, requests_of
-from cppbatch.server.serving import Serving
+from cppbatch.server.response import PreparedRequest
+from cppbatch.server.serving import Serving, new_id
 
 _RENAMED = {"max_tokens": "n_predict", "logprobs": "n_probs", "n": "n_cmpl"}
 
 
-async def completion_plan(body: LlamaCompletionRequest, serving: Serving) -> Plan:
+async def prepare_completion(body: LlamaCompletionRequest, serving: Serving) -> PreparedRequest:
     """`/completion`. Raises `InvalidRequest`."""
     prompts, most = prompts_of(body.prompt), serving.limits.max_prompts_per_batch
     if len(prompts) > most:
@@ -30,22 +29,24 @@ async def completion_plan(body: LlamaCompletionRequest, serving: Serving) -> Pla
     )
 
 
-async def infill_plan(body: InfillRequest, serving: Serving) -> Plan:
+async def prepare_infill(body: InfillRequest, serving: Serving) -> PreparedRequest:
     """`/infill`. Raises `InvalidRequest`."""
     return await _plan(body, serving, [await infill_tokens(serving, body)])
 
 
-async def _plan(body: LlamaFields, serving: Serving, prompts: list[list[TokenPiece]]) -> Plan:
+async def _plan(body: LlamaFields, serving: Serving, prompts: list[list[TokenPiece]]) -> PreparedRequest:
     renames = {ours: theirs for ours, theirs in _RENAMED.items() if getattr(body, theirs) is not None}
     try:
         body = await translated(body, serving)
         serving.limits.check(body)  # its `model` does not matter, as there
         params = body.params(max_tokens=serving.limits.default_tokens(None), **_form(body))
         ids = [[token.id for token in prompt] for prompt in prompts]
-        requests = requests_of(serving, body, new_id("llama-"), ids, params)
+        requests = serving.engine_requests(body, new_id("llama-"), ids, params)
     except InvalidRequest as error:
         raise InvalidRequest(renames.get(error.field, error.field), error.message) from error
-    return Plan(requests, LlamaReply(body, requests, prompts, serving.info), stream=bool(body.stream), renames=renames)
+    return PreparedRequest(
+        requests, LlamaReply(body, requests, prompts, serving.info), stream=bool(body.stream), field_names=renames
+    )
 
 
 def _form(body: LlamaFields) -> dict[str, Any]:

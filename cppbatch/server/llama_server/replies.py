@@ -10,14 +10,14 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.server.llama_server.schemas import LlamaFields
 from cppbatch.server.llama_server.tokens import text_of
 from cppbatch.server.llama_server.translate import RANDOM_SEED, sampler_names
-from cppbatch.server.reply import Frame, Json, Reply
-from cppbatch.server.token_logprobs import token_logprobs
+from cppbatch.server.response import Json, ResponseBuilder, ServerSentEvent
+from cppbatch.server.response_logprobs import logprob_entries
 
 NO_SLOT = -1
 """As an `id_slot`: any. Requests here are not tied to one."""
 
 
-class LlamaReply(Reply):
+class LlamaReply(ResponseBuilder):
     """`/completion` and `/infill`."""
 
     def __init__(
@@ -33,16 +33,16 @@ class LlamaReply(Reply):
         self._has_new_line = [False] * len(requests)
         self._first_at = [0.0] * len(requests)
 
-    def note(self, index: int, event: GenerationEvent) -> None:
-        """As in `Reply`."""
-        super().note(index, event)
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """As in `ResponseBuilder`."""
+        super().record(index, event)
         if not self._is_silent:
             self._first_at[index] = self._first_at[index] or perf_counter()
             self._n_predicted[index] += len(event.tokens)
             self._has_new_line[index] |= "\n" in event.text
 
-    def whole(self, completions: list[list[GenerationEvent]]) -> Json | list[Json]:
-        """As in `Reply`: an object, or of several texts a list."""
+    def build(self, completions: list[list[GenerationEvent]]) -> Json | list[Json]:
+        """As in `ResponseBuilder`: an object, or of several texts a list."""
         answers = [self._whole(index, events) for index, events in enumerate(completions)]
         return answers[0] if len(answers) == 1 else answers
 
@@ -52,15 +52,15 @@ class LlamaReply(Reply):
             content = "".join(event.text for event in events)
             logprobs = [entry for event in events for entry in event.logprobs]
             tokens = [token for event in events for token in event.tokens] if self._body.return_tokens else []
-        return self._final(index, content, tokens, {"completion_probabilities": token_logprobs(logprobs)})
+        return self._final(index, content, tokens, {"completion_probabilities": logprob_entries(logprobs)})
 
-    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         frames = []
         if not self._is_silent and (event.text or event.tokens or event.logprobs):
-            frames.append(Frame(self._chunk(index, event)))
+            frames.append(ServerSentEvent(self._chunk(index, event)))
         if event.finish_reason:
-            frames.append(Frame(self._final(index, "", [], {})))
+            frames.append(ServerSentEvent(self._final(index, "", [], {})))
         return frames
 
     def _chunk(self, index: int, event: GenerationEvent) -> Json:
@@ -77,11 +77,11 @@ class LlamaReply(Reply):
             n, seconds = self._n_predicted[index], perf_counter() - self._first_at[index]
             chunk["timings"] = _speed("predicted", n, seconds, n_steps=max(0, n - 1))
         if event.logprobs:
-            chunk["completion_probabilities"] = token_logprobs(event.logprobs)
+            chunk["completion_probabilities"] = logprob_entries(event.logprobs)
         return chunk
 
     def _final(self, index: int, content: str, tokens: list[int], more: Json) -> Json:
-        last, params = self.ends[index], self._params[index]
+        last, params = self.last_events[index], self._params[index]
         assert last.usage
         n_prompt, n_predicted = last.usage.prompt_tokens, self._n_predicted[index]
         stop_type = _stop_type(last)

@@ -12,8 +12,8 @@ from cppbatch import __version__
 from cppbatch.chat.template import CHATML
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import TokenPiece
-from cppbatch.server.errors import json_response
-from cppbatch.server.llama_server.plans import completion_plan, infill_plan
+from cppbatch.server.api_errors import json_response
+from cppbatch.server.llama_server.plans import prepare_completion, prepare_infill
 from cppbatch.server.llama_server.replies import generation_settings
 from cppbatch.server.llama_server.schemas import (
     DetokenizeRequest,
@@ -23,14 +23,13 @@ from cppbatch.server.llama_server.schemas import (
     TokenizeRequest,
 )
 from cppbatch.server.llama_server.shapes import DefaultSettings, LoraAdapter, Modalities, Props, Slot
-from cppbatch.server.llama_server.time_limit import run_for
+from cppbatch.server.llama_server.time_limit import run_with_time_limit
 from cppbatch.server.llama_server.tokens import text_of, tokens_of
 from cppbatch.server.openai.plans import next_turn
 from cppbatch.server.openai.routes import chat_completions, models
 from cppbatch.server.openai.schemas import ChatRequest
 from cppbatch.server.parse import read_json
-from cppbatch.server.plan import Plan
-from cppbatch.server.respond import answer
+from cppbatch.server.response import PreparedRequest, respond
 from cppbatch.server.serving import SERVING, Serving
 
 routes = web.RouteTableDef()
@@ -43,19 +42,22 @@ routes.get("/models")(models)
 async def completion(request: web.Request) -> web.StreamResponse:
     """Continues one or more prompts."""
     body = await read_json(request, LlamaCompletionRequest)
-    return await _answer(request, body, await completion_plan(body, request.app[SERVING]))
+    return await _answer(request, body, await prepare_completion(body, request.app[SERVING]))
 
 
 @routes.post("/infill")
 async def infill(request: web.Request) -> web.StreamResponse:
     """Finds what stands between two texts."""
     body = await read_json(request, InfillRequest)
-    return await _answer(request, body, await infill_plan(body, request.app[SERVING]))
+    return await _answer(request, body, await prepare_infill(body, request.app[SERVING]))
 
 
-async def _answer(request: web.Request, body: LlamaFields, plan: Plan) -> web.StreamResponse:
-    limit = body.t_max_predict_ms or 0
-    return await answer(request, plan, run_for(limit / 1000) if limit > 0 else None)
+async def _answer(request: web.Request, body: LlamaFields, prepared: PreparedRequest) -> web.StreamResponse:
+    seconds = (body.t_max_predict_ms or 0) / 1000
+    if seconds <= 0:
+        return await respond(request, prepared)
+    client = request.app[SERVING].client
+    return await respond(request, prepared, run_with_time_limit(client, prepared.requests, seconds))
 
 
 @routes.post("/tokenize")

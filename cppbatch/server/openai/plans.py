@@ -6,17 +6,16 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.openai.replies import ChatReply, CompletionReply
 from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
-from cppbatch.server.plan import Plan
-from cppbatch.server.requests import Prompt, requests_of
-from cppbatch.server.serving import Serving
+from cppbatch.server.response import PreparedRequest
+from cppbatch.server.serving import Prompt, Serving
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; chat has none of its own."""
 
 
-async def completion_plan(
+async def prepare_completion(
     body: CompletionRequest, serving: Serving, usual_tokens: int | None = COMPLETION_TOKENS
-) -> Plan:
+) -> PreparedRequest:
     """`/v1/completions`; `usual_tokens`: for one that names no number. Raises `InvalidRequest`."""
     serving.check(body)
     schema = body.schema()
@@ -26,8 +25,8 @@ async def completion_plan(
     prompts: list[Prompt] = body.prompts()
     if body.suffix:
         prompts = [_filled_in(serving, prompt, body.suffix) for prompt in prompts]
-    requests = requests_of(serving, body, reply.id, prompts, params)
-    return Plan(requests, reply, stream=bool(body.stream))
+    requests = serving.engine_requests(body, reply.id, prompts, params)
+    return PreparedRequest(requests, reply, stream=bool(body.stream))
 
 
 def _filled_in(serving: Serving, prompt: Prompt, suffix: str) -> str:
@@ -53,11 +52,11 @@ async def next_turn(body: ChatRequest, serving: Serving) -> PreparedChat:
     )
 
 
-async def chat_plan(body: ChatRequest, serving: Serving) -> Plan:
+async def prepare_chat_completion(body: ChatRequest, serving: Serving) -> PreparedRequest:
     """`/v1/chat/completions`. Raises `InvalidRequest`."""
     serving.check(body)
     turn = await next_turn(body, serving)
     params = body.params(max_tokens=serving.limits.default_tokens(None), **turn.params)
     reply = ChatReply(body, serving.info.name, turn)
-    requests = requests_of(serving, body, reply.id, [turn.prompt], params)
-    return Plan(requests, reply, stream=bool(body.stream), renames=turn.renames)
+    requests = serving.engine_requests(body, reply.id, [turn.prompt], params)
+    return PreparedRequest(requests, reply, stream=bool(body.stream), field_names=turn.renames)

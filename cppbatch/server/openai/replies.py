@@ -10,13 +10,13 @@ from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelt
 from cppbatch.engine.collect import mean_logprob
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 from cppbatch.server.chat import Assistant
-from cppbatch.server.openai.logprobs import chat_logprobs, completion_logprobs
 from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
-from cppbatch.server.reply import DONE, Frame, Json, Reply
-from cppbatch.server.requests import new_id
+from cppbatch.server.response import DONE, Json, ResponseBuilder, ServerSentEvent
+from cppbatch.server.response_logprobs import ChatLogprobs, CompletionLogprobs, chat_token_logprobs, completion_logprobs
+from cppbatch.server.serving import new_id
 
 
-class ChoicesReply(Reply):
+class ChoicesReply(ResponseBuilder):
     """What both families share: choices with a finish reason, and usage.
 
     Of each prompt's `n_candidates` completions, the `n_choices` likeliest are choices.
@@ -31,8 +31,8 @@ class ChoicesReply(Reply):
         self._n = body.n_choices
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
-    def whole(self, completions: list[list[GenerationEvent]]) -> Json:
-        """As in `Reply`."""
+    def build(self, completions: list[list[GenerationEvent]]) -> Json:
+        """As in `ResponseBuilder`."""
         logprobs = [[entry for event in events for entry in event.logprobs] for events in completions]
         choices = [
             self._choice(index, self._body(i, completions[i]), logprobs[i], ended=i)
@@ -40,18 +40,20 @@ class ChoicesReply(Reply):
         ]
         return self._object(choices) | {"usage": self.usage()}
 
-    def ending(self) -> list[Frame]:
-        """As in `Reply`; with `include_usage` a chunk without choices comes first."""
-        usage = [Frame(self._object([], streamed=True) | {"usage": self.usage()})] if self._include_usage else []
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`; with `include_usage` a chunk without choices comes first."""
+        usage = (
+            [ServerSentEvent(self._object([], streamed=True) | {"usage": self.usage()})] if self._include_usage else []
+        )
         return [*usage, DONE]
 
-    def failure(self, error: Exception) -> list[Frame]:
-        """As in `Reply`."""
-        return [*super().failure(error), DONE]
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [*super().stream_error(error), DONE]
 
     def usage(self) -> Json:
         """OpenAI's usage object."""
-        prompt, cached, completion = self.tokens()
+        prompt, cached, completion = self.token_counts()
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -64,7 +66,7 @@ class ChoicesReply(Reply):
         """What a whole completion says."""
 
     @abstractmethod
-    def _logprobs(self, entries: list[TokenLogprob]) -> Json | None:
+    def _logprobs(self, entries: list[TokenLogprob]) -> object:
         """Log-probabilities as the family shows them, None if they are not wanted."""
 
     def _best(self, logprobs: list[list[TokenLogprob]]) -> list[int]:
@@ -73,7 +75,7 @@ class ChoicesReply(Reply):
             return list(range(len(logprobs)))
 
         def badness(i: int) -> float:
-            usage = self.ends[i].usage
+            usage = self.last_events[i].usage
             return -mean_logprob(logprobs[i], usage.completion_tokens if usage else 0)
 
         groups = range(0, len(logprobs), self.n_candidates)
@@ -83,11 +85,11 @@ class ChoicesReply(Reply):
     def _finish_reason(self, index: int) -> str | None:
         """Why this completion has ended."""
 
-    def _chunk(self, index: int, body: Json, logprobs: list[TokenLogprob] | None = None) -> Frame:
-        return Frame(self._object([self._choice(index, body, logprobs)], streamed=True))
+    def _chunk(self, index: int, body: Json, logprobs: list[TokenLogprob] | None = None) -> ServerSentEvent:
+        return ServerSentEvent(self._object([self._choice(index, body, logprobs)], streamed=True))
 
-    def _last_chunk(self, index: int, body: Json) -> Frame:
-        return Frame(self._object([self._choice(index, body, ended=index)], streamed=True))
+    def _last_chunk(self, index: int, body: Json) -> ServerSentEvent:
+        return ServerSentEvent(self._object([self._choice(index, body, ended=index)], streamed=True))
 
     def _choice(
         self, index: int, body: Json, logprobs: list[TokenLogprob] | None = None, *, ended: int | None = None
@@ -96,7 +98,7 @@ class ChoicesReply(Reply):
         shown = None if logprobs is None else self._logprobs(logprobs)
         choice: Json = {"index": index, **body, "logprobs": shown, "finish_reason": None}
         if ended is not None:
-            choice |= {"finish_reason": self._finish_reason(ended), "seed": self.ends[ended].seed}
+            choice |= {"finish_reason": self._finish_reason(ended), "seed": self.last_events[ended].seed}
         return choice
 
     def _object(self, choices: list[Json], *, streamed: bool = False) -> Json:
@@ -111,8 +113,8 @@ class CompletionReply(ChoicesReply):
         super().__init__(body, model, prefix="cmpl-", kind="text_completion")
         self._wants_logprobs = body.logprobs is not None
 
-    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         news = (
             [self._chunk(index, {"text": event.text}, event.logprobs or None)] if event.text or event.logprobs else []
         )
@@ -121,11 +123,11 @@ class CompletionReply(ChoicesReply):
     def _body(self, index: int, events: list[GenerationEvent]) -> Json:
         return {"text": "".join(event.text for event in events)}
 
-    def _logprobs(self, entries: list[TokenLogprob]) -> Json | None:
+    def _logprobs(self, entries: list[TokenLogprob]) -> CompletionLogprobs | None:
         return completion_logprobs(entries) if self._wants_logprobs else None
 
     def _finish_reason(self, index: int) -> str | None:
-        reason = self.ends[index].finish_reason
+        reason = self.last_events[index].finish_reason
         return reason and reason.value
 
 
@@ -138,8 +140,8 @@ class ChatReply(ChoicesReply):
         self._turn = turn
         self._assistants: dict[int, Assistant] = {}
 
-    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
-        """As in `Reply`: the first chunk of a choice names the role, the last one has the finish reason."""
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`: the first chunk of a choice names the role, the last one has the finish reason."""
         frames = []
         if index not in self._assistants:
             self._assistants[index] = Assistant(self._turn)
@@ -169,8 +171,8 @@ class ChatReply(ChoicesReply):
             ]
         return {"message": message}
 
-    def _logprobs(self, entries: list[TokenLogprob]) -> Json | None:
-        return chat_logprobs(entries) if self._wants_logprobs else None
+    def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
+        return ChatLogprobs(content=chat_token_logprobs(entries)) if self._wants_logprobs else None
 
     def _finish_reason(self, index: int) -> str | None:
         return self._assistants[index].finish_reason

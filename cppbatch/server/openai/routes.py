@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from cppbatch.server.errors import json_response
-from cppbatch.server.openai.plans import chat_plan, completion_plan
+from cppbatch.server.api_errors import json_response
+from cppbatch.server.openai.plans import prepare_chat_completion, prepare_completion
 from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
 from cppbatch.server.parse import read_json
-from cppbatch.server.respond import answer
+from cppbatch.server.response import respond
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.shapes import Model, ModelList, ModelMeta, ModelWorker
 
@@ -37,14 +37,14 @@ async def model(request: web.Request) -> web.Response:
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continues one or more prompts."""
     body = await read_json(request, CompletionRequest)
-    return await answer(request, await completion_plan(body, request.app[SERVING]))
+    return await respond(request, await prepare_completion(body, request.app[SERVING]))
 
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Continues a conversation with the assistant's next message."""
     body = await read_json(request, ChatRequest)
-    return await answer(request, await chat_plan(body, request.app[SERVING]))
+    return await respond(request, await prepare_chat_completion(body, request.app[SERVING]))
 
 
 async def _model(serving: Serving, name: str) -> Model:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cppbatch.engine.request import TokenLogprob
-from cppbatch.server.openai.logprobs import chat_logprobs
-from cppbatch.server.parts import Change, Part
-from cppbatch.server.reply import Json
-from cppbatch.server.requests import new_id
+from cppbatch.server.content_blocks import Change, Part
+from cppbatch.server.response import Json
+from cppbatch.server.response_logprobs import ChatTokenLogprob, chat_token_logprobs
+from cppbatch.server.serving import new_id
 
 _PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
@@ -17,7 +17,7 @@ class Item:
     def __init__(self, part: Part) -> None:
         self.part = part
         self.status = "in_progress"
-        self.logprobs: list[Json] = []
+        self.logprobs: list[ChatTokenLogprob] = []
         self._id = new_id(_PREFIXES[part.kind])
         self._place = {"item_id": self._id, "output_index": part.index}
         self._in_content = {**self._place, "content_index": 0}
@@ -40,7 +40,7 @@ class Item:
             return [item]
         return [item, {"type": "response.content_part.added", **self._in_content, "part": self._content(empty=True)}]
 
-    def added(self, text: str, logprobs: list[Json]) -> Json:
+    def added(self, text: str, logprobs: list[ChatTokenLogprob]) -> Json:
         """It goes on."""
         if self.part.kind == "call":
             return {"type": "response.function_call_arguments.delta", **self._place, "delta": text}
@@ -75,7 +75,7 @@ class Items:
     def __init__(self, *, wants_logprobs: bool) -> None:
         self._all: list[Item] = []
         self._wants_logprobs = wants_logprobs
-        self._logprobs: list[Json] = []  # of tokens whose text has yet to come
+        self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text has yet to come
 
     def shown(self) -> list[Json]:
         """As they are by now."""
@@ -87,7 +87,7 @@ class Items:
         """The API's events for what has changed. `logprobs`: of the tokens that this has come from; those of thoughts
         and calls are shown nowhere. `status`: of items that are over now."""
         if self._wants_logprobs:
-            self._logprobs += chat_logprobs(logprobs or [])["content"]
+            self._logprobs += chat_token_logprobs(logprobs or [])
         events: list[Json] = []
         for step, part, text in changes:
             if step == "opened":
@@ -101,13 +101,13 @@ class Items:
         return events
 
 
-def _without_bytes(logprobs: list[Json]) -> list[Json]:
+def _without_bytes(logprobs: list[ChatTokenLogprob]) -> list[Json]:
     """As events have them."""
     return [
         {
-            "token": entry["token"],
-            "logprob": entry["logprob"],
-            "top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in entry["top_logprobs"]],
+            "token": entry.token,
+            "logprob": entry.logprob,
+            "top_logprobs": [{"token": top.token, "logprob": top.logprob} for top in entry.top_logprobs],
         }
         for entry in logprobs
     ]

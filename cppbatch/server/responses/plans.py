@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cppbatch.server.chat import naming
-from cppbatch.server.plan import Plan
-from cppbatch.server.requests import requests_of
+from cppbatch.server.response import PreparedRequest
 from cppbatch.server.responses.conversation import conversation
 from cppbatch.server.responses.replies import ResponseReply
 from cppbatch.server.responses.schemas import ResponsesRequest
@@ -15,7 +14,7 @@ _NAMES = {"function.": "", "messages": "input", "response_format": _FORMAT}
 _RENAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
 
 
-async def response_plan(body: ResponsesRequest, serving: Serving) -> Plan:
+async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
     """`/v1/responses`. Raises `InvalidRequest`."""
     serving.check(body)
     body.check_stateless()
@@ -27,8 +26,8 @@ async def response_plan(body: ResponsesRequest, serving: Serving) -> Plan:
         )
     params = body.params(max_tokens=serving.limits.default_tokens(None), **turn.params)
     reply = ResponseReply(body, body.model or serving.info.name, turn, params)
-    requests = requests_of(serving, body, reply.id, [turn.prompt], params)
+    requests = serving.engine_requests(body, reply.id, [turn.prompt], params)
     renames = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in turn.renames.items()}
     if schema is not None:
         renames["json_schema"] = _FORMAT
-    return Plan(requests, reply, stream=bool(body.stream), renames=_RENAMES | renames)
+    return PreparedRequest(requests, reply, stream=bool(body.stream), field_names=_RENAMES | renames)

@@ -9,16 +9,16 @@ import msgspec
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
+from cppbatch.server.api_errors import api_error
 from cppbatch.server.chat import Assistant
-from cppbatch.server.errors import fault_of
-from cppbatch.server.parts import Parts
-from cppbatch.server.reply import Frame, Json, Reply
-from cppbatch.server.requests import new_id
+from cppbatch.server.content_blocks import Parts
+from cppbatch.server.response import Json, ResponseBuilder, ServerSentEvent
 from cppbatch.server.responses.items import Items
 from cppbatch.server.responses.schemas import ResponsesRequest, ResponseToolChoice
+from cppbatch.server.serving import new_id
 
 
-class ResponseReply(Reply):
+class ResponseReply(ResponseBuilder):
     """`/v1/responses`."""
 
     def __init__(self, body: ResponsesRequest, model: str, turn: PreparedChat, params: SamplingParams) -> None:
@@ -31,31 +31,31 @@ class ResponseReply(Reply):
         self._items = Items(wants_logprobs=body.wants_logprobs)
         self._n_frames = 0
 
-    def whole(self, completions: list[list[GenerationEvent]]) -> Json:
-        """As in `Reply`."""
+    def build(self, completions: list[list[GenerationEvent]]) -> Json:
+        """As in `ResponseBuilder`."""
         for event in completions[0]:
             self._read(event)
         return self._ended()
 
-    def opening(self) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_start(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         started = self._response("in_progress")
         return self._frames(
             {"type": "response.created", "response": started}, {"type": "response.in_progress", "response": started}
         )
 
-    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         return self._frames(*self._read(event))
 
-    def ending(self) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         response = self._ended()
         return self._frames({"type": f"response.{response['status']}", "response": response})
 
-    def failure(self, error: Exception) -> list[Frame]:
-        """As in `Reply`: what was said until then is in it."""
-        fault = fault_of(error)
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`: what was said until then is in it."""
+        fault = api_error(error)
         code = "server_error" if fault.status >= 500 else "invalid_prompt"
         self._items.change(self._parts.close(), status="incomplete")
         response = self._response("failed") | {"error": {"code": code, "message": fault.message}}
@@ -68,10 +68,12 @@ class ResponseReply(Reply):
             news += self._items.change(self._parts.close(), status=self._status())
         return news
 
-    def _frames(self, *events: Json) -> list[Frame]:
+    def _frames(self, *events: Json) -> list[ServerSentEvent]:
         frames = []
         for event in events:
-            frames.append(Frame({"type": event["type"], "sequence_number": self._n_frames, **event}, event["type"]))
+            frames.append(
+                ServerSentEvent({"type": event["type"], "sequence_number": self._n_frames, **event}, event["type"])
+            )
             self._n_frames += 1
         return frames
 
@@ -100,7 +102,7 @@ class ResponseReply(Reply):
         }
 
     def _usage(self) -> Json:
-        prompt, cached, completion = self.tokens()
+        prompt, cached, completion = self.token_counts()
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},

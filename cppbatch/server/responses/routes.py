@@ -5,8 +5,8 @@ from __future__ import annotations
 from aiohttp import web
 
 from cppbatch.server.parse import read_json
-from cppbatch.server.respond import answer
-from cppbatch.server.responses.plans import response_plan
+from cppbatch.server.response import respond
+from cppbatch.server.responses.plans import prepare_response
 from cppbatch.server.responses.schemas import ResponsesRequest
 from cppbatch.server.serving import SERVING
 
@@ -17,4 +17,4 @@ routes = web.RouteTableDef()
 async def responses(request: web.Request) -> web.StreamResponse:
     """Continues a conversation with the assistant's next message."""
     body = await read_json(request, ResponsesRequest)
-    return await answer(request, await response_plan(body, request.app[SERVING]))
+    return await respond(request, await prepare_response(body, request.app[SERVING]))

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from cppbatch.engine.embeddings import check_dimensions
 from cppbatch.engine.request import GenerationRequest, Pair, Prompt
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.plan import Plan
+from cppbatch.server.response import PreparedRequest
 from cppbatch.server.serving import Serving
 from cppbatch.server.vectors.replies import EmbeddingReply, RerankReply, VectorReply
 from cppbatch.server.vectors.schemas import EmbeddingRequest, RerankRequest
 
 
-async def embedding_plan(body: EmbeddingRequest, serving: Serving) -> Plan:
+async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> PreparedRequest:
     """`/v1/embeddings`. Raises `InvalidRequest`."""
     info = serving.info
     if info.pooling == "rank":
@@ -23,7 +23,7 @@ async def embedding_plan(body: EmbeddingRequest, serving: Serving) -> Plan:
     return _plan(body, serving, body.inputs(), EmbeddingReply(body, info.name), {"prompt": "input"})
 
 
-async def rerank_plan(body: RerankRequest, serving: Serving) -> Plan:
+async def prepare_rerank(body: RerankRequest, serving: Serving) -> PreparedRequest:
     """`/v1/rerank`. Raises `InvalidRequest`."""
     info = serving.info
     if info.pooling != "rank":
@@ -38,7 +38,7 @@ def _plan(
     prompts: Sequence[Prompt],
     reply: VectorReply,
     renames: dict[str, str],
-) -> Plan:
+) -> PreparedRequest:
     serving.check_model(body.model)
     timeout = serving.limits.timeout(body.timeout)
     requests = [
@@ -52,4 +52,4 @@ def _plan(
         )
         for i, prompt in enumerate(prompts)
     ]
-    return Plan(requests, reply, renames=renames)
+    return PreparedRequest(requests, reply, field_names=renames)

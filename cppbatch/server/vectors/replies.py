@@ -9,8 +9,8 @@ import numpy as np
 from cppbatch.engine.embeddings import Vector, normalised, vector_of
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.errors import GenerationFailed, InvalidRequest
-from cppbatch.server.reply import Frame, Reply
-from cppbatch.server.requests import new_id
+from cppbatch.server.response import ResponseBuilder, ServerSentEvent
+from cppbatch.server.serving import new_id
 from cppbatch.server.vectors.schemas import EmbeddingRequest, RerankRequest
 from cppbatch.server.vectors.shapes import (
     Embedding,
@@ -22,7 +22,7 @@ from cppbatch.server.vectors.shapes import (
 )
 
 
-class VectorReply(Reply):
+class VectorReply(ResponseBuilder):
     """Every input has one event, with a vector in it; there is nothing to stream."""
 
     def __init__(self, prefix: str, model: str, body: EmbeddingRequest | RerankRequest) -> None:
@@ -31,25 +31,25 @@ class VectorReply(Reply):
         self._model = model
         self._times = {name: getattr(body, name) for name in ("timeout", "queue_timeout")}
 
-    def frames(self, index: int, event: GenerationEvent) -> list[Frame]:
-        """As in `Reply`."""
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
         raise NotImplementedError("vectors are not streamed")
 
     def _vectors(self) -> Vector:
         """float32[n, n_embd], in the inputs' order. When the time was not enough for all, raises `InvalidRequest` if
         the client has set it, else `GenerationFailed`."""
-        late = [event.usage for event in self.ends.values() if event.finish_reason is FinishReason.TIMEOUT]
+        late = [event.usage for event in self.last_events.values() if event.finish_reason is FinishReason.TIMEOUT]
         if late:
-            too_late = f"came before {len(late)} of {len(self.ends)} vectors were computed"
+            too_late = f"came before {len(late)} of {len(self.last_events)} vectors were computed"
             took = max(usage.total_seconds for usage in late if usage)
             for name, seconds in self._times.items():
                 if seconds is not None and seconds <= took:
                     raise InvalidRequest(name, f"of {seconds:g} s {too_late}; give more time, or fewer inputs")
             raise GenerationFailed(f"the server's --request-timeout {too_late}")
-        return np.stack([vector_of(self.ends[i].embedding or b"") for i in range(len(self.ends))])
+        return np.stack([vector_of(self.last_events[i].embedding or b"") for i in range(len(self.last_events))])
 
     def _usage(self) -> VectorUsage:
-        tokens = self.tokens().prompt
+        tokens = self.token_counts().prompt
         return VectorUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
@@ -60,8 +60,8 @@ class EmbeddingReply(VectorReply):
         super().__init__("embd-", model, body)
         self._body = body
 
-    def whole(self, completions: list[list[GenerationEvent]]) -> EmbeddingAnswer:
-        """As in `Reply`."""
+    def build(self, completions: list[list[GenerationEvent]]) -> EmbeddingAnswer:
+        """As in `ResponseBuilder`."""
         vectors = normalised(self._vectors(), self._body.dimensions)
         as_text = self._body.encoding_format == "base64"
         data = [
@@ -78,8 +78,8 @@ class RerankReply(VectorReply):
         super().__init__("rerank-", model, body)
         self._body = body
 
-    def whole(self, completions: list[list[GenerationEvent]]) -> RerankAnswer:
-        """As in `Reply`."""
+    def build(self, completions: list[list[GenerationEvent]]) -> RerankAnswer:
+        """As in `ResponseBuilder`."""
         scores = self._vectors()[:, 0]
         texts = self._body.texts() if self._body.return_documents else None
         results = [

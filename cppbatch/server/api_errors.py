@@ -1,0 +1,186 @@
+"""From exceptions to error responses, in the format of the API that the request's path belongs to."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, NamedTuple
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from cppbatch.errors import (
+    Conflict,
+    CppBatchError,
+    EngineClosed,
+    GenerationFailed,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+    StorageError,
+)
+
+log = logging.getLogger("cppbatch.server")
+
+
+class ApiError(NamedTuple):
+    """An error on its way to the client, independent of the API's error format."""
+
+    status: int
+    """The HTTP status."""
+    message: str
+    type: str
+    """As in OpenAI's API: invalid_request_error, authentication_error, rate_limit_error or server_error."""
+    param: str | None = None
+    """The request's field at fault."""
+    code: str | None = None
+
+
+class TooManyRequests(CppBatchError):
+    """The server is already answering the maximum number of requests."""
+
+
+class NoStorage(CppBatchError):
+    """This server stores no files."""
+
+
+class ModelNotFound(InvalidRequest):
+    """The requested model is not loaded: status 404, as in OpenAI's API."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("model", message)
+
+
+_EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
+    QueueFull: (429, "rate_limit_error", "queue_full"),
+    TooManyRequests: (429, "rate_limit_error", "too_many_requests"),
+    EngineClosed: (503, "server_error", "unavailable"),
+    NoStorage: (503, "server_error", "no_storage"),
+    GenerationFailed: (500, "server_error", "generation_failed"),
+}
+"""Status, type and code of each exception."""
+_INVALID: dict[type[InvalidRequest], tuple[int, str]] = {
+    ModelNotFound: (404, "model_not_found"),
+    NotFound: (404, "not_found"),
+    Conflict: (409, "conflict"),
+}
+"""Status and code of each kind of invalid request; all others have status 400 and no code."""
+
+
+def api_error(error: BaseException) -> ApiError:
+    """The error that the client gets for an exception. Logs exceptions that are not expected."""
+    if isinstance(error, InvalidRequest):
+        status, code = _INVALID.get(type(error), (400, None))
+        return ApiError(status, str(error), "invalid_request_error", error.field, code)
+    if isinstance(error, StorageError):  # its message names files of the server
+        log.error("%s", error)
+        return ApiError(507, error.public, "server_error", code="storage")
+    for expected, (status, kind, code) in _EXPECTED.items():
+        if isinstance(error, expected):
+            return ApiError(status, str(error), kind, code=code)
+    if isinstance(error, web.HTTPException):
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return ApiError(error.status, error.text or error.reason, kind)
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details", "server_error")
+
+
+# --- the error format of each API -----------------------------------------------------------------------------------
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a request, in OpenAI's format."""
+
+    message: str
+    type: str
+    """invalid_request_error, authentication_error, rate_limit_error or server_error."""
+    param: str | None
+    """The request's field at fault."""
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every response that is not a success, in OpenAI's format."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a request, in Anthropic's format. The message names the field at fault."""
+
+    type: str
+    """Follows the HTTP status."""
+    message: str
+
+
+class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every response that is not a success, in Anthropic's format."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+
+
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(path: str, error: ApiError) -> ErrorResponse | AnthropicErrorResponse:
+    """The body of an error response, in the format of the API that the path belongs to."""
+    if path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/"):
+        return anthropic_error(error)
+    return openai_error(error)
+
+
+def openai_error(error: ApiError) -> ErrorResponse:
+    """OpenAI's error object."""
+    return ErrorResponse(error=ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code))
+
+
+def anthropic_error(error: ApiError) -> AnthropicErrorResponse:
+    """Anthropic's error object."""
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, default)
+    return AnthropicErrorResponse(error=AnthropicErrorDetail(type=kind, message=error.message))
+
+
+# --- responses ------------------------------------------------------------------------------------------------------
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    """A response with this body as JSON."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def error_response(request: web.Request, error: ApiError) -> web.Response:
+    """An error response, in the format of the API that the request's path belongs to."""
+    return json_response(error_body(request.path, error), error.status)
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns every exception of a handler into an error response."""
+    try:
+        return await handler(request)
+    except ConnectionResetError:  # the client is gone, so no response can be sent
+        raise
+    except Exception as error:
+        if request.match_info.http_exception is error:  # no route, or none for this method
+            error.text = f"there is no {request.method} {request.path} here"
+        response = error_response(request, api_error(error))
+        if response.status == 503:
+            response.headers["Retry-After"] = "5"
+        if isinstance(error, QueueFull):
+            response.headers["Retry-After"] = f"{error.retry_after:.0f}"
+        if isinstance(error, TooManyRequests):
+            response.headers["Retry-After"] = "1"
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            response.force_close()  # the rest of the body is not read
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = error.headers["Allow"]
+        return response

@@ -1,0 +1,189 @@
+"""What an API makes of an HTTP request (`PreparedRequest`), and how its response is built and sent."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
+from cppbatch.server.api_errors import api_error, json_response, openai_error
+from cppbatch.server.metrics import METRICS, endpoint_of
+from cppbatch.server.run_requests import Event, run_requests
+from cppbatch.server.serving import SERVING
+
+Json = dict[str, Any]
+
+_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class ServerSentEvent(NamedTuple):
+    """One event of a stream. `data` is sent as JSON; a string is sent as it is."""
+
+    data: object
+    event: str | None = None
+    """The event's name; None: unnamed, as in OpenAI's completions."""
+
+
+DONE = ServerSentEvent("[DONE]")
+"""The last event of OpenAI's streams."""
+
+
+class TokenCounts(NamedTuple):
+    """Tokens that a whole response used."""
+
+    prompt: int
+    cached: int
+    completion: int
+
+
+class ResponseBuilder(ABC):
+    """Builds the response of one HTTP request from the events of its completions.
+
+    `n_candidates`: completions of each prompt. Completions of the same prompt have consecutive indices.
+    """
+
+    def __init__(self, *, n_candidates: int = 1) -> None:
+        self.n_candidates = n_candidates
+        self.last_events: dict[int, GenerationEvent] = {}
+        """The last event of each completion that has ended, by index."""
+
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """Takes note of an event before it is shown. Raises `InvalidRequest`, `GenerationFailed` or `EngineClosed` for
+        the last event of a completion that failed."""
+        raise_failure(event)
+        if event.finish_reason:
+            self.last_events[index] = event
+
+    @abstractmethod
+    def build(self, completions: list[list[GenerationEvent]]) -> object:
+        """The body of a response that is not streamed, from all events of each completion."""
+
+    def stream_start(self) -> list[ServerSentEvent]:
+        """The first events of a stream, sent when the first completion has an event."""
+        return []
+
+    @abstractmethod
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """The events that a stream sends for an event of the engine, which has been recorded."""
+
+    def stream_end(self) -> list[ServerSentEvent]:
+        """The last events of a stream, when all completions have ended."""
+        return []
+
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """The last events of a stream that cannot continue."""
+        return [ServerSentEvent(openai_error(api_error(error)))]
+
+    def token_counts(self) -> TokenCounts:
+        """Token counts over all completions. A prompt counts once, whatever the number of its completions."""
+        prompt = completion = 0
+        cached: dict[int, int] = {}  # by prompt: the tokens that no completion had to compute
+        for index, event in self.last_events.items():
+            if usage := event.usage:
+                completion += usage.completion_tokens
+                prompt += usage.prompt_tokens
+                group = index // self.n_candidates
+                cached[group] = min(cached.get(group, usage.cached_tokens), usage.cached_tokens)
+        return TokenCounts(prompt // self.n_candidates, sum(cached.values()), completion)
+
+
+def raise_failure(event: GenerationEvent) -> None:
+    """Raises for the last event of a failed completion: `InvalidRequest` if the request is at fault, otherwise
+    `GenerationFailed` or `EngineClosed`."""
+    if event.error_field:
+        raise InvalidRequest(event.error_field, event.error or "the text cannot go on")
+    if event.finish_reason is FinishReason.ERROR:
+        raise GenerationFailed(event.error or "the generation failed")
+    if event.finish_reason is FinishReason.CANCELLED:  # not by the client, which would have closed the connection
+        raise EngineClosed("the server is going down")
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """The engine requests of one HTTP request, and how its response is built."""
+
+    requests: list[GenerationRequest]
+    builder: ResponseBuilder
+    stream: bool = False
+    field_names: dict[str, str] = field(default_factory=dict)
+    """The client's names for fields of the engine requests, for error messages."""
+
+    async def gather(self, events: AsyncGenerator[Event, None]) -> object:
+        """The body of the response that is not streamed, once every completion has ended. Raises what
+        `ResponseBuilder.record` raises, with the client's field names."""
+        completions: list[list[GenerationEvent]] = [[] for _ in self.requests]
+        with self.client_field_names():
+            async with contextlib.aclosing(events):
+                async for index, event in events:
+                    self.builder.record(index, event)
+                    completions[index].append(event)
+            return self.builder.build(completions)
+
+    @contextlib.contextmanager
+    def client_field_names(self) -> Iterator[None]:
+        """Errors raised inside name fields as the client does."""
+        try:
+            yield
+        except InvalidRequest as error:
+            names = {"task": "model", **self.field_names}
+            raise InvalidRequest(names.get(error.field, error.field), error.message) from error
+
+
+async def respond(
+    request: web.Request, prepared: PreparedRequest, events: AsyncGenerator[Event, None] | None = None
+) -> web.StreamResponse:
+    """Runs the engine requests and sends the response, whole or as server-sent events.
+
+    `events`: of the engine requests, for endpoints that run them with other options than the usual ones.
+    """
+    if events is None:
+        events = run_requests(request.app[SERVING].client, prepared.requests, check_first=prepared.stream)
+    events = request.app[METRICS].observe(events, endpoint_of(request), len(prepared.requests))
+    if not prepared.stream:
+        return json_response(await prepared.gather(events))
+    with prepared.client_field_names():
+        return await _send_stream(request, events, prepared.builder)
+
+
+async def _send_stream(
+    request: web.Request, events: AsyncGenerator[Event, None], builder: ResponseBuilder
+) -> web.StreamResponse:
+    """Sends each event as it comes. An error before the first event has its HTTP status; a later one is an event."""
+    async with contextlib.aclosing(events):
+        first = await anext(events, None)  # None: there are no requests
+        if first:
+            builder.record(*first)  # raises if the completion has already failed
+        response = web.StreamResponse(headers=_HEADERS)
+        await response.prepare(request)
+        try:
+            start = builder.stream_start()
+            await _send(request, response, [*start, *(builder.stream_events(*first) if first else [])])
+            async for index, event in events:
+                builder.record(index, event)
+                await _send(request, response, builder.stream_events(index, event))
+            last = builder.stream_end()
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            last = builder.stream_error(error)
+        await _send(request, response, last)
+    return response
+
+
+async def _send(request: web.Request, response: web.StreamResponse, events: list[ServerSentEvent]) -> None:
+    if events:
+        await response.write(b"".join(map(_encode, events)))
+        await request.writer.drain()  # `write` alone would buffer 64 KiB for a client that does not read
+
+
+def _encode(event: ServerSentEvent) -> bytes:
+    name = f"event: {event.event}\n".encode() if event.event else b""
+    data = event.data.encode() if isinstance(event.data, str) else msgspec.json.encode(event.data)
+    return name + b"data: " + data + b"\n\n"

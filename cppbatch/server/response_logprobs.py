@@ -1,0 +1,140 @@
+"""Log-probabilities of tokens as each API shows them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cppbatch.engine.request import TokenLogprob
+
+# --- chat completions and responses ---------------------------------------------------------------------------------
+
+
+class ChatTopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A generated token with its log-probability."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """`logprobs` of a chat choice."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+def chat_token_logprobs(entries: list[TokenLogprob]) -> list[ChatTokenLogprob]:
+    """The tokens as OpenAI's chat completions show them."""
+    return [
+        ChatTokenLogprob(
+            token=_text(entry.piece),
+            logprob=entry.logprob,
+            bytes=list(entry.piece),
+            top_logprobs=[
+                ChatTopLogprob(token=_text(piece), logprob=logprob, bytes=list(piece))
+                for _, piece, logprob in entry.top
+            ],
+        )
+        for entry in entries
+    ]
+
+
+# --- completions ----------------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """`logprobs` of a completion choice: lists with an entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """None for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
+    """The likeliest tokens at each position, and always the generated one."""
+    text_offset: list[int]
+    """Characters of the text before each token."""
+
+
+def completion_logprobs(entries: list[TokenLogprob]) -> CompletionLogprobs:
+    """The tokens as OpenAI's completions show them."""
+    return CompletionLogprobs(
+        tokens=[_escaped(entry.piece) for entry in entries],
+        token_logprobs=[entry.logprob for entry in entries],
+        top_logprobs=[
+            None
+            if entry.logprob is None
+            else _by_text([*((piece, logprob) for _, piece, logprob in entry.top), (entry.piece, entry.logprob)])
+            for entry in entries
+        ],
+        text_offset=[entry.text_offset for entry in entries],
+    )
+
+
+def _by_text(entries: list[tuple[bytes, float]]) -> dict[str, float]:
+    """Different tokens may have the same text: then the likelier one is shown."""
+    shown: dict[str, float] = {}
+    for piece, logprob in entries:
+        text = _escaped(piece)
+        shown[text] = max(logprob, shown.get(text, logprob))
+    return shown
+
+
+def _escaped(piece: bytes) -> str:
+    """A token as text; an incomplete UTF-8 character as OpenAI writes it, `bytes:\\xf0\\x9f`."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+# --- llama-server's API and /generate -------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the likeliest tokens at a position, with its id."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float | None
+
+
+class LogprobEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A token with its id and log-probability."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float | None
+    """None for the first token of an echoed prompt."""
+    top_logprobs: list[TopLogprob]
+
+
+def logprob_entries(entries: list[TokenLogprob]) -> list[LogprobEntry]:
+    """The tokens as llama-server's API and `/generate` show them."""
+    return [
+        LogprobEntry(
+            id=entry.token,
+            token=_text(entry.piece),
+            bytes=list(entry.piece),
+            logprob=entry.logprob,
+            top_logprobs=[
+                TopLogprob(id=token, token=_text(piece), bytes=list(piece), logprob=logprob)
+                for token, piece, logprob in entry.top
+            ],
+        )
+        for entry in entries
+    ]
+
+
+def _text(piece: bytes) -> str:
+    return piece.decode("utf-8", "replace")

@@ -1,0 +1,164 @@
+"""Runs the engine requests of one HTTP request or batch line, several at once, and merges their events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from time import perf_counter
+
+import msgspec
+
+from cppbatch.cluster.engine_client import EngineClient
+from cppbatch.engine.params import replaced
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, is_long
+from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
+from cppbatch.server.api_errors import api_error
+
+Event = tuple[int, GenerationEvent]
+"""The index of a request, and one of its events."""
+
+_EVENTS_AHEAD = 2  # events buffered for each running request; then the request waits for a slow reader
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds before a full queue is tried again
+
+
+async def run_requests(
+    client: EngineClient,
+    requests: list[GenerationRequest],
+    *,
+    check_first: bool = False,
+    wait_when_full: bool = False,
+    errors_as_events: bool = False,
+) -> AsyncGenerator[Event, None]:
+    """Runs the requests in their order and yields (index, event) as events come. Closing it cancels all requests.
+
+    Only `target_concurrency` requests are in the engine at once, so that requests of other clients run in between. Time
+    spent waiting here counts as time in the queue.
+
+    `check_first`: no request starts before every prompt is known to be valid, so that a stream is refused as a whole or
+    not at all. Long prompts are always checked first, because each request sends its own copy of the prompt.
+    `wait_when_full`: a full queue is tried again, with increasing pauses, for as long as the request's timeouts allow.
+    Otherwise `QueueFull` is raised; only a list too large to run at once waits, from its second request on.
+    `errors_as_events`: a request that fails ends with an event that says why, and the others go on. Otherwise the
+    others are cancelled and the exception is raised here.
+    """
+    if not errors_as_events:
+        await _check(client, requests, only_long=not check_first)
+    at_once, began = len(requests), perf_counter()
+    if at_once > client.config.n_parallel:  # asking for the workers takes time, so small lists do without
+        at_once = min(at_once, await target_concurrency(client))
+
+    def submit(index: int) -> AsyncGenerator[GenerationEvent, None]:
+        if wait_when_full or (len(requests) > at_once and index > 0):
+            return _submit_with_retry(client, requests[index], began)
+        return client.submit(requests[index])
+
+    if len(requests) == 1 and not errors_as_events:
+        async with contextlib.aclosing(submit(0)) as stream:
+            async for event in stream:
+                yield 0, event
+        return
+
+    events: asyncio.Queue[Event | Exception] = asyncio.Queue(_EVENTS_AHEAD * at_once)
+    indices = iter(range(len(requests)))
+
+    async def run_one_after_another() -> None:
+        for index in indices:
+            try:
+                async with contextlib.aclosing(submit(index)) as stream:
+                    async for event in stream:
+                        await events.put((index, event))
+            except Exception as error:
+                if not errors_as_events:
+                    await events.put(error)
+                    return
+                await events.put((index, _failed(requests[index], error)))
+
+    tasks = [asyncio.create_task(run_one_after_another()) for _ in range(at_once)]
+    n_running = len(requests)
+    try:
+        while n_running:
+            item = await events.get()
+            if isinstance(item, Exception):
+                raise item
+            n_running -= item[1].finish_reason is not None
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def target_concurrency(client: EngineClient) -> int:
+    """The number of requests that keeps the engine busy: all that can run, and up to as many waiting ones, which take
+    at most half of the queue."""
+    running = client.config.n_parallel * len(await client.workers())
+    return running + min(running, client.config.max_queue // 2)
+
+
+async def _check(client: EngineClient, requests: list[GenerationRequest], *, only_long: bool) -> None:
+    """Checks each prompt once. A single request is not checked: it is refused as soon as it is submitted."""
+    if len(requests) > 1:
+        for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
+            if not only_long or is_long(request.prompt):
+                await client.check(request)
+
+
+async def _submit_with_retry(
+    client: EngineClient, request: GenerationRequest, began: float
+) -> AsyncGenerator[GenerationEvent, None]:
+    """`client.submit`, repeated while the queue is full and the request's timeouts allow.
+
+    The times in its events, and its timeouts, count from `began` (`perf_counter`).
+    """
+    timeouts = [seconds for seconds in (request.timeout, request.queue_timeout) if seconds is not None]
+    longest_wait = min(timeouts, default=float("inf"))
+    pause = _FIRST_PAUSE
+    while True:
+        waited = perf_counter() - began
+        has_started = False
+        try:
+            async with contextlib.aclosing(client.submit(_with_less_time(request, waited))) as stream:
+                async for event in stream:
+                    has_started = True
+                    yield _with_wait(event, waited)
+                return
+        except QueueFull:
+            if has_started or waited >= longest_wait:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequest:
+    """The request with its timeouts reduced by the seconds that it has waited."""
+    left = {
+        name: max(0.0, seconds - waited)
+        for name in ("timeout", "queue_timeout")
+        if (seconds := getattr(request, name)) is not None
+    }
+    return replaced(request, **left) if left else request
+
+
+def _with_wait(event: GenerationEvent, waited: float) -> GenerationEvent:
+    """The event with the seconds of waiting added to the times in its usage."""
+    if event.usage is None:
+        return event
+    usage = msgspec.structs.replace(
+        event.usage,
+        queue_seconds=event.usage.queue_seconds + waited,
+        first_token_seconds=event.usage.first_token_seconds + waited if event.usage.first_token_seconds else 0.0,
+        total_seconds=event.usage.total_seconds + waited,
+    )
+    return msgspec.structs.replace(event, usage=usage)
+
+
+def _failed(request: GenerationRequest, error: Exception) -> GenerationEvent:
+    """The last event of a request that ended with an exception."""
+    if isinstance(error, InvalidRequest):
+        return GenerationEvent(
+            request_id=request.id, finish_reason=FinishReason.ERROR, error=error.message, error_field=error.field
+        )
+    if isinstance(error, EngineClosed):
+        return GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
+    return GenerationEvent(request_id=request.id, finish_reason=FinishReason.ERROR, error=api_error(error).message)
