@@ -84,17 +84,17 @@ CONVERSATIONS = {
 }
 
 
-def for_reference(messages: list[Message], takes: TemplateCapabilities) -> list[Message]:
+def for_reference(messages: list[Message], capabilities: TemplateCapabilities) -> list[Message]:
     """The same with what cppbatch adapts to a template on purpose, and transformers leaves to its caller."""
     messages = copy.deepcopy(messages)
     for message in messages:
-        if message["role"] == "developer" and not takes.developer:
+        if message["role"] == "developer" and not capabilities.developer:
             message["role"] = "system"
-        if isinstance(message["content"], list) and message["role"] not in takes.parts:
+        if isinstance(message["content"], list) and message["role"] not in capabilities.parts:
             message["content"] = "".join(part["text"] for part in message["content"])
-        if message["content"] is None and not takes.null_content:
+        if message["content"] is None and not capabilities.null_content:
             message["content"] = ""
         for each in message.get("tool_calls", []):
-            if not takes.text_arguments:
+            if not capabilities.string_arguments:
                 each["function"]["arguments"] = json.loads(each["function"]["arguments"])
     return messages

@@ -1,1 +1,1 @@
-"""Conversations: to prompts by the model's template, and back from its text to messages, thoughts and tool calls."""
+"""Chat templates, tool calls and reasoning: a conversation becomes a prompt, and generated text becomes a message."""

@@ -1,4 +1,4 @@
-"""How one model holds a conversation: its prompt, and how its text is read back."""
+"""From a conversation to a prompt, a grammar and a parser of the answer."""
 
 from __future__ import annotations
 
@@ -6,51 +6,53 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cppbatch.chat.output_parser import OutputParser
+from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.output_parser import OutputParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
-from cppbatch.chat.template import ChatTemplate
+from cppbatch.chat.template import ChatTemplate, content_text
 from cppbatch.chat.tool_formats.detect import detect_tool_format
-from cppbatch.chat.tool_formats.generic import content_text, describe_tools_in_text
-from cppbatch.chat.tool_grammar import Place, answer_params, argument_schemas, calls_grammar
-from cppbatch.chat.tools import ToolChoice, callable_tools
+from cppbatch.chat.tool_formats.generic import describe_tools_in_text
+from cppbatch.chat.tools import ToolChoice, argument_schemas, callable_tools, check_satisfiable
 from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
 
+_NEW_LINES = r"/\n{1,2}/"
+
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """The assistant's next message: what to generate, and how to read it."""
+    """A chat request in the engine's terms."""
 
     prompt: str
     output_parser: Callable[[], OutputParser]
-    """Makes a reader for one completion."""
+    """Makes the parser of one completion."""
     params: Json = field(default_factory=dict)
-    """What `SamplingParams` must have for it: perhaps a grammar, and the control tokens that must be seen."""
+    """Fields for `SamplingParams`: perhaps a grammar, and the control tokens that must appear in the text."""
     renames: dict[str, str] = field(default_factory=dict)
-    """Where the client wrote what stands in `params`: for the fields of errors."""
+    """Fields of `params` to the client's names for them, for error messages."""
 
 
 class ChatFormat:
-    """A model's template, and the tool calls and thoughts that it was trained to write.
+    """A model's chat template and the formats of its tool calls and its reasoning.
 
-    `token_ids`: of those of `markers` that are one token.
+    `token_ids`: token ids of the `markers` that are a single token each.
     """
 
     def __init__(self, template: ChatTemplate, token_ids: dict[str, int] | None = None) -> None:
         self.template = template
         self.tool_format = detect_tool_format(template)
         self.token_ids = token_ids or {}
-        self._thinking = None if self.tool_format.parses_reasoning else ReasoningTags.of(template.source)
+        self._tags = None if self.tool_format.parses_reasoning else ReasoningTags.of_template(template.source)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Strings with a meaning in this model's text: `token_ids` tells which of them are one token."""
-        return (*self._tags, *self.tool_format.markers)
+        """The strings that delimit reasoning and tool calls in this model's text."""
+        return (*self._tag_markers, *self.tool_format.markers)
 
     @property
-    def _tags(self) -> tuple[str, ...]:
-        return self._thinking.markers if self._thinking else ()
+    def _tag_markers(self) -> tuple[str, ...]:
+        return self._tags.markers if self._tags else ()
 
     def prepare(
         self,
@@ -62,10 +64,11 @@ class ChatFormat:
         variables: Json | None = None,
         continue_final_message: bool | None = None,
     ) -> PreparedChat:
-        """The next message of this conversation (OpenAI's message and tool objects).
+        """Prepares the generation of the assistant's next message.
 
-        `schema`: its text must be JSON of it, unless tools are called. `variables` go to the template.
-        `continue_final_message`: None if and only if the last message is the assistant's. Raises `InvalidRequest`.
+        `messages`, `tools`: OpenAI's objects. `schema`: the text must be JSON that matches it, unless tools are
+        called. `variables`: passed to the template. `continue_final_message`: extend the last message instead of
+        starting a new one; None: if the last message is the assistant's. Raises `InvalidRequest`.
         """
         callable_ = callable_tools(tools, choice)
         schemas = argument_schemas(callable_)
@@ -74,33 +77,60 @@ class ChatFormat:
         last = messages[-1]
         if continue_final_message is None:
             continue_final_message = last["role"] == "assistant" and not last.get("tool_calls")
-        prompt = self._prompt(messages, callable_, variables or {}, continue_final_message=continue_final_message)
-        thought = ReasoningState.of_prompt(
-            prompt, self._thinking, content_text(last) if continue_final_message else None
-        )
+        prompt = self._render(messages, callable_, variables or {}, continue_final_message=continue_final_message)
+        state = ReasoningState.of_prompt(prompt, self._tags, content_text(last) if continue_final_message else None)
         params: Json = {}
-        if seen := self.markers if callable_ or self.tool_format.parses_reasoning else self._tags:
-            params["visible_tokens"] = seen
+        if visible := self.markers if callable_ or self.tool_format.parses_reasoning else self._tag_markers:
+            params["visible_tokens"] = visible
         renames = {}
-        place = Place(self.tool_format, self.token_ids, self._thinking, thought)
         if choice.mode == "required":
-            params["grammar"] = calls_grammar(schemas, place, several=choice.parallel)
+            params["grammar"] = self._calls_grammar(schemas, state, several=choice.parallel)
             renames = {"grammar": "tools"}
         elif schema is not None:
-            params |= answer_params(schema, schemas, place, several=choice.parallel)
+            params |= self._answer_params(schema, schemas, state, several=choice.parallel)
             renames = dict.fromkeys(("grammar", "json_schema"), "response_format")
         return PreparedChat(
             prompt=prompt,
-            output_parser=lambda: self.tool_format.reader(prompt, schemas, self._thinking, thought),
+            output_parser=lambda: self.tool_format.output_parser(prompt, schemas, self._tags, state),
             params=params,
             renames=renames,
         )
 
-    def _prompt(self, messages: list[Json], tools: list[Json], variables: Json, *, continue_final_message: bool) -> str:
-        """The conversation as text; with `continue_final_message` it ends within the last message."""
+    def _render(self, messages: list[Json], tools: list[Json], variables: Json, *, continue_final_message: bool) -> str:
         if not self.tool_format.template_has_tools:
-            needs_words = bool(tools) and not self.template.capabilities.system
-            messages, tools = describe_tools_in_text(messages, tools, has_system=not needs_words), []
+            in_user_message = bool(tools) and not self.template.capabilities.system
+            messages, tools = describe_tools_in_text(messages, tools, in_user_message=in_user_message), []
         return self.template.render(
             messages, tools=tools or None, continue_final_message=continue_final_message, **variables
         )
+
+    def _calls_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
+        """A grammar for one tool call, or with `several` up to `MAX_TOOL_CALLS`, perhaps after reasoning."""
+        lark = LarkGrammar(self.token_ids)
+        return lark.source(self._after_reasoning(lark, self._calls(lark, tools, several=several), state))
+
+    def _answer_params(self, schema: Json | bool, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> Json:
+        """The fields of `SamplingParams` for an answer that is JSON of the schema, or tool calls if there are tools.
+
+        Raises `InvalidRequest` for a schema that no JSON satisfies.
+        """
+        may_reason = state not in (ReasoningState.NONE, ReasoningState.ENDED) or self.tool_format.parses_reasoning
+        if not may_reason and not tools:
+            return {"json_schema": schema}
+        check_satisfiable("response_format", schema)
+        lark = LarkGrammar(self.token_ids)
+        answer = self.tool_format.answer_grammar(lark, lark.json(schema))
+        if tools:
+            answer = lark.one_of([self._calls(lark, tools, several=several), answer])
+        return {"grammar": lark.source(self._after_reasoning(lark, answer, state))}
+
+    def _calls(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
+        return self.tool_format.calls_grammar(lark, tools, several=several and self.tool_format.parallel_calls)
+
+    def _after_reasoning(self, lark: LarkGrammar, expression: str, state: ReasoningState) -> str:
+        if self._tags is None or state in (ReasoningState.NONE, ReasoningState.ENDED):
+            return expression
+        reasoning = f"{lark.text_until(self._tags.end)} {lark.terminal(_NEW_LINES)}?"
+        if state is ReasoningState.POSSIBLE:
+            reasoning = f"({lark.literal(self._tags.start)} {reasoning})?"
+        return f"{reasoning} {expression}"

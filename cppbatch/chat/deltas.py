@@ -1,4 +1,4 @@
-"""What an assistant's message is made of, piece by piece as it comes."""
+"""An assistant's message and the deltas it is streamed in."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Part of the answer."""
+    """More text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Part of what the model thinks before it answers."""
+    """More reasoning, which the model writes before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool call begins. `index`: 0 for the first of the message."""
+    """A tool call starts. `index`: 0 for the first call of the message."""
 
     index: int
     id: str
@@ -31,7 +31,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """Part of a call's arguments, which are JSON."""
+    """More of a tool call's arguments, which are JSON text."""
 
     index: int
     text: str
@@ -42,30 +42,30 @@ Delta = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 @dataclass(slots=True)
 class ToolCall:
-    """A whole tool call."""
+    """A complete tool call."""
 
     id: str
     name: str
     arguments: str = ""
-    """An object as JSON."""
+    """A JSON object as text."""
 
 
 @dataclass(slots=True)
 class AssistantMessage:
-    """A whole message of the assistant."""
+    """A complete message, merged from deltas."""
 
     text: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
-    def add(self, pieces: Iterable[Delta]) -> None:
-        """Takes what is new."""
-        for piece in pieces:
-            if isinstance(piece, TextDelta):
-                self.text += piece.text
-            elif isinstance(piece, ReasoningDelta):
-                self.reasoning += piece.text
-            elif isinstance(piece, ToolCallStart):
-                self.calls.append(ToolCall(piece.id, piece.name))
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Appends deltas."""
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                self.text += delta.text
+            elif isinstance(delta, ReasoningDelta):
+                self.reasoning += delta.text
+            elif isinstance(delta, ToolCallStart):
+                self.calls.append(ToolCall(delta.id, delta.name))
             else:
-                self.calls[piece.index].arguments += piece.text
+                self.calls[delta.index].arguments += delta.text

@@ -1,4 +1,4 @@
-"""Puts together a grammar in llguidance's dialect of Lark."""
+"""Building a grammar in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -6,67 +6,75 @@ import json
 import re
 from typing import Any
 
-from cppbatch.chat.tool_formats.tool_format import MAX_TOOL_CALLS
+MAX_TOOL_CALLS = 8
+"""In one message, where a grammar enforces tool calls."""
 
 _WHITE_SPACE = r"( |\r?\n[ \t]{0,32})?"
-"""Between JSON's parts, as for `json_schema`: a weak model would never stop adding more."""
+"""Between the tokens of JSON, as for `json_schema`. Unbounded, a weak model could write white space forever."""
 
 
 class LarkGrammar:
-    """Rules, and ways to write expressions. `token_ids`: of markers that are one token, which must come as that."""
+    """Collects rules; its methods return expressions. `token_ids`: of markers that are a single token each.
+
+    The grammar demands those markers as tokens, not as text.
+    """
 
     def __init__(self, token_ids: dict[str, int]) -> None:
-        self._ids = token_ids
+        self._token_ids = token_ids
         self._marker = re.compile("|".join(f"({re.escape(marker)})" for marker in token_ids)) if token_ids else None
         self._rules: list[str] = []
 
-    def text(self, text: str) -> str:
-        """This text; markers in it as tokens."""
+    def literal(self, text: str) -> str:
+        """Exactly this text, with markers as tokens."""
         parts = self._marker.split(text) if self._marker else [text]
-        written = [f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part]
-        return " ".join(written)
+        ids = self._token_ids
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
     def one_of(self, expressions: list[str]) -> str:
-        """Any one of them."""
+        """Any one of these expressions."""
         return f"({' | '.join(expressions)})"
 
     def rule(self, expression: str) -> str:
-        """A name for an expression."""
+        """Defines a rule. Returns its name."""
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}: {expression}")
         return name
 
     def terminal(self, regex: str) -> str:
-        """A name for what matches an expression of terminals, such as a regular expression between slashes."""
+        """Defines a terminal: an expression of terminals, such as a regular expression between slashes."""
         name = f"TERMINAL_{len(self._rules)}"
         self._rules.append(f"{name}: {regex}")
         return name
 
     def json(self, schema: dict[str, Any] | bool) -> str:
-        """JSON of a schema."""
+        """JSON text that matches a schema."""
         given = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
         options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
         return self.rule(f"%json {json.dumps(given | options)}")
 
-    def up_to(self, marker: str, *, ending: str | None = None, least: int = 0, most: int | None = None) -> str:
-        """Text of `least` to `most` letters without this marker, and then the marker.
+    def text_until(
+        self, marker: str, *, ending: str | None = None, min_length: int = 0, max_length: int | None = None
+    ) -> str:
+        """`min_length` to `max_length` characters without this marker, and then the marker.
 
-        `ending`: that with what stands around it, where it is always text.
+        `ending`: the marker and the text around it, where it is always text, never a token.
         """
-        inside = re.escape(marker).replace("/", r"\/")
-        length = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
-        body = f"(/(?s:.{length})/ & ~/(?s:.*{inside}.*)/)"
-        if ending is None and marker in self._ids:
-            return f"{self.terminal(body)} {self.text(marker)}"
-        return self.terminal(f"{body} {json.dumps(ending or marker)}")  # one terminal: else the text would eat the end
+        escaped = re.escape(marker).replace("/", r"\/")
+        unbounded = (min_length, max_length) == (0, None)
+        length = "*" if unbounded else f"{{{min_length},{'' if max_length is None else max_length}}}"
+        body = f"(/(?s:.{length})/ & ~/(?s:.*{escaped}.*)/)"
+        if ending is None and marker in self._token_ids:
+            return f"{self.terminal(body)} {self.literal(marker)}"
+        # A single terminal: otherwise the text would include the ending.
+        return self.terminal(f"{body} {json.dumps(ending or marker)}")
 
     def repeated(self, expression: str, separator: str, *, several: bool) -> str:
-        """Once, or up to `MAX_TOOL_CALLS` times with a text in between."""
+        """Once; with `several` up to `MAX_TOOL_CALLS` times, with the separator in between."""
         if not several:
             return expression
-        again = f"{self.text(separator)} {expression}" if separator else expression
-        return f"{expression} ({again}){{0,{MAX_TOOL_CALLS - 1}}}"
+        following = f"{self.literal(separator)} {expression}" if separator else expression
+        return f"{expression} ({following}){{0,{MAX_TOOL_CALLS - 1}}}"
 
-    def grammar(self, start: str) -> str:
-        """The whole grammar."""
+    def source(self, start: str) -> str:
+        """The grammar's text. `start`: the expression that the whole text must match."""
         return "\n".join([f"start: {start}", *self._rules])

@@ -1,198 +1,244 @@
-"""From a completion's text to thoughts, answer and tool calls, while it comes."""
+"""Parsing a completion's text, while it is streamed, into reasoning, text and tool calls."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
-from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta
+from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
 from cppbatch.chat.scanning import MarkerFinder
-from cppbatch.chat.tool_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
 
-if TYPE_CHECKING:
-    from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
+ToolSchemas = dict[str, Any]
+"""Function names to the JSON schemas of their parameters."""
 
 
 class OutputParser(Protocol):
-    """Reads one completion. The message is the same however its text is split."""
+    """Parses one completion. The resulting message does not depend on how the text is split into pushes."""
 
     def push(self, text: str) -> list[Delta]:
-        """Takes text, and returns what is certain by now."""
+        """Reads more text. Returns the deltas that are certain now."""
         ...
 
     def close(self) -> list[Delta]:
-        """What was held back, at the end of the completion."""
+        """The completion has ended. Returns the deltas that were held back."""
         ...
 
 
-class TaggedOutputParser:
-    """A message that has thoughts between tags, calls behind markers, and text elsewhere.
+class MalformedToolCall(Exception):
+    """The text is not a tool call, or not from here on. `rest`: the part of it that was not emitted."""
 
-    Thoughts come first. A call may begin with one of the family's `start_markers` anywhere, or with one of its
-    `start_prefixes` as the message's first letters. White space beside tags and calls belongs to neither side.
-    A call that turns out to be none is text as it was written.
+    def __init__(self, rest: str) -> None:
+        super().__init__(rest)
+        self.rest = rest
+
+
+class ToolParser(Protocol):
+    """Parses one block of tool calls and passes them to a `ToolCallEmitter`.
+
+    The calls do not depend on how the text is split into pushes.
+    """
+
+    def push(self, text: str) -> str | None:
+        """Returns the text after the block once the block has ended, else None. Raises `MalformedToolCall`."""
+        ...
+
+    def close(self) -> None:
+        """The message has ended. Raises `MalformedToolCall`."""
+        ...
+
+
+class ToolCallEmitter:
+    """Turns the calls of one message into deltas as they are parsed, and appends these to `deltas`."""
+
+    def __init__(self, tools: ToolSchemas, new_call_id: Callable[[], str], deltas: list[Delta]) -> None:
+        self.tools = tools
+        self.count = 0
+        self._new_call_id = new_call_id
+        self._deltas = deltas
+
+    def start(self, name: str, call_id: str | None = None) -> None:
+        """Starts a call. `call_id`: the id that the model wrote; None: a new one."""
+        self._deltas.append(ToolCallStart(self.count, call_id or self._new_call_id(), name))
+        self.count += 1
+
+    def arguments(self, text: str) -> None:
+        """Appends to the arguments of the last call."""
+        if text:
+            self._deltas.append(ArgumentsDelta(self.count - 1, text))
+
+
+class TaggedOutputParser:
+    """Parses messages with reasoning between tags, tool calls after markers, and text elsewhere.
+
+    Reasoning comes first. A tool call starts with one of `start_markers` anywhere in the text, or with one of
+    `start_prefixes` at the beginning of the message. `make_tool_parser` gets that string and makes the parser of what
+    follows; the parser reads a prefix itself, but not a marker. White space next to tags and calls is dropped. A call
+    that turns out not to be one is emitted as text, as the model wrote it. Without `tools` there are no calls.
     """
 
     def __init__(
-        self, family: ToolCallFormat, tools: ToolSchemas, *, thinking: ReasoningTags | None, thought: ReasoningState
+        self,
+        tools: ToolSchemas,
+        *,
+        start_markers: tuple[str, ...],
+        start_prefixes: tuple[str, ...],
+        make_tool_parser: Callable[[str, ToolCallEmitter], ToolParser],
+        new_call_id: Callable[[], str],
+        tags: ReasoningTags | None,
+        state: ReasoningState,
     ) -> None:
-        self._family = family
-        self._out: list[Delta] = []
-        self._calls = ToolCallEmitter(tools, family.new_call_id, self._out)
-        self._closing = MarkerFinder([thinking.closing] if thinking else ())
-        self._openings = MarkerFinder(family.start_markers if tools else ())
-        start_prefixes = family.start_prefixes if tools else ()
-        self._opening_tag = thinking.opening if thinking else None
-        self._first = MarkerFinder(
-            [*start_prefixes, *([thinking.opening] if thinking else ()), *(family.start_markers if tools else ())]
-        )
+        start_markers = start_markers if tools else ()
+        self._start_prefixes = start_prefixes if tools else ()
+        self._make_tool_parser = make_tool_parser
+        self._deltas: list[Delta] = []
+        self._calls = ToolCallEmitter(tools, new_call_id, self._deltas)
+        self._start_tag = tags.start if tags else None
+        self._end_tag = MarkerFinder([tags.end] if tags else ())
+        self._start_markers = MarkerFinder(start_markers)
+        self._message_starts = MarkerFinder([*self._start_prefixes, *([tags.start] if tags else ()), *start_markers])
         self._unread = ""
-        self._space = ""  # white space that is text only if text follows
-        self._nothing_yet = True  # neither text nor a call
-        self._call: ToolParser | None = None
-        self._marker = ""  # with which the call began
-        self._written = ""  # the call's text, as long as nothing of it is told
-        self._untouched = 0  # calls that had been told when it began
-        inside = thought in (ReasoningState.OPEN, ReasoningState.BEGUN)
-        self._thought_begins = thought is ReasoningState.OPEN
-        self._step: Callable[[], bool] = self._in_thought if inside else self._at_start
+        self._space = ""  # white space that is emitted only if text follows
+        self._is_empty = True  # no text and no call yet
+        self._tool_parser: ToolParser | None = None
+        self._marker = ""  # that started the call
+        self._call_text = ""  # of the current call, until part of it has been emitted
+        self._n_calls_before = 0  # calls that had been emitted when the current one started
+        inside = state in (ReasoningState.STARTED, ReasoningState.INSIDE)
+        self._reasoning_starts = state is ReasoningState.STARTED
+        self._step: Callable[[], bool] = self._in_reasoning if inside else self._at_start
 
     def push(self, text: str) -> list[Delta]:
         """As `OutputParser.push`."""
         self._unread += text
-        return self._read()
+        self._parse()
+        return self._take_deltas()
 
     def close(self) -> list[Delta]:
         """As `OutputParser.close`."""
-        while self._call is not None:
+        while self._tool_parser is not None:
             with contextlib.suppress(MalformedToolCall):
-                self._call.close()
-            if self._calls.count > self._untouched:
-                return self._told()
-            self._no_call(self._written)
-            self._read_on()
-        if self._step == self._in_thought:
-            self._think(self._unread)
+                self._tool_parser.close()
+            if self._calls.count > self._n_calls_before:
+                return self._take_deltas()
+            self._read_as_text()
+            self._parse()
+        if self._step == self._in_reasoning:
+            self._emit_reasoning(self._unread)
         else:
-            self._say(self._unread)
+            self._emit_text(self._unread)
             if self._space:
-                self._out.append(TextDelta(self._space))
-        return self._told()
+                self._deltas.append(TextDelta(self._space))
+        return self._take_deltas()
 
-    def _read(self) -> list[Delta]:
-        self._read_on()
-        return self._told()
-
-    def _read_on(self) -> None:
+    def _parse(self) -> None:
         while self._unread and self._step():
             pass
 
-    def _told(self) -> list[Delta]:
-        told, self._out[:] = list(self._out), []
-        return told
+    def _take_deltas(self) -> list[Delta]:
+        taken, self._deltas[:] = list(self._deltas), []
+        return taken
 
     def _at_start(self) -> bool:
-        """Before the message, after a thought, or after a call."""
-        markers = self._first if self._nothing_yet else self._openings
-        if self._nothing_yet and not markers:
+        """Before the message, after the reasoning, or after a call."""
+        starts = self._message_starts if self._is_empty else self._start_markers
+        if self._is_empty and not starts:
             self._step = self._in_text
             return True
         text = self._unread.lstrip()
-        if self._nothing_yet:
+        if self._is_empty:
             self._space += self._unread[: len(self._unread) - len(text)]
         self._unread = text
         if not text:
             return False
-        marker = markers.at_start(text)
+        marker = starts.at_start(text)
         if marker == "":
             return False
         if marker is None:
             self._step = self._in_text
             return True
-        if marker == self._opening_tag:
+        if marker == self._start_tag:
             self._unread, self._space = text[len(marker) :], ""
-            self._thought_begins, self._step = True, self._in_thought
+            self._reasoning_starts, self._step = True, self._in_reasoning
             return True
-        is_lead = marker in self._family.start_prefixes
-        self._begin_call(marker, text if is_lead else text[len(marker) :], "" if is_lead else marker)
+        is_prefix = marker in self._start_prefixes
+        self._start_call(marker, text if is_prefix else text[len(marker) :], "" if is_prefix else marker)
         return True
 
     def _in_text(self) -> bool:
-        before, marker, self._unread = self._openings.split(self._unread)
-        self._say(before)
+        before, marker, self._unread = self._start_markers.split(self._unread)
+        self._emit_text(before)
         if marker is not None:
-            self._begin_call(marker, self._unread, marker)
+            self._start_call(marker, self._unread, marker)
         return marker is not None
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if not text:
             return
-        if self._openings:  # space before a call is none of the text
+        if self._start_markers:  # white space before a call is not part of the text
             text = self._space + text
-            shown = text.rstrip()
-            self._space = text[len(shown) :]
+            emitted = text.rstrip()
+            self._space = text[len(emitted) :]
         else:
-            shown, self._space = self._space + text, ""
-        if shown:
-            self._nothing_yet = False
-            self._out.append(TextDelta(shown))
+            emitted, self._space = self._space + text, ""
+        if emitted:
+            self._is_empty = False
+            self._deltas.append(TextDelta(emitted))
 
-    def _in_thought(self) -> bool:
-        before, marker, self._unread = self._closing.split(self._unread)
-        self._think(before)
+    def _in_reasoning(self) -> bool:
+        before, marker, self._unread = self._end_tag.split(self._unread)
+        self._emit_reasoning(before)
         if marker is not None:
-            self._space, self._step = "", self._after_thought
+            self._space, self._step = "", self._after_reasoning
         return marker is not None
 
-    def _after_thought(self) -> bool:
+    def _after_reasoning(self) -> bool:
         self._unread = self._unread.lstrip()
         if self._unread:
             self._step = self._at_start
         return bool(self._unread)
 
-    def _think(self, text: str) -> None:
+    def _emit_reasoning(self, text: str) -> None:
         text = self._space + text
-        if self._thought_begins:
+        if self._reasoning_starts:
             text = text.lstrip()
-        shown = text.rstrip()
-        if shown:
-            self._thought_begins, self._space = False, text[len(shown) :]
-            self._out.append(ReasoningDelta(shown))
-        elif not self._thought_begins:
+        emitted = text.rstrip()
+        if emitted:
+            self._reasoning_starts, self._space = False, text[len(emitted) :]
+            self._deltas.append(ReasoningDelta(emitted))
+        elif not self._reasoning_starts:
             self._space = text
 
-    def _begin_call(self, marker: str, rest: str, consumed: str) -> None:
-        self._call = self._family.calls(marker, self._calls)
-        self._marker, self._written, self._unread = consumed, "", rest
-        self._untouched = self._calls.count
+    def _start_call(self, marker: str, rest: str, consumed: str) -> None:
+        self._tool_parser = self._make_tool_parser(marker, self._calls)
+        self._marker, self._call_text, self._unread = consumed, "", rest
+        self._n_calls_before = self._calls.count
         self._step = self._in_call
 
     def _in_call(self) -> bool:
-        assert self._call
+        assert self._tool_parser
         text, self._unread = self._unread, ""
-        untold = self._calls.count == self._untouched
-        if untold:
-            self._written += text
+        if self._calls.count == self._n_calls_before:
+            self._call_text += text
         try:
-            rest = self._call.push(text)
+            rest = self._tool_parser.push(text)
         except MalformedToolCall as error:
-            if self._calls.count == self._untouched:
-                self._no_call(self._written)
+            if self._calls.count == self._n_calls_before:
+                self._read_as_text()
                 return True
             rest = error.rest
-        if self._calls.count > self._untouched:
-            self._nothing_yet, self._space, self._written = False, "", ""
-        elif rest is not None:  # a block without any calls
-            self._no_call(self._written)
+        if self._calls.count > self._n_calls_before:
+            self._is_empty, self._space, self._call_text = False, "", ""
+        elif rest is not None:  # a block without calls
+            self._read_as_text()
             return True
         if rest is not None:
-            self._call, self._unread, self._step = None, rest, self._at_start
+            self._tool_parser, self._unread, self._step = None, rest, self._at_start
         return rest is not None
 
-    def _no_call(self, written: str) -> None:
-        """It was none: its first letters are text, and the others are read again."""
-        n = 0 if self._marker else 1
-        self._say(self._marker + written[:n])
-        self._call, self._unread, self._step = None, written[n:], self._in_text
+    def _read_as_text(self) -> None:
+        """The call was none: its marker or first character becomes text, and the rest is parsed again."""
+        text, n = self._call_text, 0 if self._marker else 1
+        self._emit_text(self._marker + text[:n])
+        self._tool_parser, self._unread, self._step = None, text[n:], self._in_text

@@ -1,11 +1,11 @@
-"""How a model marks what it thinks before it answers."""
+"""The tags around a model's reasoning, and whether a prompt ends inside them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-_TAGS = (
+_KNOWN_TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
@@ -16,58 +16,59 @@ _TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """The tags around a thought."""
+    """Example: `<think>` and `</think>`."""
 
-    opening: str
-    closing: str
+    start: str
+    end: str
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What of the tags may be control tokens: a word behind a bracket is none."""
-        end = max(self.opening.rfind(">"), self.opening.rfind("]")) + 1
-        return self.opening[:end], self.closing
+        """The parts of the tags that may be control tokens: up to the last bracket, without a word behind it."""
+        bracket = max(self.start.rfind(">"), self.start.rfind("]")) + 1
+        return self.start[:bracket], self.end
 
     @staticmethod
-    def of(source: str) -> ReasoningTags | None:
-        """Those that a template's text has; None: its model is not known to think."""
-        return next((ReasoningTags(*tags) for tags in _TAGS if any(tag in source for tag in tags)), None)
+    def of_template(source: str) -> ReasoningTags | None:
+        """Returns the tags that a chat template contains; None: the model is not known to reason."""
+        return next((ReasoningTags(*tags) for tags in _KNOWN_TAGS if any(tag in source for tag in tags)), None)
 
 
 class ReasoningState(Enum):
     """Where a prompt ends."""
 
     NONE = "none"
-    """Before or in the answer, and the model is not known to think."""
+    """The model is not known to reason."""
     POSSIBLE = "possible"
-    """Before the message: the model may begin with a thought."""
-    OPEN = "open"
-    """In a thought of which nothing is there yet."""
-    BEGUN = "begun"
-    """In the midst of a thought."""
-    OVER = "over"
-    """Behind a thought, or in the answer."""
+    """Before the message: the model may start with reasoning."""
+    STARTED = "started"
+    """Directly after the start tag."""
+    INSIDE = "inside"
+    """Within the text of the reasoning."""
+    ENDED = "ended"
+    """After the end tag, or within the answer."""
 
     @staticmethod
-    def of_prompt(prompt: str, thinking: ReasoningTags | None, prefill: str | None) -> ReasoningState:
-        """`prefill`: what is there of the last message, with which the prompt ends; None: that begins only now.
+    def of_prompt(prompt: str, tags: ReasoningTags | None, prefill: str | None) -> ReasoningState:
+        """`prefill`: the text of the unfinished last message, which ends the prompt; None: a new message begins.
 
-        Tags anywhere else in the prompt are somebody's words.
+        Only tags at the end of the prompt or in the prefill count. Elsewhere they are text of a message.
         """
-        if thinking is None:
+        if tags is None:
             return ReasoningState.NONE
         if prefill is None:
-            return _before_message(prompt, thinking)
-        opened, closed = prefill.rfind(thinking.opening), prefill.rfind(thinking.closing)
-        if opened > closed:
-            return ReasoningState.BEGUN if prefill[opened + len(thinking.opening) :].strip() else ReasoningState.OPEN
-        before = _before_message(prompt.removesuffix(prefill), thinking)
-        if before is ReasoningState.OPEN and closed < 0:
-            return ReasoningState.BEGUN if prefill.strip() else ReasoningState.OPEN
-        return ReasoningState.OVER if prefill.strip() else before
+            return _before_message(prompt, tags)
+        start, end = prefill.rfind(tags.start), prefill.rfind(tags.end)
+        if start > end:
+            inside = prefill[start + len(tags.start) :].strip()
+            return ReasoningState.INSIDE if inside else ReasoningState.STARTED
+        before = _before_message(prompt.removesuffix(prefill), tags)
+        if before is ReasoningState.STARTED and end < 0:
+            return ReasoningState.INSIDE if prefill.strip() else ReasoningState.STARTED
+        return ReasoningState.ENDED if prefill.strip() else before
 
 
-def _before_message(prompt: str, thinking: ReasoningTags) -> ReasoningState:
-    end = prompt.rstrip()
-    if end.endswith(thinking.opening):
-        return ReasoningState.OPEN
-    return ReasoningState.OVER if end.endswith(thinking.closing) else ReasoningState.POSSIBLE
+def _before_message(prompt: str, tags: ReasoningTags) -> ReasoningState:
+    prompt = prompt.rstrip()
+    if prompt.endswith(tags.start):
+        return ReasoningState.STARTED
+    return ReasoningState.ENDED if prompt.endswith(tags.end) else ReasoningState.POSSIBLE

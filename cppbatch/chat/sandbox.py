@@ -1,4 +1,4 @@
-"""The Jinja of chat templates: a sandbox, with what the templates of the Hugging Face hub expect to find in it."""
+"""The Jinja sandbox of chat templates, with the helpers that templates on the Hugging Face hub expect."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ import jinja2.utils
 
 from cppbatch.errors import ConfigError
 
-LONGEST_TEXT = 1 << 25
-"""Characters that a template may write: more than any context holds."""
-LONGEST_RUN = 5.0
-"""Seconds that a template may write them in. 20 messages take less than a hundredth of one."""
+MAX_CHARACTERS = 1 << 25
+"""The most characters that a template may write: more than any context holds."""
+MAX_SECONDS = 5.0
+"""The time limit of a rendering. 20 messages take less than 0.01 s."""
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Raises `ConfigError` for what is not a Jinja template."""
+    """Raises `ConfigError` if the text is not a Jinja template."""
     try:
         return _ENVIRONMENT.from_string(source)
-    except Exception as error:  # what Jinja lets through, Python may still refuse to compile
+    except Exception as error:  # Python may refuse to compile what Jinja accepts
         raise ConfigError(f"the chat template is broken: {error}") from error
 
 
-def run(template: jinja2.Template, variables: dict[str, Any], *, seconds: float = LONGEST_RUN) -> str:
-    """What the template writes. It is a program, so this raises anything.
+def render_template(template: jinja2.Template, variables: dict[str, Any], *, seconds: float = MAX_SECONDS) -> str:
+    """Returns the text that the template writes. A template is a program: this may raise anything.
 
-    Limits are looked at between the pieces that it writes, so they stop a loop that writes for ever, but neither one
-    that writes nothing nor a single huge expression; `range` is limited by the sandbox.
+    The limits are checked each time the template writes. They stop a loop that writes forever, but not a loop that
+    writes nothing, nor a single huge expression. The sandbox limits `range`.
     """
     text, deadline = io.StringIO(), time.monotonic() + seconds
     for piece in template.generate(variables):
         text.write(piece)
-        if text.tell() > LONGEST_TEXT:
-            raise jinja2.TemplateError(f"stopped: it writes more than {LONGEST_TEXT} characters")
+        if text.tell() > MAX_CHARACTERS:
+            raise jinja2.TemplateError(f"stopped: it writes more than {MAX_CHARACTERS} characters")
         if time.monotonic() > deadline:
             raise jinja2.TemplateError(f"stopped: it writes for more than {seconds:g} seconds")
     return text.getvalue()
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a model is trained on. Here it is only a block."""
+    """`{% generation %}` marks the text that a model is trained on. Here it is a block without effect."""
 
-    tags = {"generation"}  # noqa: RUF012 (so it is declared in Jinja)
+    tags = {"generation"}  # noqa: RUF012 (as declared in Jinja)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -59,9 +59,9 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's, but names with an underscore in front, behind which Python keeps its own things, cannot be set."""
+    """Jinja's namespace, which refuses names that start with an underscore, such as Python's special attributes."""
 
-    def __init__(*args: Any, **names: Any) -> None:  # as Jinja's: `self` may be one of the names
+    def __init__(*args: Any, **names: Any) -> None:  # as in Jinja: a name may be `self`
         self, *given = args
         attributes = dict(*given, **names)
         for name in attributes:
@@ -74,7 +74,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Dict:
-    """`dict` in a template: what it makes, not the type itself."""
+    """`dict` in a template: makes dictionaries without exposing the type."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)
@@ -91,7 +91,7 @@ def _refuse_underscore(name: Any) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own would escape for HTML."""
+    """Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""What a JSON schema says of a value that a model writes without JSON's quotes."""
+"""Types and constraints of values that a model writes without JSON's quotes, from their JSON schema."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from cppbatch.chat.json_text import dump_json, parse_json
+from cppbatch.chat.scanning import dump_json, parse_json
 
 Json = dict[str, Any]
 
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates print Python's
-_SAID_OF_ALL = {"type", "title", "description", "default", "examples", "deprecated"}
-_SAID_OF_STRINGS = _SAID_OF_ALL | {"enum", "const", "minLength", "maxLength"}
-_SAID_OF_OBJECTS = _SAID_OF_ALL | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
-_SAID_OF_ARRAYS = _SAID_OF_ALL | {"items", "minItems", "maxItems"}
-_MOST_BRACKETS = 100  # Python's own parser may overflow the stack
-_MOST_REFERENCES = _DEEPEST = 16
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write Python's values
+_ANY_KEYS = {"type", "title", "description", "default", "examples", "deprecated"}
+_STRING_KEYS = _ANY_KEYS | {"enum", "const", "minLength", "maxLength"}
+_OBJECT_KEYS = _ANY_KEYS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+_ARRAY_KEYS = _ANY_KEYS | {"items", "minItems", "maxItems"}
+_MAX_BRACKETS = 100  # more may overflow the stack of Python's parser
+_MAX_REFERENCES = _MAX_DEPTH = 16
 
 
 def json_types(schema: Any, root: Json, depth: int = 0) -> frozenset[str]:
-    """JSON's types that a value may have; none: any. `root`: the whole schema, for references."""
+    """Returns the JSON types that a value may have; empty: any. `root`: the whole schema, to resolve references."""
     schema = resolve_ref(schema, root)
-    if not isinstance(schema, dict) or depth > _DEEPEST:
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return frozenset()
     if "type" in schema:
         given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -39,7 +39,7 @@ def json_types(schema: Any, root: Json, depth: int = 0) -> frozenset[str]:
 
 
 def json_type_of(value: Any) -> str:
-    """JSON's name for the type of a value."""
+    """Returns the name of a value's JSON type."""
     if isinstance(value, bool):
         return "boolean"
     names = {int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
@@ -47,8 +47,8 @@ def json_type_of(value: Any) -> str:
 
 
 def resolve_ref(schema: Any, root: Json) -> Any:
-    """A schema in place of a reference to it within the same document."""
-    for _ in range(_MOST_REFERENCES):
+    """Replaces a reference within the same document by its target."""
+    for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not str(schema.get("$ref", "")).startswith("#/"):
             break
         target: Any = root
@@ -58,10 +58,13 @@ def resolve_ref(schema: Any, root: Json) -> Any:
     return schema
 
 
-def coerce_to_json(text: str, kinds: Iterable[str]) -> str:
-    """A value as a model wrote it, as JSON text of one of these types if it can be; else as a string."""
-    wanted = frozenset(kinds)
-    written = _WORDS.get(text.strip(), text.strip())
+def coerce_to_json(text: str, types: Iterable[str]) -> str:
+    """Converts a value that a model wrote into JSON text.
+
+    The result is a string if the text is not JSON, or if `types` include strings but not the type of the value.
+    """
+    wanted = frozenset(types)
+    written = _PYTHON_WORDS.get(text.strip(), text.strip())
     if wanted & {"object", "array"} and "string" not in wanted:
         written = _from_python(written)
     try:
@@ -73,11 +76,11 @@ def coerce_to_json(text: str, kinds: Iterable[str]) -> str:
 
 
 def _from_python(text: str) -> str:
-    """An object or array as some templates print Python's, as JSON; any other text as it is."""
+    """Converts a Python literal of an object or array, as some templates write it, to JSON. Other text is unchanged."""
     with contextlib.suppress(ValueError):
         parse_json(text)
         return text
-    if sum(map(text.count, "([{")) > _MOST_BRACKETS:
+    if sum(map(text.count, "([{")) > _MAX_BRACKETS:
         return text
     with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return dump_json(ast.literal_eval(text))
@@ -85,13 +88,13 @@ def _from_python(text: str) -> str:
 
 
 class UnsupportedSchema(Exception):
-    """A schema says more than can be enforced outside of JSON."""
+    """The schema has constraints that cannot be enforced outside JSON."""
 
 
 def object_members(schema: Json) -> list[tuple[str, Any, bool]]:
-    """An object's members: name, schema, required. Raises `UnsupportedSchema` if there may be others."""
+    """Returns an object's members: name, schema, required. Raises `UnsupportedSchema` if others are allowed."""
     properties, required = schema.get("properties"), schema.get("required", [])
-    if schema.keys() - _SAID_OF_OBJECTS or schema.get("additionalProperties"):
+    if schema.keys() - _OBJECT_KEYS or schema.get("additionalProperties"):
         raise UnsupportedSchema
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise UnsupportedSchema
@@ -101,29 +104,31 @@ def object_members(schema: Json) -> list[tuple[str, Any, bool]]:
 
 
 def array_items(schema: Json) -> tuple[Any, int, int | None]:
-    """The schema of an array's items, and how many there may be. Raises `UnsupportedSchema`."""
-    least, most = schema.get("minItems", 0), schema.get("maxItems")
-    if schema.keys() - _SAID_OF_ARRAYS or "items" not in schema:
+    """Returns the schema of an array's items, their least and greatest number. Raises `UnsupportedSchema`."""
+    minimum, maximum = schema.get("minItems", 0), schema.get("maxItems")
+    if schema.keys() - _ARRAY_KEYS or "items" not in schema:
         raise UnsupportedSchema
-    if not isinstance(least, int) or not isinstance(most, int | None) or (most is not None and most < least):
+    if not isinstance(minimum, int) or not isinstance(maximum, int | None):
         raise UnsupportedSchema
-    return schema["items"], least, most
+    if maximum is not None and maximum < minimum:
+        raise UnsupportedSchema
+    return schema["items"], minimum, maximum
 
 
 def string_lengths(schema: Json) -> tuple[int, int | None]:
-    """The bounds of a string of which nothing else is said. Raises `UnsupportedSchema`."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if schema.keys() - _SAID_OF_STRINGS or not isinstance(least, int) or not isinstance(most, int | None):
+    """Returns a string's minimum and maximum length. Raises `UnsupportedSchema` if there are other constraints."""
+    minimum, maximum = schema.get("minLength", 0), schema.get("maxLength")
+    if schema.keys() - _STRING_KEYS or not isinstance(minimum, int) or not isinstance(maximum, int | None):
         raise UnsupportedSchema
-    return least, most
+    return minimum, maximum
 
 
 def schema_variants(schema: Any, root: Json) -> list[Any]:
-    """The schemas that `anyOf` or a list of types offers; one if there is no choice. Raises `UnsupportedSchema`."""
+    """Returns the alternatives of `anyOf` or of a list of types, else the schema itself. Raises `UnsupportedSchema`."""
     schema = resolve_ref(schema, root)
     if not isinstance(schema, dict):
         raise UnsupportedSchema
-    if isinstance(schema.get("anyOf"), list) and not schema.keys() - _SAID_OF_ALL - {"anyOf"}:
+    if isinstance(schema.get("anyOf"), list) and not schema.keys() - _ANY_KEYS - {"anyOf"}:
         return [resolve_ref(part, root) for part in schema["anyOf"]]
     if isinstance(schema.get("type"), list):
         return [schema | {"type": kind} for kind in schema["type"]]
@@ -131,14 +136,14 @@ def schema_variants(schema: Any, root: Json) -> list[Any]:
 
 
 def enum_values(schema: Json) -> list[Any] | None:
-    """The values that are listed, None if there is no list."""
+    """Returns the values of `enum` or `const`; None if there are none."""
     if "const" in schema:
         return [schema["const"]]
     return schema["enum"] if isinstance(schema.get("enum"), list) and schema["enum"] else None
 
 
 def standalone_schema(schema: Any, root: Json) -> Any:
-    """A part of a schema as a document of its own. Raises `UnsupportedSchema`."""
+    """Returns a part of a schema as a document of its own, with definitions. Raises `UnsupportedSchema`."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     references = re.findall(r'"\$ref": "([^"]*)', dump_json([schema, definitions]))
     if any(not reference.startswith(("#/$defs/", "#/definitions/")) for reference in references):

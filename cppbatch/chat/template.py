@@ -1,32 +1,40 @@
-"""A model's chat template: conversations to prompts."""
+"""Rendering a conversation with a model's chat template."""
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cppbatch.chat.capabilities import ChatMessage, TemplateCapabilities, detect_capabilities
-from cppbatch.chat.continuation import cut_after, mark_end
-from cppbatch.chat.message_adaptation import adapt_message
-from cppbatch.chat.sandbox import compile_template, run
+from cppbatch.chat.sandbox import compile_template, render_template
 from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.json_bounds import excess
 
 _TEMPLATE_FOLDER = resources.files("cppbatch.chat") / "templates"
+"""Built-in templates. None of them writes the BOS token: the engine adds it if the model wants one."""
+_PROBE_SECONDS = 0.25
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which clients send a model's reasoning back. Templates read the first, some the second."""
+_CONTINUE = "continue_final_message"
+_END_MARK = "END-OF-THE-UNFINISHED-MESSAGE "
+"""Ends with a space, which shows whether the template trims messages."""
 
 
 def builtin_names() -> list[str]:
-    """The names, in alphabetical order."""
-    return sorted(
-        file.name.removesuffix(".jinja") for file in _TEMPLATE_FOLDER.iterdir() if file.name.endswith(".jinja")
-    )
+    """The names of the built-in templates, in alphabetical order."""
+    names = (file.name for file in _TEMPLATE_FOLDER.iterdir())
+    return sorted(name.removesuffix(".jinja") for name in names if name.endswith(".jinja"))
 
 
 def find_template(value: str) -> str:
-    """The template that `--chat-template` means: a known name, the template's own text, or the path of a file.
+    """Returns the template that `--chat-template` names: a built-in name, the template's text, or a file's path.
 
-    Raises `ConfigError` when it is none of these, or is no template.
+    Raises `ConfigError` if it is none of these, or not a Jinja template.
     """
     source = _read_template(value)
     if not source.strip():
@@ -42,7 +50,7 @@ def _read_template(value: str) -> str:
         return _read_builtin(value)
     try:
         return Path(value).read_text("utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a valid path
         names, reason = ", ".join(builtin_names()), getattr(error, "strerror", None) or error
         raise ConfigError(
             f"--chat-template is {value[:200]!r}: it must be one of {names}, or a template's text, or a file that has "
@@ -55,19 +63,17 @@ def _read_builtin(name: str) -> str:
 
 
 CHATML = _read_builtin("chatml")
-"""For models that bring no template of their own, as llama.cpp does."""
-
-_PROBE_SECONDS = 0.25
+"""The default for models without a template, as in llama.cpp."""
 
 
 class ChatTemplate:
-    """A Jinja template, compiled once and run in a sandbox because it comes with a downloaded file.
+    """A Jinja template, compiled once. It runs in a sandbox, because it comes with a downloaded file.
 
-    Raises `InvalidRequest` when the template itself is broken.
+    Raises `InvalidRequest` if the template itself is broken.
     """
 
     source: str
-    """As given; ChatML where none was."""
+    """The template's text."""
 
     def __init__(self, source: str | None, *, bos: str, eos: str) -> None:
         self.source = source or CHATML
@@ -79,8 +85,8 @@ class ChatTemplate:
 
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
-        """What the template supports. Found out at the first use, by rendering with it."""
-        return detect_capabilities(self._try)
+        """What the template supports, detected at the first use by rendering short conversations."""
+        return detect_capabilities(self._probe)
 
     def render(
         self,
@@ -91,32 +97,119 @@ class ChatTemplate:
         add_generation_prompt: bool | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt for the assistant's next turn, or with `continue_final_message` for the rest of the last message.
+        """Returns the prompt for the assistant's next message, or for the rest of the last message.
 
-        `messages` and `tools` are OpenAI's, with text only; `kwargs` are further variables for the template
-        (`enable_thinking`, `documents`, ...), none of which may have the name of an argument here. The prompt ends
-        with the beginning of the assistant's turn unless `add_generation_prompt` is False or the last message goes on.
-        Raises `InvalidRequest`: the template's own complaint, or a last message that cannot be continued.
+        `messages`, `tools`: OpenAI's objects, with text only. `kwargs`: further variables for the template, such as
+        `enable_thinking` or `documents`. The prompt ends with the start of the assistant's message, unless
+        `add_generation_prompt` is False or the last message is continued. Raises `InvalidRequest` if the template
+        refuses the conversation, or if the last message cannot be continued.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         elif add_generation_prompt and continue_final_message:
             raise InvalidRequest(
-                "continue_final_message",
+                _CONTINUE,
                 "and add_generation_prompt exclude each other: one goes on with the last message, one begins another",
             )
-        wanted = [adapt_message(message, self.capabilities) for message in messages]
-        end = mark_end(wanted) if continue_final_message else ""
-        variables = {"documents": None, **self._tokens, **kwargs, "messages": wanted, "tools": tools or None}
+        adapted = [adapt_message(message, self.capabilities) for message in messages]
+        unfinished = _mark_end(adapted) if continue_final_message else ""
+        variables = {"documents": None, **self._tokens, **kwargs, "messages": adapted, "tools": tools or None}
         try:
-            text = run(self._template, {**variables, "add_generation_prompt": add_generation_prompt})
-        except Exception as error:  # a template is a program: it may fail in any way
+            text = render_template(self._template, {**variables, "add_generation_prompt": add_generation_prompt})
+        except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest("messages", f"do not fit this model's chat template: {error}") from error
-        return cut_after(end, text) if continue_final_message else text
+        return _cut_at_mark(unfinished, text) if continue_final_message else text
 
-    def _try(self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None) -> str | None:
+    def _probe(self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None) -> str | None:
+        """Renders without adapting the messages. None: the template refuses them."""
         variables = {"documents": None, **self._tokens, "messages": messages, "tools": tools}
         try:
-            return run(self._template, {**variables, "add_generation_prompt": True}, seconds=_PROBE_SECONDS)
-        except Exception:  # a refusal is an answer here
+            return render_template(self._template, {**variables, "add_generation_prompt": True}, seconds=_PROBE_SECONDS)
+        except Exception:
             return None
+
+
+def content_text(message: ChatMessage) -> str:
+    """Returns a message's text; the texts of several parts are joined."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
+
+
+def adapt_message(message: ChatMessage, capabilities: TemplateCapabilities) -> ChatMessage:
+    """Converts one of OpenAI's messages into the form that a template supports. Returns a new message.
+
+    - The role `developer` becomes `system` if the template does not know it.
+    - Text parts are joined for roles whose content must be a string, and a string becomes a part for the others.
+    - Arguments of tool calls, in OpenAI's API a string of JSON, become an object, which nearly all templates want.
+    - The content of a message with only tool calls becomes null or "", whichever the template renders correctly.
+    - Fields that are null are dropped, since templates test whether fields are defined.
+    """
+    adapted = {key: value for key, value in message.items() if value is not None}
+    if adapted["role"] == "developer" and not capabilities.developer:
+        adapted["role"] = "system"
+    calls = adapted.pop("tool_calls", None)
+    if calls:
+        adapted["tool_calls"] = [_adapt_call(call, capabilities) for call in calls]
+    adapted["content"] = _adapt_content(adapted["role"], message.get("content"), capabilities)
+    if calls and not adapted["content"]:
+        adapted["content"] = None if capabilities.null_content else ""
+    reasoning = next((adapted[name] for name in _REASONING_FIELDS if name in adapted), None)
+    return adapted if reasoning is None else {"thinking": reasoning, **adapted, "reasoning_content": reasoning}
+
+
+def _adapt_content(role: str, content: Any, capabilities: TemplateCapabilities) -> Any:
+    if isinstance(content, list):
+        return content if role in capabilities.parts else "".join(part["text"] for part in content)
+    if content and role in capabilities.parts and role not in capabilities.strings:
+        return [{"type": "text", "text": content}]
+    return content or ""
+
+
+def _adapt_call(call: dict[str, Any], capabilities: TemplateCapabilities) -> dict[str, Any]:
+    if "function" not in call:
+        return call
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str) and not capabilities.string_arguments:
+        arguments = _decode_object(arguments)
+    elif isinstance(arguments, dict) and capabilities.string_arguments:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _decode_object(text: str) -> Any:
+    """Decodes a JSON object. Any other text is returned unchanged: models write some, and many templates accept it."""
+    if excess(text.encode(errors="replace")):
+        return text
+    try:
+        arguments = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text
+
+
+def _mark_end(messages: list[ChatMessage]) -> str:
+    """Appends a mark to the last message's text, in place. Returns the original text. Raises `InvalidRequest`."""
+    content = messages[-1]["content"] if messages else None
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _END_MARK
+        return content
+    texts = [i for i, part in enumerate(content or []) if "text" in part]
+    if not content or not texts:
+        raise InvalidRequest(_CONTINUE, "needs a last message that has text to go on with")
+    last = texts[-1]
+    text: str = content[last]["text"]
+    messages[-1]["content"] = [*content[:last], {**content[last], "text": text + _END_MARK}, *content[last + 1 :]]
+    return text
+
+
+def _cut_at_mark(text: str, rendered: str) -> str:
+    """Returns the prompt up to the mark. Raises `InvalidRequest` if the template dropped or changed the message."""
+    at = rendered.rfind(_END_MARK.strip())
+    if at < 0 or text.strip() not in rendered:
+        raise InvalidRequest(
+            _CONTINUE, "cannot be served: this model's chat template leaves out a part of the last message"
+        )
+    before = rendered[:at]
+    return before if rendered.startswith(_END_MARK, at) else before.rstrip()  # the template trims messages

@@ -1,38 +1,40 @@
-"""What a client says about tools: which there are, and whether one must be called."""
+"""Validating the tools of a request: their names, their parameters, and which of them may or must be called."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Literal
 
 import msgspec
 
+from cppbatch.engine.sampling.json_schema_check import has_finite_instance
 from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-
-
 ToolChoiceMode = Literal["none", "auto", "required"]
 TOOL_CHOICE_MODES: tuple[ToolChoiceMode, ...] = ("none", "auto", "required")
 
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_ALLOWS_OTHER_ARGUMENTS = frozenset(("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"))
+
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether tools are called."""
+    """Whether the model calls tools."""
 
     mode: ToolChoiceMode = "auto"
     name: str | None = None
-    """With `required`: this one."""
+    """With `required`: the function to call; None: any."""
     parallel: bool = True
-    """Several may be called in one message."""
+    """A message may contain several calls."""
 
 
 def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
-    """The tools that may be called (OpenAI's objects, `{"type": "function", "function": {...}}`).
+    """Returns the tools that may be called (OpenAI's objects, `{"type": "function", "function": {...}}`).
 
-    Raises `InvalidRequest` for a name that is none, is there twice, or that no tool has, and when a call is required
-    of no tools.
+    Raises `InvalidRequest` for an invalid, repeated or unknown name, and when a call is required but there are no
+    tools.
     """
     names = [tool["function"]["name"] for tool in tools]
     earlier: set[str] = set()
@@ -52,3 +54,37 @@ def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
     if choice.name not in names:
         raise InvalidRequest("tool_choice", f"names {choice.name!r}, which is none of the tools ({', '.join(names)})")
     return [tool for tool in tools if tool["function"]["name"] == choice.name]
+
+
+def argument_schemas(tools: list[Json]) -> dict[str, Any]:
+    """Returns the JSON schema of each function's arguments, by name.
+
+    A schema describes an object. It allows only the properties it names, unless it says that there are others.
+    Raises `InvalidRequest` for a schema that no arguments can satisfy.
+    """
+    schemas: dict[str, Any] = {}
+    for i, tool in enumerate(tools):
+        given = tool["function"].get("parameters") or {"properties": {}}
+        field = f"tools[{i}].function.parameters"
+        if not isinstance(given, dict):
+            raise InvalidRequest(field, f"is {given!r:.80}; it must be the JSON schema of an object")
+        schema: Json = {"type": "object"} | given
+        if schema["type"] != "object":
+            raise InvalidRequest(field, f"has the type {schema['type']!r:.80}; arguments are always an object")
+        if not isinstance(schema.get("properties", {}), dict):
+            raise InvalidRequest(f"{field}.properties", f"is {schema['properties']!r:.80}; it must be an object")
+        if "properties" in schema and not _ALLOWS_OTHER_ARGUMENTS & schema.keys():
+            schema["additionalProperties"] = False
+        check_satisfiable(field, schema)
+        schemas[tool["function"]["name"]] = schema
+    return schemas
+
+
+def check_satisfiable(field: str, schema: Json | bool) -> None:
+    """Raises `InvalidRequest` for a schema that no finite JSON satisfies, or that is nested too deeply."""
+    try:
+        if not has_finite_instance(schema):
+            raise InvalidRequest(field, "no finite JSON satisfies the schema: it requires itself within itself")
+        json.dumps(schema)
+    except RecursionError:
+        raise InvalidRequest(field, "is nested too deeply") from None

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cppbatch.chat.sandbox import compile_template, run
+from cppbatch.chat.sandbox import compile_template, render_template
 from cppbatch.chat.template import find_template
 from cppbatch.cli.server_options import server_options
 from cppbatch.errors import ConfigError, InvalidRequest
@@ -50,9 +50,9 @@ def test_a_template_that_does_what_it_may_not_is_the_requests_error(source: str)
 def test_a_template_that_writes_for_ever_is_stopped() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{{ TEXT }}{% endfor %}{% endfor %}"
     with pytest.raises(jinja2.TemplateError, match=r"for more than 0\.1 seconds"):
-        run(compile_template(endless.replace("TEXT", "b")), {}, seconds=0.1)
+        render_template(compile_template(endless.replace("TEXT", "b")), {}, seconds=0.1)
     with pytest.raises(jinja2.TemplateError, match="more than 33554432 characters"):
-        run(compile_template(endless.replace("TEXT", "'x' * 1000000")), {})
+        render_template(compile_template(endless.replace("TEXT", "'x' * 1000000")), {})
 
 
 def test_templates_find_what_transformers_gives_them() -> None:

@@ -1,1 +1,1 @@
-"""How models of one family call tools: the text they write, how it is parsed, and a grammar that enforces it."""
+"""Tool-call formats of model families: the text of a call, its parser, and a grammar that enforces it."""

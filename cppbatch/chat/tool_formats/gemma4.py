@@ -1,13 +1,14 @@
-"""Gemma 4: a notation of its own, JSON with other quotes."""
+"""Gemma 4: a notation similar to JSON, with other quotes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cppbatch.chat.json_text import dump_json
-from cppbatch.chat.scanning import MarkerFinder
+from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
+from cppbatch.chat.scanning import MarkerFinder, dump_json
 from cppbatch.chat.schema_types import (
     UnsupportedSchema,
     array_items,
@@ -19,32 +20,28 @@ from cppbatch.chat.schema_types import (
     standalone_schema,
     string_lengths,
 )
-from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
-from cppbatch.chat.tool_parser import NAME, MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
-
-if TYPE_CHECKING:
-    from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.tool_formats.tool_format import FUNCTION_NAME, ToolCallFormat
 
 _BEFORE, _AFTER, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_HEAD = re.compile(rf"\s*call:\s*({NAME.pattern})\s*(?=\{{)")
-_HEAD_BEGINS = re.compile(rf"\s*(c|ca|cal|call|call:\s*({NAME.pattern})?\s*)?")
+_HEAD = re.compile(rf"\s*call:\s*({FUNCTION_NAME.pattern})\s*(?=\{{)")
+_HEAD_PREFIX = re.compile(rf"\s*(c|ca|cal|call|call:\s*({FUNCTION_NAME.pattern})?\s*)?")
 _PLAIN_KEY = re.compile(r"[a-zA-Z_][a-zA-Z0-9_\-.$]*")
-_DEEPEST = 200
-_MOST_LEVELS = 16
+_MAX_PARSE_DEPTH = 200
+_MAX_GRAMMAR_DEPTH = 16
 
 
 class Gemma4Format(ToolCallFormat):
     """`<|tool_call>call:name{key:<|"|>text<|"|>,n:3}<tool_call|>`.
 
-    JSON as arguments is read as well: it is what is enforced where a schema says more than can be enforced without.
+    Arguments in JSON are parsed too. The grammar demands JSON for schemas that this notation cannot enforce.
     """
 
     name = "gemma4"
     markers = (_BEFORE, _AFTER, _QUOTE)
     start_markers = (_BEFORE,)
 
-    def calls(self, opening: str, calls: ToolCallEmitter) -> ToolParser:
-        """As `ToolCallFormat.calls`."""
+    def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
+        """As `ToolCallFormat.tool_parser`."""
         return _Gemma4ToolParser(calls)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
@@ -52,74 +49,74 @@ class Gemma4Format(ToolCallFormat):
         calls = []
         for name, schema in tools.items():
             try:
-                arguments = self._write(lark, schema, schema, 0)
+                arguments = self._value_grammar(lark, schema, schema, 0)
             except UnsupportedSchema:
                 arguments = lark.json(schema)
-            calls.append(f"{lark.text(f'{_BEFORE}call:{name}')} {arguments} {lark.text(_AFTER)}")
+            calls.append(f"{lark.literal(f'{_BEFORE}call:{name}')} {arguments} {lark.literal(_AFTER)}")
         return lark.repeated(lark.rule(lark.one_of(calls)), "", several=several)
 
-    def _write(self, lark: LarkGrammar, given: Any, root: Any, depth: int) -> str:
-        """The expression for a value. Raises `UnsupportedSchema`."""
-        if depth > _MOST_LEVELS:
+    def _value_grammar(self, lark: LarkGrammar, given: Any, root: Any, depth: int) -> str:
+        """Returns the expression of a value. Raises `UnsupportedSchema`."""
+        if depth > _MAX_GRAMMAR_DEPTH:
             raise UnsupportedSchema
-        offered = schema_variants(given, root)
-        if len(offered) > 1:
-            return lark.one_of([self._write(lark, one, root, depth + 1) for one in offered])
-        (schema,) = offered
-        kinds = json_types(schema, root)
-        if len(kinds) != 1 or not isinstance(schema, dict):
+        alternatives = schema_variants(given, root)
+        if len(alternatives) > 1:
+            return lark.one_of([self._value_grammar(lark, one, root, depth + 1) for one in alternatives])
+        (schema,) = alternatives
+        types = json_types(schema, root)
+        if len(types) != 1 or not isinstance(schema, dict):
             raise UnsupportedSchema
-        if kinds == {"string"}:
-            return self._write_string(lark, schema)
-        if enum_values(schema) is None and kinds == {"object"}:
-            return self._write_object(lark, schema, root, depth)
-        if enum_values(schema) is None and kinds == {"array"}:
-            return self._write_array(lark, schema, root, depth)
-        if kinds & {"object", "array"}:
+        if types == {"string"}:
+            return self._string_grammar(lark, schema)
+        if enum_values(schema) is None and types == {"object"}:
+            return self._object_grammar(lark, schema, root, depth)
+        if enum_values(schema) is None and types == {"array"}:
+            return self._array_grammar(lark, schema, root, depth)
+        if types & {"object", "array"}:
             raise UnsupportedSchema
         return lark.json(standalone_schema(schema, root))
 
-    def _write_string(self, lark: LarkGrammar, schema: Any) -> str:
+    def _string_grammar(self, lark: LarkGrammar, schema: Any) -> str:
         if (listed := enum_values(schema)) is not None:
             if any(not isinstance(one, str) or _QUOTE in one for one in listed):
                 raise UnsupportedSchema
-            return f"{lark.text(_QUOTE)} {lark.one_of([lark.text(one) for one in listed])} {lark.text(_QUOTE)}"
-        least, most = string_lengths(schema)
-        return f"{lark.text(_QUOTE)} {lark.up_to(_QUOTE, least=least, most=most)}"
+            return f"{lark.literal(_QUOTE)} {lark.one_of([lark.literal(one) for one in listed])} {lark.literal(_QUOTE)}"
+        min_length, max_length = string_lengths(schema)
+        return f"{lark.literal(_QUOTE)} {lark.text_until(_QUOTE, min_length=min_length, max_length=max_length)}"
 
-    def _write_array(self, lark: LarkGrammar, schema: Any, root: Any, depth: int) -> str:
-        items, least, most = array_items(schema)
-        item = lark.rule(self._write(lark, items, root, depth + 1))
-        if most == 0:
-            return lark.text("[]")
-        others = f'{item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
-        return f"{lark.text('[')} {others if least else f'({others})?'} {lark.text(']')}"
+    def _array_grammar(self, lark: LarkGrammar, schema: Any, root: Any, depth: int) -> str:
+        items, min_items, max_items = array_items(schema)
+        item = lark.rule(self._value_grammar(lark, items, root, depth + 1))
+        if max_items == 0:
+            return lark.literal("[]")
+        upper = "" if max_items is None else max_items - 1
+        sequence = f'{item} ("," {item}){{{max(min_items - 1, 0)},{upper}}}'
+        return f"{lark.literal('[')} {sequence if min_items else f'({sequence})?'} {lark.literal(']')}"
 
-    def _write_object(self, lark: LarkGrammar, schema: Any, root: Any, depth: int) -> str:
-        """Members in the order of their names, as the template writes them."""
-        first, next_ = "", ""  # what may follow before the first member, and behind one
+    def _object_grammar(self, lark: LarkGrammar, schema: Any, root: Any, depth: int) -> str:
+        """Members are sorted by name, as the template writes them."""
+        first, next_ = "", ""  # the remaining members, before any member was written and after one was
         for key, given, required in sorted(object_members(schema), reverse=True):
             if not _PLAIN_KEY.fullmatch(key):
                 raise UnsupportedSchema
-            member = lark.rule(f"{lark.text(key + ':')} {self._write(lark, given, root, depth + 1)}")
-            here = f"{member} {next_}", f'"," {member} {next_}'
+            member = lark.rule(f"{lark.literal(key + ':')} {self._value_grammar(lark, given, root, depth + 1)}")
+            with_member = f"{member} {next_}", f'"," {member} {next_}'
             if required:
-                first, next_ = here
+                first, next_ = with_member
             else:
-                first = lark.one_of([here[0], first or '""'])
-                next_ = lark.one_of([here[1], next_ or '""'])
+                first = lark.one_of([with_member[0], first or '""'])
+                next_ = lark.one_of([with_member[1], next_ or '""'])
             first, next_ = lark.rule(first), lark.rule(next_)
-        return f"{lark.text('{')} {first} {lark.text('}')}"
+        return f"{lark.literal('{')} {first} {lark.literal('}')}"
 
 
 class _Gemma4ToolParser:
-    """What follows `<|tool_call>`: rewritten as JSON while it comes."""
+    """Parses the text after `<|tool_call>` and converts it to JSON as it arrives."""
 
     def __init__(self, calls: ToolCallEmitter) -> None:
         self._calls = calls
         self._unread = ""
         self._open: list[str] = []  # brackets to be closed
-        self._closed = False
         self._quote = MarkerFinder([_QUOTE])
         self._step: Callable[[], bool] = self._head
         self._rest: str | None = None
@@ -132,7 +129,7 @@ class _Gemma4ToolParser:
         return self._rest
 
     def close(self) -> None:
-        """What was told stays told."""
+        """As `ToolParser.close`. An incomplete call stays as it was emitted."""
 
     def _take(self, n: int) -> str:
         taken, self._unread = self._unread[:n], self._unread[n:]
@@ -145,12 +142,12 @@ class _Gemma4ToolParser:
             self._calls.start(found[1])
             self._calls.arguments("{")
             self._open, self._step = ["}"], self._key
-        elif not _HEAD_BEGINS.fullmatch(self._unread):
+        elif not _HEAD_PREFIX.fullmatch(self._unread):
             raise MalformedToolCall(self._unread)
         return bool(found)
 
     def _key(self) -> bool:
-        """Before a key, or the end of an object."""
+        """Before a key or the end of an object."""
         text = self._unread = self._unread.lstrip()
         if text[:1] == "}":
             self._end_bracket()
@@ -179,7 +176,7 @@ class _Gemma4ToolParser:
     def _value(self) -> bool:
         text = self._unread = self._unread.lstrip()
         if text[:1] in ("{", "["):
-            if len(self._open) >= _DEEPEST:
+            if len(self._open) >= _MAX_PARSE_DEPTH:
                 raise MalformedToolCall(text)
             self._open.append("}" if text[0] == "{" else "]")
             self._calls.arguments(self._take(1))
@@ -193,7 +190,7 @@ class _Gemma4ToolParser:
         found = re.match(r'[^{}\[\],"<]{1,1024}(?=[}\],])', text)
         if found:
             self._take(found.end())
-            self._calls.arguments(_scalar(found[0].strip()))
+            self._calls.arguments(coerce_to_json(found[0].strip(), ()))
             self._step = self._after_value
         elif not re.fullmatch(r'[^{}\[\],"<]{1,1024}', text):
             raise MalformedToolCall(text)
@@ -217,7 +214,7 @@ class _Gemma4ToolParser:
         self._step = self._after_value if self._open else self._tail
 
     def _string(self, then: Callable[[], bool]) -> bool:
-        """A string between either kind of quotes begins, if there is enough of it to tell."""
+        """Starts a string in either kind of quotes, once the opening quote is complete."""
         text = self._unread
         if text.startswith('"'):
             self._take(1)
@@ -252,8 +249,3 @@ class _Gemma4ToolParser:
         if text.startswith(_AFTER) or not _AFTER.startswith(text[: len(_AFTER)]):
             self._rest = text.removeprefix(_AFTER)
         return False
-
-
-def _scalar(text: str) -> str:
-    """A number, true, false or null as it is, or as Python writes it; anything else as a string."""
-    return coerce_to_json(text, ())

@@ -1,23 +1,22 @@
-"""Tools for models whose template knows none: told in plain words, called by JSON."""
+"""Tools for models whose template does not render them: described in a message, called with JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cppbatch.chat.json_text import dump_json, parse_json
+from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
+from cppbatch.chat.scanning import dump_json, parse_json
+from cppbatch.chat.template import content_text
 from cppbatch.chat.tool_formats.json_calls import JsonCallParser, JsonCallsParser, json_calls_grammar
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
-from cppbatch.chat.tool_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
-
-if TYPE_CHECKING:
-    from cppbatch.chat.lark_grammar import LarkGrammar
 
 Json = dict[str, Any]
 
-_HOW = """You can call functions. These exist, each with the JSON schema of its arguments:
+_INSTRUCTIONS = """You can call functions. These exist, each with the JSON schema of its arguments:
 {functions}
 
 To call functions, answer with nothing but JSON of this form:
@@ -28,33 +27,33 @@ _BEFORE, _AFTER = '{"tool_calls": [', "]}"
 _WRAPPER = re.compile(r'\{\s*"tool_calls"\s*:\s*')
 _WRITTEN_WRAPPER = '{"tool_calls":'
 _FENCE = re.compile(r"```(json)?\s*(?=[{\[])")
-_FENCE_BEGINS = re.compile(r"`{1,3}|```(j|js|jso|json)?\s*[{\[]?")
+_FENCE_PREFIX = re.compile(r"`{1,3}|```(j|js|jso|json)?\s*[{\[]?")
 
 
 class GenericFormat(ToolCallFormat):
-    """Models that were trained for no form of their own, or for one that is not known here."""
+    """For models without a format of their own, or with an unknown one."""
 
     name = "generic"
     start_prefixes = ("{", "[", "```")
     template_has_tools = False
 
-    def calls(self, opening: str, calls: ToolCallEmitter) -> ToolParser:
-        """As `ToolCallFormat.calls`."""
+    def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
+        """As `ToolCallFormat.tool_parser`."""
         return GenericToolParser(calls)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""
         calls = lark.repeated(lark.rule(json_calls_grammar(lark, tools)), ", ", several=several)
-        return f"{lark.text(_BEFORE)} {calls} {lark.text(_AFTER)}"
+        return f"{lark.literal(_BEFORE)} {calls} {lark.literal(_AFTER)}"
 
 
 class GenericToolParser:
-    """`{"tool_calls": [...]}`, or a call object or a list of such alone; perhaps fenced as code."""
+    """Parses `{"tool_calls": [...]}`, a call object or a list of them, perhaps in a code fence."""
 
     def __init__(self, calls: ToolCallEmitter) -> None:
         self._calls = calls
         self._unread = ""
-        self._reader: JsonCallParser | JsonCallsParser | None = None
+        self._parser: JsonCallParser | JsonCallsParser | None = None
         self._closings: list[str] = []
         self._step: Callable[[], bool] = self._fence
 
@@ -69,13 +68,13 @@ class GenericToolParser:
         return "" if self._step == self._after and not self._closings else None
 
     def close(self) -> None:
-        """What was told stays told."""
+        """As `ToolParser.close`. An incomplete call stays as it was emitted."""
 
     def _fence(self) -> bool:
         if self._unread.startswith("`"):
             fence = _FENCE.match(self._unread)
             if fence is None or fence.end() == len(self._unread):
-                if not _FENCE_BEGINS.fullmatch(self._unread):
+                if not _FENCE_PREFIX.fullmatch(self._unread):
                     raise MalformedToolCall(self._unread)
                 return False
             self._unread, self._closings = self._unread[fence.end() :], ["```"]
@@ -90,15 +89,15 @@ class GenericToolParser:
             self._unread = self._unread[wrapper.end() :]
             self._closings.insert(0, "}")
         if wrapper or self._unread.startswith("["):
-            self._reader = JsonCallsParser(self._calls, known_only=True)
+            self._parser = JsonCallsParser(self._calls, known_only=True)
         else:
-            self._reader = JsonCallParser(self._calls, known_only=True)
+            self._parser = JsonCallParser(self._calls, known_only=True)
         self._step = self._in_calls
         return True
 
     def _in_calls(self) -> bool:
-        assert self._reader
-        rest = self._reader.push(self._unread)
+        assert self._parser
+        rest = self._parser.push(self._unread)
         self._unread = rest or ""
         if rest is not None:
             self._step = self._after
@@ -114,65 +113,61 @@ class GenericToolParser:
         return True
 
 
-def describe_tools_in_text(messages: list[Json], tools: list[Json], *, has_system: bool = True) -> list[Json]:
-    """The conversation for a template that knows no tools: they are explained in the system message, calls are what
-    the assistant said, and results what the user said. Without `has_system` the first user message explains them.
+def describe_tools_in_text(messages: list[Json], tools: list[Json], *, in_user_message: bool = False) -> list[Json]:
+    """Converts a conversation with tools for a template that does not render them.
+
+    The system message describes the tools; with `in_user_message` the first user message does. Calls become the
+    assistant's text, and their results become user messages.
     """
     plain: list[Json] = []
     names: dict[str, str] = {}
-    told_results = False  # the last message is of results: what the user says next joins it, as roles must alternate
+    after_results = False  # the last message is of results: the next user message is appended, as roles must alternate
     for message in messages:
         if message["role"] == "tool":
             name = names.get(message.get("tool_call_id") or "", message.get("name"))
             text = (f"Result of {name}: " if name else "Result: ") + content_text(message)
-            plain = _said_by_user(plain, text, joined=told_results)
-            told_results = True
-        elif message["role"] == "user" and told_results:
-            plain = _said_by_user(plain, content_text(message), joined=True)
+            plain = _add_user_text(plain, text, append=after_results)
+            after_results = True
+        elif message["role"] == "user" and after_results:
+            plain = _add_user_text(plain, content_text(message), append=True)
         elif message["role"] == "assistant" and message.get("tool_calls"):
             names |= {call.get("id") or "": call["function"]["name"] for call in message["tool_calls"]}
-            plain.append({"role": "assistant", "content": _with_calls(message)})
-            told_results = False
+            plain.append({"role": "assistant", "content": _calls_as_text(message)})
+            after_results = False
         else:
             plain.append(message)
-            told_results = False
-    return _explained(plain, tools, has_system=has_system) if tools else plain
+            after_results = False
+    return _add_instructions(plain, tools, in_user_message=in_user_message) if tools else plain
 
 
-def content_text(message: Json) -> str:
-    """A message's content, the text of its parts one after the other."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content)
-
-
-def _said_by_user(messages: list[Json], text: str, *, joined: bool) -> list[Json]:
-    if not joined:
+def _add_user_text(messages: list[Json], text: str, *, append: bool) -> list[Json]:
+    """`append`: to the last message."""
+    if not append:
         return [*messages, {"role": "user", "content": text}]
     return [*messages[:-1], {"role": "user", "content": f"{messages[-1]['content']}\n{text}"}]
 
 
-def _with_calls(message: Json) -> str:
-    """What the assistant said, and its calls in the form that they must have."""
+def _calls_as_text(message: Json) -> str:
+    """The message's text and its calls, in the form that the instructions demand."""
     calls = []
     for call in message["tool_calls"]:
         arguments = call["function"].get("arguments") or {}
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):  # else as the client wrote them
+            with contextlib.suppress(ValueError):  # otherwise as the client wrote them
                 arguments = parse_json(arguments)
         calls.append({"name": call["function"]["name"], "arguments": arguments})
-    said = content_text(message)
-    return (said and said + "\n") + dump_json({"tool_calls": calls})
+    text = content_text(message)
+    return (text and text + "\n") + dump_json({"tool_calls": calls})
 
 
-def _explained(messages: list[Json], tools: list[Json], *, has_system: bool) -> list[Json]:
+def _add_instructions(messages: list[Json], tools: list[Json], *, in_user_message: bool) -> list[Json]:
     functions = "\n".join(dump_json({"parameters": {}} | tool["function"]) for tool in tools)
-    how = _HOW.format(functions=functions)
-    role = "system" if has_system else "user"
+    instructions = _INSTRUCTIONS.format(functions=functions)
+    role = "user" if in_user_message else "system"
     for i, message in enumerate(messages):
-        if message["role"] == role or (has_system and i == 0 and message["role"] == "developer"):
-            both = [content_text(message), how] if has_system else [how, content_text(message)]
-            changed = message | {"content": "\n\n".join(text for text in both if text)}
+        if message["role"] == role or (not in_user_message and i == 0 and message["role"] == "developer"):
+            text = content_text(message)
+            both = [instructions, text] if in_user_message else [text, instructions]
+            changed = message | {"content": "\n\n".join(part for part in both if part)}
             return [*messages[:i], changed, *messages[i + 1 :]]
-    return [{"role": role, "content": how}, *messages]
+    return [{"role": role, "content": instructions}, *messages]

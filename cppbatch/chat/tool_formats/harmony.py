@@ -1,25 +1,21 @@
-"""gpt-oss: a message is a sequence of channels, one of them for thoughts, one for the answer, one for calls."""
+"""gpt-oss: a message in channels, for reasoning (analysis), tool calls (commentary) and the answer (final)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta
-from cppbatch.chat.output_parser import OutputParser
+from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.output_parser import OutputParser, ToolCallEmitter, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
 from cppbatch.chat.scanning import MarkerFinder
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
-from cppbatch.chat.tool_parser import ToolCallEmitter, ToolSchemas
-
-if TYPE_CHECKING:
-    from cppbatch.chat.lark_grammar import LarkGrammar
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _ASSISTANT = f"{_START}assistant"
-_LONGEST_HEADER = 256
+_MAX_HEADER_LENGTH = 256
 _RECIPIENT = re.compile(r"\bto=(functions\.)?([^\s<]+)")
 _NAME_OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -27,7 +23,7 @@ _NAME_OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 class HarmonyFormat(ToolCallFormat):
     """Each part has a header, `<|channel|>analysis`, and its text between `<|message|>` and `<|end|>`.
 
-    A call is a part with a recipient, `to=functions.name`, before or behind the channel. It ends the message.
+    A call is a part with a recipient, `to=functions.name`, before or after the channel. It ends the message.
     """
 
     name = "harmony"
@@ -35,48 +31,48 @@ class HarmonyFormat(ToolCallFormat):
     parses_reasoning = True
     parallel_calls = False
 
-    def reader(
-        self, prompt: str, tools: ToolSchemas, thinking: ReasoningTags | None, thought: ReasoningState
+    def output_parser(
+        self, prompt: str, tools: ToolSchemas, tags: ReasoningTags | None, state: ReasoningState
     ) -> OutputParser:
-        """Knows what there is of the message in the prompt."""
-        reader = _HarmonyParser(self, tools)
-        _, begun, there = prompt.rpartition(_ASSISTANT)
-        reader.push(there if begun else "")
-        return reader
+        """As `ToolCallFormat.output_parser`. The parser first reads the part of the message in the prompt."""
+        parser = _HarmonyParser(tools, self.new_call_id)
+        _, found, prefill = prompt.rpartition(_ASSISTANT)
+        parser.push(prefill if found else "")
+        return parser
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""
         calls = []
         for name, schema in tools.items():
-            before = lark.text(f" to=functions.{name}{_CHANNEL}commentary json{_MESSAGE}")
-            behind = lark.text(f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}")
-            calls.append(f"({behind} | {before}) {lark.json(schema)}")
+            before = lark.literal(f" to=functions.{name}{_CHANNEL}commentary json{_MESSAGE}")
+            after = lark.literal(f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}")
+            calls.append(f"({after} | {before}) {lark.json(schema)}")
         return f"{self._reasoning_grammar(lark)} {lark.one_of(calls)}"
 
     def answer_grammar(self, lark: LarkGrammar, answer: str) -> str:
         """As `ToolCallFormat.answer_grammar`."""
-        return f"{self._reasoning_grammar(lark)} {lark.text(f'{_CHANNEL}final{_MESSAGE}')} {answer}"
+        return f"{self._reasoning_grammar(lark)} {lark.literal(f'{_CHANNEL}final{_MESSAGE}')} {answer}"
 
     def _reasoning_grammar(self, lark: LarkGrammar) -> str:
-        before, after = lark.text(f"{_CHANNEL}analysis{_MESSAGE}"), lark.text(_ASSISTANT)
-        return f"({before} {lark.up_to('<|end|>')} {after})?"
+        before, after = lark.literal(f"{_CHANNEL}analysis{_MESSAGE}"), lark.literal(_ASSISTANT)
+        return f"({before} {lark.text_until('<|end|>')} {after})?"
 
 
 class _HarmonyParser:
-    """Reads headers and what follows them. Text without a header is the answer.
+    """Parses headers and bodies. Text without a header is the answer.
 
-    A part has ended when the next begins or the message ends: a marker alone may be a word in a text.
+    A part ends where the next one begins or the message ends. An end marker alone may be a word in the text.
     """
 
-    def __init__(self, family: ToolCallFormat, tools: ToolSchemas) -> None:
-        self._out: list[Delta] = []
-        self._calls = ToolCallEmitter(tools, family.new_call_id, self._out)
+    def __init__(self, tools: ToolSchemas, new_call_id: Callable[[], str]) -> None:
+        self._deltas: list[Delta] = []
+        self._calls = ToolCallEmitter(tools, new_call_id, self._deltas)
         self._unread = ""
         self._header = MarkerFinder([_MESSAGE])
         self._body = MarkerFinder(end + _START for end in _ENDS)
-        self._tell: Callable[[str], None] = self._answer
-        self._separator: dict[type, str] = {}  # between parts of the same kind
-        self._n_told = 0
+        self._emit: Callable[[str], None] = self._emit_text
+        self._separator: dict[type, str] = {}  # before the next part of the same kind
+        self._n_emitted = 0
         self._is_call = False
         self._step: Callable[[], bool] = self._first
 
@@ -85,69 +81,69 @@ class _HarmonyParser:
         self._unread += text
         while self._unread and self._step():
             pass
-        told, self._out[:] = list(self._out), []
-        return told
+        taken, self._deltas[:] = list(self._deltas), []
+        return taken
 
     def close(self) -> list[Delta]:
         """As `OutputParser.close`."""
         left, self._unread = self._unread, ""
         if self._step != self._in_header:
-            self._tell(next((left.removesuffix(end) for end in _ENDS if left.endswith(end)), left))
+            self._emit(next((left.removesuffix(end) for end in _ENDS if left.endswith(end)), left))
         self._end_body()
-        told, self._out[:] = list(self._out), []
-        return told
+        taken, self._deltas[:] = list(self._deltas), []
+        return taken
 
     def _first(self) -> bool:
-        """At the very beginning, where a model that knows no channels may begin to speak."""
+        """At the start of the message. A model without channels may start with text."""
         text = self._unread.lstrip()
-        begins = [part for part in (_CHANNEL, _MESSAGE, "to=") if part.startswith(text[: len(part)])]
-        if not begins:
+        starts = [part for part in (_CHANNEL, _MESSAGE, "to=") if part.startswith(text[: len(part)])]
+        if not starts:
             self._step = self._in_body
-        elif text.startswith(tuple(begins)):
+        elif text.startswith(tuple(starts)):
             self._step = self._in_header
-        return not begins or text.startswith(tuple(begins))
+        return not starts or text.startswith(tuple(starts))
 
     def _in_header(self) -> bool:
         header, marker, rest = self._header.split(self._unread)
-        if len(header) > _LONGEST_HEADER:
-            self._step, self._tell = self._in_body, self._answer
+        if len(header) > _MAX_HEADER_LENGTH:
+            self._step, self._emit = self._in_body, self._emit_text
             return True
         if marker is None:
             return False
-        self._unread, self._step, self._n_told = rest, self._in_body, 0
+        self._unread, self._step, self._n_emitted = rest, self._in_body, 0
         channel, recipient = _NAME_OF_CHANNEL.search(header), _RECIPIENT.search(header)
         tools = self._calls.tools
         if recipient and tools and (recipient[1] or recipient[2] in tools):
             self._calls.start(recipient[2])
-            self._tell, self._is_call = self._argue, True
+            self._emit, self._is_call = self._emit_arguments, True
         else:
-            self._tell = self._think if channel and channel[1] == "analysis" else self._answer
+            self._emit = self._emit_reasoning if channel and channel[1] == "analysis" else self._emit_text
         return True
 
     def _in_body(self) -> bool:
         text, marker, self._unread = self._body.split(self._unread)
         if text:
-            self._tell(text)
+            self._emit(text)
         if marker is not None:
             self._end_body()
             self._step = self._in_header
         return marker is not None
 
     def _end_body(self) -> None:
-        if self._is_call and not self._n_told:
+        if self._is_call and not self._n_emitted:
             self._calls.arguments("{}")
-        self._is_call, self._tell = False, self._answer
+        self._is_call, self._emit = False, self._emit_text
         self._separator = dict.fromkeys(self._separator, "\n\n")
 
-    def _argue(self, text: str) -> None:
-        self._n_told += len(text)
+    def _emit_arguments(self, text: str) -> None:
+        self._n_emitted += len(text)
         self._calls.arguments(text)
 
-    def _think(self, text: str) -> None:
-        self._out.append(ReasoningDelta(self._separator.get(ReasoningDelta, "") + text))
+    def _emit_reasoning(self, text: str) -> None:
+        self._deltas.append(ReasoningDelta(self._separator.get(ReasoningDelta, "") + text))
         self._separator[ReasoningDelta] = ""
 
-    def _answer(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
-            self._out.append(TextDelta(self._separator.get(TextDelta, "") + text))
+            self._deltas.append(TextDelta(self._separator.get(TextDelta, "") + text))
             self._separator[TextDelta] = ""

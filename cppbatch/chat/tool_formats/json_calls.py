@@ -1,37 +1,35 @@
-"""Reads calls that are JSON objects, `{"name": ..., "arguments": {...}}`, as they grow."""
+"""Tool calls that are JSON objects, `{"name": ..., "arguments": {...}}`: parsers and a grammar for several formats."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cppbatch.chat.json_text import InvalidJson, JsonValueScanner, dump_json, parse_json
-from cppbatch.chat.tool_parser import MalformedToolCall, ToolCallEmitter, ToolSchemas
-
-if TYPE_CHECKING:
-    from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolSchemas
+from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, dump_json, parse_json
 
 _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonCallParser:
-    """One call. Its name is told as soon as it is known, the arguments as their text comes.
+    """Parses one call object. Emits the name as soon as it is known, and the arguments as their text arrives.
 
-    Keys may come in any order, others are passed over, and arguments may be an object within a string.
-    `known_only`: an object whose name is none of the tools is no call.
+    Keys may come in any order, unknown keys are ignored, and the arguments may be an object inside a string.
+    `known_only`: an object with a name that is not a tool's is not a call.
     """
 
     def __init__(self, calls: ToolCallEmitter, *, known_only: bool) -> None:
         self._calls = calls
         self._known_only = known_only
         self._unread = ""
-        self._untold = ""  # what was read while the name is not known
-        self._value = ""  # what was read of a value that is wanted whole
+        self._before_name = ""  # the text that was read until the name was known
+        self._value = ""  # what was read of a value that is collected as a whole
         self._key = ""
         self._arguments: str | None = None
         self._named = self._ended = False
-        self._end = JsonValueScanner()
-        self._then: Callable[[str], None] = self._on_key
+        self._scanner = JsonValueScanner()
+        self._on_value: Callable[[str], None] = self._on_key
         self._step: Callable[[], bool] = self._open
 
     def push(self, text: str) -> str | None:
@@ -40,12 +38,12 @@ class JsonCallParser:
         try:
             while not self._ended and self._step():
                 pass
-        except ValueError:  # NotJson too
-            raise MalformedToolCall((self._value if self._named else self._untold) + self._unread) from None
+        except ValueError:  # InvalidJson too
+            raise MalformedToolCall((self._value if self._named else self._before_name) + self._unread) from None
         return self._unread if self._ended else None
 
-    def _letter(self) -> str:
-        """The next one that is no space, "" if there is none yet."""
+    def _peek(self) -> str:
+        """Skips white space. Returns the next character; "" if there is none yet."""
         text = self._unread.lstrip()
         self._take(len(self._unread) - len(text))
         return text[:1]
@@ -53,14 +51,14 @@ class JsonCallParser:
     def _take(self, n: int) -> str:
         taken, self._unread = self._unread[:n], self._unread[n:]
         if not self._named:
-            self._untold += taken
+            self._before_name += taken
         return taken
 
-    def _expect(self, letters: str) -> str:
-        letter = self._letter()
-        if letter and letter not in letters:
-            raise ValueError(letter)
-        return self._take(1) if letter else ""
+    def _expect(self, characters: str) -> str:
+        character = self._peek()
+        if character and character not in characters:
+            raise ValueError(character)
+        return self._take(1) if character else ""
 
     def _open(self) -> bool:
         if self._expect("{"):
@@ -68,49 +66,49 @@ class JsonCallParser:
         return self._step != self._open
 
     def _member(self) -> bool:
-        letter = self._letter()
-        if letter == '"':
+        character = self._peek()
+        if character == '"':
             self._collect(self._on_key)
-        elif letter == "}":
+        elif character == "}":
             self._take(1)
             self._finish()
-        elif letter:
-            raise ValueError(letter)
-        return bool(letter)
+        elif character:
+            raise ValueError(character)
+        return bool(character)
 
     def _colon(self) -> bool:
         if not self._expect(":"):
             return False
-        self._step = self._value_begins
+        self._step = self._start_value
         return True
 
-    def _value_begins(self) -> bool:
-        letter = self._letter()
-        if letter == "{" and self._named and self._arguments is None and self._key in _ARGUMENTS:
-            self._arguments, self._end, self._step = "", JsonValueScanner(), self._stream
-        elif letter:
-            wanted = {"name": self._on_name, "function": self._on_function}
-            wanted |= dict.fromkeys(_ARGUMENTS, self._on_arguments)
-            self._collect(wanted.get(self._key, lambda _: None))
-        return bool(letter)
+    def _start_value(self) -> bool:
+        character = self._peek()
+        if character == "{" and self._named and self._arguments is None and self._key in _ARGUMENTS:
+            self._arguments, self._scanner, self._step = "", JsonValueScanner(), self._stream_arguments
+        elif character:
+            handlers = {"name": self._on_name, "function": self._on_function}
+            handlers |= dict.fromkeys(_ARGUMENTS, self._on_arguments)
+            self._collect(handlers.get(self._key, lambda _: None))
+        return bool(character)
 
     def _next_member(self) -> bool:
-        letter = self._letter()
-        if letter == ",":
+        character = self._peek()
+        if character == ",":
             self._take(1)
             self._step = self._member
-        elif letter == "}":
+        elif character == "}":
             self._take(1)
             self._finish()
-        elif letter and self._arguments is not None and self._named:
-            self._ended = True  # a brace forgotten; whoever reads what is around the object may know better
-        elif letter:
-            raise ValueError(letter)
-        return bool(letter)
+        elif character and self._arguments is not None and self._named:
+            self._ended = True  # the model forgot the closing brace; the parser of the block judges the rest
+        elif character:
+            raise ValueError(character)
+        return bool(character)
 
-    def _stream(self) -> bool:
+    def _stream_arguments(self) -> bool:
         try:
-            end = self._end.push(self._unread)
+            end = self._scanner.push(self._unread)
         except InvalidJson as error:
             self._calls.arguments(self._take(error.at))
             raise
@@ -119,15 +117,15 @@ class JsonCallParser:
             self._step = self._next_member
         return end is not None
 
-    def _collect(self, then: Callable[[str], None]) -> None:
-        self._value, self._end, self._then, self._step = "", JsonValueScanner(), then, self._collecting
+    def _collect(self, on_value: Callable[[str], None]) -> None:
+        self._value, self._scanner, self._on_value, self._step = "", JsonValueScanner(), on_value, self._collecting
 
     def _collecting(self) -> bool:
-        end = self._end.push(self._unread)
+        end = self._scanner.push(self._unread)
         self._value += self._take(len(self._unread) if end is None else end)
         if end is not None:
             self._step = self._next_member
-            self._then(self._value)
+            self._on_value(self._value)
             self._value = ""
         return end is not None
 
@@ -136,7 +134,7 @@ class JsonCallParser:
 
     def _on_name(self, text: str) -> None:
         if not self._named:
-            self._name(parse_json(text))
+            self._start(parse_json(text))
 
     def _on_function(self, text: str) -> None:
         """`{"function": "name"}` or `{"function": {"name": ..., "arguments": ...}}`."""
@@ -144,9 +142,9 @@ class JsonCallParser:
         if not self._named and isinstance(value, dict):
             inner: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
             self._arguments = _object_text(dump_json(inner))
-            self._name(value.get("name"))
+            self._start(value.get("name"))
         elif not self._named:
-            self._name(value)
+            self._start(value)
 
     def _on_arguments(self, text: str) -> None:
         if self._arguments is not None:
@@ -155,7 +153,7 @@ class JsonCallParser:
         if self._named:
             self._calls.arguments(self._arguments)
 
-    def _name(self, name: Any) -> None:
+    def _start(self, name: Any) -> None:
         if not isinstance(name, str) or not name or (self._known_only and name not in self._calls.tools):
             raise ValueError(name)
         self._named = True
@@ -171,7 +169,7 @@ class JsonCallParser:
 
 
 def _object_text(text: str) -> str:
-    """Arguments as the JSON text of an object. Raises `ValueError`."""
+    """Returns the arguments as JSON text of an object. Raises `ValueError`."""
     value = parse_json(text)
     if value is None or value == "":
         return "{}"
@@ -183,15 +181,18 @@ def _object_text(text: str) -> str:
 
 
 class JsonCallsParser:
-    """Call objects one after the other, with `separators` between them, or lists of such.
+    """Parses a sequence of call objects, with `separators` in between, or a list of them.
 
-    `closing`: what ends the block. Without it, it ends with a list's end or with what is neither object nor separator.
+    `end_marker`: ends the block. Without one, the block ends after a list, or before text that is neither an object
+    nor a separator.
     """
 
-    def __init__(self, calls: ToolCallEmitter, *, known_only: bool, closing: str = "", separators: str = ",;") -> None:
+    def __init__(
+        self, calls: ToolCallEmitter, *, known_only: bool, end_marker: str = "", separators: str = ",;"
+    ) -> None:
         self._calls = calls
         self._known_only = known_only
-        self._closing = closing
+        self._end_marker = end_marker
         self._separators = separators
         self._unread = ""
         self._object: JsonCallParser | None = None
@@ -204,9 +205,9 @@ class JsonCallsParser:
         while True:
             if self._object is None:
                 self._unread = self._unread.lstrip()
-                ended = self._between()
-                if ended is not None:
-                    return ended
+                rest_of_message = self._between_objects()
+                if rest_of_message is not None:
+                    return rest_of_message
             if self._object is None or not self._unread:
                 return None
             rest = self._object.push(self._unread)
@@ -215,26 +216,26 @@ class JsonCallsParser:
                 self._object = None
 
     def close(self) -> None:
-        """What was told stays told."""
+        """As `ToolParser.close`. An incomplete call stays as it was emitted."""
 
-    def _between(self) -> str | None:
-        """Passes over what stands between objects; what is left when the block has ended."""
+    def _between_objects(self) -> str | None:
+        """Skips brackets and separators. Returns the text after the block if the block has ended."""
         while self._unread:
             text = self._unread
-            if self._closing and self._closing.startswith(text[: len(self._closing)]):
-                return text[len(self._closing) :] if text.startswith(self._closing) else None
+            if self._end_marker and self._end_marker.startswith(text[: len(self._end_marker)]):
+                return text[len(self._end_marker) :] if text.startswith(self._end_marker) else None
             if text[0] == "{":
                 self._object = JsonCallParser(self._calls, known_only=self._known_only)
                 self._n_objects += 1
                 return None
-            if text[0] == "]" and self._in_list and not self._closing:
+            if text[0] == "]" and self._in_list and not self._end_marker:
                 return text[1:]
             if text[0] == "[" and not self._n_objects and not self._in_list:
                 self._in_list = True
             elif text[0] == "]" and self._in_list:
                 self._in_list = False
             elif not (text[0] in self._separators and self._n_objects):
-                if self._n_objects and not self._closing and not self._in_list:
+                if self._n_objects and not self._end_marker and not self._in_list:
                     return text
                 raise MalformedToolCall(text)
             self._unread = text[1:].lstrip()
@@ -242,9 +243,9 @@ class JsonCallsParser:
 
 
 def json_calls_grammar(lark: LarkGrammar, tools: ToolSchemas, *, key: str = "arguments") -> str:
-    """The expression for `{"name": ..., "arguments": ...}`, a call of any of the tools."""
+    """Returns the expression of `{"name": ..., "arguments": ...}`, a call of one of the tools."""
     calls = []
     for name, schema in tools.items():
-        before = lark.text('{"name": ' + dump_json(name) + f', "{key}": ')
-        calls.append(f"{before} {lark.json(schema)} {lark.text('}')}")
+        before = lark.literal('{"name": ' + dump_json(name) + f', "{key}": ')
+        calls.append(f"{before} {lark.json(schema)} {lark.literal('}')}")
     return lark.one_of(calls)

@@ -1,17 +1,14 @@
-"""Llama 3.1 to 3.3: a bare JSON object instead of an answer."""
+"""Llama 3.1 to 3.3: a JSON object instead of an answer."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-from cppbatch.chat.json_text import dump_json, parse_json
+from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
+from cppbatch.chat.scanning import dump_json, parse_json
 from cppbatch.chat.tool_formats.json_calls import JsonCallsParser, json_calls_grammar
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
-from cppbatch.chat.tool_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
-
-if TYPE_CHECKING:
-    from cppbatch.chat.lark_grammar import LarkGrammar
 
 _TAG = "<|python_tag|>"
 _CALL = re.compile(r"\s*([\w\-]+)\.call\((.*)\)\s*", re.DOTALL)
@@ -19,10 +16,10 @@ _ARGUMENT = re.compile(r'\s*(\w+)\s*=\s*("(?:[^"\\]|\\.)*"|[^,"]+)\s*(?:,|$)', r
 
 
 class Llama3Format(ToolCallFormat):
-    """`{"name": ..., "parameters": {...}}` as the whole message, several with `;` or a new line between them.
+    """`{"name": ..., "parameters": {...}}` as the whole message; `;` or a new line separates several.
 
-    Behind `<|python_tag|>` there may be such, or a call of a built-in tool: `brave_search.call(query="...")`. JSON
-    whose name is none of the tools is text. The templates take one call a message, so no more are enforced.
+    After `<|python_tag|>` there may be the same, or a call of a built-in tool: `brave_search.call(query="...")`.
+    JSON with a name that is not a tool's is text. The templates allow one call in a message, and so does the grammar.
     """
 
     name = "llama3"
@@ -31,9 +28,9 @@ class Llama3Format(ToolCallFormat):
     start_prefixes = ("{", "[")
     parallel_calls = False
 
-    def calls(self, opening: str, calls: ToolCallEmitter) -> ToolParser:
-        """As `ToolCallFormat.calls`."""
-        return _PythonTagParser(calls) if opening == _TAG else JsonCallsParser(calls, known_only=True)
+    def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
+        """As `ToolCallFormat.tool_parser`."""
+        return _PythonTagParser(calls) if start == _TAG else JsonCallsParser(calls, known_only=True)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""
@@ -41,7 +38,7 @@ class Llama3Format(ToolCallFormat):
 
 
 class _PythonTagParser:
-    """What follows the tag, up to the end of the message."""
+    """Parses the text from `<|python_tag|>` to the end of the message."""
 
     def __init__(self, calls: ToolCallEmitter) -> None:
         self._calls = calls
@@ -59,19 +56,19 @@ class _PythonTagParser:
         return self._json.push(text)
 
     def close(self) -> None:
-        """As `ToolParser.close`: only now it is certain that the call is whole."""
+        """As `ToolParser.close`. A call of a built-in tool is complete only here."""
         if self._json:
             return
         found = _CALL.fullmatch(self._unread)
-        arguments = _keywords(found[2]) if found else None
+        arguments = _parse_keywords(found[2]) if found else None
         if not found or arguments is None or found[1] not in self._calls.tools:
             raise MalformedToolCall(self._unread)
         self._calls.start(found[1])
         self._calls.arguments(dump_json(arguments))
 
 
-def _keywords(text: str) -> dict[str, object] | None:
-    """`a="b", c=1` as an object; None if it is something else."""
+def _parse_keywords(text: str) -> dict[str, object] | None:
+    """Parses `a="b", c=1` into a dictionary. Returns None for other text."""
     arguments: dict[str, object] = {}
     at = 0
     while at < len(text.rstrip()):

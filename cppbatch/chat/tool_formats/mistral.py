@@ -1,27 +1,25 @@
-"""Mistral's models: lists of JSON (Nemo), or the name in front of its arguments (Small 3.2, Devstral, Ministral 3)."""
+"""Mistral: a JSON list (Nemo), or a name followed by its arguments (Small 3.2, Devstral, Ministral 3)."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-from cppbatch.chat.json_text import InvalidJson, JsonValueScanner, dump_json
+from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
+from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, dump_json
 from cppbatch.chat.tool_formats.json_calls import JsonCallsParser
-from cppbatch.chat.tool_formats.tool_format import ToolCallFormat, random_alphanumerics
-from cppbatch.chat.tool_parser import NAME, MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
-
-if TYPE_CHECKING:
-    from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.tool_formats.tool_format import FUNCTION_NAME, ToolCallFormat, random_alphanumerics
 
 _CALLS, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_HEAD = re.compile(rf"\s*({NAME.pattern})\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]*)\s*)?(?:\[ARGS\]\s*)?(?=\{{)")
+_JSON_ID_BEFORE, _JSON_ID_AFTER = ', "id": "', '"'
+_HEAD = re.compile(rf"\s*({FUNCTION_NAME.pattern})\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]*)\s*)?(?:\[ARGS\]\s*)?(?=\{{)")
 _ID_LENGTH = 9
 
 
 class MistralFormat(ToolCallFormat):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
 
-    Both are read. `source`: the template, which shows the form that this model writes.
+    Both forms are parsed. `source`: the chat template, which shows the form that this model writes.
     """
 
     name = "mistral"
@@ -29,15 +27,15 @@ class MistralFormat(ToolCallFormat):
     start_markers = (_CALLS,)
 
     def __init__(self, source: str) -> None:
-        self._names_first = _ARGUMENTS in source
+        self._name_first = _ARGUMENTS in source
         self._has_ids = _ID in source
 
     def new_call_id(self) -> str:
-        """Nine letters and digits: the templates refuse anything else."""
+        """As `ToolCallFormat.new_call_id`: nine letters and digits, the only form that the templates accept."""
         return random_alphanumerics(_ID_LENGTH)
 
-    def calls(self, opening: str, calls: ToolCallEmitter) -> ToolParser:
-        """As `ToolCallFormat.calls`."""
+    def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
+        """As `ToolCallFormat.tool_parser`."""
         return _MistralToolParser(calls)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
@@ -45,24 +43,21 @@ class MistralFormat(ToolCallFormat):
         id_ = lark.terminal(f"/[a-zA-Z0-9]{{{_ID_LENGTH}}}/")
         calls = []
         for name, schema in tools.items():
-            if self._names_first:
-                with_id = f"({lark.text(_ID)} {id_})?" if self._has_ids else ""
-                calls.append(f"{lark.text(_CALLS + name)} {with_id} {lark.text(_ARGUMENTS)} {lark.json(schema)}")
+            if self._name_first:
+                with_id = f"({lark.literal(_ID)} {id_})?" if self._has_ids else ""
+                calls.append(f"{lark.literal(_CALLS + name)} {with_id} {lark.literal(_ARGUMENTS)} {lark.json(schema)}")
             else:
-                before = lark.text('{"name": ' + dump_json(name) + ', "arguments": ')
-                with_id = f"({lark.text(_KEY_ID)} {id_} {lark.text(_QUOTE)})?"
-                calls.append(f"{before} {lark.json(schema)} {with_id} {lark.text('}')}")
+                before = lark.literal('{"name": ' + dump_json(name) + ', "arguments": ')
+                with_id = f"({lark.literal(_JSON_ID_BEFORE)} {id_} {lark.literal(_JSON_ID_AFTER)})?"
+                calls.append(f"{before} {lark.json(schema)} {with_id} {lark.literal('}')}")
         call = lark.rule(lark.one_of(calls))
-        if self._names_first:
+        if self._name_first:
             return lark.repeated(call, "", several=several)
-        return f"{lark.text(_CALLS + '[')} {lark.repeated(call, ', ', several=several)} {lark.text(']')}"
-
-
-_KEY_ID, _QUOTE = ', "id": "', '"'
+        return f"{lark.literal(_CALLS + '[')} {lark.repeated(call, ', ', several=several)} {lark.literal(']')}"
 
 
 class _MistralToolParser:
-    """What follows `[TOOL_CALLS]`."""
+    """Parses the text after `[TOOL_CALLS]`."""
 
     def __init__(self, calls: ToolCallEmitter) -> None:
         self._calls = calls
@@ -90,7 +85,7 @@ class _MistralToolParser:
         return None if end is None else self._unread
 
     def close(self) -> None:
-        """What was told stays told."""
+        """As `ToolParser.close`. An incomplete call stays as it was emitted."""
 
     def _begin(self) -> bool:
         text = self._unread.lstrip()
@@ -108,8 +103,8 @@ class _MistralToolParser:
 
 
 def _may_become_head(text: str) -> bool:
-    """Whether this is the beginning of a name, an id and what marks them."""
-    name = NAME.match(text)
+    """Whether the text is a prefix of a name, an id and their markers."""
+    name = FUNCTION_NAME.match(text)
     if name is None:
         return not text
     rest = text[name.end() :].lstrip()

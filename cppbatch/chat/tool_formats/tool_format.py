@@ -1,63 +1,69 @@
-"""What there is to know about how models of one family call tools."""
+"""The interface of a tool-call format."""
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
-from typing import TYPE_CHECKING
 
-from cppbatch.chat.output_parser import OutputParser, TaggedOutputParser
+from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.output_parser import OutputParser, TaggedOutputParser, ToolCallEmitter, ToolParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
-from cppbatch.chat.tool_parser import ToolCallEmitter, ToolParser, ToolSchemas
 
-if TYPE_CHECKING:
-    from cppbatch.chat.lark_grammar import LarkGrammar
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
+"""A function's name in formats where nothing else marks its end."""
 
-_LETTERS = string.ascii_letters + string.digits
-MAX_TOOL_CALLS = 8
-"""In one message, where calls are required."""
+_ALPHANUMERICS = string.ascii_letters + string.digits
 
 
 class ToolCallFormat:
-    """Models that call tools in the same way."""
+    """How a family of models writes tool calls."""
 
     name: str
     markers: tuple[str, ...] = ()
-    """Strings with a meaning in its calls, which may be control tokens: they must be seen."""
+    """Strings that delimit calls. They may be control tokens, which must then appear in the text."""
     start_markers: tuple[str, ...] = ()
-    """With which calls begin, anywhere in the text."""
+    """Strings that start a call anywhere in the text."""
     start_prefixes: tuple[str, ...] = ()
-    """With which calls may begin as the first letters of a message."""
+    """Strings that start a call only at the beginning of a message."""
     template_has_tools: bool = True
-    """The template takes tools, past calls and their results."""
+    """The template renders tools, earlier calls and their results."""
     parses_reasoning: bool = False
-    """Its thoughts are part of its own syntax, not text between tags."""
+    """Reasoning is part of the format itself, not text between tags."""
     parallel_calls: bool = True
-    """A message may have more than one."""
+    """A message may contain several calls."""
 
     def new_call_id(self) -> str:
-        """An id for a call, as its template wants ids."""
+        """Returns an id for a call in the form that the template accepts."""
         return "call_" + random_alphanumerics(24)
 
-    def reader(
-        self, prompt: str, tools: ToolSchemas, thinking: ReasoningTags | None, thought: ReasoningState
+    def output_parser(
+        self, prompt: str, tools: ToolSchemas, tags: ReasoningTags | None, state: ReasoningState
     ) -> OutputParser:
-        """For one completion of this prompt."""
-        return TaggedOutputParser(self, tools, thinking=thinking, thought=thought)
+        """Returns a parser of one completion of this prompt."""
+        return TaggedOutputParser(
+            tools,
+            start_markers=self.start_markers,
+            start_prefixes=self.start_prefixes,
+            make_tool_parser=self.tool_parser,
+            new_call_id=self.new_call_id,
+            tags=tags,
+            state=state,
+        )
 
-    def calls(self, opening: str, calls: ToolCallEmitter) -> ToolParser:
-        """Reads what follows an opening; a lead is the first that it reads."""
+    def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
+        """Returns a parser of the text after a start marker, or of the text from a start prefix on."""
         raise NotImplementedError
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """The expression of a grammar for one call of these tools, or for up to `MAX_TOOL_CALLS`."""
+        """Returns the grammar expression of one call, or with `several` of up to `MAX_TOOL_CALLS`."""
         raise NotImplementedError
 
     def answer_grammar(self, lark: LarkGrammar, answer: str) -> str:
-        """The expression for an answer whose text matches the expression `answer`."""
+        """Returns the grammar expression of a message whose text matches the expression `answer`."""
         return answer
 
 
 def random_alphanumerics(n: int) -> str:
-    """Letters and digits."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(n))
+    """Returns `n` random letters and digits."""
+    return "".join(secrets.choice(_ALPHANUMERICS) for _ in range(n))
