@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.llama import Context, Model
-from cppbatch.llama.quantize import requantize
+from cppbatch.llama.model import requantize
 from cppbatch.models.find import models_folder
 from cppbatch.models.pull import pull_default
 from tests import tiny_models

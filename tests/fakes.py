@@ -130,7 +130,7 @@ class FakeContext:
         self.steps: list[dict[int, int]] = []
         self.fail_at: dict[int, LlamaError] = {}
         self.fail_restore = False
-        self.candidates = None
+        self.backend_sampling = None
         self.closed = False
         self._moods: list[int] = []
 

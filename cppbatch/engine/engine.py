@@ -30,7 +30,7 @@ from cppbatch.engine.request import (
     TokenPiece,
 )
 from cppbatch.engine.runtime import Runtime, load_runtime
-from cppbatch.engine.sampling import SamplerOutput, StepSampler
+from cppbatch.engine.sampling import Sampler, SamplerOutput
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.trace import Trace
@@ -86,7 +86,7 @@ class BatchInferenceEngine(Calls):
             n_parallel=config.n_parallel,
             target_step_s=target,
         )
-        self._sampler = Pooler(context) if self.info.pooling else StepSampler(self._vocab, context)
+        self._sampler = Pooler(context) if self.info.pooling else Sampler(self._vocab, context)
         self.metrics = Metrics(self._trace)
         self.outputs = OutputProcessor(self._vocab, self.metrics)
         """What the steps produced: another thread may take it and make events of it (`StepLoop`)."""

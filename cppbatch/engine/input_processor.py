@@ -72,7 +72,7 @@ class InputProcessor:
 
     def is_quick(self, request: GenerationRequest) -> bool:
         """Whether preparing it takes a few milliseconds: a short text, and no grammar that is yet to be compiled."""
-        return not is_long(request.prompt) and self._grammars.knows(request.params)
+        return not is_long(request.prompt) and self._grammars.is_compiled(request.params)
 
     def close(self) -> None:
         """Ends what it has started."""

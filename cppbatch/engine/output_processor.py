@@ -98,7 +98,7 @@ class OutputProcessor:
         if sequence.constraint is None:
             return None
         for token in sequence.constraint.forced()[:_MAX_FORCED]:  # the others follow in the next step
-            if self._ends_text(sequence, token) or token in sequence.sampling.never:
+            if self._ends_text(sequence, token) or token in sequence.sampling.banned_ids:
                 return None  # the next row decides about this token
             self.n_forced_tokens += 1
             if reason := self._append(sequence, token):
@@ -162,7 +162,7 @@ class OutputProcessor:
             self._echo_prompt(output)
         while output.n_detokenized < len(output.tokens):
             token, logprob = output.tokens[output.n_detokenized], output.logprobs.get(output.n_detokenized)
-            is_seen = not sequence.params.skip_special_tokens or token in sequence.sampling.visible
+            is_seen = not sequence.params.skip_special_tokens or token in sequence.sampling.visible_ids
             piece = self._vocab.piece(token, special=is_seen)
             output.n_detokenized += 1  # before the text changes: an interrupted call never repeats text
             if logprob:

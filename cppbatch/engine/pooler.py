@@ -1,4 +1,4 @@
-"""From a computed step to vectors: what `StepSampler` is for text."""
+"""From a computed step to vectors: what `Sampler` is for text."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from cppbatch.llama import (
     Batch,
     Context,
     Model,
-    find_candidates_on_device,
     probe_prefix_sharing,
 )
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
@@ -36,7 +35,7 @@ class Computation(Memory, Protocol):
 
     n_batch: int
     n_ubatch: int
-    candidates: BackendSampling | None
+    backend_sampling: BackendSampling | None
 
     def use_adapters(self, adapters: AdapterSet) -> None: ...
     def decode(self, batch: Batch) -> None: ...
@@ -71,9 +70,9 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
 
 
 def load_model(
-    config: EngineConfig, progress: Callable[[float], bool] | None = None, *, simulated: bool = False
+    config: EngineConfig, progress: Callable[[float], bool] | None = None, *, no_alloc: bool = False
 ) -> Model:
-    """The model of an engine, without its adapters; `progress` and `simulated` as in `Model`.
+    """The model of an engine, without its adapters; `progress` and `no_alloc` as in `Model`.
 
     A build whose fast CPU path crashes is found out first, in a child process, and used without that path.
     Raises `ModelError` or `LibraryError`.
@@ -84,7 +83,7 @@ def load_model(
         device=config.device,
         use_extra_bufts=config.use_extra_bufts and safe_use_extra_bufts(),
         progress=progress,
-        simulated=simulated,
+        no_alloc=no_alloc,
     )
 
 
@@ -100,8 +99,8 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
     on_gpu = _on_gpu(config)
     sharing = probe_prefix_sharing(context) if config.prefix_cache else "none"
     if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
-        found = find_candidates_on_device(context)
-        if not found and config.sampling == "backend":
+        is_enabled = context.enable_backend_sampling()
+        if not is_enabled and config.sampling == "backend":
             raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
     return Runtime(context, model.vocab, _info(model, context, config), sharing, close, share)
@@ -189,7 +188,7 @@ def _info(model: Model, context: Context, config: EngineConfig, pooling: Pooling
         n_vocab=model.vocab.n_tokens,
         n_ctx=context.n_ctx,
         kv_layout="unified" if context.kv_unified else "per-sequence",
-        sampling="backend" if context.candidates else "host",
+        sampling="backend" if context.backend_sampling else "host",
         n_ctx_train=model.n_ctx_train,
         max_sequence=min(context.n_batch if pooling else context.n_ctx_seq, model.n_ctx_train),
         bos=model.vocab.text(model.vocab.bos),

@@ -5,7 +5,7 @@ raise `cppbatch.errors.OutOfRange`.
 """
 
 from cppbatch.llama.backend import Backend, Device
-from cppbatch.llama.backend_sampling import BackendSampling, find_candidates_on_device
+from cppbatch.llama.backend_sampling import BackendSampling
 from cppbatch.llama.context import Context, SequenceState
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.model import Model
@@ -24,6 +24,5 @@ __all__ = [
     "SamplerChain",
     "SequenceState",
     "Vocab",
-    "find_candidates_on_device",
     "probe_prefix_sharing",
 ]

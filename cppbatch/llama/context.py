@@ -1,4 +1,4 @@
-"""A llama.cpp context: the KV memory of many sequences and the computation over it."""
+"""A llama.cpp context: the KV cache of many sequences, and decoding."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy.typing as npt
 from cppbatch.config import Pooling
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.backend_sampling import BackendSampling
+from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
 from cppbatch.llama.library import C
 from cppbatch.llama.llama_batch import Batch
-from cppbatch.llama.lora import native_set
+from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _POOLING: dict[Pooling, int] = {"mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
 _CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
-_DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory or no room in the cache"}
+_DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory, or no free cells"}
 
 
 @dataclass(frozen=True)
 class SequenceState:
-    """The memory of one sequence, copied to host memory by `Context.save_sequence`."""
+    """The keys and values of one sequence, copied to host memory by `Context.save_sequence`."""
 
     data: npt.NDArray[np.uint8]
     n_tokens: int
@@ -35,15 +35,15 @@ class SequenceState:
 
     @property
     def n_bytes(self) -> int:
-        """Host memory it takes."""
+        """Size in host memory."""
         return self.data.nbytes
 
 
 class Context:
-    """A context over a model. A context manager; not thread-safe: one thread drives it.
+    """A context of a model. A context manager; not thread-safe: only one thread may use it.
 
-    `n_ctx`: KV cells in all. `kv_unified`: one pool for all sequences, else n_ctx / n_seq_max cells each.
-    llama.cpp may round sizes up, so read the actual ones from the attributes.
+    `n_ctx`: total KV cells. `kv_unified`: one pool for all sequences, else n_ctx / n_seq_max cells for each.
+    llama.cpp may round sizes up: the attributes contain the actual ones.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class Context:
     ) -> None:
         """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context.
 
-        `pooling`: it gives a vector for each sequence, in place of logits. Pooling, and attention that looks ahead,
-        need each sequence whole in one ubatch: so that is as large as the batch, and the layout is unified.
+        `pooling`: a decode computes one vector for each sequence instead of logits. Pooling and non-causal attention
+        need the whole sequence in one ubatch, so `n_ubatch` becomes `n_batch` and the layout unified.
         """
         self._handle: Any = None
         if pooling:
             n_ubatch, kv_unified = n_batch, True
         _check_sizes(n_seq_max, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
-        most_ids = C.llama_max_parallel_sequences()
+        max_ids = C.llama_max_parallel_sequences()
         params = C.llama_context_default_params()
         all_cells = not pooling and not model.is_recurrent and not model.n_swa
-        has_shelf = kv_unified and all_cells and n_seq_max < most_ids
+        has_extra_ids = kv_unified and all_cells and n_seq_max < max_ids
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
         if pooling:
             params.embeddings, params.pooling_type = True, _POOLING[pooling]
-        params.n_seq_max = n_seq_max + has_shelf
-        # It asserts that there is room for a row of logits for each of them; 0: for each token of a batch.
+        params.n_seq_max = n_seq_max + has_extra_ids
+        # llama.cpp asserts that the output buffer holds a row for each seq_id; 0: a row for each token of a batch.
         params.n_outputs_max = params.n_seq_max if params.n_seq_max > n_batch else 0
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
@@ -94,7 +94,8 @@ class Context:
             )
         model.adopt(self)
         self.model = model  # also keeps the model alive
-        self._n_positions = min(C.llama_n_ctx_seq(self._handle), model.n_ctx_train)  # some have a table of that length
+        # Some models have a table of n_ctx_train positions.
+        self._n_positions = min(C.llama_n_ctx_seq(self._handle), model.n_ctx_train)
         self.kv_unified = kv_unified
         self.is_pooled = pooling is not None
         self._flash_attn = flash_attn
@@ -104,12 +105,12 @@ class Context:
         self.n_batch: int = C.llama_n_batch(self._handle)
         self.n_ubatch: int = C.llama_n_ubatch(self._handle)
         self.n_seq_max = n_seq_max
-        """seq_ids that a batch may have."""
-        self.n_seq_ids: int = most_ids - 1 if has_shelf else n_seq_max
-        """seq_ids that can hold cells: where these are all there is to a sequence, more than a batch may have."""
-        self.candidates: BackendSampling | None = None
-        """The likeliest tokens, found on the device, if `use_device_candidates` was called."""
-        self._memory = C.llama_get_memory(self._handle)  # None for BERT and the like, as its functions allow
+        """seq_ids that may be in a batch: 0 to n_seq_max - 1."""
+        self.n_seq_ids: int = max_ids - 1 if has_extra_ids else n_seq_max
+        """seq_ids that can hold cells: above `n_seq_max` in the unified layout, unless the model has other memory."""
+        self.backend_sampling: BackendSampling | None = None
+        """Top-k on the device, once `enable_backend_sampling` has returned True."""
+        self._memory = C.llama_get_memory(self._handle)  # None for BERT; llama.cpp's functions accept it
         self._n_embd = model.n_scores if pooling == "rank" else model.n_embd if pooling else 0
         self._adapters: tuple[tuple[int, float], ...] = ()
         self._n_vocab: int = model.vocab.n_tokens
@@ -128,10 +129,10 @@ class Context:
         return self._handle
 
     def use_adapters(self, adapters: tuple[tuple[int, float], ...]) -> None:
-        """From the next decode on, these LoRA adapters of the model (by place, with a scale) and no others are at work.
+        """Applies exactly these LoRA adapters, (index in `Model.adapters`, scale), from the next decode on.
 
-        Another set than before makes llama.cpp plan its graph anew in that decode; the same one costs nothing. Raises
-        `OutOfRange` for an adapter that there is none of.
+        A change makes llama.cpp rebuild its graph in that decode; the same set costs nothing. Raises `OutOfRange` for
+        an index out of range.
         """
         if adapters == self._adapters:
             return
@@ -139,14 +140,15 @@ class Context:
         for i, _ in adapters:
             if not 0 <= i < len(known):
                 raise OutOfRange(f"adapter {i} was asked for; the model has {len(known)}")
-        C.llama_set_adapters_lora(self.handle, *native_set([known[i] for i, _ in adapters], [s for _, s in adapters]))
+        handles, scales = [known[i] for i, _ in adapters], [scale for _, scale in adapters]
+        C.llama_set_adapters_lora(self.handle, *adapter_arguments(handles, scales))
         self._adapters = adapters
 
     def decode(self, batch: Batch) -> None:
-        """Computes the batch, and returns when the device is done; other Python threads run meanwhile.
+        """Computes the batch and waits for the device, without the GIL.
 
-        Raises `OutOfRange` before C sees a bad batch, `CacheFull` when the cells do not suffice (nothing changed),
-        `DecodeFailed` otherwise.
+        Raises `OutOfRange` for a bad batch, before it reaches C; `CacheFull` when too few cells are free (nothing has
+        changed then); `DecodeFailed` for any other error.
         """
         self._check(batch)
         self._n_outputs = 0
@@ -161,8 +163,8 @@ class Context:
 
     def _check(self, batch: Batch) -> None:
         n = batch.n_tokens
-        if self.model.is_simulated:
-            raise OutOfRange(f"{self.model.path.name} is simulated: there are no weights to compute with")
+        if self.model.no_alloc:
+            raise OutOfRange(f"{self.model.path.name} was loaded with no_alloc: there are no weights to compute with")
         if not 1 <= n <= self.n_batch:
             raise OutOfRange(f"a batch has {n} tokens; it must have 1 to {self.n_batch}")
         limits = ((batch.tokens, self._n_vocab, "token id"), (batch.seq_ids, self.n_seq_max, "seq_id"))
@@ -172,10 +174,10 @@ class Context:
                 raise OutOfRange(f"a batch has {name} {low if low < 0 else high}; the limit is {limit - 1}")
 
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
-        """The logits of the last decode, float32[n_outputs, n_vocab], in the batch's order.
+        """The logits of the last decode, float32[n_outputs, n_vocab], in batch order.
 
-        `n_outputs` is the batch's. A view of llama.cpp's own buffer, writable: valid until the next decode. Raises
-        `OutOfRange` for more rows than that decode gave.
+        `n_outputs`: the batch's. The array is a writable view of llama.cpp's buffer, valid until the next decode.
+        Raises `OutOfRange` for more rows than that decode computed.
         """
         handle = self.handle
         if not 0 < n_outputs <= self._n_outputs:
@@ -190,70 +192,79 @@ class Context:
         return self._logits
 
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
-        """The vector of a sequence of the last decode, float32[n_embd], or a reranker's scores; a copy."""
+        """A copy of the vector of a sequence of the last decode, float32[n_embd] (a reranker: float32[n_scores])."""
         vector = C.llama_get_embeddings_seq(self.handle, self._native(seq_id))
         if not vector or not self._n_embd:
             raise LlamaError(f"the last decode gave no vector for sequence {seq_id}")
         row: npt.NDArray[np.float32] = np.ctypeslib.as_array(vector, (self._n_embd,)).copy()
         return row
 
-    def use_device_candidates(self, n: int) -> BackendSampling:
-        """From the next decode on, rows are the `n` likeliest tokens, not logits; see `BackendSampling`."""
-        self.candidates = BackendSampling(self, n)
-        for seq_id in range(self.n_seq_max):
-            self.candidates.use(seq_id, wanted=True)
-        return self.candidates
+    def enable_backend_sampling(self, n: int | None = None) -> bool:
+        """From the next decode on, rows are their `n` largest logits, computed on the device: `self.backend_sampling`.
 
-    def drop_device_candidates(self) -> None:
-        """From the next decode on, rows are logits again."""
-        if self.candidates:
+        `n`: None for 128, or the whole vocabulary if it is smaller. Decodes one token to find out whether the device
+        supports it; where it does not, rows stay logits and the result is False. The context must be empty.
+        """
+        self.backend_sampling = backend = BackendSampling(self, n or min(MAX_CANDIDATES, self._n_vocab))
+        batch = Batch(1)
+        batch.add_run(np.zeros(1, np.int32), 0, 0, n_logits=1)
+        try:
             for seq_id in range(self.n_seq_max):
-                self.candidates.use(seq_id, wanted=False)
-            self.candidates.close()
-            self.candidates = None
+                backend.set_enabled(seq_id, True)
+            self.decode(batch)
+            backend.candidates([0], 1)
+        except LlamaError:
+            for seq_id in range(self.n_seq_max):
+                backend.set_enabled(seq_id, False)
+            backend.close()
+            self.backend_sampling = None
+            return False
+        finally:
+            self.remove(0)
+        return True
 
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
-        """Removes a sequence's positions [start, stop) (-1: to its end).
+        """Removes the positions [start, stop) of a sequence; `stop` -1: up to its end.
 
-        Returns False when that part cannot be removed: of a recurrent model's state, or where a sliding window may have
-        dropped what comes before it. Removing everything always works.
+        Returns False if the memory does not allow it: part of a recurrent state, or part of a sequence whose earlier
+        cells a sliding window may have dropped. Removing a whole sequence always works.
         """
         native = self._native(seq_id)
         if (self.model.is_recurrent or self.model.n_swa) and not self._is_whole(seq_id, start, stop):
-            return start > self.last_position(seq_id)  # C would say yes
-        return bool(C.llama_memory_seq_rm(self._memory_of(), native, start, stop))
+            return start > self.last_position(seq_id)  # llama.cpp would return True
+        return bool(C.llama_memory_seq_rm(self._open_memory(), native, start, stop))
 
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
-        """Lets `target` share the positions [start, stop) of `source`; no data is copied in the unified layout.
+        """Makes `target` share the positions [start, stop) of `source`.
 
-        In the per-sequence layout the data is copied; there, and for recurrent models, only whole sequences can be.
-        Raises `OutOfRange` for a part of one.
+        Unified layout: the same cells, nothing is copied. Per-sequence layout: the data is copied. There, and for
+        recurrent models, only whole sequences can be copied: raises `OutOfRange` for a part.
         """
         native = self._native(source), self._native(target)
         if (self.model.is_recurrent or not self.kv_unified) and (start > 0 or stop >= 0):
             raise OutOfRange(f"positions {start} to {stop} were asked for; here only whole sequences can be copied")
-        C.llama_memory_seq_cp(self._memory_of(), *native, start, stop)
+        C.llama_memory_seq_cp(self._open_memory(), *native, start, stop)
 
     def clear(self) -> None:
-        """Empties every sequence."""
-        C.llama_memory_clear(self._memory_of(), False)
+        """Removes all sequences."""
+        C.llama_memory_clear(self._open_memory(), False)
 
     def last_position(self, seq_id: int) -> int:
-        """The highest position that a sequence holds, -1 when it is empty."""
-        return int(C.llama_memory_seq_pos_max(self._memory_of(), self._native(seq_id)))
+        """The highest position of a sequence in the cache, -1 if it has none."""
+        return int(C.llama_memory_seq_pos_max(self._open_memory(), self._native(seq_id)))
 
     def save_sequence(self, seq_id: int) -> SequenceState:
-        """Copies a sequence's memory to host memory; the sequence stays as it is."""
+        """Copies a sequence's keys and values to host memory; the sequence does not change."""
         n_tokens = self.last_position(seq_id) + 1
         native = self._native(seq_id)
         if seq_id < self.n_seq_max:
             return SequenceState(self._state_data(native), n_tokens, self._state_key)
-        lent, memory = self.n_seq_max, self._memory_of()
+        spare, memory = self.n_seq_max, self._open_memory()
         try:
-            C.llama_memory_seq_cp(memory, native, lent, 0, -1)
-            return SequenceState(self._state_data(lent), n_tokens, self._state_key)
+            C.llama_memory_seq_cp(memory, native, spare, 0, -1)
+            return SequenceState(self._state_data(spare), n_tokens, self._state_key)
         finally:
-            C.llama_memory_seq_rm(memory, lent, 0, -1)
+            C.llama_memory_seq_rm(memory, spare, 0, -1)
 
     def _state_data(self, native: int) -> npt.NDArray[np.uint8]:
         data = np.empty(C.llama_state_seq_get_size(self.handle, native), np.uint8)
@@ -263,10 +274,10 @@ class Context:
         return data[:written]
 
     def restore_sequence(self, seq_id: int, state: SequenceState) -> None:
-        """Puts a saved memory into a sequence (any seq_id), replacing what it held.
+        """Replaces the contents of a sequence (any seq_id) by a saved state.
 
-        Raises `OutOfRange` for a state of another model or kind of cache; `LlamaError` when the cells do not suffice,
-        and then the sequence is empty.
+        Raises `OutOfRange` for a state of another model or kind of cache; `LlamaError` when too few cells are free (the
+        sequence is empty then).
         """
         native = self._native(seq_id)
         if state.context_key != self._state_key:
@@ -276,7 +287,7 @@ class Context:
             return
         read = C.llama_state_seq_set_data(self.handle, _bytes_pointer(state.data), state.data.size, native)
         if read == 0:
-            raise LlamaError(f"no room to restore {state.n_tokens} tokens into sequence {seq_id}")
+            raise LlamaError(f"no free cells to restore {state.n_tokens} tokens into sequence {seq_id}")
 
     @property
     def _state_key(self) -> tuple[object, ...]:
@@ -286,22 +297,26 @@ class Context:
         return start <= 0 and not 0 <= stop <= self.last_position(seq_id)
 
     def _native(self, seq_id: int) -> int:
-        """llama.cpp's seq_id: it saves only those that a batch could have, so one of these is set aside for others."""
+        """llama.cpp's seq_id. Its seq_id n_seq_max is reserved, so from there on ours are lower by one.
+
+        llama.cpp saves the state only of seq_ids that may be in a batch; `save_sequence` uses the reserved one for
+        the others.
+        """
         if not 0 <= seq_id < self.n_seq_ids:
             raise OutOfRange(f"seq_id is {seq_id}; it must be 0 to {self.n_seq_ids - 1}")
         return seq_id if seq_id < self.n_seq_max else seq_id + 1
 
-    def _memory_of(self) -> Any:
-        self.handle  # noqa: B018  a closed context must raise, not use freed memory
+    def _open_memory(self) -> Any:
+        self.handle  # noqa: B018  raises if the context is closed: its memory is freed
         return self._memory
 
     def close(self) -> None:
-        """Frees the context. Closing again does nothing."""
+        """Frees the context. A second call does nothing."""
         if self._handle is not None:
             C.llama_free(self._handle)
             self._handle = self._memory = None
-            if self.candidates:
-                self.candidates.close()
+            if self.backend_sampling:
+                self.backend_sampling.close()
             self._logits = np.empty((0, self._n_vocab), np.float32)
 
     def __enter__(self) -> Context:

@@ -1,37 +1,36 @@
-"""LoRA adapters: small matrices that are added to a model's own, each with a scale, while a context computes."""
+"""LoRA adapters: small matrices that are added to a model's own, each with a scale."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cppbatch.errors import ModelError
-from cppbatch.llama.adapter_file import check_adapter
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C
 
-if TYPE_CHECKING:
-    from cppbatch.llama.model import Model
+_EMBEDDING = "token_embd.weight"
+_UNSUPPORTED_TYPES = ("I8", "I16", "I32", "I64", "F64")  # llama.cpp cannot multiply matrices of these types
 
 
-def load_adapter(model: Model, path: Path) -> Any:
-    """llama.cpp's pointer to an adapter for this model, which frees it with itself.
+def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int) -> Any:
+    """Loads an adapter for a model and returns llama.cpp's pointer, which is freed with the model.
 
-    Raises `ModelError`, with llama.cpp's own reason where it has one: for a file that is missing or no adapter, one for
-    another architecture or base model, and aLoRA adapters.
+    `n_experts`: experts of each layer of the model, 0 if it has none. Raises `ModelError`, with llama.cpp's reason
+    where it logs one: for a file that is missing or not an adapter, for an adapter of another architecture or base
+    model, and for aLoRA adapters.
     """
     if not path.is_file():
         raise ModelError(f"there is no adapter file at {path} (--lora)")
-    metadata = model.metadata
-    n_experts = metadata.get(f"{metadata.get('general.architecture')}.expert_count", "0")
-    check_adapter(path, model.path, int(n_experts))
+    check_adapter(path, model_path, n_experts)
     with Backend.get().errors() as lines:
-        handle = C.llama_adapter_lora_init(model.handle, os.fsencode(path))
+        handle = C.llama_adapter_lora_init(model_handle, os.fsencode(path))
     if not handle:
         reason = lines[-1].split("failed to apply lora adapter: ")[-1] if lines else "llama.cpp gives no reason"
-        raise ModelError(f"{path} cannot be used as an adapter of {model.path.name}: {reason}")
+        raise ModelError(f"{path} cannot be used as an adapter of {model_path.name}: {reason}")
     if C.llama_adapter_get_alora_n_invocation_tokens(handle):
         C.llama_adapter_lora_free(handle)
         raise ModelError(
@@ -41,7 +40,60 @@ def load_adapter(model: Model, path: Path) -> Any:
     return handle
 
 
-def native_set(handles: list[Any], scales: list[float]) -> tuple[Any, int, Any]:
+def check_adapter(path: Path, model_path: Path, n_experts: int) -> None:
+    """Raises `ModelError` for an adapter file that would abort the process while it is loaded or used.
+
+    llama.cpp itself checks only the rest. `n_experts` as in `load_adapter`.
+    """
+    reader = _read(path)
+    _check_metadata(path, reader)
+    shapes: dict[str, list[int]] = {tensor.name: [int(n) for n in tensor.shape] for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        name, shape = tensor.name, shapes[tensor.name]
+        if not name.endswith((".lora_a", ".lora_b")):
+            continue
+        if tensor.tensor_type.name in _UNSUPPORTED_TYPES:
+            raise ModelError(f"{path}: {name} is of type {tensor.tensor_type.name}; it must be of floats or quantised")
+        n_experts_here = shape.pop() if "_exps." in name and len(shape) == 3 else 0
+        if len(shape) != 2 or min(shape) < 1 or n_experts_here not in (0, n_experts):
+            raise ModelError(f"{path}: {name} has the shape {shape}, which fits no matrix of this model")
+    if (a := shapes.get(f"{_EMBEDDING}.lora_a")) and (b := shapes.get(f"{_EMBEDDING}.lora_b")):
+        if a[0] != b[0]:
+            raise ModelError(f"{path}: the ranks of {_EMBEDDING}.lora_a and lora_b are {a[0]} and {b[0]}; one is wrong")
+        if not any(tensor.name == "output.weight" for tensor in _read(model_path).tensors):
+            raise ModelError(
+                f"{path} changes {_EMBEDDING}, which this model uses for its output too, and llama.cpp cannot compute "
+                "that. Train an adapter without it"
+            )
+
+
+def _read(path: Path) -> Any:
+    import gguf
+
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError) as error:  # GGUFReader's errors for truncated or damaged files
+        raise ModelError(f"{path} is no GGUF file, or damaged, or cut off: {error}") from error
+
+
+def _check_metadata(path: Path, reader: Any) -> None:
+    """Checks the types of the metadata that llama.cpp reads without checking them."""
+    for key, kind in {
+        "general.type": "STRING",
+        "general.architecture": "STRING",
+        "adapter.type": "STRING",
+        "adapter.lora.alpha": "FLOAT32",
+    }.items():
+        field = reader.get_field(key)
+        if field is None:
+            continue
+        if field.types[0].name != kind:
+            raise ModelError(f"{path}: {key} is of type {field.types[0].name}; it must be {kind}")
+        if kind == "FLOAT32" and not math.isfinite(field.contents()):
+            raise ModelError(f"{path}: {key} is {field.contents()}; it must be a finite number")
+
+
+def adapter_arguments(handles: list[Any], scales: list[float]) -> tuple[Any, int, Any]:
     """The arguments of `llama_set_adapters_lora` after the context."""
     n = len(handles)
     if n == 0:

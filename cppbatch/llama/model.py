@@ -1,35 +1,38 @@
-"""A GGUF model in memory."""
+"""A loaded GGUF model, and rewriting a model file in another type of weights."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import weakref
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 from cppbatch.config import Pooling
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata, has_tensor
-from cppbatch.llama.library import C
+from cppbatch.llama.library import C, ggml
 from cppbatch.llama.lora import load_adapter
-from cppbatch.llama.simulation import simulate
 from cppbatch.llama.vocab import Vocab
 
-if TYPE_CHECKING:
-    from cppbatch.llama.context import Context
-
 Progress = Callable[[float], bool]
+WeightType = Literal["F32", "F16", "Q4_0", "Q4_1", "Q8_0"]
 
 _POOLING: dict[str, Pooling] = {"1": "mean", "2": "cls", "3": "last", "4": "rank"}  # llama_pooling_type in metadata
+_FILE_TYPES: dict[WeightType, int] = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}  # llama_ftype
+
+
+class _Closeable(Protocol):
+    def close(self) -> None: ...
 
 
 def _check_device(device: int) -> None:
-    """llama.cpp would take the CPU without a word."""
+    """Raises `ModelError` if there is no GPU of this number: llama.cpp would use the CPU without a warning."""
     gpus = [gpu.name for gpu in Backend.get().devices() if "GPU" in gpu.kind]
     if device >= len(gpus):
         raise ModelError(f"there is no GPU {device}: llama.cpp sees {', '.join(gpus) or 'none'} here (--devices)")
@@ -46,34 +49,35 @@ class Model:
         device: int | None = None,
         use_extra_bufts: bool = True,
         progress: Progress | None = None,
-        simulated: bool = False,
+        no_alloc: bool = False,
     ) -> None:
         """Loads `path`.
 
-        `n_gpu_layers`: layers kept on the GPU, -1 for all. `device`: the one GPU to use, None for all.
-        `use_extra_bufts`: let llama.cpp repack weights for this CPU. `progress` is called with 0.0 to 1.0 while
+        `n_gpu_layers`: layers on the GPU, -1 for all. `device`: the number of the one GPU to use, None for all.
+        `use_extra_bufts`: llama.cpp may repack weights for this CPU. `progress` is called with 0.0 to 1.0 while
         loading; loading stops when it returns False.
-        `simulated`: no weights are loaded, and contexts get no cells and nothing to compute in (only recurrent states
-        are real), but llama.cpp logs what each would take: `cppbatch.llama.simulation`.
-        Raises `ModelError` with llama.cpp's own reason when the file cannot be loaded.
+        `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but allocates only
+        recurrent states; nothing can be decoded. (Its function for these sizes, `llama_get_memory_breakdown`, returns
+        a C++ map, which ctypes cannot read.)
+        Raises `ModelError` with llama.cpp's reason when the file cannot be loaded.
         """
         self.path = Path(path)
         self._handle: Any = None
         self.adapters: list[Any] = []
-        """llama.cpp's pointers to its LoRA adapters; `Context.use_adapters` names them by their place here."""
-        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+        """llama.cpp's pointers to the LoRA adapters; `Context.use_adapters` takes indices into this list."""
+        self._contexts: weakref.WeakSet[_Closeable] = weakref.WeakSet()
         if not self.path.is_file():
             raise ModelError(f"there is no model file at {self.path}")
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = use_extra_bufts
-        self.is_simulated = simulated
-        if simulated:
-            simulate(params)
+        self.no_alloc = no_alloc
+        if no_alloc:
+            _set_no_alloc(params)
         if device is not None:
             _check_device(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
-        with Backend.get().errors():  # of a file that is none: loading it says the same
+        with Backend.get().errors():  # captured and dropped: loading logs them again
             check_metadata(self.path)
         reporter = _Reporter(progress)
         params.progress_callback = reporter.callback
@@ -95,24 +99,25 @@ class Model:
         return self._handle
 
     def add_adapter(self, path: str | Path) -> None:
-        """Loads a LoRA adapter, before any context is made: that leaves room for it in its graph.
+        """Loads a LoRA adapter. Must be called before a context is made, which reserves space for it in its graph.
 
-        Raises `ModelError`, with llama.cpp's own reason where it has one.
+        Raises `ModelError`, with llama.cpp's reason where it logs one.
         """
-        self.adapters.append(load_adapter(self, Path(path)))
+        n_experts = int(self._architecture_metadata("expert_count") or 0)
+        self.adapters.append(load_adapter(Path(path), self.handle, self.path, n_experts))
 
-    def adopt(self, context: Context) -> None:
-        """Notes a context that must be freed before this model is."""
+    def adopt(self, context: _Closeable) -> None:
+        """Registers a context, to be closed before the model is freed."""
         self._contexts.add(context)
 
     @cached_property
     def vocab(self) -> Vocab:
-        """The vocabulary. Raises `ModelError` when the file has no tokenizer."""
+        """The vocabulary. Raises `ModelError` when the file contains no tokenizer."""
         return Vocab(C.llama_model_get_vocab(self.handle), self.path.name)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """The GGUF's scalar metadata, as text."""
+        """The scalar metadata of the GGUF file, values as text."""
         read = _read_string
         return {
             read(C.llama_model_meta_key_by_index, self.handle, i): read(
@@ -123,12 +128,12 @@ class Model:
 
     @property
     def chat_template(self) -> str | None:
-        """The GGUF's chat template (Jinja), None if it has none."""
+        """The chat template of the GGUF file (Jinja), None if it contains none."""
         return self._template(None)
 
     @property
     def rerank_template(self) -> str | None:
-        """How it wants a query and a document, with {query} and {document} in their places; None: it does not say."""
+        """The prompt of a reranker, with placeholders {query} and {document}; None if the file contains none."""
         return self._template(b"rerank")
 
     def _template(self, name: bytes | None) -> str | None:
@@ -137,14 +142,14 @@ class Model:
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantisation in a few words, like "llama 134.52M Q4_1"."""
+        """Architecture, size and quantisation, for example "llama 134.52M Q4_1"."""
         buffer = ctypes.create_string_buffer(256)
         C.llama_model_desc(self.handle, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return int(C.llama_model_size(self.handle))
 
     @property
@@ -154,76 +159,78 @@ class Model:
 
     @property
     def n_layers(self) -> int:
-        """Layers, as -ngl counts them but for the output."""
+        """Number of layers, without the output layer (which -ngl counts too)."""
         return int(C.llama_model_n_layer(self.handle))
 
     @property
     def n_ctx_train(self) -> int:
-        """Longest sequence the model was trained for, in tokens."""
+        """The longest sequence the model was trained for, in tokens."""
         return int(C.llama_model_n_ctx_train(self.handle))
 
     @property
     def n_swa(self) -> int:
-        """Sliding attention window in tokens; 0 if the model has none."""
+        """Size of the sliding attention window in tokens; 0 if there is none."""
         return int(C.llama_model_n_swa(self.handle))
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the model keeps a state in place of, or (hybrid) beside, a KV cache."""
+        """Whether the model has a recurrent state, instead of a KV cache or (hybrid) in addition to it."""
         return bool(C.llama_model_is_recurrent(self.handle) or C.llama_model_is_hybrid(self.handle))
 
     @property
     def is_one_stack(self) -> bool:
-        """Whether one pass over a text is all there is to it: not an encoder-decoder, a T5 or a diffusion model."""
+        """Whether one forward pass over a text is enough: not an encoder-decoder (T5) and not a diffusion model."""
         handle = self.handle
         one = C.llama_model_has_decoder(handle) and not C.llama_model_has_encoder(handle)
         return bool(one and not C.llama_model_is_diffusion(handle))
 
     @property
     def can_generate(self) -> bool:
-        """Whether it continues text: its file asks for no pooling, and a token sees only those before it."""
-        return self.is_one_stack and self.pooling is None and self._of_its_kind("attention.causal") in (None, "true")
+        """Whether it generates text: the file names no pooling, and attention is causal."""
+        is_causal = self._architecture_metadata("attention.causal") in (None, "true")
+        return self.is_one_stack and self.pooling is None and is_causal
 
     @property
     def pooling(self) -> Pooling | None:
-        """How its file says that a sequence becomes one vector; None: it does not."""
-        return _POOLING.get(self._of_its_kind("pooling_type") or "")
+        """How a sequence becomes one vector, according to the file; None if the file names no pooling."""
+        return _POOLING.get(self._architecture_metadata("pooling_type") or "")
 
     @property
     def can_rank(self) -> bool:
-        """Whether it has a reranker's classification head. Reads the file's header again."""
+        """Whether it has the classification head of a reranker. Reads the header of the file again."""
         if self.metadata.get("split.count", "1") not in ("0", "1"):
-            return True  # in which part it would be is not known; nobody has split a reranker yet
+            return True  # a split model: which file contains the head is not known, and split rerankers are rare
         return has_tensor(self.path, "cls.weight", "cls.output.weight")
 
     @property
     def n_embd(self) -> int:
-        """Numbers in one of its vectors."""
+        """Length of an embedding vector."""
         return int(C.llama_model_n_embd_out(self.handle))
 
     @property
     def n_scores(self) -> int:
-        """Numbers that its classification head gives, if it has one."""
+        """Number of outputs of the classification head, if there is one."""
         return int(C.llama_model_n_cls_out(self.handle))
 
     @property
     def labels(self) -> list[str]:
-        """What these numbers mean; empty if its file does not say."""
+        """The labels of these outputs; empty if the file contains none."""
         found = [C.llama_model_cls_label(self.handle, i) for i in range(self.n_scores)]
         return [label.decode("utf-8", "replace") for label in found if label]
 
-    def _of_its_kind(self, key: str) -> str | None:
+    def _architecture_metadata(self, key: str) -> str | None:
+        """A metadata value whose key begins with the architecture, like "llama.context_length"."""
         return self.metadata.get(f"{self.metadata.get('general.architecture')}.{key}")
 
     def close(self) -> None:
-        """Frees the model's contexts, then the model. Closing again does nothing."""
+        """Frees the model's contexts, then the model. A second call does nothing."""
         if self._handle is None:
             return
         for context in list(self._contexts):
             context.close()
-        if "vocab" in self.__dict__:  # made by the cached property
+        if "vocab" in self.__dict__:  # the cached property was used
             self.vocab.close()
-        C.llama_model_free(self._handle)  # its adapters too
+        C.llama_model_free(self._handle)  # frees the adapters too
         self.adapters = []
         self._handle = None
 
@@ -237,7 +244,7 @@ class Model:
 class _Reporter:
     """Adapts a Python progress function to llama.cpp's callback.
 
-    An exception in there (Ctrl-C, most likely) cannot pass through C: it stops the load and is raised afterwards.
+    An exception in the function (mostly Ctrl-C) cannot pass through C: it stops loading and is raised afterwards.
     """
 
     def __init__(self, progress: Progress | None) -> None:
@@ -255,7 +262,7 @@ class _Reporter:
 
 
 def _reason(lines: list[str]) -> str:
-    """The telling part of llama.cpp's error lines: the first one, without the name of the C++ function."""
+    """The first of llama.cpp's error lines, without the name of the C++ function: the others follow from it."""
     if not lines:
         return "llama.cpp gives no reason"
     first = lines[0].split(": ", 1)[-1] if lines[0].split(": ", 1)[0].isidentifier() else lines[0]
@@ -264,11 +271,48 @@ def _reason(lines: list[str]) -> str:
 
 
 def _read_string(function: Any, *args: Any) -> str:
-    """Calls a llama.cpp function that fills a buffer and returns the length it would need."""
-    room = 256
+    """Calls a llama.cpp function that fills a buffer and returns the length of the whole string."""
+    size = 256
     while True:
-        buffer = ctypes.create_string_buffer(room)
-        n = function(*args, buffer, room)
-        if n < room:
+        buffer = ctypes.create_string_buffer(size)
+        n = function(*args, buffer, size)
+        if n < size:
             return buffer.value.decode("utf-8", "replace")
-        room = n + 1
+        size = n + 1
+
+
+class _BufferTypeOverride(ctypes.Structure):
+    """llama.cpp's `llama_model_tensor_buft_override`."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _set_no_alloc(params: Any) -> None:
+    """Sets `no_alloc` in these `llama_model_params`.
+
+    Without GPUs all tensors are also "overridden" to CPU buffers, where they would be anyway: llama.cpp then logs which
+    tensors it would repack for this CPU. Those are not in the memory-mapped file.
+    """
+    params.no_alloc = True
+    params.load_mode = C.LLAMA_LOAD_MODE_NONE  # llama.cpp asserts that the file is not mapped
+    if not any("GPU" in device.kind for device in Backend.get().devices()):
+        params.tensor_buft_overrides = ctypes.addressof(_all_on_cpu())
+
+
+@functools.cache  # llama.cpp keeps the address
+def _all_on_cpu() -> ctypes.Array[_BufferTypeOverride]:
+    overrides = (_BufferTypeOverride * 2)()  # the second one is empty: the end of the list
+    overrides[0] = _BufferTypeOverride(b".", ggml().ggml_backend_cpu_buffer_type())
+    return overrides
+
+
+def requantize(source: Path, target: Path, kind: WeightType) -> Path:
+    """Writes the model `source` with weights of type `kind` to `target` and returns that. Raises `ModelError`."""
+    params = C.llama_model_quantize_default_params()
+    params.ftype = _FILE_TYPES[kind]
+    params.allow_requantize = True
+    with Backend.get().errors() as lines:
+        code = C.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
+    if code != 0:
+        raise ModelError(f"{source} cannot be rewritten as {kind}: {lines[0] if lines else f'code {code}'}")
+    return target

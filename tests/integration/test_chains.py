@@ -15,12 +15,12 @@ from cppbatch.engine.params import SAMPLERS
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.sampling.random_sampling import Filters
 from cppbatch.engine.sampling.sampler import Sampler
-from cppbatch.engine.sampling.sampling_plan import Kind, make_sampling_plan
+from cppbatch.engine.sampling.sampling_plan import SamplingType, make_sampling_plan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.llama import Model
 from tests.fakes import FakeVocab
-from tests.unit.test_draw import assert_drawn_from, exact, softmax
+from tests.unit.test_random_sampling import assert_drawn_from, exact, softmax
 
 Row = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -57,6 +57,15 @@ class Vocab(FakeVocab):
     eog = frozenset()
 
 
+class NoContext:
+    """The tests sample rows of their own (`Sampler.sample_logits`)."""
+
+    backend_sampling = None
+
+    def logits(self, n_outputs: int) -> Row:
+        raise AssertionError("no context is needed here")
+
+
 def logits(spread: float = 2.0, seed: int = 7) -> Row:
     return np.random.default_rng(seed).normal(0, spread, N).astype(np.float32)
 
@@ -72,7 +81,7 @@ def sequence_of(params: SamplingParams, seed: int = 0, vocab: Vocabulary | None 
 
 @pytest.fixture
 def sampler() -> Iterator[Sampler]:
-    sampler = Sampler(Vocab())
+    sampler = Sampler(Vocab(), NoContext())
     yield sampler
     sampler.close()
 
@@ -88,8 +97,8 @@ def counts_of(sampler: Sampler, row: Row, n: int = 2500, **fields: Any) -> Count
     params = SamplingParams(**{**OFF, **fields})
     seeds = np.random.default_rng(1).integers(2**63, size=n).tolist()
     sequences = [sequence_of(params, seed) for seed in seeds]
-    assert sequences[0].sampling.kind is Kind.CHAIN
-    choices = sampler.sample(sequences, np.tile(row, (n, 1)))
+    assert sequences[0].sampling.sampling_type is SamplingType.CHAIN
+    choices = sampler.sample_logits(sequences, np.tile(row, (n, 1)))
     close(sequences)
     assert all(choice.error is None for choice in choices)
     return np.bincount([choice.token for choice in choices], minlength=N)
@@ -99,7 +108,7 @@ def text_of(sampler: Sampler, row: Row, n: int, **fields: Any) -> list[int]:
     """The tokens of one request whose model says the same each time."""
     sequence = sequence_of(SamplingParams(**{**OFF, **fields}))
     for _ in range(n):
-        choice = sampler.sample([sequence], row[None].copy())[0]
+        choice = sampler.sample_logits([sequence], row[None].copy())[0]
         assert choice.error is None
         sequence.append(choice.token)
     close([sequence])
@@ -268,7 +277,7 @@ def test_adaptive_p_draws_among_what_the_filters_leave(sampler: Sampler) -> None
 def next_token(llama_model: Model) -> Iterator[Callable[..., bytes]]:
     """What follows a text when the model wants `wanted` and its second choice is "#"."""
     vocab = llama_model.vocab
-    sampler = Sampler(vocab)
+    sampler = Sampler(vocab, NoContext())
 
     def next_token(text: str, wanted: str, **fields: Any) -> bytes:
         params = SamplingParams(**{"temperature": 0.0, "dry_multiplier": 10.0, **fields})
@@ -277,7 +286,7 @@ def next_token(llama_model: Model) -> Iterator[Callable[..., bytes]]:
         (first,) = vocab.tokenize(wanted, add_special=False).tolist()
         (second,) = vocab.tokenize("#", add_special=False).tolist()
         row[0, first], row[0, second] = 8.0, 7.0
-        token = sampler.sample([sequence], row)[0].token
+        token = sampler.sample_logits([sequence], row)[0].token
         close([sequence])
         return vocab.piece(token)
 
@@ -366,7 +375,7 @@ def test_a_row_without_a_possible_token_is_an_error_of_its_own_request(sampler: 
     sequences = [sequence_of(SamplingParams(**kind)) for kind in kinds * 2]
     rows = np.tile(logits(), (len(sequences), 1))
     rows[::2] = -np.inf
-    choices = sampler.sample(sequences, rows)
+    choices = sampler.sample_logits(sequences, rows)
     close(sequences)
     assert {choice.error for choice in choices[::2]} == {
         "no token can be sampled: the largest logit of this row is -inf"

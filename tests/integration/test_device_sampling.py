@@ -76,7 +76,8 @@ def test_a_seq_id_may_go_from_candidates_to_whole_rows_and_back_as_often_as_requ
 def test_a_device_that_cannot_sample_leaves_it_to_the_host(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_sampling.C, "llama_set_sampler", lambda *_: False)
     with Model(tiny_llama) as model, Context(model, n_ctx=256, n_threads=1) as context:
-        assert not backend_sampling.find_candidates_on_device(context)
+        assert not context.enable_backend_sampling()
+        assert context.backend_sampling is None
 
 
 def test_prompts_are_scored_where_the_device_samples(tiny_llama: Path) -> None:
@@ -89,19 +90,21 @@ def test_prompts_are_scored_where_the_device_samples(tiny_llama: Path) -> None:
 def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_who_want_them(
     llama_model: Model, context: Context
 ) -> None:
-    candidates = context.use_device_candidates(16)
-    candidates.use(2, wanted=False)
+    assert context.enable_backend_sampling(16)
+    backend = context.backend_sampling
+    assert backend
+    backend.set_enabled(2, False)
     batch = Batch(64)
     for seq_id in range(4):
         batch.add_run(np.arange(10, 20 + seq_id, dtype=np.int32), 0, seq_id, n_logits=1)
     context.decode(batch)
-    ids, values = candidates.of([0, 1, 3], 4)
+    ids, values = backend.candidates([0, 1, 3], 4)
     rows = context.logits(4)
     assert np.isfinite(rows[2]).all()
     assert (np.diff(ids, axis=1) > 0).all()
     again = Batch(64)
     for seq_id in range(4):
-        candidates.use(seq_id, wanted=False)
+        backend.set_enabled(seq_id, False)
         context.remove(seq_id)
         again.add_run(np.arange(10, 20 + seq_id, dtype=np.int32), 0, seq_id, n_logits=1)
     context.decode(again)

@@ -12,7 +12,7 @@ import pytest
 
 from cppbatch.errors import DecodeFailed, LibraryError, LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, Model, library
-from cppbatch.llama.quantize import requantize
+from cppbatch.llama.model import requantize
 from tests import tiny_models
 
 

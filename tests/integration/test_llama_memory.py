@@ -118,6 +118,6 @@ def test_a_state_of_another_cache_layout_is_refused_as_such(make_context):
 
 def test_a_state_without_room_is_refused_and_others_stay(unified_context):
     decode(unified_context, [7] * 200)
-    with pytest.raises(LlamaError, match="no room to restore 200 tokens"):
+    with pytest.raises(LlamaError, match="no free cells to restore 200 tokens"):
         unified_context.restore_sequence(1, unified_context.save_sequence(0))
     assert [unified_context.last_position(i) for i in range(2)] == [199, -1]

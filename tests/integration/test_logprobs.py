@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import Sharing
 from cppbatch.engine.request import TokenLogprob
-from cppbatch.engine.sampling.token_logprobs import Likelihoods
+from cppbatch.engine.sampling.token_logprobs import RowLogprobs
 from cppbatch.llama import Batch, Context, Model
 from tests import fakes, tiny_models
 from tests.fakes import EOG, LOGITS, PIECES, FakeContext, drain, fake_engine, greedy, mood
@@ -133,7 +133,7 @@ def assert_hashed(result: Completion, prompt: list[int], params: SamplingParams)
 @pytest.mark.parametrize("shift", [0, -500, 1e4])
 def test_a_row_of_49152_logits_is_normalised_as_in_float64(spread: float, shift: float) -> None:
     row = (np.random.default_rng(1).standard_normal(49_152) * spread + shift).astype(np.float32)
-    likelihoods, exact = Likelihoods(row.copy(), 20), log_softmax(row[None])[0]
+    likelihoods, exact = RowLogprobs(row.copy(), 20), log_softmax(row[None])[0]
     for token in (0, 7, int(row.argmax()), int(row.argmin())):
         assert likelihoods.of(token) == pytest.approx(exact[token], abs=EXACT)
     assert [logprob for _, logprob in likelihoods.top()] == pytest.approx(np.sort(exact)[::-1][:20].tolist(), abs=EXACT)
@@ -141,7 +141,7 @@ def test_a_row_of_49152_logits_is_normalised_as_in_float64(spread: float, shift:
 
 def test_what_is_done_to_a_row_afterwards_changes_nothing() -> None:
     row = np.arange(100, dtype=np.float32)
-    likelihoods = Likelihoods(row, 3)
+    likelihoods = RowLogprobs(row, 3)
     before = likelihoods.of(5), likelihoods.top()
     row[:] = -np.inf
     assert (likelihoods.of(5), likelihoods.top()) == before

@@ -115,10 +115,10 @@ def test_what_16_sequences_take_more_than_one_is_predicted_to_5_percent(layout: 
 
 def test_a_simulated_model_has_nothing_to_compute_with(tiny_llama: Path) -> None:
     config = EngineConfig(model_path=str(tiny_llama), n_ctx=256, n_threads=1)
-    with load_model(config, simulated=True) as model, make_context(config, model) as context:
+    with load_model(config, no_alloc=True) as model, make_context(config, model) as context:
         batch = Batch(8)
         batch.add_rows([1], [0], [0])
-        with pytest.raises(OutOfRange, match="simulated"):
+        with pytest.raises(OutOfRange, match="no_alloc"):
             context.decode(batch)
 
 

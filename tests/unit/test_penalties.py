@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cppbatch import FinishReason, InvalidRequest, SamplingParams
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.engine.sampling.logit_processing import apply_bans_and_biases, apply_penalties, recent
+from cppbatch.engine.sampling.logit_processing import apply_bans_and_biases, apply_penalties, recent_tokens
 from cppbatch.engine.sampling.sampling_plan import make_sampling_plan
 from cppbatch.engine.sequence import Seq
 from cppbatch.llama import SamplerChain
@@ -137,14 +137,14 @@ def test_the_likeliest_token_is_that_of_llama_cpp_for_any_history(
 def test_a_minus_one_window_holds_all_tokens_of_prompt_and_text() -> None:
     known = [5] + [6] * 200
     sequence = sequence_of(SamplingParams(penalty_last_n=-1), known, n_prompt=150)
-    assert recent(sequence, -1).tolist() == known
+    assert recent_tokens(sequence, -1).tolist() == known
     ours = penalised(logits(), known, presence_penalty=2.0, penalty_last_n=-1)
     assert ours[5] == logits()[5] - 2
 
 
 def test_a_window_shorter_than_the_history_holds_its_last_tokens() -> None:
     sequence = sequence_of(SamplingParams(), HISTORY, n_prompt=12)
-    assert [recent(sequence, n).tolist() for n in (0, 1, 5)] == [[], [3], [50, 9, 51, 52, 3]]
+    assert [recent_tokens(sequence, n).tolist() for n in (0, 1, 5)] == [[], [3], [50, 9, 51, 52, 3]]
 
 
 def test_each_occurrence_within_the_window_counts_for_the_frequency() -> None:
@@ -319,8 +319,8 @@ def test_tokens_that_the_model_suppresses_never_come() -> None:
     class Vocab(FakeVocab):
         suppressed = frozenset({1, 2, 3})
 
-    recipe = make_sampling_plan(SamplingParams(suppress_tokens=(9,)), Vocab(), 4096)
-    assert recipe.never.tolist() == [1, 2, 3, 9]
+    plan = make_sampling_plan(SamplingParams(suppress_tokens=(9,)), Vocab(), 4096)
+    assert plan.banned_ids.tolist() == [1, 2, 3, 9]
 
 
 def test_a_request_that_suppresses_every_token_ends_with_an_error_and_leaves_the_others_alone() -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.engine.sampling.randomness import bits, gumbel, to_unit
-from tests.unit.test_draw import are_far
+from cppbatch.engine.sampling.randomness import gumbel_noise, random_bits, unit_interval
+from tests.unit.test_random_sampling import are_far
 
 UInt64 = npt.NDArray[np.uint64]
 Doubles = npt.NDArray[np.float64]
@@ -54,7 +54,7 @@ def pairs(n: int = N, seed_step: int = 0, position_step: int = 0) -> tuple[UInt6
 
 
 def uniform(seeds: UInt64, positions: UInt64) -> Doubles:
-    return np.asarray(to_unit(bits(seeds, positions)))
+    return np.asarray(unit_interval(random_bits(seeds, positions)))
 
 
 def one(seed: int, position: int) -> float:
@@ -77,13 +77,15 @@ def test_the_generator_written_here_is_the_published_one() -> None:
 @MANY
 @given(seed=NUMBERS_64, position=st.integers(0, 500))
 def test_the_numbers_are_those_of_splitmix64(seed: int, position: int) -> None:
-    assert bits(np.array([seed], np.uint64), np.array([position], np.uint64)).tolist() == [number(seed, position)]
+    assert random_bits(np.array([seed], np.uint64), np.array([position], np.uint64)).tolist() == [
+        number(seed, position)
+    ]
     assert one(seed, position) == (number(seed, position) >> 11) / 2**53
 
 
 def test_a_few_numbers_are_written_down_so_that_texts_of_old_seeds_stay_the_same() -> None:
     seeds, positions = np.array([0, 0, 1, 42, LAST], np.uint64), np.array([0, 1, 0, 1000, 7], np.uint64)
-    assert bits(seeds, positions).tolist() == [
+    assert random_bits(seeds, positions).tolist() == [
         12035550249420947055, 12935080325729570654, 6791897765849424158, 12825280330115205273, 13352828336997090855,
     ]  # fmt: skip
 
@@ -113,7 +115,7 @@ def test_every_number_is_at_least_zero_and_below_one() -> None:
 
 @pytest.mark.parametrize(("raw", "expected"), [(0, 0.0), (LAST, 1 - 2**-53), (2**63, 0.5), (2**11 - 1, 0.0)])
 def test_the_extreme_bits_stay_within_the_interval(raw: int, expected: float) -> None:
-    assert to_unit(np.uint64(raw)) == expected
+    assert unit_interval(np.uint64(raw)) == expected
 
 
 @pytest.mark.parametrize("magnify", [1, 2**10, 2**30, 2**40])
@@ -136,13 +138,13 @@ def test_neighbours_are_not_correlated(step: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_neighbours_differ_in_half_of_their_bits(step: tuple[int, int]) -> None:
-    differing = bits(*pairs(20_000)) ^ bits(*pairs(20_000, *step))
+    differing = random_bits(*pairs(20_000)) ^ random_bits(*pairs(20_000, *step))
     ones = np.unpackbits(differing.view(np.uint8)).reshape(-1, 64).mean(axis=0)
     assert (abs(ones - 0.5) < 5 * 0.5 / 20_000**0.5).all()
 
 
 def test_no_two_of_many_pairs_share_a_number() -> None:
-    assert len(np.unique(bits(*pairs()))) == N
+    assert len(np.unique(random_bits(*pairs()))) == N
 
 
 # --- noise for each token -------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ def test_no_two_of_many_pairs_share_a_number() -> None:
 
 def noise(n_keys: int = 400, n_tokens: int = 500) -> Doubles:
     seeds, positions = pairs(n_keys)
-    return gumbel(bits(seeds, positions), np.tile(np.arange(n_tokens), (n_keys, 1)))
+    return gumbel_noise(random_bits(seeds, positions), np.tile(np.arange(n_tokens), (n_keys, 1)))
 
 
 def test_the_noise_has_the_distribution_of_gumbel() -> None:
@@ -164,10 +166,10 @@ def test_the_noise_of_neighbouring_tokens_and_of_neighbouring_rows_has_nothing_i
 
 
 def test_the_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> None:
-    keys, tokens = bits(*pairs(3)), np.array([[7, 90, 4000]] * 3)
-    assert np.array_equal(gumbel(keys, tokens)[:, 1], gumbel(keys, tokens[:, 1:2])[:, 0])
+    keys, tokens = random_bits(*pairs(3)), np.array([[7, 90, 4000]] * 3)
+    assert np.array_equal(gumbel_noise(keys, tokens)[:, 1], gumbel_noise(keys, tokens[:, 1:2])[:, 0])
 
 
 def test_the_noise_is_finite_for_any_bits() -> None:
     tokens = np.tile(np.arange(2000), (5, 1))
-    assert np.isfinite(gumbel(np.array([0, 1, 2**63, LAST - 1, LAST], np.uint64), tokens)).all()
+    assert np.isfinite(gumbel_noise(np.array([0, 1, 2**63, LAST - 1, LAST], np.uint64), tokens)).all()

@@ -62,7 +62,7 @@ class _Opened:
     def __init__(self, config: EngineConfig, key: tuple[object, ...]) -> None:
         self.key = key
         with Backend.get().lines() as lines:
-            self.model = load_model(config, simulated=True)
+            self.model = load_model(config, no_alloc=True)
         parts = [list_tensors(part) for part in model_parts(self.model.path)]
         self._fixed = [*weight_buffers(lines, parts), Buffer("process", "CPU", psutil.Process().memory_info().rss)]
 

@@ -1,6 +1,5 @@
-"""From rows of logits to tokens, for a whole batch at once."""
+"""From the logits of a step to one token for each sequence."""
 
-from cppbatch.engine.sampling.sampler_output import SamplerOutput
-from cppbatch.engine.sampling.step import StepSampler
+from cppbatch.engine.sampling.sampler import Sampler, SamplerOutput
 
-__all__ = ["SamplerOutput", "StepSampler"]
+__all__ = ["Sampler", "SamplerOutput"]

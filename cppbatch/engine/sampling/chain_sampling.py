@@ -1,4 +1,4 @@
-"""llama.cpp's own samplers, for requests that want more than numpy does: a chain each, run by a few threads."""
+"""Sampling by llama.cpp's samplers, for requests whose samplers numpy does not implement: one chain a sequence."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.sampling.logit_processing import recent, window
-from cppbatch.engine.sampling.randomness import bits
+from cppbatch.engine.sampling.logit_processing import penalty_window, recent_tokens
+from cppbatch.engine.sampling.randomness import random_bits
 from cppbatch.engine.sampling.sampling_plan import is_active
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import LlamaError
@@ -19,65 +19,65 @@ from cppbatch.llama import DrySampler, SamplerChain
 Row = npt.NDArray[np.float32]
 
 _THREADS = 4
-_BEFORE_ALL = np.array([2**64 - 1], np.uint64)  # a position that no token has
+_SEED_POSITION = np.array([2**64 - 1], np.uint64)  # the position of a chain's own seed; no token has it
 
 
-class Chains:
-    """Samples rows by llama.cpp's chains. `close` ends its threads."""
+class ChainSampler:
+    """Samples rows with the sequences' chains, several at once on threads. `close` ends the threads."""
 
     def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cppbatch-sampler")
 
-    def sample(self, work: list[tuple[Seq, Row, int]]) -> list[int | LlamaError]:
-        """A token, or why there is none, for each sequence with its row and 32 random bits."""
-        if len(work) == 1:
-            return [self._sample_one(*work[0])]
-        running = [self._threads.submit(self._sample_one, *one) for one in work]  # ctypes releases the GIL
+    def sample(self, rows: list[tuple[Seq, Row, int]]) -> list[int | LlamaError]:
+        """A token, or the error, for each (sequence, float32[n_vocab], 32 random bits)."""
+        if len(rows) == 1:
+            return [self._sample_one(*rows[0])]
+        running = [self._threads.submit(self._sample_one, *row) for row in rows]  # ctypes releases the GIL
         try:
             return [future.result() for future in running]
         finally:
-            wait(running)  # interrupted, nobody may free a chain that is at work
+            wait(running)  # after an interrupt too: a chain must not be freed while a thread uses it
 
     def _sample_one(self, sequence: Seq, row: Row, seed: int) -> int | LlamaError:
         try:
             if sequence.sampler is None:
-                sequence.sampler = _Chain(sequence, self._n_vocab)
+                sequence.sampler = _SequenceChain(sequence, self._n_vocab)
             return sequence.sampler.sample(row, seed)
         except LlamaError as error:
             return error
 
     def close(self) -> None:
-        """Waits for the threads."""
+        """Waits for the threads and ends them."""
         self._threads.shutdown()
 
 
-class _Chain:
-    """A sequence's chain, which is told of every token before it samples the next."""
+class _SequenceChain:
+    """One sequence's sampler chain. Every token of the sequence is accepted by it before the next one is sampled."""
 
     def __init__(self, sequence: Seq, n_vocab: int) -> None:
         self._sequence = sequence
-        self._chain = _build(sequence, n_vocab)
-        self._n_known = sequence.n_tokens - len(recent(sequence, window(sequence.params)))
-        self._last = (-1, -1)
+        self._chain = _build_chain(sequence, n_vocab)
+        self._n_accepted = sequence.n_tokens - len(recent_tokens(sequence, penalty_window(sequence.params)))
+        self._last = (-1, -1)  # number of tokens before the last sample, and that sample
 
     def sample(self, row: Row, seed: int) -> int:
-        """A token for this row; 32 random bits decide which."""
+        """Samples a token of float32[n_vocab] with 32 random bits."""
         sequence = self._sequence
-        if self._last[0] != sequence.n_tokens:  # else it was interrupted, and must not go on twice
-            for token in sequence.tokens[self._n_known : sequence.n_tokens].tolist():
-                self._n_known += 1
+        if self._last[0] != sequence.n_tokens:  # equal after an interrupt: the chain must not advance twice
+            for token in sequence.tokens[self._n_accepted : sequence.n_tokens].tolist():
+                self._n_accepted += 1
                 self._chain.accept(token)
             self._last = sequence.n_tokens, self._chain.sample(row, seed)
         return self._last[1]
 
     def close(self) -> None:
-        """Frees it."""
+        """Frees the chain."""
         self._chain.close()
 
 
-def _build(sequence: Seq, n_vocab: int) -> SamplerChain:
-    """The chain that a request asks for, as llama.cpp's own programs would build it."""
+def _build_chain(sequence: Seq, n_vocab: int) -> SamplerChain:
+    """The chain that llama.cpp's own programs would build for this request."""
     params = sequence.params
     chain = SamplerChain(n_vocab)
     if params.is_greedy:
@@ -85,7 +85,7 @@ def _build(sequence: Seq, n_vocab: int) -> SamplerChain:
             if name in ("penalties", "dry") and is_active(name, params):
                 _ADD[name](chain, params, sequence)
         return chain.greedy()
-    seed = int(bits(np.array([sequence.seed], np.uint64), _BEFORE_ALL)[0] >> np.uint64(32))
+    seed = int(random_bits(np.array([sequence.seed], np.uint64), _SEED_POSITION)[0] >> np.uint64(32))
     if params.mirostat:
         chain.temperature(max(params.temperature, 1e-3))
         add = chain.mirostat if params.mirostat == 1 else chain.mirostat_v2
@@ -99,18 +99,15 @@ def _build(sequence: Seq, n_vocab: int) -> SamplerChain:
 
 
 def _penalties(chain: SamplerChain, params: SamplingParams, sequence: Seq) -> None:
-    last_n = _most(params.penalty_last_n, sequence)
+    capacity = len(sequence.tokens)
+    # llama.cpp allocates the whole window, so it is limited to the tokens that the sequence may ever have.
+    last_n = min(params.penalty_last_n, capacity) if params.penalty_last_n >= 0 else capacity
     chain.penalties(last_n, params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
 
 
 def _dry(chain: SamplerChain, params: SamplingParams, sequence: Seq) -> None:
-    assert isinstance(sequence.sampling.dry, DrySampler)
-    chain.dry(sequence.sampling.dry)
-
-
-def _most(last_n: int, sequence: Seq) -> int:
-    """llama.cpp allocates the whole window, so it is no longer than the sequence may become."""
-    return min(last_n, len(sequence.tokens)) if last_n >= 0 else len(sequence.tokens)
+    assert isinstance(sequence.sampling.dry_sampler, DrySampler)
+    chain.dry(sequence.sampling.dry_sampler)
 
 
 _ADD: dict[str, Callable[[SamplerChain, SamplingParams, Seq], object]] = {

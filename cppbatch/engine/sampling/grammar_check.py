@@ -1,4 +1,4 @@
-"""Tries a grammar out in a child process, which is killed if that takes too long."""
+"""Compiles a grammar in a child process first, which is killed if that takes too long."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from time import monotonic
 
 from cppbatch.errors import EngineClosed
 
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 class CheckFailed(Exception):
-    """The child died, for a reason that may not be the grammar's."""
+    """The child process died, for a reason that may not be the grammar."""
 
 
 class GrammarChecker:
-    """llguidance has limits for parsing, but none for reading a grammar: some take hours, or all memory, or overflow
-    the stack, which would end the process. Thread-safe; one grammar at a time. The child starts with the first one.
+    """Checks grammars in a child process. Thread-safe; one grammar at a time. The first grammar starts the child.
+
+    llguidance limits matching, but not the compilation of a grammar: some grammars take hours or all memory, or
+    overflow the stack, which would end this process.
     """
 
     def __init__(self) -> None:
@@ -29,14 +31,14 @@ class GrammarChecker:
         self._lock = threading.Lock()
 
     def definition(self, field: str, text: str) -> str:
-        """A field of `SamplingParams` as llguidance wants it.
+        """The grammar in llguidance's format. `field`: the field of `SamplingParams` that contains it, as `text`.
 
         Raises `ValueError` with the reason for a bad grammar, `CheckFailed` when the child died twice, `EngineClosed`.
         """
         with self._lock:
             line = self._ask(field, text) or self._ask(field, text)
         if not line:
-            raise CheckFailed("could not be read: the process that tries it out died; it may need too much memory")
+            raise CheckFailed("could not be checked: the process that compiles it died; it may need too much memory")
         answer = json.loads(line)
         if "error" in answer:
             raise ValueError(answer["error"])
@@ -44,7 +46,7 @@ class GrammarChecker:
         return definition
 
     def _ask(self, field: str, text: str) -> str:
-        """The child's answer; nothing when it died."""
+        """The child's answer, a line of JSON; empty if the child died."""
         if self._closed:
             raise EngineClosed("the engine is closed")
         if self._child is None or self._child.poll() is not None:
@@ -52,7 +54,7 @@ class GrammarChecker:
         child = self._child
         assert child.stdin
         assert child.stdout
-        timer = threading.Timer(_PATIENCE_S, child.kill)
+        timer = threading.Timer(_TIMEOUT_S, child.kill)
         timer.start()
         began = monotonic()
         try:
@@ -61,15 +63,15 @@ class GrammarChecker:
             line = child.stdout.readline()
         except BrokenPipeError:
             line = ""
-        except BaseException:  # Ctrl-C: what it answers now would be taken for the answer to the next
+        except BaseException:  # Ctrl-C: its answer would be taken for that to the next grammar
             self._end()
             raise
         finally:
             timer.cancel()
         if not line:
             self._end()
-        if not line and monotonic() - began >= _PATIENCE_S:
-            raise ValueError(f"is too complex: it takes more than {_PATIENCE_S:.0f} seconds to read")
+        if not line and monotonic() - began >= _TIMEOUT_S:
+            raise ValueError(f"is too complex: it takes more than {_TIMEOUT_S:.0f} seconds to read")
         return line
 
     def _end(self) -> None:
@@ -79,19 +81,20 @@ class GrammarChecker:
             self._child = None
 
     def close(self) -> None:
-        """Ends the child, for good."""
+        """Ends the child. No other one is started."""
         with self._lock:
             self._closed = True
             self._end()
 
 
 def _start() -> subprocess.Popen[str]:
+    program = Path(__file__).with_name("grammar_child.py")  # run by path: it imports nothing of this package
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("grammar_child.py"))],  # by its path: it needs nothing else of us
+        [sys.executable, str(program)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         encoding="utf-8",
-        start_new_session=True,  # a terminal's Ctrl-C is for the engine, which ends it
+        start_new_session=True,  # Ctrl-C in a terminal reaches the engine only, which ends the child
     )

@@ -1,7 +1,7 @@
-"""Run as a program: tries grammars out where they can do no harm. A JSON line in, a JSON line out.
+"""Run as a program: compiles grammars where a crash does no harm. A line of JSON in, a line of JSON out.
 
-In: the field of `SamplingParams` and its text. Out: `{"definition": ...}`, the grammar as llguidance wants it, or
-`{"error": ...}`. The vocabulary is 256 bytes: what explodes with those would with any.
+In: `[field of SamplingParams, its text]`. Out: `{"definition": ...}`, the grammar in llguidance's format, or
+`{"error": ...}`. The vocabulary is 256 bytes: a grammar that explodes with it explodes with any vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose names mean other things elsewhere
+    sys.path.pop(0)  # this folder: its modules would shadow others of the same name
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
@@ -23,14 +23,14 @@ _ADVICE = (
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
     "Its alternatives are not clearly exclusive; use anyOf",
 )
-_LONGEST_S = 12  # a little more than the parent waits
-_MOST_MEMORY = 2 << 30  # bytes
+_MAX_SECONDS = 12  # a little more than the timeout of the parent
+_MAX_MEMORY = 2 << 30  # bytes
 _TOKEN_IDS = re.compile(r"<\[[\d,\- ]*\]>")
-_WHITESPACE = r"( |\r?\n[ \t]{0,32})?"  # between JSON's parts: a weak model would never stop adding more
+_WHITESPACE = r"( |\r?\n[ \t]{0,32})?"  # between parts of JSON: bounded, or a small model would never stop
 
 
 class _Bytes:
-    """A vocabulary of single bytes, as llguidance's `TokenizerWrapper` wants it."""
+    """A vocabulary of single bytes, in the form that llguidance's `TokenizerWrapper` expects."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -42,33 +42,33 @@ class _Bytes:
 
 
 def main() -> None:
-    """Answers until its input ends, at a low CPU priority: a hard grammar takes all of a core for seconds."""
+    """Answers until stdin ends, at a low CPU priority: a complex grammar uses a whole core for seconds."""
     if hasattr(os, "nice"):  # not on Windows
         os.nice(10)
     _limit_memory()
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
     for line in sys.stdin:
-        _end_after(_LONGEST_S)
+        _set_alarm(_MAX_SECONDS)
         try:
-            answer = {"definition": _checked(tokenizer, *json.loads(line))}
+            answer = {"definition": _check(tokenizer, *json.loads(line))}
         except (ValueError, RecursionError) as error:
             answer = {"error": str(error).replace(*_ADVICE)}
-        _end_after(0)
+        _set_alarm(0)
         print(json.dumps(answer), flush=True)
 
 
-def _end_after(seconds: int) -> None:
-    """Ends this process by then, as nobody else might: its parent may be gone. 0: never mind."""
+def _set_alarm(seconds: int) -> None:
+    """Ends this process after that time, in case its parent died and cannot kill it; 0 cancels."""
     if hasattr(signal, "alarm"):  # not on Windows
         signal.alarm(seconds)
 
 
-def _checked(tokenizer: LLTokenizer, field: str, text: str) -> str:
+def _check(tokenizer: LLTokenizer, field: str, text: str) -> str:
     definition = _definition(field, text)
-    # Tokens named by their ids are not those of this vocabulary; which there are is found out later.
-    tried = _TOKEN_IDS.sub("<[0]>", definition) if field == "grammar" else definition
-    matcher = LLMatcher(tokenizer, tried, log_level=0, limits=LIMITS)
-    # Some mistakes only show when the first token is asked for.
+    # Token ids in a grammar are those of the model's vocabulary, which the engine checks later.
+    portable = _TOKEN_IDS.sub("<[0]>", definition) if field == "grammar" else definition
+    matcher = LLMatcher(tokenizer, portable, log_level=0, limits=LIMITS)
+    # Some errors appear only when the first mask is computed.
     if matcher.is_error() or (not any(matcher.compute_bitmask()) and not matcher.is_accepting()):
         raise ValueError(matcher.get_error() or "no text can satisfy this")
     return definition
@@ -91,7 +91,7 @@ def _limit_memory() -> None:
         import resource
     except ImportError:  # Windows
         return
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Random numbers that depend on a seed and a position, and on nothing else.
+"""Random numbers as a function of a seed, a position and a token id (counter-based, without state).
 
-A sequence's n-th token gets the same numbers whatever shared its batch, however often it was preempted, and when it is
-computed again after a crash: there is no state to save.
+The n-th token of a sequence gets the same numbers regardless of the batch, of preemption, and of being recomputed after
+a crash, so there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Doubles = npt.NDArray[np.float64]
 Bits = TypeVar("Bits", UInt64, np.uint64)
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_TO_UNIT = 2.0**-53
+_ULP = 2.0**-53
 
 
-def bits(seeds: UInt64, positions: UInt64) -> UInt64:
-    """64 random bits for each pair, uint64[n]: number `position` of the SplitMix64 stream that the seed chooses.
+def random_bits(seeds: UInt64, positions: UInt64) -> UInt64:
+    """64 random bits for each pair, uint64[n]: number `position` of the SplitMix64 stream that the seed selects.
 
     Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014 (doi 10.1145/2660193.2660195).
     """
@@ -28,21 +28,21 @@ def bits(seeds: UInt64, positions: UInt64) -> UInt64:
         return _mix(_mix(seeds + _GAMMA) + (positions + np.uint64(1)) * _GAMMA)
 
 
-def to_unit(keys: Bits) -> Doubles | float:
-    """64 random bits as a number in [0, 1), each."""
-    numbers: Doubles | float = (keys >> np.uint64(11)) * _TO_UNIT
+def unit_interval(keys: Bits) -> Doubles | float:
+    """Converts 64 random bits into a float64 in [0, 1), elementwise."""
+    numbers: Doubles | float = (keys >> np.uint64(11)) * _ULP
     return numbers
 
 
-def gumbel(keys: UInt64, tokens: npt.NDArray[np.int64]) -> Doubles:
-    """Noise for each token of a row, float64[n, width], from the row's key and the token's id.
+def gumbel_noise(keys: UInt64, tokens: npt.NDArray[np.int64]) -> Doubles:
+    """Gumbel noise for each token of a row, float64[n, width], from the row's key and the token id.
 
-    Where logits with such noise are largest, a token is drawn from their softmax (Gumbel, 1954). Each token has noise
-    of its own, so a change in the last bits of the logits hardly ever draws another one.
+    The argmax of logits plus this noise is a sample of their softmax (Gumbel, 1954). The noise of a token does not
+    depend on the other tokens, so a change in the last bits of the logits hardly ever changes the sample.
     """
     with np.errstate(over="ignore"):
         random = _mix(keys[:, None] + (tokens.astype(np.uint64) + np.uint64(1)) * _GAMMA)
-    noise: Doubles = -np.log(-np.log(((random >> np.uint64(12)) + 0.5) * (2 * _TO_UNIT)))  # never log 0, nor log 1
+    noise: Doubles = -np.log(-np.log(((random >> np.uint64(12)) + 0.5) * (2 * _ULP)))  # in (0, 1): both logs are finite
     return noise
 
 

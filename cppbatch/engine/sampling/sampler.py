@@ -1,102 +1,244 @@
-"""A token for every row of a step: who changes the logits, in which order, and who chooses."""
+"""`Sampler`: from the logits of a step to one token for each sequence."""
 
 from __future__ import annotations
+
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.sampling.chain_sampling import Chains
-from cppbatch.engine.sampling.logit_processing import apply_bans_and_biases, apply_penalties
-from cppbatch.engine.sampling.processors import run_processors
-from cppbatch.engine.sampling.random_sampling import IMPOSSIBLE
-from cppbatch.engine.sampling.sampler_output import (
-    SamplerOutput,
-    at_fault,
-    choose_greedily,
-    choose_randomly,
-    choose_the_largest,
-    keys_of,
-    nothing_left,
-)
-from cppbatch.engine.sampling.sampling_plan import Kind
-from cppbatch.engine.sampling.structured_output import Masks
-from cppbatch.engine.sampling.token_logprobs import Likelihoods, describe
+from cppbatch.engine.request import TokenLogprob
+from cppbatch.engine.sampling.chain_sampling import ChainSampler
+from cppbatch.engine.sampling.logit_processing import apply_bans_and_biases, apply_penalties, run_logits_processors
+from cppbatch.engine.sampling.random_sampling import NO_TOKEN, random_sample
+from cppbatch.engine.sampling.randomness import UInt64, random_bits
+from cppbatch.engine.sampling.sampling_plan import SamplingType
+from cppbatch.engine.sampling.structured_output import GrammarMasks
+from cppbatch.engine.sampling.token_logprobs import PromptScorer, RowLogprobs, make_token_logprob
+from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError
+from cppbatch.llama import BackendSampling
 
-Rows = npt.NDArray[np.float32]
+Logits = npt.NDArray[np.float32]
 Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+
+class SamplerOutput(NamedTuple):
+    """The result for one sequence of a step: a token, an error, or (embedding engines) a vector."""
+
+    token: int = NO_TOKEN
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+    error_field: str | None = None
+    """The field of the request that caused the error, if one did."""
+    embedding: bytes | None = None
+    """As in `GenerationEvent`."""
+
+
+class LogitsSource(Protocol):
+    """The part of a context that the sampler reads (`cppbatch.llama.Context`)."""
+
+    backend_sampling: BackendSampling | None
+
+    def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
 
 
 class Sampler:
-    """Samples a token for each sequence of a step.
+    """Samples one token for each sequence whose pending tokens a step has computed.
 
-    In this order: the log-probabilities that are asked for, the request's own `logits_processor`, bans and biases, the
-    grammar, then penalties, filters and the draw: in numpy for the whole batch where it can (docs/architecture.md), by
-    llama.cpp's chains otherwise.
+    Each row of logits passes through these stages, in this order: log-probabilities, the request's `logits_processor`,
+    bans and biases, the grammar mask, then penalties, filters and sampling. The last stage is done in numpy for all
+    rows together where it can be, else by llama.cpp's samplers row by row (`SamplingPlan.sampling_type`). With backend
+    sampling, a row consists of the n largest logits only, which is enough for the same token.
     """
 
-    def __init__(self, vocab: Vocabulary) -> None:
+    def __init__(self, vocab: Vocabulary, context: LogitsSource) -> None:
         self._vocab = vocab
-        self._masks = Masks(vocab.n_tokens)
-        self._chains = Chains(vocab.n_tokens)
+        self._context = context
+        self._prompt_scorer = PromptScorer(vocab)
+        self._grammar_masks = GrammarMasks(vocab.n_tokens)
+        self._chain_sampler = ChainSampler(vocab.n_tokens)
 
-    def sample(self, sequences: list[Seq], logits: Rows) -> list[SamplerOutput]:
-        """A choice for each row of `logits`, float32[len(sequences), n_vocab], which are changed in place."""
-        if choices := choose_the_largest(sequences, logits):
-            return choices
-        likelihoods = {
-            i: Likelihoods(logits[i], sequence.params.logprobs)
+    def prepare(self, plan: StepPlan) -> None:
+        """Before the decode: turns backend sampling off for sequences that need all their logits, on for the others."""
+        if backend := self._context.backend_sampling:
+            for sequence, n in plan.chunks:
+                if sequence.n_logits(n):
+                    is_enough = 0 < sequence.sampling.n_candidates <= backend.n_candidates
+                    backend.set_enabled(sequence.seq_id, is_enough and not sequence.is_scored)
+
+    def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
+        """After the decode, which computed `n_outputs` rows of logits: one result for each of `plan.outputs()`."""
+        sequences, scores, backend = plan.outputs(), plan.scores, self._context.backend_sampling
+        if backend is None and not scores:  # then each sequence has exactly one row
+            return self.sample_logits(sequences, self._context.logits(n_outputs))
+        rows = plan.rows()
+        on_backend = [i for i, sequence in enumerate(sequences) if backend and backend.is_enabled(sequence.seq_id)]
+        on_host = sorted(set(range(len(sequences))).difference(on_backend))
+        outputs: dict[int, SamplerOutput] = {}
+        if scores or on_host:
+            logits = self._context.logits(n_outputs)
+            if scores:
+                self._prompt_scorer.score(plan.chunks, logits)
+            selected = logits if len(on_host) == n_outputs else logits[[rows[i] for i in on_host]]
+            outputs |= zip(on_host, self.sample_logits([sequences[i] for i in on_host], selected), strict=True)
+        if backend and on_backend:
+            ids, values = backend.candidates([rows[i] for i in on_backend], n_outputs)
+            sampled = _sample_candidates([sequences[i] for i in on_backend], ids, values)
+            outputs |= zip(on_backend, sampled, strict=True)
+        return [outputs[i] for i in range(len(sequences))]
+
+    def sample_logits(self, sequences: list[Seq], logits: Logits) -> list[SamplerOutput]:
+        """Samples from whole rows: `logits` is float32[len(sequences), n_vocab] and is changed in place."""
+        if outputs := _sample_all_greedily(sequences, logits):
+            return outputs
+        row_logprobs = {
+            i: RowLogprobs(logits[i], sequence.params.logprobs)
             for i, sequence in enumerate(sequences)
             if sequence.params.logprobs is not None
         }
-        errors = run_processors(sequences, logits)
+        errors = run_logits_processors(sequences, logits)
         for sequence, row in zip(sequences, logits, strict=True):
             apply_bans_and_biases(sequence, row)
         self._apply_grammars(sequences, logits, errors)
-        tokens = [IMPOSSIBLE] * len(sequences)
-        self._choose(sequences, logits, tokens, errors)
+        tokens = self._select(sequences, logits, errors)
         return [
-            SamplerOutput(tokens[i], None, errors[i], at_fault(sequence, logits[i]))
+            SamplerOutput(error=errors[i], error_field=field_at_fault(sequence, logits[i]))
             if i in errors
-            else self._choice(sequence, tokens[i], likelihoods.get(i))
+            else self._output(sequence, tokens[i], row_logprobs.get(i))
             for i, sequence in enumerate(sequences)
         ]
 
-    def _apply_grammars(self, sequences: list[Seq], logits: Rows, errors: dict[int, str]) -> None:
+    def _apply_grammars(self, sequences: list[Seq], logits: Logits, errors: dict[int, str]) -> None:
         constrained = {i: s.constraint for i, s in enumerate(sequences) if s.constraint and i not in errors}
         if constrained:
-            faults = self._masks.apply([(constraint, logits[i]) for i, constraint in constrained.items()])
-            errors |= {i: fault for i, fault in zip(constrained, faults, strict=True) if fault}
+            reasons = self._grammar_masks.apply([(constraint, logits[i]) for i, constraint in constrained.items()])
+            errors |= {i: reason for i, reason in zip(constrained, reasons, strict=True) if reason}
 
-    def _choose(self, sequences: list[Seq], logits: Rows, tokens: list[int], errors: dict[int, str]) -> None:
-        """Fills in `tokens`, and `errors` where there is none."""
-        rows: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+    def _select(self, sequences: list[Seq], logits: Logits, errors: dict[int, str]) -> list[int]:
+        """The token of each row that has no error yet, else `NO_TOKEN`; adds to `errors` where no token is possible."""
+        rows: dict[SamplingType, list[int]] = {kind: [] for kind in SamplingType}
         for i, sequence in enumerate(sequences):
             if i in errors:
                 continue
-            rows[sequence.sampling.kind].append(i)
-            if sequence.params.has_penalties and sequence.sampling.kind is not Kind.CHAIN:
+            kind = sequence.sampling.sampling_type
+            rows[kind].append(i)
+            if sequence.params.has_penalties and kind is not SamplingType.CHAIN:
                 apply_penalties(sequence, logits[i])
-        results: list[int | LlamaError] = [choose_greedily(logits[i]) for i in rows[Kind.GREEDY]]
-        results += choose_randomly(sequences, rows[Kind.DRAW], logits) if rows[Kind.DRAW] else []
-        results += self._chain(sequences, logits, rows[Kind.CHAIN]) if rows[Kind.CHAIN] else []
-        for i, result in zip([*rows[Kind.GREEDY], *rows[Kind.DRAW], *rows[Kind.CHAIN]], results, strict=True):
+        greedy, random, chain = rows[SamplingType.GREEDY], rows[SamplingType.RANDOM], rows[SamplingType.CHAIN]
+        results: list[int | LlamaError] = [_argmax(logits[i]) for i in greedy]
+        results += _sample_randomly(sequences, random, logits) if random else []
+        results += self._sample_by_chains(sequences, chain, logits) if chain else []
+        tokens = [NO_TOKEN] * len(sequences)
+        for i, result in zip([*greedy, *random, *chain], results, strict=True):
             if isinstance(result, LlamaError):
                 errors[i] = str(result)
-            elif result == IMPOSSIBLE:
-                errors[i] = nothing_left(logits[i])
+            elif result == NO_TOKEN:
+                errors[i] = _no_token_message(logits[i])
             else:
                 tokens[i] = result
+        return tokens
 
-    def _chain(self, sequences: list[Seq], logits: Rows, rows: list[int]) -> list[int | LlamaError]:
-        seeds = keys_of(sequences, rows) >> np.uint64(32)
-        return self._chains.sample([(sequences[i], logits[i], int(seed)) for i, seed in zip(rows, seeds, strict=True)])
+    def _sample_by_chains(self, sequences: list[Seq], rows: list[int], logits: Logits) -> list[int | LlamaError]:
+        seeds = (_random_keys(sequences, rows) >> np.uint64(32)).tolist()
+        return self._chain_sampler.sample(
+            [(sequences[i], logits[i], seed) for i, seed in zip(rows, seeds, strict=True)]
+        )
 
-    def _choice(self, sequence: Seq, token: int, likelihoods: Likelihoods | None) -> SamplerOutput:
-        return SamplerOutput(token, describe(likelihoods, token, sequence, self._vocab) if likelihoods else None)
+    def _output(self, sequence: Seq, token: int, row_logprobs: RowLogprobs | None) -> SamplerOutput:
+        logprob = make_token_logprob(row_logprobs, token, sequence, self._vocab) if row_logprobs else None
+        return SamplerOutput(token, logprob)
 
     def close(self) -> None:
-        """Ends the threads."""
-        self._chains.close()
+        """Ends the threads of the sampler chains."""
+        self._chain_sampler.close()
+
+
+def field_at_fault(sequence: Seq, row: Row) -> str | None:
+    """The field of the request because of which this row yields no token.
+
+    None: the logits themselves or llama.cpp are the cause.
+    """
+    params = sequence.params
+    if params.logits_processor is not None:
+        return "logits_processor"
+    if sequence.constraint and sequence.constraint.error:
+        return params.grammar_field
+    if row.max() != -np.inf:  # NaN
+        return None
+    if params.suppress_tokens:
+        return "suppress_tokens"
+    return params.grammar_field or ("stop_token_ids" if params.stop_token_ids else None)
+
+
+def _no_token_message(row: Row) -> str:
+    return f"no token can be sampled: the largest logit of this row is {row.max()}"
+
+
+def _sample_all_greedily(sequences: list[Seq], logits: Logits) -> list[SamplerOutput] | None:
+    """One argmax over all rows. None where any sequence needs more than that.
+
+    A decode evicts most of this program's code from the CPU's caches, so that each line here costs microseconds in
+    every step.
+    """
+    if any(sequence.sampling.greedy_unless is None for sequence in sequences):
+        return None
+    tokens = logits.argmax(axis=1)
+    outputs = tokens.tolist()
+    if any(token in s.sampling.greedy_unless for s, token in zip(sequences, outputs, strict=True)):  # type: ignore[operator]
+        return None
+    if not np.isfinite(logits[np.arange(len(tokens)), tokens]).all():
+        return None
+    return [SamplerOutput(token) for token in outputs]
+
+
+def _sample_candidates(sequences: list[Seq], ids: Ids, logits: Logits) -> list[SamplerOutput]:
+    """Samples from the rows' largest logits, found by the backend; `logits` is changed in place.
+
+    `ids`, int64[n, n_candidates]: their token ids, ascending in each row. The token is the same as from the whole row:
+    `SamplingPlan.n_candidates` is large enough for that.
+    """
+    for sequence, row_ids, row in zip(sequences, ids, logits, strict=True):
+        apply_bans_and_biases(sequence, row, row_ids)
+        if sequence.params.has_penalties:
+            apply_penalties(sequence, row, row_ids)
+    is_random = [sequence.sampling.sampling_type is SamplingType.RANDOM for sequence in sequences]
+    columns = [NO_TOKEN if random else _argmax(row) for random, row in zip(is_random, logits, strict=True)]
+    random_rows = [i for i, random in enumerate(is_random) if random]
+    if random_rows:
+        for i, column in zip(random_rows, _sample_randomly(sequences, random_rows, logits, ids), strict=True):
+            columns[i] = column
+    return [
+        SamplerOutput(int(ids[i, column]))
+        if column != NO_TOKEN
+        else SamplerOutput(error=_no_token_message(logits[i]), error_field=field_at_fault(sequences[i], logits[i]))
+        for i, column in enumerate(columns)
+    ]
+
+
+def _argmax(row: Row) -> int:
+    """The column of the largest logit; `NO_TOKEN` if that is not finite. (numpy's argmax returns a NaN's column.)"""
+    column = int(row.argmax())
+    return column if np.isfinite(row[column]) else NO_TOKEN
+
+
+def _sample_randomly(sequences: list[Seq], rows: list[int], logits: Logits, ids: Ids | None = None) -> list[int]:
+    """Samples in these rows with the filters and the seed of their sequences.
+
+    Returns a column for each row, or `NO_TOKEN`. `ids`, as in `random_sample`: the columns' token ids.
+    """
+    filters = [sequences[i].sampling.filters for i in rows]
+    all_rows = len(rows) == len(logits)
+    selected = logits if all_rows else logits[rows]
+    selected_ids = ids if ids is None or all_rows else ids[rows]
+    columns: list[int] = random_sample(selected, filters, _random_keys(sequences, rows), selected_ids).tolist()
+    return columns
+
+
+def _random_keys(sequences: list[Seq], rows: list[int]) -> UInt64:
+    """64 random bits for the next token of each of these sequences."""
+    seeds = np.array([sequences[i].seed for i in rows], np.uint64)
+    return random_bits(seeds, np.array([sequences[i].n_generated for i in rows], np.uint64))

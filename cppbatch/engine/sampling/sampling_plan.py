@@ -1,4 +1,4 @@
-"""What has to be done to a request's logits: worked out once, before the request runs."""
+"""`SamplingPlan`: how a request is sampled, worked out once, before it runs."""
 
 from __future__ import annotations
 
@@ -17,92 +17,101 @@ from cppbatch.errors import InvalidRequest
 
 Ids = npt.NDArray[np.int64]
 
-_LONGEST_ID = 10  # digits
+_MAX_ID_DIGITS = 10
 
 _VECTORISED = ("penalties", "top_k", "top_p", "min_p", "temperature")
-"""The samplers that numpy applies to a whole batch; in this order, which is llama.cpp's."""
+"""The samplers that numpy applies to all rows at once, provided they are in this order, which is llama.cpp's."""
 
 
-class Kind(Enum):
-    """Who chooses the token."""
+class SamplingType(Enum):
+    """How the token is selected."""
 
     GREEDY = "greedy"
-    """numpy: the largest logit."""
-    DRAW = "draw"
-    """numpy: top-k, top-p, min-p, temperature, all rows at once."""
+    """The largest logit, by numpy."""
+    RANDOM = "random"
+    """Top-k, top-p, min-p and temperature, by numpy for all rows at once."""
     CHAIN = "chain"
-    """llama.cpp's samplers, row by row."""
+    """A chain of llama.cpp's samplers, row by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """A request's part in sampling."""
+    """How a request is sampled: its `SamplingParams`, resolved against the vocabulary."""
 
-    kind: Kind
+    sampling_type: SamplingType
     filters: Filters
-    never: Ids
-    """Tokens that cannot come."""
-    not_yet: Ids
-    """Tokens that cannot come before `min_tokens`."""
+    banned_ids: Ids
+    """Tokens that are never sampled, ascending."""
+    min_tokens_ids: Ids
+    """Tokens that are not sampled before `min_tokens`, ascending."""
     bias_ids: Ids
     bias: npt.NDArray[np.float32]
-    dry: Any
-    """llama.cpp's DRY sampler, to be cloned; None if it is not used."""
-    visible: frozenset[int]
-    """Control tokens that are text."""
+    dry_sampler: Any
+    """llama.cpp's DRY sampler, to be cloned; None if DRY is off."""
+    visible_ids: frozenset[int]
+    """Control tokens that are shown as text."""
     n_candidates: int
-    """How many of the largest logits are enough; 0: all are wanted."""
-    lowered: frozenset[int] | None
-    """The largest logit decides, unless it is that of one of these; None: other things matter too."""
+    """The number of largest logits that yield the same token as the whole row; 0: the whole row is needed."""
+    greedy_unless: frozenset[int] | None
+    """The token is the largest logit, unless that is one of these (banned or biased). None: more work is needed."""
 
 
-def make_sampling_plan(params: SamplingParams, vocab: Vocabulary, longest: int) -> SamplingPlan:
-    """`longest`: most tokens of a sequence. Raises `InvalidRequest` for token ids that the vocabulary does not have."""
+def make_sampling_plan(params: SamplingParams, vocab: Vocabulary, max_tokens: int) -> SamplingPlan:
+    """Resolves a request's parameters. `max_tokens`: the longest sequence, prompt included.
+
+    Raises `InvalidRequest` for token ids that the vocabulary does not contain.
+    """
     check_ids("stop_token_ids", params.stop_token_ids, vocab.n_tokens)
     check_ids("suppress_tokens", params.suppress_tokens, vocab.n_tokens)
-    bias = _bias(params, vocab)
-    never = {*vocab.suppressed, *params.suppress_tokens}
-    not_yet: set[int] = set()
-    if not params.is_constrained:  # a grammar alone says when its text may end
+    bias = _biases(params, vocab)
+    banned = {*vocab.suppressed, *params.suppress_tokens}
+    min_tokens_ids: set[int] = set()
+    if not params.is_constrained:  # with a grammar, the grammar alone decides where the text may end
         if params.ignore_eos:
-            never |= vocab.eog
+            banned |= vocab.eog
         if params.min_tokens:
-            not_yet = {*vocab.eog, *params.stop_token_ids}
-    kind, filters, lowered = _kind(params), _filters(params), {*never, *not_yet, *bias}
-    n_candidates = _n_candidates(params, kind, filters, lowered=lowered, raised=bias)
+            min_tokens_ids = {*vocab.eog, *params.stop_token_ids}
+    kind, filters, lowered = _sampling_type(params), _filters(params), {*banned, *min_tokens_ids, *bias}
+    n_candidates = _n_candidates(params, kind, filters, n_lowered=len(lowered), bias=bias)
+    is_plain_greedy = kind is SamplingType.GREEDY and n_candidates and not params.has_penalties
     return SamplingPlan(
-        kind=kind,
+        sampling_type=kind,
         filters=filters,
-        never=_ids(never),
-        not_yet=_ids(not_yet),
+        banned_ids=_ids(banned),
+        min_tokens_ids=_ids(min_tokens_ids),
         bias_ids=_ids(bias),
         bias=np.array([bias[token] for token in sorted(bias)], np.float32),
-        dry=_dry(params, vocab, longest) if "dry" in params.samplers and is_active("dry", params) else None,
-        visible=frozenset(_single_tokens(params.visible_tokens, vocab)),
+        dry_sampler=_dry_sampler(params, vocab, max_tokens)
+        if "dry" in params.samplers and is_active("dry", params)
+        else None,
+        visible_ids=frozenset(_single_tokens(params.visible_tokens, vocab)),
         n_candidates=n_candidates,
-        lowered=frozenset(lowered) if kind is Kind.GREEDY and n_candidates and not params.has_penalties else None,
+        greedy_unless=frozenset(lowered) if is_plain_greedy else None,
     )
 
 
 def _n_candidates(
-    params: SamplingParams, kind: Kind, filters: Filters, *, lowered: set[int], raised: dict[int, float]
+    params: SamplingParams, kind: SamplingType, filters: Filters, *, n_lowered: int, bias: dict[int, float]
 ) -> int:
-    """As many as are kept, and one for each token that may be lowered; nothing may rise into their midst."""
+    """`SamplingPlan.n_candidates`: the tokens that the filters keep, plus one for each token that may be lowered.
+
+    0 where any logit outside of these could rise above them.
+    """
     sees_all = params.logprobs is not None or params.logits_processor is not None or params.is_constrained
-    if kind is Kind.CHAIN or sees_all or any(bias > 0 for bias in raised.values()):
+    if kind is SamplingType.CHAIN or sees_all or any(value > 0 for value in bias.values()):
         return 0
     if params.has_penalties:
         penalties = params.presence_penalty, params.frequency_penalty
         if params.penalty_last_n < 0 or params.repetition_penalty < 1 or min(penalties) < 0:
             return 0
-    kept = 1 if kind is Kind.GREEDY else filters.top_k
-    return kept and kept + len(lowered) + (params.penalty_last_n if params.has_penalties else 0)
+    kept = 1 if kind is SamplingType.GREEDY else filters.top_k
+    return kept and kept + n_lowered + (params.penalty_last_n if params.has_penalties else 0)
 
 
 def check_ids(field: str, tokens: Sequence[int], n_vocab: int) -> npt.NDArray[np.int32]:
-    """Token ids (of the kind that `params.token_ids` lets through) as int32[n].
+    """Token ids, checked by `params.token_ids` before, as int32[n].
 
-    Raises `InvalidRequest` for one that the vocabulary does not have.
+    Raises `InvalidRequest` for an id that the vocabulary does not contain.
     """
     ids = np.array(tokens, np.int32)
     unknown = np.flatnonzero((ids < 0) | (ids >= n_vocab))
@@ -115,13 +124,13 @@ def _ids(tokens: Iterable[int]) -> Ids:
     return np.array(sorted(tokens), np.int64)
 
 
-def _bias(params: SamplingParams, vocab: Vocabulary) -> dict[int, float]:
-    """Biases by token id; strings are added to each of their tokens."""
+def _biases(params: SamplingParams, vocab: Vocabulary) -> dict[int, float]:
+    """Biases by token id; the bias of a text is added to each of its tokens."""
     biases: dict[int, float] = {}
     for key, bias in params.logit_bias.items():
         if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
             tokens = vocab.tokenize(key, add_special=False).tolist()
-        elif isinstance(key, int) or len(key) <= _LONGEST_ID:
+        elif isinstance(key, int) or len(key) <= _MAX_ID_DIGITS:
             tokens = [int(key)]
         else:
             tokens = [vocab.n_tokens]
@@ -134,26 +143,26 @@ def _bias(params: SamplingParams, vocab: Vocabulary) -> dict[int, float]:
 
 
 def _single_tokens(texts: Iterable[str], vocab: Vocabulary) -> Iterator[int]:
-    """Of those texts that are one token each."""
+    """The ids of the texts that are exactly one token."""
     for text in texts:
         tokens = vocab.tokenize(text, add_special=False).tolist()
         if len(tokens) == 1 and vocab.piece(tokens[0], special=True) == text.encode("utf-8", "replace"):
             yield tokens[0]
 
 
-def _dry(params: SamplingParams, vocab: Vocabulary, longest: int) -> Any:
+def _dry_sampler(params: SamplingParams, vocab: Vocabulary, max_tokens: int) -> Any:
     last_n = params.dry_penalty_last_n
     return vocab.dry_sampler(
         multiplier=params.dry_multiplier,
         base=params.dry_base,
         allowed_length=params.dry_allowed_length,
-        last_n=min(last_n, longest) if last_n >= 0 else longest,
+        last_n=min(last_n, max_tokens) if last_n >= 0 else max_tokens,
         breakers=params.dry_sequence_breakers,
     )
 
 
 def is_active(name: str, params: SamplingParams) -> bool:
-    """Whether this sampler would do anything."""
+    """Whether this sampler changes anything with these parameters."""
     tests: dict[str, Callable[[], bool]] = {
         "penalties": lambda: params.has_penalties,
         "dry": lambda: params.dry_multiplier > 0 and params.dry_base >= 1 and params.dry_penalty_last_n != 0,
@@ -168,21 +177,22 @@ def is_active(name: str, params: SamplingParams) -> bool:
     return tests[name]()
 
 
-def _kind(params: SamplingParams) -> Kind:
+def _sampling_type(params: SamplingParams) -> SamplingType:
     active = [name for name in params.samplers if is_active(name, params)]
     if params.is_greedy:
-        return Kind.CHAIN if "dry" in active else Kind.GREEDY
+        return SamplingType.CHAIN if "dry" in active else SamplingType.GREEDY
     if params.mirostat or params.adaptive_target >= 0 or params.dynatemp_range:
-        return Kind.CHAIN
-    return Kind.DRAW if active == [name for name in _VECTORISED if name in active] else Kind.CHAIN
+        return SamplingType.CHAIN
+    in_order = [name for name in _VECTORISED if name in active]
+    return SamplingType.RANDOM if active == in_order else SamplingType.CHAIN
 
 
 def _filters(params: SamplingParams) -> Filters:
-    """The numbers of the vectorised samplers; those left out of `samplers` do nothing."""
-    wanted = params.samplers
+    """The settings of the vectorised samplers; a sampler that `samplers` leaves out is off."""
+    names = params.samplers
     return Filters(
-        top_k=params.top_k if "top_k" in wanted else 0,
-        top_p=params.top_p if "top_p" in wanted else 1.0,
-        min_p=params.min_p if "min_p" in wanted else 0.0,
-        temperature=params.temperature if "temperature" in wanted else 1.0,
+        top_k=params.top_k if "top_k" in names else 0,
+        top_p=params.top_p if "top_p" in names else 1.0,
+        min_p=params.min_p if "min_p" in names else 0.0,
+        temperature=params.temperature if "temperature" in names else 1.0,
     )

@@ -1,4 +1,4 @@
-"""Structured output: grammars compiled off the step loop, masks for all constrained rows at once, forced tokens."""
+"""Structured output: compiled grammars, token masks for all constrained rows of a step, forced tokens."""
 
 from __future__ import annotations
 
@@ -20,81 +20,82 @@ from cppbatch.engine.sampling.grammar_child import LIMITS
 from cppbatch.engine.sampling.json_schema_check import has_finite_instance
 from cppbatch.errors import InvalidRequest
 
-_MOST_KEPT = 64  # compiled grammars
+_MAX_COMPILED = 64  # grammars
 _THREADS = 4
 
 Row = npt.NDArray[np.float32]
 
 
 class GrammarCompiler:
-    """Compiles what `SamplingParams` say of the text's form. Thread-safe; keeps those used last.
+    """Compiles the grammar of a request (JSON schema, regex, choices, GBNF or Lark), off the step loop. Thread-safe.
 
-    `make_tokenizer` gives the vocabulary as an `LLTokenizer`; it is called when the first grammar comes.
+    An LRU cache keeps compiled grammars. `make_tokenizer` returns the vocabulary as an `LLTokenizer`; it is called for
+    the first grammar.
     """
 
     def __init__(self, make_tokenizer: Callable[[], Any]) -> None:
         self._make_tokenizer = make_tokenizer
-        self._known: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()  # or why it was refused
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()  # str: why it was refused
         self._lock = threading.Lock()
         self._checker = GrammarChecker()
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """A request's constraint, None if it has none. Raises `InvalidRequest` with the reason for a bad grammar."""
+        """A new constraint for a request, None if it has no grammar. Raises `InvalidRequest` for a bad grammar."""
         field = params.grammar_field
         if field is None:
             return None
         text = _text(params, field)
-        # Each forced token would need logits of its own where somebody looks at them.
-        forces = params.logprobs is None and params.logits_processor is None
-        # Copies share the states that their limits count: once those are reached, the next request gets new ones.
+        # With logprobs or a logits_processor each token needs logits of its own, so no token is forced.
+        allow_forced = params.logprobs is None and params.logits_processor is None
+        # Copies share the lexer states that LIMITS counts. When a copy exceeds them, the next request compiles again.
         matcher = self._matcher(field, text).deep_copy()
-        return Constraint(matcher, forces=forces, given_up=lambda: self._forget(field, text))
+        return Constraint(matcher, allow_forced=allow_forced, on_limit=lambda: self._forget(field, text))
 
-    def knows(self, params: SamplingParams) -> bool:
-        """Whether `constraint` takes no time: there is no grammar, or it is one of those used last."""
+    def is_compiled(self, params: SamplingParams) -> bool:
+        """Whether `constraint` returns at once: the request has no grammar, or the cache contains it."""
         field = params.grammar_field
         if field is None:
             return True
         with self._lock:
-            return (field, _text(params, field)) in self._known
+            return (field, _text(params, field)) in self._compiled
 
     def _forget(self, field: str, text: str) -> None:
         with self._lock:
-            self._known.pop((field, text), None)
+            self._compiled.pop((field, text), None)
 
     def _matcher(self, field: str, text: str) -> LLMatcher:
         with self._lock:
-            known = self._known.pop((field, text), None)
-        if known is None:
-            known = self._compile(field, text)
+            compiled = self._compiled.pop((field, text), None)
+        if compiled is None:
+            compiled = self._compile(field, text)
         with self._lock:
-            self._known[field, text] = known
-            if len(self._known) > _MOST_KEPT:
-                self._known.popitem(last=False)
-        if isinstance(known, str):
-            raise InvalidRequest(field, known)
-        return known
+            self._compiled[field, text] = compiled
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        if isinstance(compiled, str):
+            raise InvalidRequest(field, compiled)
+        return compiled
 
     def _compile(self, field: str, text: str) -> LLMatcher | str:
-        """The grammar at its beginning, or why it is refused."""
+        """The grammar in its initial state, or the reason for which it is refused."""
         try:
             if field == "json_schema" and not has_finite_instance(json.loads(text)):
                 return "no finite JSON satisfies this schema: it requires itself within itself"
             definition = self._checker.definition(field, text)
         except RecursionError:
             return "is nested too deeply"
-        except CheckFailed as error:  # not remembered: another time it may go well
+        except CheckFailed as error:  # not cached: a second attempt may succeed
             raise InvalidRequest(field, str(error)) from error
         except ValueError as error:
-            return _first_lines(str(error))
+            return _short_reason(str(error))
         matcher = LLMatcher(self._make_tokenizer(), definition, log_level=0, limits=LIMITS)
-        matcher.compute_bitmask()  # the first one takes the longest
-        return _first_lines(matcher.get_error()) if matcher.is_error() else matcher
+        matcher.compute_bitmask()  # the first mask takes the longest: computed here, not in the step loop
+        return _short_reason(matcher.get_error()) if matcher.is_error() else matcher
 
     def close(self) -> None:
-        """Ends the process that tries grammars out."""
+        """Ends the child process of the checker."""
         self._checker.close()
-        self._known.clear()  # they point into the vocabulary
+        self._compiled.clear()  # matchers point into the vocabulary
 
 
 def _text(params: SamplingParams, field: str) -> str:
@@ -102,8 +103,8 @@ def _text(params: SamplingParams, field: str) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _first_lines(error: str) -> str:
-    """llguidance's reason without its marks and the state of its parser."""
+def _short_reason(error: str) -> str:
+    """llguidance's error message without its markers and its parser's state."""
     reason = re.split(r"<state>|<non-verbose/>", error)[0].strip()
     if reason.startswith("NoExtension"):
         return "no text can match this"
@@ -111,42 +112,42 @@ def _first_lines(error: str) -> str:
 
 
 class Constraint:
-    """One sequence's place in its grammar. `given_up` is called when its limits are reached."""
+    """The state of one sequence in its grammar. `on_limit` is called when the matcher exceeds its limits."""
 
-    def __init__(self, matcher: LLMatcher, *, forces: bool, given_up: Callable[[], None]) -> None:
+    def __init__(self, matcher: LLMatcher, *, allow_forced: bool, on_limit: Callable[[], None]) -> None:
         self.matcher = matcher
-        self._forces = forces
-        self._given_up = given_up
+        self._allow_forced = allow_forced
+        self._on_limit = on_limit
 
     def accept(self, token: int) -> bool:
-        """Goes on by a token that was taken. False when that cannot be, and `error` says why."""
+        """Advances by a sampled token. False if the grammar does not allow it; `error` then contains the reason."""
         return bool(self.matcher.consume_token(token))
 
     @property
     def error(self) -> str | None:
-        """Why nothing can follow although the text is not complete, if that is so."""
+        """Why no token can follow although the text is not complete; None if that is not the case."""
         if self.matcher.is_error() or (self.matcher.is_stopped() and not self.matcher.is_accepting()):
-            self._given_up()
-            return f"the grammar cannot be followed further: {_first_lines(self.matcher.get_error())}"
+            self._on_limit()
+            return f"the grammar cannot be followed further: {_short_reason(self.matcher.get_error())}"
         return None
 
     @property
     def is_done(self) -> bool:
-        """Whether the text is complete and nothing may follow."""
+        """Whether the text is complete and no token may follow."""
         return bool(self.matcher.is_stopped() and self.matcher.is_accepting())
 
     def forced(self) -> list[int]:
-        """Tokens that are the only ones that can follow, so that nothing has to be computed to know them."""
-        return list(self.matcher.compute_ff_tokens()) if self._forces else []
+        """The next tokens, as far as the grammar allows only one: they need no logits. Empty if none is forced."""
+        return list(self.matcher.compute_ff_tokens()) if self._allow_forced else []
 
     def rebuild(self, tokens: Iterable[int]) -> None:
-        """Starts over and accepts these tokens."""
+        """Starts again from the beginning of the grammar and accepts these tokens."""
         self.matcher.reset()
         self.matcher.consume_tokens(list(tokens))
 
 
-class Masks:
-    """Forbids what the grammars of a step's rows do not allow."""
+class GrammarMasks:
+    """Computes the grammar masks of a step's rows and applies them to the logits."""
 
     def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
@@ -155,9 +156,9 @@ class Masks:
         self._executor: LLExecutor | None = None
 
     def apply(self, constrained: list[tuple[Constraint, Row]]) -> list[str | None]:
-        """Sets the logits of tokens that may not come to -inf, in place; the masks are computed in one call.
+        """Sets the logits of tokens that the grammars do not allow to -inf, in place. All masks take one call.
 
-        What went wrong with each, if anything did.
+        Returns an error message for each row, None where there is no error.
         """
         n = len(constrained)
         if n > len(self._bits):
@@ -167,6 +168,6 @@ class Masks:
         matchers = [(constraint.matcher, i) for i, (constraint, _) in enumerate(constrained)]
         self._executor.unsafe_compute_mask_ptr(matchers, self._bits.ctypes.data, self._words * 4, n)
         allowed = np.unpackbits(self._bits[:n].view(np.uint8), axis=1, count=self._n_vocab, bitorder="little")
-        for (_, row), may_come in zip(constrained, allowed, strict=True):
-            np.copyto(row, np.float32(-np.inf), where=may_come == 0)
+        for (_, row), is_allowed in zip(constrained, allowed, strict=True):
+            np.copyto(row, np.float32(-np.inf), where=is_allowed == 0)
         return [constraint.error for constraint, _ in constrained]

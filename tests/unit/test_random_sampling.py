@@ -1,4 +1,4 @@
-"""draw: the same distribution as llama.cpp's samplers, for many rows at once, each row for itself."""
+"""random_sample: the same distribution as llama.cpp's samplers, for many rows at once, each row for itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.engine.sampling.random_sampling import IMPOSSIBLE, Filters, draw
+from cppbatch.engine.sampling.random_sampling import NO_TOKEN, Filters, random_sample
 from cppbatch.llama import SamplerChain
 
 Row = npt.NDArray[np.float32]
@@ -80,7 +80,7 @@ def drawn(row: Row, filters: Filters, numbers: UInt64, at_once: int = 500) -> Co
     """How often each token comes, drawn in batches of equal rows."""
     counts = np.zeros(len(row), np.int64)
     for part in np.array_split(numbers, max(1, len(numbers) // at_once)):
-        tokens = draw(np.broadcast_to(row, (len(part), len(row))), [filters] * len(part), part)
+        tokens = random_sample(np.broadcast_to(row, (len(part), len(row))), [filters] * len(part), part)
         counts += np.bincount(tokens, minlength=len(row))
     return counts
 
@@ -126,23 +126,23 @@ def assert_drawn_from(counts: Counts, probabilities: Doubles) -> None:
 
 
 @st.composite
-def filters_of(draw_: st.DrawFn) -> Filters:
+def filters_of(draw: st.DrawFn) -> Filters:
     return Filters(
-        top_k=draw_(st.sampled_from([0, 1, 2, 40, 511, 512, 513, 10_000])),
-        top_p=draw_(st.sampled_from([0.0, 0.1, 0.5, 0.95, 0.999, 1.0])),
-        min_p=draw_(st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0])),
-        temperature=draw_(st.sampled_from([0.001, 0.8, 1.0, 100.0])),
+        top_k=draw(st.sampled_from([0, 1, 2, 40, 511, 512, 513, 10_000])),
+        top_p=draw(st.sampled_from([0.0, 0.1, 0.5, 0.95, 0.999, 1.0])),
+        min_p=draw(st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0])),
+        temperature=draw(st.sampled_from([0.001, 0.8, 1.0, 100.0])),
     )
 
 
 @st.composite
-def rows_of(draw_: st.DrawFn, n: int) -> Row:
+def rows_of(draw: st.DrawFn, n: int) -> Row:
     """Any spread, some of them with ties, some with tokens that are impossible."""
-    rng = np.random.default_rng(draw_(st.integers(0, 2**32)))
-    row = rng.normal(draw_(st.sampled_from([0, -50, 300])), draw_(st.sampled_from([0.0, 0.1, 1.0, 5.0, 100.0])), n)
-    if draw_(st.booleans()):
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    row = rng.normal(draw(st.sampled_from([0, -50, 300])), draw(st.sampled_from([0.0, 0.1, 1.0, 5.0, 100.0])), n)
+    if draw(st.booleans()):
         row = np.round(row)
-    row[rng.random(n) < draw_(st.sampled_from([0.0, 0.5, 0.99, 1.0]))] = -np.inf
+    row[rng.random(n) < draw(st.sampled_from([0.0, 0.5, 0.99, 1.0]))] = -np.inf
     return row.astype(np.float32)
 
 
@@ -236,9 +236,9 @@ def test_top_k_keeps_k_tokens_wherever_they_stand(n: int, k: int) -> None:
 def test_no_row_gives_a_token_that_its_filters_drop(data: st.DataObject) -> None:
     n, filters = data.draw(st.integers(1, 1600)), data.draw(filters_of())
     row = data.draw(rows_of(n))
-    tokens = draw(np.stack([row] * 3), [filters] * 3, np.array([0, data.draw(KEYS), 2**64 - 1], np.uint64))
+    tokens = random_sample(np.stack([row] * 3), [filters] * 3, np.array([0, data.draw(KEYS), 2**64 - 1], np.uint64))
     if np.isneginf(row).all():
-        assert tokens.tolist() == [IMPOSSIBLE] * 3
+        assert tokens.tolist() == [NO_TOKEN] * 3
         return
     a_little_more = filters._replace(top_p=filters.top_p + 1e-5, min_p=filters.min_p * (1 - 1e-5), temperature=1.0)
     order = np.argsort(-row, kind="stable")
@@ -256,8 +256,8 @@ def test_a_row_gives_the_same_token_alone_and_in_any_batch(data: st.DataObject) 
     n = data.draw(st.sampled_from([1, 7, 300, 512, 1500]))
     requests = data.draw(st.lists(st.tuples(rows_of(n), filters_of(), KEYS), min_size=1, max_size=8))
     rows, filters, its_keys = zip(*requests, strict=True)
-    alone = [int(draw(row[None], [its], np.array([key], np.uint64))[0]) for row, its, key in requests]
-    assert draw(np.stack(rows), filters, np.array(its_keys, np.uint64)).tolist() == alone
+    alone = [int(random_sample(row[None], [its], np.array([key], np.uint64))[0]) for row, its, key in requests]
+    assert random_sample(np.stack(rows), filters, np.array(its_keys, np.uint64)).tolist() == alone
 
 
 @pytest.mark.parametrize("filters", CHOICES)
@@ -266,7 +266,7 @@ def test_extreme_keys_stay_within_what_is_possible(filters: Filters, n: int) -> 
     row = logits(n, 0.1)
     row[[0, -1]] = -np.inf  # the first and the last place are no tokens
     extreme = np.array([0, 1, 2**63, 2**64 - 2**11, 2**64 - 1], np.uint64)
-    tokens = draw(np.stack([row] * 5), [filters] * 5, extreme)
+    tokens = random_sample(np.stack([row] * 5), [filters] * 5, extreme)
     assert np.isfinite(row[tokens]).all()
     assert (tokens >= 0).all()
 
@@ -275,7 +275,7 @@ def test_extreme_keys_stay_within_what_is_possible(filters: Filters, n: int) -> 
 @pytest.mark.parametrize("others", [(0, 1.0, 0.0), (40, 0.95, 0.05)])
 def test_a_temperature_near_zero_takes_the_likeliest_token(n: int, others: tuple[int, float, float]) -> None:
     rows = np.random.default_rng(3).permuted(np.tile(np.arange(n, dtype=np.float32), (50, 1)), axis=1)
-    tokens = draw(rows, [Filters(*others, 0.001)] * 50, keys(50))
+    tokens = random_sample(rows, [Filters(*others, 0.001)] * 50, keys(50))
     assert tokens.tolist() == rows.argmax(axis=1).tolist()
 
 
@@ -283,7 +283,7 @@ def test_a_temperature_near_zero_takes_the_likeliest_token(n: int, others: tuple
 @pytest.mark.parametrize("filters", [DEFAULTS, Filters(0, 1.0, 0.0, 5.0)])
 def test_a_top_p_of_zero_takes_the_likeliest_token(n: int, filters: Filters) -> None:
     rows = np.stack([logits(n, seed=seed) for seed in range(50)])
-    tokens = draw(rows, [filters._replace(top_p=0.0)] * 50, keys(50))
+    tokens = random_sample(rows, [filters._replace(top_p=0.0)] * 50, keys(50))
     assert tokens.tolist() == rows.argmax(axis=1).tolist()
 
 
@@ -293,7 +293,7 @@ def test_a_row_with_one_possible_token_gives_it(filters: Filters, n: int) -> Non
     rows = np.full((20, n), -np.inf, np.float32)
     places = np.random.default_rng(5).integers(n, size=20)
     rows[np.arange(20), places] = np.linspace(-900, 900, 20)
-    assert draw(rows, [filters] * 20, keys(20)).tolist() == places.tolist()
+    assert random_sample(rows, [filters] * 20, keys(20)).tolist() == places.tolist()
 
 
 @pytest.mark.parametrize("filters", CHOICES)
@@ -303,21 +303,21 @@ def test_a_row_without_a_token_to_draw_says_so_and_leaves_the_others_alone(
     filters: Filters, n: int, spoil: str
 ) -> None:
     rows = np.stack([logits(n, seed=seed) for seed in range(5)])
-    expected = draw(rows, [filters] * 5, keys(5))
+    expected = random_sample(rows, [filters] * 5, keys(5))
     if spoil in ("all -inf", "a NaN among -inf"):
         rows[2] = -np.inf
     place, value = {"a NaN": (n // 2, np.nan), "a NaN among -inf": (1, np.nan), "a last NaN": (-1, np.nan)}.get(
         spoil, (3, np.inf if spoil == "+inf" else -np.inf)
     )
     rows[2, place] = value
-    expected[2] = IMPOSSIBLE
-    assert draw(rows, [filters] * 5, keys(5)).tolist() == expected.tolist()
+    expected[2] = NO_TOKEN
+    assert random_sample(rows, [filters] * 5, keys(5)).tolist() == expected.tolist()
 
 
 def test_the_rows_are_not_changed() -> None:
     rows = np.stack([logits(1500, 0.3), logits(1500, 5)] * 6)
     before = rows.copy()
-    draw(rows, CHOICES, keys(12))
+    random_sample(rows, CHOICES, keys(12))
     assert np.array_equal(rows, before)
 
 
