@@ -1,1 +1,1 @@
-"""Engines behind one asyncio interface, wherever they run."""
+"""Engines behind one asyncio interface: on a thread, in a worker process, in several worker processes."""

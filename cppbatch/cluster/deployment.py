@@ -1,4 +1,4 @@
-"""Where a server's engines run: in how many processes, on which devices, or in its own."""
+"""Where a server's engines run: how many worker processes on which devices, or a thread of the server's process."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from cppbatch.errors import ConfigError
 if TYPE_CHECKING:
     from cppbatch.cluster.local_engine import LocalEngine
 
-_MOST_WORKERS = 64
-_SHORTEST_STEP_TIMEOUT_S = 1.0  # an idle worker shows once a second that it lives
+_MAX_WORKERS = 64
+_MIN_STEP_TIMEOUT_S = 2.0  # an idle worker has one heartbeat a second
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises `ConfigError` for what cannot be."""
+    """How many engines to start, and where. Raises `ConfigError` for values out of range or in conflict."""
 
     in_process: bool = False
-    """Debugging: the engine on a thread of the server's process, which goes down with it."""
+    """For debugging: one engine on a thread of the server's process; a crash ends both."""
     workers: int = 1
     devices: tuple[int, ...] = ()
-    """GPUs by llama.cpp's numbers, a worker each; with more workers than devices, they take turns."""
+    """llama.cpp's numbers of GPUs, at least one worker for each; more workers are assigned to them in turn."""
     step_timeout: float = 300.0
     """Seconds without the end of a step after which a worker counts as hung and is replaced."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.workers <= _MOST_WORKERS:
-            raise ConfigError(f"--workers is {self.workers}; it must be from 1 to {_MOST_WORKERS}")
+        if not 1 <= self.workers <= _MAX_WORKERS:
+            raise ConfigError(f"--workers is {self.workers}; it must be from 1 to {_MAX_WORKERS}")
         if any(device < 0 for device in self.devices):
             raise ConfigError(f"--devices has {min(self.devices)}; devices are numbered from 0")
-        if self.step_timeout < 2 * _SHORTEST_STEP_TIMEOUT_S:
-            raise ConfigError(f"--step-timeout is {self.step_timeout:g} s; it must be at least 2")
+        if self.step_timeout < _MIN_STEP_TIMEOUT_S:
+            raise ConfigError(f"--step-timeout is {self.step_timeout:g} s; it must be at least {_MIN_STEP_TIMEOUT_S:g}")
         if self.in_process and (self.workers > 1 or self.devices):
             raise ConfigError("--in-process has one engine; leave out --workers and --devices")
 
     def start(self, config: EngineConfig) -> EngineProcess | EngineGroup | LocalEngine:
-        """Starts to load the model; inside a running event loop. Raises `ConfigError`."""
+        """Starts the engines, which load the model. Must run inside an event loop. Raises `ConfigError`."""
         if self.in_process:
-            from cppbatch.cluster.local_engine import LocalEngine  # it brings llama.cpp into this process
+            from cppbatch.cluster.local_engine import LocalEngine  # loads llama.cpp into this process
 
             return LocalEngine(config)
         engines = [
-            EngineProcess(its, name=str(i), step_timeout=self.step_timeout)
-            for i, its in enumerate(self.configs(config))
+            EngineProcess(worker_config, name=str(i), step_timeout=self.step_timeout)
+            for i, worker_config in enumerate(self.configs(config))
         ]
         return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
     def configs(self, config: EngineConfig) -> list[EngineConfig]:
-        """One for each worker: they share the cores, since more compute threads than cores only spin."""
+        """The settings of each worker. They divide the cores: more compute threads than cores only spin."""
         n = max(self.workers, len(self.devices))
         threads = config.n_threads or (max(1, available_threads() // n) if n > 1 else 0)
         devices = [self.devices[i % len(self.devices)] if self.devices else None for i in range(n)]

@@ -1,9 +1,10 @@
-"""The interface that everything above the engine uses: in this process, in a worker, or on many machines."""
+"""The asyncio interface of an engine: on a thread of this process, in a worker process, or several workers."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from typing import Literal, Protocol
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -11,93 +12,110 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.errors import InvalidRequest
+
+Engine = TypeVar("Engine", bound="EngineClient")
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is."""
+    """The state of an engine."""
 
     status: Literal["loading", "ok", "restarting", "failed", "closed"]
-    """restarting: its worker died; requests are taken, and go on as soon as there is another one."""
+    """restarting: its worker died; requests are accepted and continue in the next worker."""
     progress: float = 0.0
     """0.0 to 1.0 while loading."""
     error: str | None = None
-    """Why it failed, or why it restarts."""
+    """Why it failed or restarts."""
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a request that comes now will be answered."""
+        """Whether new requests are accepted."""
         return self.status in ("ok", "restarting")
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine of those behind a client."""
+    """The state of one engine behind a client."""
 
     name: str
-    """`local`, or the number of its worker process."""
+    """`local`, or the number of the worker process."""
     health: Health
     in_flight: int
-    """Requests that were given to it and have not ended."""
+    """Unfinished requests."""
     pid: int | None = None
-    """None: not running just now."""
+    """None while no process runs."""
     device: int | None = None
-    """The GPU it runs on, if it was told which."""
+    """The GPU it was assigned, if any."""
     restarts: int = 0
     stats: EngineStats | None = None
     """None while it does not answer."""
 
 
-class EngineClient(Protocol):
-    """An engine as asyncio code sees it."""
+class EngineClient(ABC):
+    """An engine for asyncio code. `async with client:` waits until the model is loaded, and closes it at the end."""
 
-    @property
-    def config(self) -> EngineConfig:
-        """What it was started with; of several workers, each."""
-        ...
+    config: EngineConfig
+    """Its settings; with several workers, those of one worker."""
 
+    @abstractmethod
     async def loaded(self) -> None:
-        """Waits until requests are taken. Raises what loading raised."""
-        ...
+        """Waits until requests are accepted. Raises what loading raised."""
 
     @property
+    @abstractmethod
     def info(self) -> ModelInfo:
         """The loaded model. Raises `EngineClosed` before it is loaded."""
-        ...
 
+    @abstractmethod
+    def health(self) -> Health:
+        """The state of the engine now."""
+
+    @abstractmethod
     async def check(self, request: GenerationRequest) -> None:
         """Raises `InvalidRequest`, `EngineClosed` or `GenerationFailed` for a request that `submit` would refuse."""
-        ...
 
+    @abstractmethod
     async def tokenize(
         self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
-        """A text's tokens, or what these ids stand for; as in `BatchInferenceEngine.tokens`. Raises as `check` does."""
-        ...
+        """A text's tokens, or the pieces of token ids; as `BatchInferenceEngine.tokens`. Raises as `check` does."""
 
+    @abstractmethod
     def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request: `async for event in client.submit(request)`; the last event has a finish reason.
 
         The first step of the iteration raises `InvalidRequest`, `QueueFull` or `EngineClosed`. Closing the iterator
-        (`contextlib.aclosing`) before its end cancels the request. A reader that is slower than the engine gets
-        events merged: the same text and tokens in fewer pieces.
+        early (`contextlib.aclosing`) cancels the request. A reader slower than the engine gets merged events: the same
+        text and tokens in fewer pieces.
         """
-        ...
 
+    @abstractmethod
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step; its iterator gets a last event. Unknown ids are ignored."""
-        ...
 
+    @abstractmethod
     async def stats(self) -> EngineStats:
-        """Counters and state, of all workers together. Raises `EngineClosed` while none of them answers."""
-        ...
+        """Counters and state, summed over all workers. Raises `EngineClosed` while no worker answers."""
 
+    @abstractmethod
     async def workers(self) -> list[WorkerState]:
-        """Each engine by itself."""
-        ...
+        """The state of each engine."""
 
-    def health(self) -> Health:
-        """How the engine is now."""
-        ...
-
+    @abstractmethod
     async def close(self) -> None:
-        """Ends the engine; requests that still run get a last event (cancelled)."""
-        ...
+        """Ends the engine; unfinished requests get a last event (cancelled)."""
+
+    async def __aenter__(self: Engine) -> Engine:
+        try:
+            await self.loaded()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def id_in_use(request_id: str) -> InvalidRequest:
+    """The error for a request whose id an unfinished request has."""
+    return InvalidRequest("id", f"{request_id!r} is the id of a request that is still running")

@@ -6,32 +6,28 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from cppbatch.cluster.engine_client import Health, WorkerState
+from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
 from cppbatch.cluster.engine_process import EngineProcess
-from cppbatch.cluster.opened import Opened
 from cppbatch.cluster.prefix_affinity import PrefixAffinity
-from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
-from cppbatch.errors import InvalidRequest
 
-_TOKENS_PER_PLACE = 64  # of a prefix, for which it is worth queueing behind one more request
+_PREFIX_TOKENS_PER_REQUEST = 64  # a cached prefix of this length outweighs one more request in the worker
 
 
-class EngineGroup(Opened):
-    """Sends each request to the worker with the fewest, or, if its queue is not much longer, where its prefix is."""
+class EngineGroup(EngineClient):
+    """Sends a request to the worker with the fewest requests, or to the one that has its prefix.
+
+    The worker with the prefix may have one more request for every 64 tokens of the prefix, at most n_parallel / 4 more.
+    """
 
     def __init__(self, engines: Sequence[EngineProcess]) -> None:
+        self.config = engines[0].config
         self._engines = engines
         self._affinity = PrefixAffinity()
-        self._margin = max(1, engines[0].config.n_parallel // 4)
+        self._max_extra_requests = max(1, self.config.n_parallel // 4)
         self._ids: set[str] = set()
-
-    @property
-    def config(self) -> EngineConfig:
-        """Of one worker; they differ in their device only."""
-        return self._engines[0].config
 
     @property
     def info(self) -> ModelInfo:
@@ -43,19 +39,19 @@ class EngineGroup(Opened):
         await asyncio.gather(*(engine.loaded() for engine in self._engines))
 
     def health(self) -> Health:
-        """Loading until all are loaded; after that as well as the best of them, with the trouble of another one."""
+        """`loading` until all workers have loaded; then the best status, with the error of a worker that is not ok."""
         each = [engine.health() for engine in self._engines]
         if any(health.status == "loading" for health in each):
             return Health(status="loading", progress=sum(health.progress for health in each) / len(each))
         if all(health.status == "ok" for health in each):
             return each[0]
-        worst = next(health for health in each if health.status != "ok")
+        troubled = next(health for health in each if health.status != "ok")
         if any(health.takes_requests for health in each):
-            return Health(status="restarting", progress=worst.progress, error=worst.error)
-        return worst
+            return Health(status="restarting", progress=troubled.progress, error=troubled.error)
+        return troubled
 
     async def check(self, request: GenerationRequest) -> None:
-        """Raises `InvalidRequest` for a request that `submit` would refuse."""
+        """As in `EngineClient`."""
         await self._least_loaded().check(request)
 
     async def tokenize(
@@ -67,7 +63,7 @@ class EngineGroup(Opened):
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
         if request.id in self._ids:
-            raise InvalidRequest("id", f"{request.id!r} is the id of a request that is still running")
+            raise id_in_use(request.id)
         self._ids.add(request.id)
         try:
             async with contextlib.aclosing(self._choose(request).submit(request)) as events:
@@ -77,33 +73,34 @@ class EngineGroup(Opened):
             self._ids.discard(request.id)
 
     def _choose(self, request: GenerationRequest) -> EngineProcess:
-        best = self._least_loaded()
-        if known := self._affinity.find(request):
-            engine, n_tokens = self._engines[known[0]], known[1]
-            places = min(self._margin, n_tokens // _TOKENS_PER_PLACE)
-            if engine.health().takes_requests and engine.in_flight <= best.in_flight + places:
-                best = engine
-        self._affinity.note(request, self._engines.index(best))
-        return best
+        chosen = self._least_loaded()
+        if found := self._affinity.find(request):
+            worker, n_tokens = found
+            engine = self._engines[worker]
+            n_extra = min(self._max_extra_requests, n_tokens // _PREFIX_TOKENS_PER_REQUEST)
+            if engine.health().takes_requests and engine.in_flight <= chosen.in_flight + n_extra:
+                chosen = engine
+        self._affinity.note(request, self._engines.index(chosen))
+        return chosen
 
     def _least_loaded(self) -> EngineProcess:
-        """Of those that take requests, if there are any."""
+        """Prefers workers that accept requests."""
         return min(self._engines, key=lambda engine: (not engine.health().takes_requests, engine.in_flight))
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
-        for engine in self._engines:  # the others do not know it
+        for engine in self._engines:  # those without this request ignore its id
             await engine.cancel(request_id)
 
     async def stats(self) -> EngineStats:
-        """The sum over all workers. Raises `EngineClosed` before they ever told."""
+        """The sum over all workers. Raises `EngineClosed` before their first reports."""
         return add_up(await asyncio.gather(*(engine.stats() for engine in self._engines)))
 
     async def workers(self) -> list[WorkerState]:
-        """Each by itself."""
+        """The state of each worker."""
         each = await asyncio.gather(*(engine.workers() for engine in self._engines))
         return [state for states in each for state in states]
 
     async def close(self) -> None:
-        """Ends all workers at once; requests that still run get a last event (cancelled)."""
+        """Kills all workers; unfinished requests get a last event (cancelled)."""
         await asyncio.gather(*(engine.close() for engine in self._engines))

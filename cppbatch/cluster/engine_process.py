@@ -1,10 +1,9 @@
-"""An engine in a worker process of its own: when it dies, another one goes on where it was, and no client notices."""
+"""An engine in a worker process. When the worker dies, its requests continue in the next one, unnoticed by clients."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -14,18 +13,16 @@ from typing import Any
 
 import msgspec
 
-from cppbatch.cluster.engine_client import Health, WorkerState
-from cppbatch.cluster.flight import Flight
-from cppbatch.cluster.in_flight import MOST_CRASHES, Replay
-from cppbatch.cluster.opened import Opened
+from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
+from cppbatch.cluster.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests
 from cppbatch.cluster.supervisor import Supervisor
 from cppbatch.cluster.worker_messages import (
-    AskStats,
     Cancel,
     Check,
     Checked,
     Events,
     FromWorker,
+    GetStats,
     Refused,
     Stats,
     Tokenize,
@@ -39,15 +36,15 @@ from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, Queu
 
 log = logging.getLogger("cppbatch.cluster")
 
-_NO_LIMIT = 2**31 - 1
-_RECENT = 64
-_STATS_PATIENCE_S = 1.0
+_UNLIMITED = 2**31 - 1
+_MAX_FINISH_TIMES = 64
+_STATS_TIMEOUT_S = 1.0
 
 
-class EngineProcess(Opened):
-    """An `EngineClient` whose engine is another process. Made and used inside a running event loop.
+class EngineProcess(EngineClient):
+    """An `EngineClient` whose engine is a worker process. Created and used inside a running event loop.
 
-    Requests and the tokens they have had are kept here, so a new worker can go on with them. Used as
+    Requests and their tokens so far are kept in this process, so a new worker can continue them. Example:
     `async with EngineProcess("model.gguf") as engine:`, which waits until the model is loaded.
     """
 
@@ -62,24 +59,23 @@ class EngineProcess(Opened):
     ) -> None:
         """Starts a worker that loads a GGUF file; `settings` as in `BatchInferenceEngine`. Raises `ConfigError`.
 
-        `name`: tells it from others. `step_timeout`: seconds after which a step counts as hung. `runtime`: tests,
-        `module:function` that makes another computation in the model's place.
+        `name` identifies the worker in `workers`. `step_timeout`: seconds after which a step counts as hung. `runtime`
+        is for tests: `module:function` that makes the `Runtime` in place of loading the model.
         """
         self.config = engine_config(model, settings)
         self.name = name
-        self._most_flights = self.config.n_parallel + self.config.max_queue
-        unlimited = msgspec.structs.replace(self.config, max_queue=_NO_LIMIT)  # the limit is kept here
-        self._supervisor = Supervisor(unlimited, self, step_timeout=step_timeout, runtime=runtime)
-        self._replay = Replay()
-        self._by_id: dict[str, Flight] = {}
-        self._numbers = itertools.count()
-        self._ends: deque[float] = deque(maxlen=_RECENT)  # when requests ended
-        self._asked: list[asyncio.Future[None]] = []
+        self._max_in_flight = self.config.n_parallel + self.config.max_queue
+        worker_config = msgspec.structs.replace(self.config, max_queue=_UNLIMITED)  # this process limits the queue
+        self._supervisor = Supervisor(worker_config, self, step_timeout=step_timeout, runtime=runtime)
+        self._in_flight = InFlightRequests()
+        self._by_id: dict[str, InFlightRequest] = {}  # submitted, and the iterator is still open
+        self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
+        self._stats_waiters: list[asyncio.Future[None]] = []
         self._last_stats: EngineStats | None = None
         self._closed = False
         self._task = asyncio.ensure_future(self._supervise())
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._loaded.add_done_callback(lambda future: future.exception())  # looked at, so asyncio does not complain
+        self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
 
     async def loaded(self) -> None:
         """Waits until the model is loaded. Raises what loading raised."""
@@ -93,18 +89,18 @@ class EngineProcess(Opened):
         return self._supervisor.info
 
     def health(self) -> Health:
-        """How the engine is now."""
+        """The state of the engine now."""
         return Health(status="closed") if self._closed else self._supervisor.health
 
     @property
     def in_flight(self) -> int:
-        """Requests that have not ended."""
-        return len(self._replay.flights)
+        """The number of unfinished requests."""
+        return len(self._in_flight)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     async def check(self, request: GenerationRequest) -> None:
-        """Raises `InvalidRequest` for a request that `submit` would refuse."""
+        """As in `EngineClient`."""
         await self._ask_worker(request, Check(0, request))
 
     async def tokenize(
@@ -119,172 +115,173 @@ class EngineProcess(Opened):
         return [pieces[token] for token in answer.ids]
 
     async def _ask_worker(self, request: GenerationRequest, question: Check | Tokenize) -> Checked | Tokenized | None:
-        flight = self._take_off(request, question)
+        """Questions are requests too: preparing a text can crash a worker."""
+        asked = self._start(request, question)
         try:
-            end = await flight.mailbox.get()
+            end = await asked.outputs.get()
             if end.finish_reason is FinishReason.CANCELLED:
                 raise EngineClosed("the engine was closed")
             if end.error:
                 raise GenerationFailed(end.error)
-            return flight.answer
+            return asked.answer
         finally:
-            self._land(flight)
+            self._release(asked)
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
         if request.id in self._by_id:
-            raise InvalidRequest("id", f"{request.id!r} is the id of a request that is still running")
-        if self.in_flight >= self._most_flights:
+            raise id_in_use(request.id)
+        if self.in_flight >= self._max_in_flight:
             raise QueueFull(self.config.max_queue, self._seconds_per_request())
-        flight = self._by_id[request.id] = self._take_off(request)
+        submitted = self._by_id[request.id] = self._start(request)
         try:
-            ended = False
-            while not ended:
-                event = await flight.mailbox.get()
-                ended = event.finish_reason is not None
-                yield msgspec.structs.replace(event, request_id=request.id)
+            while not submitted.outputs.finished:
+                yield await submitted.outputs.get()
         finally:
             del self._by_id[request.id]
-            self._land(flight)
+            self._release(submitted)
 
-    def _take_off(self, request: GenerationRequest, question: Check | Tokenize | None = None) -> Flight:
+    def _start(self, request: GenerationRequest, question: Check | Tokenize | None = None) -> InFlightRequest:
         if not self.health().takes_requests:
             raise EngineClosed(f"the engine takes no requests: it is {self.health().status}")
         if request.params.logits_processor is not None:
             message = "is a function of this process, and the engine is another one; use LocalEngine"
             raise InvalidRequest("logits_processor", message)
-        flight = Flight(next(self._numbers), request, question)
-        self._replay.add(flight)
-        self._send_what_may_run()
-        return flight
+        started = self._in_flight.add(request, question)
+        self._send_requests()
+        return started
 
-    def _land(self, flight: Flight) -> None:
-        """Whoever wanted it has all, or has gone."""
-        if flight.number in self._replay.flights:
-            self._cancel(flight)
-            self._replay.ended(flight)
-            self._send_what_may_run()  # it may have been on trial
+    def _release(self, request: InFlightRequest) -> None:
+        """Its reader has all events or has left: in the second case, cancels it."""
+        if request in self._in_flight:
+            self._send_cancel(request)
+            self._in_flight.remove(request)
+            self._send_requests()  # it may have been the suspect that ran alone
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
-        if flight := self._by_id.get(request_id):
-            flight.cancelled = True
-            if not self._cancel(flight):  # else the worker writes its last event
-                self._end(flight, FinishReason.CANCELLED)
+        if request := self._by_id.get(request_id):
+            request.cancelled = True
+            if not self._send_cancel(request):  # else the worker sends its last event
+                self._end(request, FinishReason.CANCELLED)
 
-    def _cancel(self, flight: Flight) -> bool:
-        """False when no worker knows of it."""
+    def _send_cancel(self, request: InFlightRequest) -> bool:
+        """False when no worker has the request."""
         worker = self._supervisor.worker
-        if worker is None or not self._replay.is_sent(flight):
+        if worker is None or not self._in_flight.is_sent(request):
             return False
-        worker.send(Cancel(flight.number))
+        worker.send(Cancel(request.number))
         return True
 
-    def _send_what_may_run(self) -> None:
+    def _send_requests(self) -> None:
         if worker := self._supervisor.worker:
-            for flight in self._replay.to_send():
+            for request in self._in_flight.take_sendable():
                 try:
-                    worker.send(flight.message())
+                    worker.send(request.message())
                 except UnicodeEncodeError as error:
-                    self._fail(flight, InvalidRequest("prompt", f"has half of a surrogate pair: {error}"))
-                except Exception as error:  # whatever is wrong with it, the others are to be sent
+                    self._fail(request, InvalidRequest("prompt", f"has half of a surrogate pair: {error}"))
+                except Exception as error:  # fails this request; the others are still sent
                     log.exception("a request cannot be sent to the worker")
                     message = f"the request cannot be sent to the engine ({type(error).__name__}: {error})"
-                    self._fail(flight, GenerationFailed(message))
+                    self._fail(request, GenerationFailed(message))
 
-    def _fail(self, flight: Flight, error: Exception) -> None:
-        self._replay.ended(flight)
-        flight.mailbox.fail(error)
+    def _fail(self, request: InFlightRequest, error: Exception) -> None:
+        self._in_flight.remove(request)
+        request.outputs.fail(error)
 
     def _seconds_per_request(self) -> float:
-        """How soon one of those that wait has likely gone, from 1 to 60 s."""
-        if len(self._ends) < 2:
+        """The mean time between the ends of recent requests, from 1 to 60 s: an estimate for the next free slot."""
+        if len(self._finish_times) < 2:
             return 1.0
-        return min(60.0, max(1.0, (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)))
+        return min(60.0, max(1.0, (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)))
 
-    # --- what the supervisor tells ------------------------------------------------------------------------------
+    # --- called by the supervisor -------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         try:
             await self._supervisor.run()
         except Exception as error:
-            if self._loaded.done():  # only a bug gets here: nobody may wait for ever because of it
+            if self._loaded.done():  # a bug: fail all requests, so that none waits forever
                 log.exception("the supervision of the worker failed")
             self._supervisor.health = Health(status="failed", error=str(error))
             self._end_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
             if not self._loaded.done():
                 self._loaded.set_exception(error)
 
-    def worker_ready(self, stats: EngineStats) -> None:
-        """Sends what waits for it."""
+    def on_worker_ready(self, stats: EngineStats) -> None:
+        """Sends the requests that wait for this worker."""
         self._last_stats = stats
         if not self._loaded.done():
             self._loaded.set_result(None)
-        self._send_what_may_run()
+        self._send_requests()
 
-    def worker_says(self, message: FromWorker) -> None:
-        """Passes it on to whom it concerns."""
+    def on_worker_message(self, message: FromWorker) -> None:
+        """Passes a message on to the request it is for."""
         if isinstance(message, Events):
             for event in message.events:
-                self._take(event)
-            self._send_what_may_run()
+                self._handle_event(event)
+            self._send_requests()
         elif isinstance(message, Stats):
             self._last_stats = message.stats
-            self._answer()
+            self._wake_stats_waiters()
         elif isinstance(message, Refused):
-            if flight := self._replay.flights.get(message.number):
-                self._fail(flight, InvalidRequest(message.field, message.message))
-        elif isinstance(message, (Checked, Tokenized)) and (flight := self._replay.flights.get(message.number)):
-            flight.answer = message
-            self._end(flight, FinishReason.STOP)
+            if request := self._in_flight.get(message.number):
+                self._fail(request, InvalidRequest(message.field, message.message))
+        elif isinstance(message, (Checked, Tokenized)) and (request := self._in_flight.get(message.number)):
+            request.answer = message
+            self._end(request, FinishReason.STOP)
 
-    def _take(self, event: GenerationEvent) -> None:
-        flight = self._replay.flights.get(int(event.request_id))
-        if flight is None:  # its reader has gone
+    def _handle_event(self, event: GenerationEvent) -> None:
+        request = self._in_flight.get(int(event.request_id))
+        if request is None:  # its reader has left
             return
         self._supervisor.made_progress()
-        makes_way = self._replay.got_token(flight)
+        makes_way = self._in_flight.token_received(request)
         if event.finish_reason:
-            self._replay.ended(flight)
-            self._ends.append(perf_counter())
-        elif makes_way and not flight.cancelled:
-            self._cancel(flight)
-            self._replay.take_back(flight, next(self._numbers))
-        flight.take(event)
+            self._in_flight.remove(request)
+            self._finish_times.append(perf_counter())
+        elif makes_way and not request.cancelled:
+            self._send_cancel(request)
+            self._in_flight.requeue(request)
+        request.put(event)
 
-    def worker_died(self, at_work: set[int], hopeless: str | None) -> None:
-        """Fails whom it must; the others go on in the next worker."""
-        for flight in self._replay.crashed(at_work):
-            self._supervisor.made_progress()  # the next one should do better
-            reason = f"the engine died {MOST_CRASHES} times in a row while it worked on this request"
-            self._end(flight, FinishReason.ERROR, reason)
-        for flight in [flight for flight in self._replay.flights.values() if flight.cancelled]:
-            self._end(flight, FinishReason.CANCELLED)
-        if hopeless:
-            self._end_all(FinishReason.ERROR, hopeless)
-        self._answer()
+    def on_worker_died(self, active: set[int], give_up: str | None) -> None:
+        """Fails the requests that crash workers, ends the cancelled ones, and keeps the others for the next worker.
 
-    def _end(self, flight: Flight, reason: FinishReason, error: str | None = None) -> None:
-        """Writes its last event, in place of the worker."""
-        self._replay.ended(flight)
-        flight.mailbox.put(GenerationEvent(request_id=flight.request.id, finish_reason=reason, error=error))
+        With `give_up`, fails all of them with this reason.
+        """
+        for request in self._in_flight.worker_died(active):
+            self._supervisor.made_progress()  # without this request the next worker should survive
+            reason = f"the engine died {MAX_CRASHES} times in a row while it worked on this request"
+            self._end(request, FinishReason.ERROR, reason)
+        for request in self._in_flight:
+            if request.cancelled:
+                self._end(request, FinishReason.CANCELLED)
+        if give_up:
+            self._end_all(FinishReason.ERROR, give_up)
+        self._wake_stats_waiters()
+
+    def _end(self, request: InFlightRequest, reason: FinishReason, error: str | None = None) -> None:
+        """Writes the last event in place of the worker."""
+        self._in_flight.remove(request)
+        request.outputs.put(GenerationEvent(request_id=str(request.number), finish_reason=reason, error=error))
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        for flight in list(self._replay.flights.values()):
-            self._end(flight, reason, error)
+        for request in self._in_flight:
+            self._end(request, reason, error)
 
-    # --- looking at it, ending it -------------------------------------------------------------------------------
+    # --- state, closing -----------------------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
-        """Counters and state of the worker, as it last told. Raises `EngineClosed` before it ever did."""
-        stats = None if self._closed else await self._ask()
+        """The worker's counters and state, as last reported. Raises `EngineClosed` before the first report."""
+        stats = None if self._closed else await self._fetch_stats()
         if stats is None:
             raise EngineClosed(f"the engine does not answer: it is {self.health().status}")
         return stats
 
     async def workers(self) -> list[WorkerState]:
-        """This one alone."""
-        stats = await self._ask()
+        """The state of this one worker."""
+        stats = await self._fetch_stats()
         worker = self._supervisor.worker
         state = WorkerState(
             name=self.name,
@@ -297,24 +294,24 @@ class EngineProcess(Opened):
         )
         return [state]
 
-    async def _ask(self) -> EngineStats | None:
-        """The worker's figures; the last ones while it is amid a long step or does not live."""
+    async def _fetch_stats(self) -> EngineStats | None:
+        """Asks the worker; returns its last report when it is in a long step or is not running."""
         if worker := self._supervisor.worker:
-            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._asked.append(answer)
-            worker.send(AskStats())
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._stats_waiters.append(waiter)
+            worker.send(GetStats())
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(answer, _STATS_PATIENCE_S)
+                await asyncio.wait_for(waiter, _STATS_TIMEOUT_S)
         return self._last_stats
 
-    def _answer(self) -> None:
-        for answer in self._asked:
-            if not answer.done():
-                answer.set_result(None)
-        self._asked = []
+    def _wake_stats_waiters(self) -> None:
+        for waiter in self._stats_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._stats_waiters = []
 
     async def close(self) -> None:
-        """Ends the worker at once; requests that still run get a last event (cancelled)."""
+        """Kills the worker; unfinished requests get a last event (cancelled)."""
         self._closed = True
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -1,121 +1,154 @@
-"""The thread that an engine lives on."""
+"""The threads around an engine: one steps it, one turns step outputs into events, some prepare requests."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 from cppbatch.engine.engine import BatchInferenceEngine
-from cppbatch.engine.request import GenerationEvent
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, is_long
 from cppbatch.engine.sequence import StepOutput
 
-_IDLE_S = 1.0  # how often it shows that it is alive when there is nothing to do
-_MOST_BEHIND = 4  # steps
+_IDLE_S = 1.0  # between two heartbeats of an idle engine
+_MAX_PENDING_STEPS = 4  # steps whose events are not sent yet; then the next step waits
 
 Command = Callable[[BatchInferenceEngine], object]
 
 
 class StepLoop:
-    """Steps an engine on the thread that calls `run`. Others give it commands, which it does between two steps.
+    """Steps an engine on the thread that calls `run`. Other threads post commands, which run between two steps.
 
-    `tell` gets the events of each step, on a thread of its own: texts are made and sent while the next step computes.
-    `beat` is called before each step, and every second when there is nothing to do.
+    `on_events` gets the events of each step, on the output thread: text is made and sent while the next step computes.
+    `heartbeat` is called before each step, and every second while the engine is idle.
     """
 
     def __init__(
-        self, tell: Callable[[list[GenerationEvent]], None], beat: Callable[[], object] = lambda: None
+        self, on_events: Callable[[list[GenerationEvent]], None], heartbeat: Callable[[], object] = lambda: None
     ) -> None:
-        self._tell = tell
-        self._beat = beat
+        self._on_events = on_events
+        self._heartbeat = heartbeat
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.stopping = False
 
-    def do(self, command: Command) -> None:
-        """Has this done between two steps. Any thread may call it."""
+    def post(self, command: Command) -> None:
+        """Runs a command between two steps. Any thread may call this."""
         self._commands.put(command)
 
     def stop(self) -> None:
-        """Lets `run` return after the step it is in."""
+        """Makes `run` return after the current step."""
         self.stopping = True
-        self.do(lambda engine: None)  # wakes it
+        self.post(lambda engine: None)  # wakes the loop
 
     def run(self, engine: BatchInferenceEngine) -> None:
-        """Steps until `stop`, then does the commands that still wait for an answer. All is told when this returns."""
-        with Talker(engine, self._tell, self._fail) as talker:
+        """Steps until `stop`, then runs the remaining commands. When it returns, all events have been sent.
+
+        Raises what a step, a command or `on_events` raised.
+        """
+        with OutputThread(engine, self._on_events, self._raise_in_run) as output_thread:
             while not self.stopping:
-                self._beat()
+                self._heartbeat()
                 if not engine.has_work:
-                    self.wait(engine)
-                self._do_all(engine)
+                    self.wait_for_command(engine)
+                self._run_commands(engine)
                 if engine.has_work:
                     engine.compute()
-                    talker.tell(engine.outputs.take_outputs())
-            self._do_all(engine)
-            talker.tell(engine.outputs.take_outputs())
-        self._do_all(engine)  # perhaps the last of it could not be told
+                    output_thread.put(engine.outputs.take_outputs())
+            self._run_commands(engine)
+            output_thread.put(engine.outputs.take_outputs())
+        self._run_commands(engine)  # raises what the output thread raised at the end
 
-    def wait(self, engine: BatchInferenceEngine) -> None:
-        """Does one command, if one comes soon."""
+    def wait_for_command(self, engine: BatchInferenceEngine) -> None:
+        """Waits up to a second for a command and runs it."""
         try:
             command = self._commands.get(timeout=_IDLE_S)
         except queue.Empty:
             return
         command(engine)
 
-    def _fail(self, error: BaseException) -> None:
-        """What went wrong in the talker goes wrong in `run`."""
-
+    def _raise_in_run(self, error: BaseException) -> None:
         def fail(engine: BatchInferenceEngine) -> None:
             raise error
 
-        self.do(fail)
+        self.post(fail)
 
-    def _do_all(self, engine: BatchInferenceEngine) -> None:
+    def _run_commands(self, engine: BatchInferenceEngine) -> None:
         while not self._commands.empty():
             self._commands.get()(engine)
 
 
-class Talker:
-    """A thread that makes events of news and sends them, one step's after the other. A context manager."""
+class OutputThread:
+    """A thread that turns the outputs of steps into events and sends them, in order. A context manager.
+
+    `on_error` gets an exception of this thread; later outputs are dropped.
+    """
 
     def __init__(
         self,
         engine: BatchInferenceEngine,
-        send: Callable[[list[GenerationEvent]], None],
-        fail: Callable[[BaseException], None],
+        on_events: Callable[[list[GenerationEvent]], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
-        self._engine, self._send, self._fail = engine, send, fail
-        self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MOST_BEHIND)
-        self._thread = threading.Thread(target=self._run, name="cppbatch-talker", daemon=True)
+        self._engine, self._on_events, self._on_error = engine, on_events, on_error
+        self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_PENDING_STEPS)
+        self._thread = threading.Thread(target=self._run, name="cppbatch-output", daemon=True)
 
-    def tell(self, news: list[StepOutput]) -> None:
-        """Has these told; waits when it is some steps behind."""
-        if news:
-            self._steps.put(news)
+    def put(self, outputs: list[StepOutput]) -> None:
+        """Queues the outputs of a step; waits while this thread is 4 steps behind."""
+        if outputs:
+            self._steps.put(outputs)
 
     def _run(self) -> None:
         failed = False
-        while news := self._steps.get():
+        while outputs := self._steps.get():
             try:
                 if not failed:
-                    self._tell(news)
+                    self._send(outputs)
             except BaseException as error:
-                failed = True  # it goes on taking, so that nobody waits for it
-                self._fail(error)
+                failed = True  # the queue is still emptied, so that `put` never waits forever
+                self._on_error(error)
 
-    def _tell(self, news: list[StepOutput]) -> None:
+    def _send(self, outputs: list[StepOutput]) -> None:
         began = perf_counter()
-        events = [self._engine.outputs.event(each) for each in news]
+        events = [self._engine.outputs.event(output) for output in outputs]
         made = perf_counter()
-        self._send(events)
+        self._on_events(events)
         self._engine.metrics.count_output(began, made, perf_counter())
 
-    def __enter__(self) -> Talker:
+    def __enter__(self) -> OutputThread:
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._steps.put(None)
         self._thread.join()
+
+
+class InputThreads:
+    """Threads that prepare requests: tokenise the prompt, compile the grammar.
+
+    Long texts and grammars have threads of their own, so that short texts do not wait for them: 2 threads for short
+    texts, 1 for long texts, 2 for grammars.
+    """
+
+    def __init__(self) -> None:
+        self._quick = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-input")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-long-input")
+        self._grammars = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-grammars")
+
+    def for_request(self, engine: BatchInferenceEngine, request: GenerationRequest) -> ThreadPoolExecutor:
+        """The threads that prepare this request."""
+        if engine.is_quick(request):
+            return self._quick
+        return self._long_texts if is_long(request.prompt) else self._grammars
+
+    def for_text(self, text: str | list[int]) -> ThreadPoolExecutor:
+        """The threads that tokenise this text."""
+        return self._long_texts if is_long(text) else self._quick
+
+    def close(self) -> None:
+        """Waits for the requests being prepared and drops the queued ones."""
+        for threads in (self._quick, self._long_texts, self._grammars):
+            threads.shutdown(cancel_futures=True)

@@ -1,74 +1,144 @@
-"""Which requests a worker gets after another one died, so that one that kills workers takes no other along."""
+"""The requests that a worker has not finished, and which of them the next worker gets after a crash."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from array import array
+from collections.abc import Collection, Iterator
+from time import perf_counter
 
-from cppbatch.cluster.flight import Flight
+import msgspec
 
-MOST_CRASHES = 3
-"""Workers in a row that a request may see die while they have it in hand."""
+from cppbatch.cluster.output_collector import OutputCollector
+from cppbatch.cluster.worker_messages import Check, Checked, Submit, Tokenize, Tokenized
+from cppbatch.engine.params import actual_seed, replaced
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState
+
+MAX_CRASHES = 3
+"""Consecutive crashes that a request may be involved in; then it fails."""
 
 
-class Replay:
-    """The requests that have not ended, and which of them the worker has.
+class InFlightRequest:
+    """A request in a worker, with everything another worker needs to continue it."""
 
-    After one crash all of them go on together: mostly the cause was none of them. Those that were in hand at the next
-    one too, and had got no token in between, are suspects. Each suspect is sent alone, until it gets a token: what a
-    request does depends on nothing beside it, so that proves it harmless, and a crash proves it guilty. Then it makes
-    way for the next suspect, and when there are none left all go on together again.
+    def __init__(self, number: int, request: GenerationRequest, question: Check | Tokenize | None = None) -> None:
+        """`question` is sent instead of running the request; the worker's reply to it becomes `answer`."""
+        params = replaced(request.params, seed=actual_seed(request.params.seed))  # the same seed in every worker
+        self.number = number
+        """Identifies it in the messages to and from the worker."""
+        self.request = replaced(request, params=params)
+        self._question = question
+        self.answer: Checked | Tokenized | None = None
+        self.outputs = OutputCollector(request.id)
+        self.n_crashes = 0
+        """Consecutive workers that died while they computed or prepared it."""
+        self.cancelled = False
+        self._tokens = array("i")
+        self._arrived_at = perf_counter()
+        self._first_token_at = 0.0
+
+    def message(self) -> Check | Tokenize | Submit:
+        """The message that starts it in a worker, or continues it after the tokens so far."""
+        if self._question:
+            return msgspec.structs.replace(self._question, number=self.number)
+        resume = ResumeState(
+            tokens=self._tokens.tolist(),
+            age=perf_counter() - self._arrived_at,
+            first_token_seconds=max(0.0, self._first_token_at - self._arrived_at),
+        )
+        return Submit(self.number, replaced(self.request, id=str(self.number)), resume)
+
+    def put(self, event: GenerationEvent) -> None:
+        """Keeps the event's tokens for the next worker and passes the event to the reader."""
+        if not self._tokens:
+            self._first_token_at = perf_counter()
+        self._tokens.extend(event.tokens)
+        self.outputs.put(event)
+
+
+class InFlightRequests:
+    """The table of unfinished requests: which are sent to the current worker, and which wait in quarantine.
+
+    After a first crash, all requests are resent together: usually no request caused it. Requests that were active
+    (computed or being prepared) in two consecutive crashes, with no token in between, are suspects. While there are
+    suspects, all requests are held, and one suspect after the other is sent alone, until its next token. What a
+    request does is independent of its neighbours, so a token clears the suspect, and a crash convicts it: it fails.
+    A cleared suspect makes way for the next one. When no suspect is left, all requests are sent again.
     """
 
     def __init__(self) -> None:
-        self.flights: dict[int, Flight] = {}
-        self._held: dict[int, Flight] = {}  # not sent to this worker yet
-        self._suspects: dict[int, Flight] = {}
+        self._numbers = itertools.count()
+        self._requests: dict[int, InFlightRequest] = {}
+        self._held: dict[int, InFlightRequest] = {}  # not sent to the current worker
+        self._suspects: dict[int, InFlightRequest] = {}
 
-    def add(self, flight: Flight) -> None:
-        """A new request."""
-        self.flights[flight.number] = self._held[flight.number] = flight
+    def __len__(self) -> int:
+        return len(self._requests)
 
-    def to_send(self) -> list[Flight]:
-        """Those that the worker should get now; they count as sent."""
+    def __iter__(self) -> Iterator[InFlightRequest]:
+        """Over a copy: requests may be removed meanwhile."""
+        return iter(list(self._requests.values()))
+
+    def __contains__(self, request: InFlightRequest) -> bool:
+        return request.number in self._requests
+
+    def get(self, number: int) -> InFlightRequest | None:
+        """The request of this number; None when it has ended, or has another number by now."""
+        return self._requests.get(number)
+
+    def add(self, request: GenerationRequest, question: Check | Tokenize | None = None) -> InFlightRequest:
+        """Adds a new request, not sent yet."""
+        added = InFlightRequest(next(self._numbers), request, question)
+        self._hold(added)
+        return added
+
+    def _hold(self, request: InFlightRequest) -> None:
+        self._requests[request.number] = self._held[request.number] = request
+
+    def take_sendable(self) -> list[InFlightRequest]:
+        """The requests to send to the worker now; they count as sent."""
         if not self._suspects:
             chosen = list(self._held.values())
         elif self._suspects.keys() <= self._held.keys():
             chosen = [next(iter(self._suspects.values()))]
-        else:  # one is on trial
+        else:  # one suspect runs
             chosen = []
-        for flight in chosen:
-            del self._held[flight.number]
+        for request in chosen:
+            del self._held[request.number]
         return chosen
 
-    def is_sent(self, flight: Flight) -> bool:
-        """Whether the worker knows of it."""
-        return flight.number not in self._held
+    def is_sent(self, request: InFlightRequest) -> bool:
+        """Whether the current worker has it."""
+        return request.number not in self._held
 
-    def got_token(self, flight: Flight) -> bool:
-        """It is no suspect any more. True when it was one, and has to make way for another: see `take_back`."""
-        flight.crashes = 0
-        was_suspect = self._suspects.pop(flight.number, None) is not None
+    def token_received(self, request: InFlightRequest) -> bool:
+        """Clears the request: it is no suspect any more. True if it was one and other suspects wait: see `requeue`."""
+        request.n_crashes = 0
+        was_suspect = self._suspects.pop(request.number, None) is not None
         return was_suspect and bool(self._suspects)
 
-    def take_back(self, flight: Flight, number: int) -> None:
-        """It goes on later, under another number, so that what the worker still says of it now is of no concern."""
-        self.ended(flight)
-        flight.number = number
-        self.add(flight)
+    def requeue(self, request: InFlightRequest) -> None:
+        """Holds a sent request again, under a new number: what the worker still sends for the old one is ignored."""
+        self.remove(request)
+        request.number = next(self._numbers)
+        self._hold(request)
 
-    def ended(self, flight: Flight) -> None:
-        """It is over, in whatever way."""
-        for place in (self.flights, self._held, self._suspects):
-            place.pop(flight.number, None)
+    def remove(self, request: InFlightRequest) -> None:
+        """Removes a request that has ended."""
+        for table in (self._requests, self._held, self._suspects):
+            table.pop(request.number, None)
 
-    def crashed(self, at_work: Collection[int]) -> list[Flight]:
-        """Notes that the worker died with these in hand. Returns those that are to fail; they have ended."""
-        for number in at_work:
-            if flight := self.flights.get(number):
-                flight.crashes += 1
-        guilty = [flight for flight in self.flights.values() if flight.crashes >= MOST_CRASHES]
-        for flight in guilty:
-            self.ended(flight)
-        self._held = dict(self.flights)
-        self._suspects = {n: flight for n, flight in self.flights.items() if flight.crashes == MOST_CRASHES - 1}
-        return guilty
+    def worker_died(self, active: Collection[int]) -> list[InFlightRequest]:
+        """Counts a crash against the requests `active` in the worker. Removes and returns those that are to fail.
+
+        All other requests are held for the next worker.
+        """
+        for number in active:
+            if request := self._requests.get(number):
+                request.n_crashes += 1
+        convicted = [request for request in self if request.n_crashes >= MAX_CRASHES]
+        for request in convicted:
+            self.remove(request)
+        self._held = dict(self._requests)
+        self._suspects = {n: request for n, request in self._requests.items() if request.n_crashes == MAX_CRASHES - 1}
+        return convicted

@@ -15,12 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
-from cppbatch.cluster.engine_client import Health, WorkerState
-from cppbatch.cluster.engine_threads import StepLoop
-from cppbatch.cluster.intake_threads import IntakeThreads
-from cppbatch.cluster.opened import Opened
+from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
+from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.output_collector import OutputCollector
 from cppbatch.config import EngineConfig, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
@@ -30,18 +26,19 @@ from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
-from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
+from cppbatch.errors import EngineClosed, QueueFull
 
 log = logging.getLogger("cppbatch.engine")
 
 Result = TypeVar("Result")
 
 
-class LocalEngine(Opened):
-    """An `EngineClient` whose engine is a thread here. Made and used inside a running event loop.
+class LocalEngine(EngineClient):
+    """An `EngineClient` whose engine is a thread of this process. Created and used inside a running event loop.
 
-    The thread takes commands between steps and hands the loop one list of events a step, so neither waits for the
-    other. Used as `async with LocalEngine("model.gguf") as engine:`, which waits until the model is loaded.
+    The engine's thread runs commands between steps and hands the event loop one list of events per step, so neither
+    waits for the other. Example: `async with LocalEngine("model.gguf") as engine:`, which waits until the model is
+    loaded.
     """
 
     def __init__(self, model: str | Path | EngineConfig, *, runtime: Runtime | None = None, **settings: Any) -> None:
@@ -50,22 +47,22 @@ class LocalEngine(Opened):
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[None] = self._loop.create_future()
-        self._loaded.add_done_callback(lambda future: future.exception())  # looked at, so asyncio does not complain
+        self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
         self._engine: BatchInferenceEngine | None = None
         self._health = Health(status="loading")
-        self._closing = False  # takes no more requests, and stops loading
-        self._steps = StepLoop(lambda events: self._tell(self._deliver, events))
-        # The engine knows requests by a number of ours: an id may be used again while its last events are on the way.
+        self._closing = False  # accepts no more requests, and stops loading
+        self._step_loop = StepLoop(lambda events: self._call_on_loop(self._deliver, events))
+        # Requests have numbers in the engine: an id may be used again while its last events are on the way.
         self._numbers = map(str, itertools.count())
-        self._streams: dict[str, _Stream] = {}
-        self._mailboxes: dict[str, OutputCollector] = {}
-        self._intake = IntakeThreads()
-        # A daemon: an impatient second Ctrl-C must not wait for a model that is still loading.
+        self._by_id: dict[str, _LocalRequest] = {}
+        self._by_number: dict[str, _LocalRequest] = {}
+        self._input_threads = InputThreads()
+        # A daemon: a second Ctrl-C does not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
         self._thread.start()
-        atexit.register(self._end_thread)  # a thread still in llama.cpp when its statics go would crash the exit
+        atexit.register(self._end_thread)  # a thread inside llama.cpp while its statics are destroyed would crash
 
-    # --- the asyncio side ---------------------------------------------------------------------------------------
+    # --- on the event loop --------------------------------------------------------------------------------------
 
     async def loaded(self) -> None:
         """Waits until the model is loaded. Raises what loading raised."""
@@ -77,7 +74,7 @@ class LocalEngine(Opened):
         return self._ready().info
 
     def health(self) -> Health:
-        """How the engine is now."""
+        """The state of the engine now."""
         return self._health
 
     async def check(self, request: GenerationRequest) -> None:
@@ -89,38 +86,36 @@ class LocalEngine(Opened):
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
         tokens = partial(self._ready().tokens, text, add_special=add_special, parse_special=parse_special)
-        return await self._aside(self._intake.for_text(text), tokens)
+        return await self._run_on(self._input_threads.for_text(text), tokens)
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
         self._ready()
-        if request.id in self._streams:
-            raise InvalidRequest("id", f"{request.id!r} is the id of a request that is still running")
-        stream = self._streams[request.id] = _Stream(next(self._numbers))
-        self._mailboxes[stream.number] = stream.mailbox
-        running = False
+        if request.id in self._by_id:
+            raise id_in_use(request.id)
+        submitted = _LocalRequest(next(self._numbers), request.id)
+        self._by_id[request.id] = self._by_number[submitted.number] = submitted
+        in_engine = False
         try:
-            sequence = await self._prepare(replaced(request, id=stream.number))
-            if stream.cancelled:
+            sequence = await self._prepare(replaced(request, id=submitted.number))
+            if submitted.cancelled:
                 yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
                 return
-            self._steps.do(lambda engine: self._add(engine, sequence))
-            running = True
-            while running:
-                event = await stream.mailbox.get()
-                running = event.finish_reason is None
-                yield msgspec.structs.replace(event, request_id=request.id)
+            self._step_loop.post(lambda engine: self._add(engine, sequence))
+            in_engine = True
+            while not submitted.outputs.finished:
+                yield await submitted.outputs.get()
         finally:
-            del self._streams[request.id], self._mailboxes[stream.number]
-            if running:
-                self._steps.do(lambda engine: engine.cancel(stream.number))
+            del self._by_id[request.id], self._by_number[submitted.number]
+            if in_engine and not submitted.outputs.finished:
+                self._step_loop.post(lambda engine: engine.cancel(submitted.number))
 
     async def _prepare(self, request: GenerationRequest) -> Seq:
         engine = self._ready()
-        return await self._aside(self._intake.for_request(engine, request), partial(engine.prepare, request))
+        return await self._run_on(self._input_threads.for_request(engine, request), partial(engine.prepare, request))
 
-    async def _aside(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
-        """Does this on one of the threads; `work` is told by `cancelled` when nobody waits for it any more."""
+    async def _run_on(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
+        """Runs `work` on one of these threads; its argument `cancelled` returns True when the caller has left."""
         cancelled = threading.Event()
         try:
             return await self._loop.run_in_executor(threads, partial(work, cancelled=cancelled.is_set))
@@ -130,35 +125,33 @@ class LocalEngine(Opened):
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
         self._ready()
-        if stream := self._streams.get(request_id):
-            stream.cancelled = True
-            self._steps.do(lambda engine: engine.cancel(stream.number))
+        if request := self._by_id.get(request_id):
+            request.cancelled = True
+            self._step_loop.post(lambda engine: engine.cancel(request.number))
 
     async def stats(self) -> EngineStats:
         """Counters and state."""
         self._ready()
         answer: asyncio.Future[EngineStats] = self._loop.create_future()
-        self._steps.do(lambda engine: self._tell(_resolve, answer, engine.stats()))
+        self._step_loop.post(lambda engine: self._call_on_loop(_resolve, answer, engine.stats()))
         return await answer
 
     async def workers(self) -> list[WorkerState]:
-        """This engine alone."""
+        """The state of this one engine."""
         stats = await self.stats() if self._health.status == "ok" and not self._closing else None
-        state = WorkerState(
-            name="local", pid=os.getpid(), health=self._health, in_flight=len(self._streams), stats=stats
-        )
+        state = WorkerState(name="local", pid=os.getpid(), health=self._health, in_flight=len(self._by_id), stats=stats)
         return [state]
 
     async def close(self) -> None:
-        """Ends the engine after the step it is in; aborts a model that is still loading."""
+        """Ends the engine after the current step; stops a model that is still loading."""
         self._closing = True
-        await asyncio.to_thread(self._intake.close)  # it reads the model that goes next
+        await asyncio.to_thread(self._input_threads.close)  # first: these threads read the model
         await asyncio.to_thread(self._end_thread)
         atexit.unregister(self._end_thread)
 
     def _end_thread(self) -> None:
         self._closing = True
-        self._steps.stop()
+        self._step_loop.stop()
         self._thread.join()
 
     def _ready(self) -> BatchInferenceEngine:
@@ -168,50 +161,50 @@ class LocalEngine(Opened):
 
     def _deliver(self, events: list[GenerationEvent]) -> None:
         for event in events:
-            if mailbox := self._mailboxes.get(event.request_id):  # none: its iterator was closed
-                mailbox.put(event)
+            if request := self._by_number.get(event.request_id):  # None: its iterator was closed
+                request.outputs.put(event)
 
     def _refuse(self, number: str, error: QueueFull) -> None:
-        if mailbox := self._mailboxes.get(number):
-            mailbox.fail(error)
+        if request := self._by_number.get(number):
+            request.outputs.fail(error)
 
     def _deliver_to_all(self, reason: FinishReason, error: str | None) -> None:
         self._deliver(
-            [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._mailboxes]
+            [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._by_number]
         )
 
-    # --- the engine's thread ------------------------------------------------------------------------------------
+    # --- on the engine's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            engine = BatchInferenceEngine(self.config, progress=self._progress, runtime=self._runtime)
+            engine = BatchInferenceEngine(self.config, progress=self._on_progress, runtime=self._runtime)
         except Exception as error:
             self._health = Health(status="failed", error=str(error))
-            self._tell(_reject, self._loaded, error)
+            self._call_on_loop(_reject, self._loaded, error)
             return
         self._engine = engine
         self._health = Health(status="ok", progress=1.0)
-        self._tell(_resolve, self._loaded, None)
+        self._call_on_loop(_resolve, self._loaded, None)
         try:
-            self._steps.run(engine)
+            self._step_loop.run(engine)
             self._health = Health(status="closed")
-        except Exception as error:  # a bug: say so, end what runs, and answer from then on
+        except Exception as error:  # a bug: end all requests with this error, and keep answering commands
             log.exception("the engine failed")
             self._health = Health(status="failed", error=f"{type(error).__name__}: {error}")
-            self._tell(self._deliver_to_all, FinishReason.ERROR, self._health.error)
-            self._answer_after_failure(engine)
+            self._call_on_loop(self._deliver_to_all, FinishReason.ERROR, self._health.error)
+            self._run_commands_until_stopped(engine)
         finally:
-            self._tell(self._deliver_to_all, FinishReason.CANCELLED, None)
+            self._call_on_loop(self._deliver_to_all, FinishReason.CANCELLED, None)
             engine.close()
 
-    def _answer_after_failure(self, engine: BatchInferenceEngine) -> None:
-        while not self._steps.stopping:
+    def _run_commands_until_stopped(self, engine: BatchInferenceEngine) -> None:
+        while not self._step_loop.stopping:
             try:
-                self._steps.wait(engine)
-            except Exception:  # its books may be half-written
-                log.exception("the failed engine cannot do this any more")
+                self._step_loop.wait_for_command(engine)
+            except Exception:  # the failure may have left its state inconsistent
+                log.exception("the failed engine could not run a command")
 
-    def _progress(self, fraction: float) -> bool:
+    def _on_progress(self, fraction: float) -> bool:
         self._health = Health(status="loading", progress=fraction)
         return not self._closing
 
@@ -220,23 +213,23 @@ class LocalEngine(Opened):
             try:
                 engine.add(sequence)
             except QueueFull as error:
-                self._tell(self._refuse, sequence.id, error)
-        else:  # it failed after `submit` had looked
+                self._call_on_loop(self._refuse, sequence.id, error)
+        else:  # the engine failed after `submit` checked its health
             failed = GenerationEvent(request_id=sequence.id, finish_reason=FinishReason.ERROR, error=self._health.error)
-            self._tell(self._deliver, [failed])
+            self._call_on_loop(self._deliver, [failed])
 
-    def _tell(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls a function on the event loop; nobody is there to be told once the loop is closed."""
+    def _call_on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls a function on the event loop; does nothing once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
 
-class _Stream:
-    """One submitted request: its number in the engine, and what its iterator has not read yet."""
+class _LocalRequest:
+    """A submitted request: its number in the engine, and the events that its iterator has not read."""
 
-    def __init__(self, number: str) -> None:
+    def __init__(self, number: str, request_id: str) -> None:
         self.number = number
-        self.mailbox = OutputCollector()
+        self.outputs = OutputCollector(request_id)
         self.cancelled = False
 
 

@@ -1,4 +1,4 @@
-"""Which worker has computed the beginning of a prompt: a guess from the texts that were sent there."""
+"""Guesses which worker has a prompt's prefix in its cache, from the prompts sent to each worker."""
 
 from __future__ import annotations
 
@@ -7,44 +7,47 @@ from collections.abc import Hashable, Iterator
 
 from cppbatch.engine.request import GenerationRequest, Pair
 
-_SHORTEST = 64  # letters; of token ids a quarter of that
-_LETTERS_PER_TOKEN = 4
-_MOST_KEPT = 16384  # beginnings
+_MIN_LENGTH = 64  # characters
+_CHARACTERS_PER_TOKEN = 4
+_MAX_PREFIXES = 16384
 
-Beginning = tuple[Hashable, int, int]
+Prefix = tuple[Hashable, int, int]
 
 
 class PrefixAffinity:
-    """Remembers the beginnings of prompts, of 64 letters, 128, 256 ..., by their hashes, and who had them last."""
+    """Remembers the worker that last got each prompt prefix. Prefixes of 64, 128, 256 ... characters, as hashes."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Beginning, int] = OrderedDict()
+        self._workers: OrderedDict[Prefix, int] = OrderedDict()
 
     def note(self, request: GenerationRequest, worker: int) -> None:
-        """This worker gets it."""
-        for _, beginning in _beginnings(request):
-            self._known[beginning] = worker
-            self._known.move_to_end(beginning)
-        while len(self._known) > _MOST_KEPT:
-            self._known.popitem(last=False)
+        """Remembers that this worker gets the request."""
+        for _, prefix in _prefixes(request):
+            self._workers[prefix] = worker
+            self._workers.move_to_end(prefix)
+        while len(self._workers) > _MAX_PREFIXES:
+            self._workers.popitem(last=False)
 
     def find(self, request: GenerationRequest) -> tuple[int, int] | None:
-        """Who had the longest beginning of its prompt, and about how many tokens that is."""
-        for length, beginning in reversed(list(_beginnings(request))):
-            if (worker := self._known.get(beginning)) is not None:
-                return worker, length // _LETTERS_PER_TOKEN
+        """The worker that had the prompt's longest known prefix, and the prefix's approximate length in tokens."""
+        for length, prefix in reversed(list(_prefixes(request))):
+            if (worker := self._workers.get(prefix)) is not None:
+                return worker, length // _CHARACTERS_PER_TOKEN
         return None
 
 
-def _beginnings(request: GenerationRequest) -> Iterator[tuple[int, Beginning]]:
-    """Each with its length in letters, the shortest first; none when the prompt is not to be shared."""
+def _prefixes(request: GenerationRequest) -> Iterator[tuple[int, Prefix]]:
+    """Yields each prefix with its length in characters, the shortest first; none if the prompt must not be shared.
+
+    Token ids count as 4 characters each. Prefixes are only equal with the same cache salt and LoRA adapters.
+    """
     prompt = request.prompt
     if not request.cache_prompt or request.task == "embed" or isinstance(prompt, Pair):
         return
-    letters = 1 if isinstance(prompt, str) else _LETTERS_PER_TOKEN
+    characters = 1 if isinstance(prompt, str) else _CHARACTERS_PER_TOKEN
     lora = None if request.lora is None else frozenset(request.lora.items())
-    length = _SHORTEST
-    while length <= len(prompt) * letters:
-        part = prompt[: length // letters]
+    length = _MIN_LENGTH
+    while length <= len(prompt) * characters:
+        part = prompt[: length // characters]
         yield length, ((request.cache_salt, lora), length, hash(part if isinstance(part, str) else tuple(part)))
         length *= 2

@@ -1,6 +1,6 @@
-"""What a worker was doing, readable after its death: a few numbers in memory that both processes map.
+"""What a worker is doing, in memory that its server can still read after the worker's death.
 
-Messages would not do: a process that aborts takes along those that it has just sent.
+Messages are no substitute: a process that aborts loses those it has just sent.
 """
 
 from __future__ import annotations
@@ -13,49 +13,53 @@ import numpy as np
 from cppbatch.config import MAX_SEQ_IDS
 
 _N_PREPARING = 8
-_BEATS, _N_RUNNING, _PREPARING, _RUNNING = 0, 1, 2, 2 + _N_PREPARING
-_N_NUMBERS = _RUNNING + MAX_SEQ_IDS
+_HEARTBEATS, _N_COMPUTING, _PREPARING, _COMPUTING = 0, 1, 2, 2 + _N_PREPARING  # offsets
+_N_NUMBERS = _COMPUTING + MAX_SEQ_IDS
 
 
 class SharedStatus:
-    """A file of int64 numbers. The worker writes; the server's process only reads."""
+    """A memory-mapped file of int64 numbers. The worker writes, the server's process reads.
+
+    Layout: the heartbeat counter; how many requests are computed; the request that each of 8 threads prepares (-1:
+    none); the requests that are computed.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Makes the file if there is none."""
+        """Opens the file, or creates it."""
         if not path.exists():
             empty = np.zeros(_N_NUMBERS, np.int64)
-            empty[_PREPARING:_RUNNING] = -1
+            empty[_PREPARING:_COMPUTING] = -1
             path.write_bytes(empty.tobytes())
         with path.open("r+b") as file:
             self._numbers = np.frombuffer(mmap.mmap(file.fileno(), _N_NUMBERS * 8), np.int64)
 
-    # --- the worker's side ------------------------------------------------------------------------------------------
+    # --- written by the worker --------------------------------------------------------------------------------------
 
-    def beat(self) -> None:
-        """It is alive."""
-        self._numbers[_BEATS] += 1
+    def heartbeat(self) -> None:
+        """Counts one more heartbeat."""
+        self._numbers[_HEARTBEATS] += 1
 
-    def prepares(self, slot: int, number: int) -> None:
-        """Thread `slot` prepares this request; -1: none."""
-        self._numbers[_PREPARING + slot] = number
+    def set_preparing(self, thread: int, number: int) -> None:
+        """Thread `thread` (0 to 7) prepares this request; -1: none."""
+        self._numbers[_PREPARING + thread] = number
 
-    def runs(self, numbers: list[int]) -> None:
-        """These requests are computed in the step that comes now."""
-        self._numbers[_RUNNING : _RUNNING + len(numbers)] = numbers
-        self._numbers[_N_RUNNING] = len(numbers)
+    def set_computing(self, numbers: list[int]) -> None:
+        """The next step computes these requests."""
+        self._numbers[_COMPUTING : _COMPUTING + len(numbers)] = numbers
+        self._numbers[_N_COMPUTING] = len(numbers)
 
-    # --- the server's side ------------------------------------------------------------------------------------------
+    # --- read by the server's process -------------------------------------------------------------------------------
 
     @property
-    def beats(self) -> int:
-        """Goes up as long as the worker steps, or waits for something to do."""
-        return int(self._numbers[_BEATS])
+    def heartbeats(self) -> int:
+        """Increases with each step, and every second while the worker is idle."""
+        return int(self._numbers[_HEARTBEATS])
 
     def preparing(self) -> list[int]:
-        """The requests that it prepares."""
-        return [int(number) for number in self._numbers[_PREPARING:_RUNNING] if number >= 0]
+        """The requests that are being prepared."""
+        return [int(number) for number in self._numbers[_PREPARING:_COMPUTING] if number >= 0]
 
-    def at_work(self) -> set[int]:
-        """The requests that it computed something of, or prepared, last."""
-        running = self._numbers[_RUNNING : _RUNNING + int(self._numbers[_N_RUNNING])]
-        return {*running.tolist(), *self.preparing()}
+    def active(self) -> set[int]:
+        """The requests that are being prepared, or were computed in the last step."""
+        computing = self._numbers[_COMPUTING : _COMPUTING + int(self._numbers[_N_COMPUTING])]
+        return {*computing.tolist(), *self.preparing()}

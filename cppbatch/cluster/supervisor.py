@@ -1,4 +1,4 @@
-"""Keeps a worker process alive: starts it, watches it, starts another one when it dies."""
+"""Keeps a worker process running: starts it, watches it, and starts another one when it dies."""
 
 from __future__ import annotations
 
@@ -20,92 +20,94 @@ from cppbatch.errors import CppBatchError, ModelError
 
 log = logging.getLogger("cppbatch.cluster")
 
-_LOAD_PATIENCE_S = 600  # without any progress; the self-check of a new machine takes some minutes at worst
-_MOST_FAILURES = 5  # deaths in a row, with nothing done in between, after which nobody is asked to wait any longer
-_MOST_FROM_OUTSIDE = 20  # as many of deaths that nothing in the worker has caused, as far as anybody can tell
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
-_STEADY_S = 60.0  # a worker that lived so long did not die of what its predecessor died of
+_LOAD_TIMEOUT_S = 600  # without progress; the self-check of a new machine may take several minutes
+_MAX_FAILURES = 5  # consecutive deaths with no token in between, after which requests are failed
+_MAX_EXTERNAL_KILLS = 20  # consecutive deaths with an external cause, as far as can be known
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
+_STABLE_S = 60.0  # a worker that lived this long did not die of its predecessor's cause
 _BAD_CODE = ("SIGSEGV", "SIGILL", "SIGBUS")
-_PLAIN_ERRORS = (errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError)
+_LOAD_ERRORS = (errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError)
 
 
-class Owner(Protocol):
-    """Whom a supervisor tells what happens."""
+class WorkerListener(Protocol):
+    """The callbacks of a `Supervisor`."""
 
-    def worker_ready(self, stats: EngineStats) -> None:
-        """Requests may be sent."""
+    def on_worker_ready(self, stats: EngineStats) -> None:
+        """A worker has loaded the model: requests may be sent."""
 
-    def worker_says(self, message: FromWorker) -> None:
-        """A message that is none of the supervisor's business."""
+    def on_worker_message(self, message: FromWorker) -> None:
+        """A message about requests or stats."""
 
-    def worker_died(self, at_work: set[int], hopeless: str | None) -> None:
-        """With these requests in hand. `hopeless`: why nobody should wait for another worker to do better."""
+    def on_worker_died(self, active: set[int], give_up: str | None) -> None:
+        """`active`: the requests that may have caused it. `give_up`: why unfinished requests should not wait longer."""
 
 
 class Supervisor:
-    """One worker after another. `worker` is there when it is ready for requests, else None."""
+    """Runs one worker after another. `worker` is the current one once it is ready for requests, else None."""
 
-    def __init__(self, config: EngineConfig, owner: Owner, *, step_timeout: float, runtime: str | None) -> None:
+    def __init__(
+        self, config: EngineConfig, listener: WorkerListener, *, step_timeout: float, runtime: str | None
+    ) -> None:
         self._config = config
-        self._owner = owner
+        self._listener = listener
         self._step_timeout = step_timeout
         self._runtime = runtime
         self.worker: WorkerHandle | None = None
         self.info: ModelInfo | None = None
         self.health = Health(status="loading")
         self.restarts = 0
-        self._failures = 0  # in a row
-        self._from_outside = 0  # deaths in a row that somebody else has caused
+        self._failures = 0  # consecutive
+        self._external_kills = 0  # consecutive
         self._has_worked = False
         self._may_repack = config.use_extra_bufts
 
     def made_progress(self) -> None:
-        """The worker did what it is there for."""
-        self._failures = self._from_outside = 0
+        """Resets the counts of consecutive deaths: the worker has produced something."""
+        self._failures = self._external_kills = 0
         self._has_worked = True
 
     async def run(self) -> None:
-        """For ever. Raises what keeps the first worker from loading its model: `CppBatchError`, `OSError`."""
+        """Runs until cancelled. Raises what prevents the first worker from loading: `CppBatchError`, `OSError`."""
         while True:
-            at_work: set[int] = set()
-            from_outside = False
+            active: set[int] = set()
+            external = False
             try:
-                await self._one_life()
+                await self._run_worker()
             except WorkerDied as death:
-                why, at_work, from_outside = str(death), death.at_work, death.from_outside
-                if self._tries_the_other_path(why):
+                why, active, external = str(death), death.active, death.external
+                if self._switch_cpu_path(why):
                     path = "with" if self._config.use_extra_bufts else "without"
                     why = f"{why}; the next one tries it {path} the fast CPU path"
                 elif self.info is None:
                     message = f"the process that was loading {self._config.model_path} died: {why}"
-                    raise ModelError(f"{message}. What llama.cpp had to say is in the lines above") from death
+                    raise ModelError(f"{message}. The lines above show what llama.cpp logged") from death
             except (CppBatchError, OSError) as error:
                 if self.info is None:
                     raise
                 why = f"the model could not be loaded again: {error}"
-            except Exception as error:  # a bug on this side of the link: the next worker gets the same requests
+            except Exception as error:  # a bug in this process: the next worker gets the same requests
                 if self.info is None:
                     raise
                 log.exception("the supervision of the worker failed")
                 why = f"its supervision failed: {type(error).__name__}: {error}"
-            await self._recover(why, at_work, from_outside=from_outside)
+            await self._report_and_pause(why, active, external=external)
 
-    async def _one_life(self) -> None:
-        """A worker from its start to its death. Raises `WorkerDied`, or why the model could not be loaded."""
+    async def _run_worker(self) -> None:
+        """Runs a worker from start to death. Raises `WorkerDied`, or the error that prevented loading."""
         worker = await WorkerHandle.start(self._config, self._runtime)
         try:
-            loaded = await worker.watched(self._load(worker), _LOAD_PATIENCE_S)
+            loaded = await worker.while_alive(self._load(worker), _LOAD_TIMEOUT_S)
             self.info = loaded.info
             self.worker = worker
             self.health = Health(status="ok", progress=1.0)
             ready_at = time.monotonic()
-            self._owner.worker_ready(loaded.stats)
+            self._listener.on_worker_ready(loaded.stats)
             try:
-                await worker.watched(self._listen(worker), self._step_timeout)
+                await worker.while_alive(self._listen(worker), self._step_timeout)
             finally:
                 self.worker = None
-                if time.monotonic() - ready_at > _STEADY_S:
-                    self._failures = self._from_outside = 0
+                if time.monotonic() - ready_at > _STABLE_S:
+                    self._failures = self._external_kills = 0
         finally:
             await worker.end()
 
@@ -115,56 +117,59 @@ class Supervisor:
             if isinstance(message, Loaded):
                 return message
             if isinstance(message, LoadFailed):
-                raise _error(message)
+                raise _load_error(message)
             if isinstance(message, Loading):
                 self.health = msgspec.structs.replace(self.health, progress=message.progress)
             elif isinstance(message, Log):
-                _write(message)
+                _write_log(message)
 
     async def _listen(self, worker: WorkerHandle) -> NoReturn:
         while True:
             message = await worker.receive()
             if isinstance(message, Log):
-                _write(message)
+                _write_log(message)
             else:
-                self._owner.worker_says(message)
+                self._listener.on_worker_message(message)
 
-    def _tries_the_other_path(self, why: str) -> bool:
-        """Before anything has worked: without repacked weights, as the self-check's tiny models may miss what this one
-        hits; and when that was not it, with them again."""
+    def _switch_cpu_path(self, why: str) -> bool:
+        """Turns weight repacking off, or on again; True if the next worker tries the other setting.
+
+        Only after a crash by bad code, and before any worker has produced a token: the self-check's tiny models may
+        miss a crash that this model hits. If the worker dies without repacking too, repacking was not the cause.
+        """
         is_plain = not self._config.use_extra_bufts
         if self._has_worked or not self._may_repack or not why.endswith(_BAD_CODE) or (is_plain and self.info is None):
             return False
         self._config = msgspec.structs.replace(self._config, use_extra_bufts=is_plain)
         return True
 
-    async def _recover(self, why: str, at_work: set[int], *, from_outside: bool) -> None:
-        """Tells everybody, and waits before the next attempt: the longer, the more have failed.
+    async def _report_and_pause(self, why: str, active: set[int], *, external: bool) -> None:
+        """Reports the death, and waits before the next attempt: longer after each consecutive death.
 
-        A death from outside blames nobody. Only when one follows the other and no token comes in between, the cause
-        may be a request all the same: some programs kill a process that takes too much memory.
+        An external kill blames no request. But after 20 in a row with no token in between, a request may be the cause
+        after all: some programs kill a process that takes too much memory.
         """
         self.restarts += 1
-        if from_outside and self._from_outside < _MOST_FROM_OUTSIDE:
-            self._from_outside += 1
-            at_work = set()
+        if external and self._external_kills < _MAX_EXTERNAL_KILLS:
+            self._external_kills += 1
+            active = set()
         else:
             self._failures += 1
-        n_in_a_row = self._failures + self._from_outside
-        hopeless = self._failures >= _MOST_FAILURES
+        n_in_a_row = self._failures + self._external_kills
+        give_up = self._failures >= _MAX_FAILURES
         if self.info is not None:
-            self.health = Health(status="failed" if hopeless else "restarting", error=why)
+            self.health = Health(status="failed" if give_up else "restarting", error=why)
         log.error("the worker died (%s), number %d in a row; starting another one", why, n_in_a_row)
-        last = f"{n_in_a_row} workers died in a row, the last one: {why}"
-        self._owner.worker_died(at_work, last if hopeless else None)
-        await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**n_in_a_row))
+        reason = f"{n_in_a_row} workers died in a row, the last one: {why}"
+        self._listener.on_worker_died(active, reason if give_up else None)
+        await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**n_in_a_row))
 
 
-def _error(message: LoadFailed) -> CppBatchError:
-    """As it was raised in the worker."""
+def _load_error(message: LoadFailed) -> CppBatchError:
+    """The exception that the worker raised while loading."""
     kind = getattr(errors, message.kind, CppBatchError)
-    return kind(message.message) if kind in _PLAIN_ERRORS else CppBatchError(message.message)
+    return kind(message.message) if kind in _LOAD_ERRORS else CppBatchError(message.message)
 
 
-def _write(message: Log) -> None:
+def _write_log(message: Log) -> None:
     logging.getLogger(message.name).log(message.level, "%s", message.message)

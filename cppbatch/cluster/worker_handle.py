@@ -1,4 +1,4 @@
-"""One worker process, seen from the server's: started, watched, spoken to, ended."""
+"""A worker process, as its server handles it: start it, exchange messages, detect its death, kill it."""
 
 from __future__ import annotations
 
@@ -22,43 +22,42 @@ from cppbatch.cluster.worker_link import ServerLink, can_use_files
 from cppbatch.cluster.worker_messages import FromWorker, Hello, ToWorker, WorkerSetup
 from cppbatch.config import EngineConfig
 
-_LAST_WORDS_S = 0.2
-_TICKS = 20  # looks at the heartbeat within the time it may take
-
 Result = TypeVar("Result")
 
-
-_LONGEST_PREPARATION_S = 60.0  # of one request: reading a grammar may take 10 s, and a busy machine more
-_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
-"""Signals that nothing in a worker sends: somebody else has ended it, or the kernel, which keeps a record."""
+_LAST_MESSAGES_S = 0.2  # after a death, the wait for messages that are still on the way
+_N_CHECKS = 20  # of the heartbeat within the timeout
+_MAX_PREPARATION_S = 60.0  # of one request: reading a grammar may take 10 s, and a busy machine needs longer
+_EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
+"""Signals that a worker never sends itself. The kernel sends SIGKILL too (out of memory), and counts that."""
 _KERNEL_COUNTERS = Path("/proc/vmstat")
 
 
 class WorkerDied(Exception):
-    """Says how. `at_work`: the numbers of the requests it had in hand; of these one may be to blame.
+    """A worker died or hung; the message says how.
 
-    `from_outside`: none of them is. Somebody has killed or stopped the worker.
+    `active`: the numbers of the requests that it computed or prepared; one of them may be the cause.
+    `external`: the cause is outside the worker, so no request is to blame: it was killed or stopped.
     """
 
-    def __init__(self, how: str, at_work: set[int], *, from_outside: bool = False) -> None:
+    def __init__(self, how: str, active: set[int], *, external: bool = False) -> None:
         super().__init__(how)
-        self.at_work = at_work
-        self.from_outside = from_outside
+        self.active = active
+        self.external = external
 
 
 class WorkerHandle:
-    """`start` makes one. `end` must be called once it is not wanted any more, however it fared."""
+    """Made by `start`. The caller must call `end`, also after the worker has died."""
 
-    def __init__(self, folder: Path, link: ServerLink, box: SharedStatus, process: Process) -> None:
+    def __init__(self, folder: Path, link: ServerLink, status: SharedStatus, process: Process) -> None:
         self._folder = folder
         self._link = link
-        self._box = box
+        self._status = status
         self._process = process
-        self._oom_kills = _oom_kills()
+        self._oom_kills_at_start = _oom_kills()
 
     @classmethod
     async def start(cls, config: EngineConfig, runtime: str | None) -> WorkerHandle:
-        """Starts a process that begins to load the model. Raises `OSError` when that cannot be."""
+        """Starts a process, which begins to load the model. Raises `OSError` if no process can be started."""
         folder = Path(tempfile.mkdtemp(prefix="cppbatch-"))
         use_files = can_use_files(folder)
         link = ServerLink(folder, use_files=use_files)
@@ -71,7 +70,7 @@ class WorkerHandle:
             runtime=runtime,
         )
         try:
-            box = SharedStatus(folder / "box")
+            status = SharedStatus(folder / "status")
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "cppbatch.cluster.worker_main", stdin=asyncio.subprocess.PIPE
             )
@@ -81,7 +80,7 @@ class WorkerHandle:
             raise
         assert process.stdin
         process.stdin.write(msgspec.json.encode(setup) + b"\n")
-        return cls(folder, link, box, process)
+        return cls(folder, link, status, process)
 
     @property
     def pid(self) -> int:
@@ -89,74 +88,75 @@ class WorkerHandle:
         return self._process.pid
 
     def send(self, message: ToWorker) -> None:
-        """Never waits."""
+        """Sends a message; never waits."""
         self._link.send(message)
 
     async def receive(self) -> FromWorker:
-        """The next message. Raises `msgspec.DecodeError` when it cannot be read."""
+        """Returns the next message. Raises `msgspec.DecodeError` if it cannot be decoded."""
         message = await self._link.receive()
         if isinstance(message, Hello):
             self._link.connect(message)
         return message
 
-    async def _died(self) -> WorkerDied:
-        """Waits for its death and says how it came."""
+    async def while_alive(self, work: Coroutine[Any, Any, Result], timeout: float) -> Result:
+        """Returns what `work` returns. Raises `WorkerDied` if the process dies first or hangs for `timeout` seconds."""
+        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self._wait_for_death())
+        hanging = asyncio.ensure_future(self._wait_for_hang(timeout))
+        try:
+            await asyncio.wait([working, dying, hanging], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():  # messages sent before the death may still arrive
+                await asyncio.wait([working], timeout=_LAST_MESSAGES_S)
+            if working.done():
+                return working.result()
+            raise dying.result() if dying.done() else hanging.result()
+        except msgspec.DecodeError as error:
+            raise WorkerDied(f"it sent an invalid message: {error}", self._status.active()) from error
+        finally:
+            for task in (working, dying, hanging):
+                task.cancel()
+
+    async def _wait_for_death(self) -> WorkerDied:
+        """Returns how the process died."""
         code = await self._process.wait()
         if code >= 0:
             how = f"exit code {code}" if code < 0xC0000000 else f"exception {code:#x}"
-            return WorkerDied(how, self._box.at_work())
+            return WorkerDied(how, self._status.active())
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        if name == "SIGKILL" and (self._oom_kills is None or _oom_kills() != self._oom_kills):
-            return WorkerDied("killed by SIGKILL, as the kernel does when memory runs out", self._box.at_work())
-        return WorkerDied(f"killed by {name}", self._box.at_work(), from_outside=name in _OUTSIDE)
+        if name == "SIGKILL" and (self._oom_kills_at_start is None or _oom_kills() != self._oom_kills_at_start):
+            return WorkerDied("killed by SIGKILL, as the kernel does when memory runs out", self._status.active())
+        return WorkerDied(f"killed by {name}", self._status.active(), external=name in _EXTERNAL_SIGNALS)
 
-    async def _hung(self, seconds: float) -> WorkerDied:
-        """Waits until it has shown no sign of life for so long, or has prepared one request for that long.
+    async def _wait_for_hang(self, timeout: float) -> WorkerDied:
+        """Waits until the worker has had no heartbeat for `timeout` seconds, or prepares one request for too long.
 
-        Counted in looks at it, not by the clock: when this process was stopped as well, nothing can be said.
+        Counts its own checks instead of reading the clock: while this process is stopped (Ctrl-Z), it cannot know
+        whether the worker runs.
         """
-        beats, missed = self._box.beats, 0
-        seen: dict[int, int] = {}  # requests that are being prepared: in how many looks
-        longest = max(seconds, _LONGEST_PREPARATION_S)
-        while missed < _TICKS:
-            await asyncio.sleep(seconds / _TICKS)
-            missed = missed + 1 if self._box.beats == beats else 0
-            beats = self._box.beats
-            seen = {number: seen.get(number, 0) + 1 for number in self._box.preparing()}
-            for number, looks in seen.items():
-                if looks * seconds / _TICKS > longest and not self._is_stopped():
-                    return WorkerDied(f"it prepared a request for more than {longest:.0f} s", {number})
+        heartbeats, missed = self._status.heartbeats, 0
+        n_checks: dict[int, int] = {}  # of each request that is being prepared
+        max_preparation = max(timeout, _MAX_PREPARATION_S)
+        while missed < _N_CHECKS:
+            await asyncio.sleep(timeout / _N_CHECKS)
+            missed = missed + 1 if self._status.heartbeats == heartbeats else 0
+            heartbeats = self._status.heartbeats
+            n_checks = {number: n_checks.get(number, 0) + 1 for number in self._status.preparing()}
+            for number, n in n_checks.items():
+                if n * timeout / _N_CHECKS > max_preparation and not self._is_stopped():
+                    return WorkerDied(f"it prepared a request for more than {max_preparation:.0f} s", {number})
         if self._is_stopped():
-            return WorkerDied(f"it was stopped (SIGSTOP) for {seconds:.0f} s", set(), from_outside=True)
-        return WorkerDied(f"it showed no sign of life for {seconds:.0f} s", self._box.at_work())
+            return WorkerDied(f"it was stopped (SIGSTOP) for {timeout:.0f} s", set(), external=True)
+        return WorkerDied(f"it had no heartbeat for {timeout:.0f} s", self._status.active())
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(psutil.Error):
             return bool(psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED)
         return False
 
-    async def watched(self, work: Coroutine[Any, Any, Result], patience: float) -> Result:
-        """What `work` returns. Raises `WorkerDied` when the process dies before, or hangs for `patience` seconds."""
-        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self._died())
-        hanging = asyncio.ensure_future(self._hung(patience))
-        try:
-            await asyncio.wait([working, dying, hanging], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():  # it may have said something before it died
-                await asyncio.wait([working], timeout=_LAST_WORDS_S)
-            if working.done():
-                return working.result()
-            raise dying.result() if dying.done() else hanging.result()
-        except msgspec.DecodeError as error:
-            raise WorkerDied(f"it sent what is no message: {error}", self._box.at_work()) from error
-        finally:
-            for task in (working, dying, hanging):
-                task.cancel()
-
     async def end(self) -> None:
-        """Ends the process, at once: it has nothing that would have to be saved."""
+        """Kills the process, which has nothing to save, and removes its folder."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -165,7 +165,7 @@ class WorkerHandle:
 
 
 def _oom_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory since it started; None where it does not tell."""
+    """The number of processes that the kernel has killed for lack of memory; None where it keeps no count."""
     with contextlib.suppress(OSError, ValueError):
         for line in _KERNEL_COUNTERS.read_text().splitlines():
             name, _, count = line.partition(" ")

@@ -1,7 +1,7 @@
-"""The two ends of the link between the server's process and a worker: one ZeroMQ socket for each direction.
+"""The link between the server's process and a worker: one ZeroMQ socket for each direction.
 
-Each side binds the socket it reads and connects the one it writes: a connecting socket takes messages before the other
-side is there, a bound one would not.
+Each side binds the socket it reads from and connects the socket it writes to: a connecting socket queues messages
+until the other side is there, a bound one does not.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from cppbatch.cluster.worker_messages import (
     encode,
 )
 
-_LONGEST_PATH = 100  # of a socket in the file system; about 107 may be
-_PATIENCE_MS = 5000
+_MAX_FOLDER_PATH = 100  # characters; a socket's path may have about 107
+_FLUSH_TIMEOUT_MS = 5000
 _FLUSH_S = 0.2
 _LOOPBACK = "tcp://127.0.0.1:*"
 
 Keys = tuple[str, str, str, str]
-"""CURVE key pairs, public and secret: the server's, then the worker's."""
+"""CURVE keys: the server's public and secret key, then the worker's."""
 
 
 def can_use_files(folder: Path) -> bool:
-    """Whether the link can be a socket in this folder; else it is loopback, encrypted, since any user may connect."""
-    return bool(zmq.has("ipc")) and len(str(folder)) < _LONGEST_PATH
+    """Whether the sockets can be files in this folder; else they are loopback TCP, encrypted: any user can connect."""
+    return bool(zmq.has("ipc")) and len(str(folder)) < _MAX_FOLDER_PATH
 
 
 def _endpoint(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> str:
@@ -43,60 +43,60 @@ def _endpoint(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> str:
     return endpoint.decode()
 
 
-def _unbounded(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
-    """Neither side ever waits for the other: what may be in flight is bounded by the requests that are taken."""
+def _never_wait(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
+    """Unbounded queues and no linger. The number of requests in flight bounds what is queued."""
     socket.set_hwm(0)
     socket.linger = 0
 
 
 class ServerLink:
-    """The server's end, on its event loop."""
+    """The server's end, used on its event loop."""
 
     def __init__(self, folder: Path, *, use_files: bool) -> None:
         self.keys: Keys | None = None
         if not use_files:
-            public, secret = (key.decode() for key in zmq.curve_keypair())
-            theirs, their_secret = (key.decode() for key in zmq.curve_keypair())
-            self.keys = public, secret, theirs, their_secret
+            server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
+            worker_public, worker_secret = (key.decode() for key in zmq.curve_keypair())
+            self.keys = server_public, server_secret, worker_public, worker_secret
         context = zmq.asyncio.Context.instance()
         self._incoming = context.socket(zmq.PULL)
-        _unbounded(self._incoming)
+        _never_wait(self._incoming)
         if self.keys:
             self._incoming.curve_server = True
             self._incoming.curve_publickey, self._incoming.curve_secretkey = (key.encode() for key in self.keys[:2])
         self._incoming.bind(f"ipc://{folder}/up" if use_files else _LOOPBACK)
         self._outgoing: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        _unbounded(self._outgoing)
+        _never_wait(self._outgoing)
 
     @property
     def endpoint(self) -> str:
-        """Where the worker sends to."""
+        """Where the worker sends its messages."""
         return _endpoint(self._incoming)
 
     def connect(self, hello: Hello) -> None:
-        """From here on `send` may be used."""
+        """Connects to the worker; after this, `send` may be called."""
         if self.keys:
-            public, secret, theirs, _ = (key.encode() for key in self.keys)
-            self._outgoing.curve_publickey, self._outgoing.curve_secretkey = public, secret
-            self._outgoing.curve_serverkey = theirs
+            server_public, server_secret, worker_public, _ = (key.encode() for key in self.keys)
+            self._outgoing.curve_publickey, self._outgoing.curve_secretkey = server_public, server_secret
+            self._outgoing.curve_serverkey = worker_public
         self._outgoing.connect(hello.endpoint)
 
     def send(self, message: ToWorker) -> None:
-        """Never waits. Raises `UnicodeEncodeError` for text that no file could hold either (half a surrogate pair)."""
+        """Sends a message; never waits. Raises `UnicodeEncodeError` for text with half of a surrogate pair."""
         self._outgoing.send(encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> FromWorker:
-        """The next message. Raises `msgspec.DecodeError` for what is none."""
+        """Returns the next message. Raises `msgspec.DecodeError` if it cannot be decoded."""
         return decode_from_worker(await self._incoming.recv())
 
     def close(self) -> None:
-        """What is still on the way is dropped."""
+        """Closes both sockets and drops unsent messages."""
         self._incoming.close()
         self._outgoing.close()
 
 
 class WorkerLink:
-    """The worker's end. Any thread may send; one receives."""
+    """The worker's end. Any thread may send; one thread receives."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._lock = threading.Lock()
@@ -104,11 +104,11 @@ class WorkerLink:
         self._outgoing = context.socket(zmq.PUSH)
         self._incoming = context.socket(zmq.PULL)
         for socket in (self._outgoing, self._incoming):
-            _unbounded(socket)
+            _never_wait(socket)
         if setup.keys:
-            server, public, secret = (key.encode() for key in setup.keys)
+            server_public, public, secret = (key.encode() for key in setup.keys)
             self._outgoing.curve_publickey, self._outgoing.curve_secretkey = public, secret
-            self._outgoing.curve_serverkey = server
+            self._outgoing.curve_serverkey = server_public
             self._incoming.curve_server = True
             self._incoming.curve_publickey, self._incoming.curve_secretkey = public, secret
         self._outgoing.connect(setup.endpoint)
@@ -116,7 +116,7 @@ class WorkerLink:
         self.send(Hello(_endpoint(self._incoming)))
 
     def send(self, message: FromWorker) -> None:
-        """Never waits for the server."""
+        """Sends a message; never waits for the server."""
         data = encode(message)
         with self._lock:
             self._outgoing.send(data)
@@ -126,7 +126,7 @@ class WorkerLink:
         return decode_for_worker(self._incoming.recv())
 
     def flush(self) -> None:
-        """Sends what is still on the way; nothing more can be sent."""
+        """Sends the queued messages and closes the link for sending."""
         with self._lock:
-            self._outgoing.close(linger=_PATIENCE_MS)
-        time.sleep(_FLUSH_S)  # closing returns at once, and its own thread goes on sending
+            self._outgoing.close(linger=_FLUSH_TIMEOUT_MS)
+        time.sleep(_FLUSH_S)  # `close` returns at once; ZeroMQ's own thread still sends

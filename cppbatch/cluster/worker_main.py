@@ -16,17 +16,16 @@ from typing import NoReturn
 
 import msgspec
 
-from cppbatch.cluster.engine_threads import StepLoop
-from cppbatch.cluster.intake_threads import IntakeThreads
+from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.shared_status import SharedStatus
 from cppbatch.cluster.worker_link import WorkerLink
 from cppbatch.cluster.worker_messages import (
-    AskStats,
     Cancel,
     Check,
     Checked,
     Events,
     FromWorker,
+    GetStats,
     Loaded,
     LoadFailed,
     Loading,
@@ -49,85 +48,88 @@ from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
 
 log = logging.getLogger("cppbatch.worker")
 
-Progress = Callable[[float], bool]
+OnProgress = Callable[[float], bool]
 
 
 class Worker:
-    """Does what the messages say. The main thread steps, others receive, prepare requests, tell what came of steps."""
+    """Handles the server's messages. The main thread steps; other threads receive, prepare requests and send events."""
 
-    def __init__(self, engine: BatchInferenceEngine, link: WorkerLink, box: SharedStatus) -> None:
+    def __init__(self, engine: BatchInferenceEngine, link: WorkerLink, status: SharedStatus) -> None:
         self._engine = engine
         self._link = link
-        self._box = box
-        self._steps = StepLoop(lambda events: link.send(Events(events)), beat=box.beat)
-        self._intake = IntakeThreads()
-        self._slots = _Slots()
-        self._cancelled: set[int] = set()  # while they were being prepared
+        self._status = status
+        self._step_loop = StepLoop(lambda events: link.send(Events(events)), heartbeat=status.heartbeat)
+        self._input_threads = InputThreads()
+        self._thread_numbers = _ThreadNumbers()
         self._preparing: set[int] = set()
+        self._cancelled: set[int] = set()  # while they were being prepared
         self._last_computed: list[int] = []
-        engine.on_plan = self._note_what_is_computed
+        engine.on_plan = self._record_computed_requests
         engine.survives_failures = False
 
     def run(self) -> None:
-        """For ever: the server's process ends it."""
+        """Runs until the server's process kills this one."""
         threading.Thread(target=self._receive, name="cppbatch-receiver", daemon=True).start()
-        self._steps.run(self._engine)
+        self._step_loop.run(self._engine)
 
-    def _note_what_is_computed(self, plan: StepPlan) -> None:
-        """Sequences that only hold a place are left out: whatever happens now is none of their doing."""
+    def _record_computed_requests(self, plan: StepPlan) -> None:
+        """Writes the step's requests to the shared status. Admitted sequences without tokens in it cannot crash it."""
         computed = [int(sequence.id) for sequence, _ in plan.chunks]
         if computed != self._last_computed:
-            self._box.runs(computed)
+            self._status.set_computing(computed)
             self._last_computed = computed
 
-    # --- the receiver's thread --------------------------------------------------------------------------------------
+    # --- on the receiver's thread -----------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         try:
             while True:
                 self._handle(self._link.receive())
         except Exception:
-            _die(self._link, "a message could not be handled")
+            _crash(self._link, "a message could not be handled")
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, (Submit, Check, Tokenize)):
             self._preparing.add(message.number)
             if isinstance(message, Tokenize):
-                threads = self._intake.for_text(message.text)
+                threads = self._input_threads.for_text(message.text)
             else:
-                threads = self._intake.for_request(self._engine, message.request)
+                threads = self._input_threads.for_request(self._engine, message.request)
             threads.submit(self._prepare, message)
         elif isinstance(message, Cancel):
             number = message.number
             if number in self._preparing:
                 self._cancelled.add(number)
-            self._steps.do(lambda engine: self._cancel(engine, number))
-        elif isinstance(message, AskStats):
-            self._steps.do(lambda engine: self._link.send(Stats(engine.stats())))
+            self._step_loop.post(lambda engine: self._cancel(engine, number))
+        elif isinstance(message, GetStats):
+            self._step_loop.post(lambda engine: self._link.send(Stats(engine.stats())))
 
-    # --- a preparing thread -----------------------------------------------------------------------------------------
+    # --- on an input thread -----------------------------------------------------------------------------------------
 
     def _prepare(self, message: Submit | Check | Tokenize) -> None:
-        """The box knows of it meanwhile: some texts and grammars kill a process while they are read."""
+        """The shared status names the request meanwhile: some texts and grammars crash a process that reads them."""
         number = message.number
-        slot = self._slots.mine()
-        self._box.prepares(slot, number)
+        thread = self._thread_numbers.current()
+        self._status.set_preparing(thread, number)
         try:
-            then = self._prepared(message)
+            command = self._prepared(message)
         except InvalidRequest as error:
             refused = Refused(number, error.field, error.message)
-            self._steps.do(lambda engine: self._done(number, refused))
+            self._step_loop.post(lambda engine: self._answer(number, refused))
         except RequestCancelled:
-            self._steps.do(lambda engine: self._done(number, _cancelled(number)))
+            self._step_loop.post(lambda engine: self._answer(number, _cancelled(number)))
         except Exception:
-            _die(self._link, "preparing a request failed")
+            _crash(self._link, "preparing a request failed")
         else:
-            self._steps.do(then)
+            self._step_loop.post(command)
         finally:
-            self._box.prepares(slot, -1)
+            self._status.set_preparing(thread, -1)
 
     def _prepared(self, message: Submit | Check | Tokenize) -> Callable[[BatchInferenceEngine], None]:
-        """What is to be done with it between two steps. Raises `RequestCancelled` when it is not wanted any more."""
+        """Prepares a request and returns the command that adds or answers it between two steps.
+
+        Raises `InvalidRequest` and `RequestCancelled`.
+        """
         number, engine = message.number, self._engine
 
         def cancelled() -> bool:
@@ -137,7 +139,7 @@ class Worker:
             raise RequestCancelled("cancelled before it was prepared")
         answer: FromWorker
         if isinstance(message, Submit):
-            sequence = engine.prepare(message.request, message.progress, cancelled=cancelled)
+            sequence = engine.prepare(message.request, message.resume, cancelled=cancelled)
             return lambda engine: self._add(engine, number, sequence)
         if isinstance(message, Check):
             engine.prepare(message.request, cancelled=cancelled)
@@ -145,21 +147,20 @@ class Worker:
         else:
             special = {"add_special": message.add_special, "parse_special": message.parse_special}
             tokens = engine.tokens(message.text, **special, cancelled=cancelled)
-            answer = Tokenized(
-                number, [token.id for token in tokens], list({token.id: token for token in tokens}.values())
-            )
-        return lambda engine: self._done(number, answer)
+            pieces = list({token.id: token for token in tokens}.values())
+            answer = Tokenized(number, [token.id for token in tokens], pieces)
+        return lambda engine: self._answer(number, answer)
 
     # --- between two steps ------------------------------------------------------------------------------------------
 
     def _add(self, engine: BatchInferenceEngine, number: int, sequence: Seq) -> None:
         self._preparing.discard(number)
         if number in self._cancelled:
-            self._done(number, _cancelled(number))
+            self._answer(number, _cancelled(number))
         else:
             engine.add(sequence)
 
-    def _done(self, number: int, message: FromWorker) -> None:
+    def _answer(self, number: int, message: FromWorker) -> None:
         self._preparing.discard(number)
         self._cancelled.discard(number)
         self._link.send(message)
@@ -171,24 +172,24 @@ class Worker:
 
 
 def _cancelled(number: int) -> Events:
-    """The end of a request that was cancelled before it was the engine's."""
+    """The last event of a request that was cancelled before it was added to the engine."""
     return Events([GenerationEvent(request_id=str(number), finish_reason=FinishReason.CANCELLED)])
 
 
-class _Slots:
-    """Gives each preparing thread a place of its own in the black box."""
+class _ThreadNumbers:
+    """Numbers the input threads from 0, for their entries in the shared status."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
 
-    def mine(self) -> int:
+    def current(self) -> int:
         with self._lock:
-            return self._known.setdefault(threading.get_ident(), len(self._known))
+            return self._numbers.setdefault(threading.get_ident(), len(self._numbers))
 
 
-class _Sender(logging.Handler):
-    """Sends log records to the server's process, which knows how they are to be written."""
+class _LogSender(logging.Handler):
+    """Sends log records to the server's process, which formats and writes them."""
 
     def __init__(self, link: WorkerLink) -> None:
         super().__init__()
@@ -202,60 +203,60 @@ class _Sender(logging.Handler):
             self.handleError(record)
 
 
-def _die(link: WorkerLink, why: str) -> NoReturn:
-    """For bugs: like a crash, so that whoever brought it about is found out, and nobody else suffers."""
-    log.exception(why)
+def _crash(link: WorkerLink, message: str) -> NoReturn:
+    """Ends the process after a bug, so that crash recovery finds the request that triggers it and saves the others."""
+    log.exception(message)
     link.flush()
     os._exit(1)
 
 
-def _end_with_parent(folder: str) -> None:
-    """The standard input ends when the server's process does, however that happens: then nobody needs this one."""
+def _exit_with_server(folder: str) -> None:
+    """Ends this process when the server's process ends for any reason: the standard input is closed then."""
 
-    def watch() -> None:
+    def wait_for_end() -> None:
         sys.stdin.buffer.read()
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
-    threading.Thread(target=watch, name="cppbatch-parent", daemon=True).start()
+    threading.Thread(target=wait_for_end, name="cppbatch-parent", daemon=True).start()
 
 
-def _runtime(setup: WorkerSetup, progress: Progress) -> Runtime | None:
+def _runtime(setup: WorkerSetup, on_progress: OnProgress) -> Runtime | None:
     if setup.runtime is None:
         return None
     module, _, function = setup.runtime.partition(":")
-    make: Callable[[EngineConfig, Progress], Runtime] = getattr(importlib.import_module(module), function)
-    return make(setup.config, progress)
+    make: Callable[[EngineConfig, OnProgress], Runtime] = getattr(importlib.import_module(module), function)
+    return make(setup.config, on_progress)
 
 
 def main() -> None:
-    """Reads its setup from the standard input, loads the model, serves."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # they go to the server's process too, which says when to end
+    """Reads the setup from the standard input, loads the model, serves requests."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # sent to the whole group: the server decides when the worker ends
         if hasattr(signal, name):  # Windows has no SIGHUP
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)
-    _end_with_parent(setup.folder)
+    _exit_with_server(setup.folder)
     link = WorkerLink(setup)
-    logging.basicConfig(level=setup.log_level, handlers=[_Sender(link)])
-    box = SharedStatus(Path(setup.folder) / "box")
+    logging.basicConfig(level=setup.log_level, handlers=[_LogSender(link)])
+    status = SharedStatus(Path(setup.folder) / "status")
 
-    def progress(fraction: float) -> bool:
-        box.beat()
+    def on_progress(fraction: float) -> bool:
+        status.heartbeat()
         link.send(Loading(fraction))
         return True
 
     try:
-        engine = BatchInferenceEngine(setup.config, progress=progress, runtime=_runtime(setup, progress))
+        engine = BatchInferenceEngine(setup.config, progress=on_progress, runtime=_runtime(setup, on_progress))
     except CppBatchError as error:
         link.send(LoadFailed(type(error).__name__, str(error)))
         link.flush()
         return
-    gc.freeze()  # what is there by now stays: collecting garbage in mid-step need not look at it
+    gc.freeze()  # objects alive now stay alive: garbage collection during a step skips them
     link.send(Loaded(engine.info, engine.stats()))
     try:
-        Worker(engine, link, box).run()
+        Worker(engine, link, status).run()
     except Exception:
-        _die(link, "the engine failed")
+        _crash(link, "the engine failed")
 
 
 if __name__ == "__main__":

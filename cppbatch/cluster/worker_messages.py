@@ -1,4 +1,4 @@
-"""What the server's process and a worker process say to each other, as MessagePack."""
+"""The messages between the server's process and a worker process, as MessagePack."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeSt
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker gets on its standard input, as one line of JSON."""
+    """Sent to a worker's standard input, as one line of JSON."""
 
     config: EngineConfig
     folder: str
-    """For its sockets and its black box; gone when it ends."""
+    """Contains its sockets and its `SharedStatus`; removed when the worker ends."""
     endpoint: str
-    """Where it sends its messages."""
+    """Where the worker sends its messages."""
     keys: tuple[str, str, str] | None = None
-    """CURVE, where the link is not a file of ours: the server's public key, the worker's public and secret one."""
+    """CURVE keys where the link is TCP: the server's public key, the worker's public and secret key."""
     log_level: int
     runtime: str | None = None
-    """Tests: `module:function` that makes the engine's `Runtime` of its config."""
+    """For tests: `module:function` that makes the engine's `Runtime` from its config."""
 
 
 # --- to the worker ----------------------------------------------------------------------------------------------------
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Run this, from where an earlier worker left it."""
+    """Run this request, or continue it where an earlier worker stopped."""
 
     number: int
     request: GenerationRequest
-    progress: ResumeState
+    resume: ResumeState
 
 
 class Check(msgspec.Struct, frozen=True, tag=True):
-    """Say whether this could run."""
+    """Check whether this request could run; the answer is `Checked` or `Refused`."""
 
     number: int
     request: GenerationRequest
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):
-    """Send `Tokenized`."""
+    """Tokenise a text, or look up token ids; the answer is `Tokenized` or `Refused`."""
 
     number: int
     text: str | list[int]
@@ -53,54 +53,54 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """End this."""
+    """Cancel a request or a question."""
 
     number: int
 
 
-class AskStats(msgspec.Struct, frozen=True, tag=True):
-    """Send `Stats`."""
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    """The answer is `Stats`."""
 
 
-ToWorker = Submit | Check | Tokenize | Cancel | AskStats
+ToWorker = Submit | Check | Tokenize | Cancel | GetStats
 
 # --- from the worker --------------------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Where the worker gets its messages."""
+    """The endpoint where the worker receives messages."""
 
     endpoint: str
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """How far, 0.0 to 1.0."""
+    """The progress of loading, 0.0 to 1.0."""
 
     progress: float
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """Requests may come."""
+    """The worker is ready for requests."""
 
     info: ModelInfo
     stats: EngineStats
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """The worker ends. `kind` is the name of an exception of `cppbatch.errors`."""
+    """Loading failed and the worker ends. `kind` is the name of an exception in `cppbatch.errors`."""
 
     kind: str
     message: str
 
 
 class Events(msgspec.Struct, frozen=True, tag=True):
-    """All that is new after a step; `request_id` is the request's number."""
+    """The events of one step; `request_id` is the request's number."""
 
     events: list[GenerationEvent]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """This can never run."""
+    """The request is invalid: the fields of `InvalidRequest`."""
 
     number: int
     field: str
@@ -108,18 +108,18 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True):
-    """This could run."""
+    """The request is valid."""
 
     number: int
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True):
-    """A text's tokens, or what these ids stand for."""
+    """The tokens of a text, in order."""
 
     number: int
     ids: list[int]
     pieces: list[TokenPiece]
-    """Each token of them once."""
+    """Each distinct token once."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
@@ -129,7 +129,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 class Log(msgspec.Struct, frozen=True, tag=True):
-    """A line for the log."""
+    """A log record."""
 
     level: int
     name: str

@@ -217,7 +217,7 @@ async def test_a_client_that_does_not_read_is_cut_off_and_its_cells_are_freed(
         body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, "logprobs": 20, "n": 4, "stream": True}
         reader, writer = await deaf(listener, body)
         await until(lambda: "it read nothing of its answer" in caplog.text)
-        await until(lambda: not engine._streams)
+        await until(lambda: not engine._by_id)
         stats = await engine.stats()
         assert (stats.running, stats.waiting, stats.kv_cells_used) == (0, 0, 0)
         assert b"[DONE]" not in await ended(reader)

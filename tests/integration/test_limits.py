@@ -195,7 +195,7 @@ async def test_a_place_is_free_again_however_its_request_ends(engine: HeldEngine
             writer.write(post("/v1/completions", body))
             assert b" %d " % status in await reader.readline()
             writer.close()
-            await until(lambda: not engine._streams)
+            await until(lambda: not engine._by_id)
 
 
 def test_slots_forget_clients_that_are_gone() -> None:
@@ -243,5 +243,5 @@ async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine) -> None:
     await asyncio.sleep(0.3)
     assert taken <= 1 + 2 * 3 + 3
     await events.aclose()
-    await until(lambda: not engine._streams)
+    await until(lambda: not engine._by_id)
     assert json.dumps((await engine.stats()).running) == "0"

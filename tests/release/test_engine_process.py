@@ -24,7 +24,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.cluster import supervisor, worker_handle, worker_link
 from cppbatch.cluster.engine_process import EngineProcess
-from cppbatch.cluster.flight import Flight
+from cppbatch.cluster.in_flight import InFlightRequest
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
 from tests import tiny_models
@@ -177,29 +177,29 @@ async def test_a_bug_in_the_supervision_costs_a_worker_and_no_request(
 ) -> None:
     async with opened(tiny_llama) as engine:
         undisturbed = [told(events) for events in await together(engine, sixteen())]
-        real, n_said = engine.worker_says, 0
+        real, n_said = engine.on_worker_message, 0
 
-        def worker_says(message: Any) -> None:
+        def on_worker_message(message: Any) -> None:
             nonlocal n_said
             n_said += 1
             if n_said == 50:
                 raise ZeroDivisionError("a bug")
             real(message)
 
-        monkeypatch.setattr(engine, "worker_says", worker_says)
+        monkeypatch.setattr(engine, "on_worker_message", on_worker_message)
         assert [told(events) for events in await together(engine, sixteen())] == undisturbed
         assert (engine._supervisor.restarts, engine.health().status) == (1, "ok")
 
 
 async def test_a_request_that_cannot_be_sent_fails_alone(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Flight.message
+    real = InFlightRequest.message
 
-    def message(flight: Flight) -> Any:
-        if flight.request.cache_salt == "bad":
+    def message(sent: InFlightRequest) -> Any:
+        if sent.request.cache_salt == "bad":
             raise OverflowError("can't serialize ints >= 2**64")
-        return real(flight)
+        return real(sent)
 
-    monkeypatch.setattr(Flight, "message", message)
+    monkeypatch.setattr(InFlightRequest, "message", message)
     async with opened(tiny_llama) as engine:
         bad = [msgspec.structs.replace(request(f"bad {i}"), cache_salt="bad") for i in range(20)]
         answers = await asyncio.gather(*(run(engine, its) for its in [*bad, request("a")]), return_exceptions=True)
@@ -242,7 +242,7 @@ async def test_a_text_that_kills_the_tokeniser_fails_alone(tiny_llama: Path) -> 
 async def test_a_prompt_whose_preparation_does_not_end_is_the_one_to_blame(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_handle, "_LONGEST_PREPARATION_S", 0.5)
+    monkeypatch.setattr(worker_handle, "_MAX_PREPARATION_S", 0.5)
     async with opened(tiny_llama, "hangs_on_texts", step_timeout=1) as engine:
         texts = [*(request(i, max_tokens=200) for i in range(6)), request("bad", "this is poison")]
         *others, poisonous = await together(engine, texts)
@@ -257,15 +257,15 @@ async def test_a_cancelled_prompt_is_not_tokenised_to_its_end(tiny_llama: Path) 
     """Which takes 0.1 s for each part of it here."""
     async with opened(tiny_llama, "slow_texts") as engine:
         running = asyncio.ensure_future(run(engine, request("long", LONG_TEXT)))
-        await until(lambda: 0 in engine._supervisor.worker._box.preparing())  # type: ignore[union-attr]
+        await until(lambda: 0 in engine._supervisor.worker._status.preparing())  # type: ignore[union-attr]
         running.cancel()
-        await until(lambda: not engine._supervisor.worker._box.preparing(), 5)  # type: ignore[union-attr]
+        await until(lambda: not engine._supervisor.worker._status.preparing(), 5)  # type: ignore[union-attr]
 
 
 async def test_long_texts_hold_up_no_short_ones(tiny_llama: Path) -> None:
     async with opened(tiny_llama, "slow_texts") as engine:
         long = [asyncio.ensure_future(run(engine, request(f"long {i}", LONG_TEXT))) for i in range(4)]
-        await until(engine._supervisor.worker._box.preparing)  # type: ignore[union-attr]
+        await until(engine._supervisor.worker._status.preparing)  # type: ignore[union-attr]
         for i in range(4):
             (events,) = await asyncio.wait_for(together(engine, [request(i)]), 10)
             assert events[-1].finish_reason is FinishReason.LENGTH
@@ -283,7 +283,7 @@ async def test_grammars_that_take_long_hold_up_none_that_is_known(tiny_llama: Pa
     async with opened(tiny_llama) as engine:
         await run(engine, known)
         running = [asyncio.ensure_future(run(engine, its)) for its in slow]
-        await until(engine._supervisor.worker._box.preparing)  # type: ignore[union-attr]
+        await until(engine._supervisor.worker._status.preparing)  # type: ignore[union-attr]
         for _ in range(3):
             (events,) = await asyncio.wait_for(together(engine, [known]), 5)
             assert events[-1].finish_reason is FinishReason.STOP
@@ -299,7 +299,7 @@ async def test_a_worker_that_is_killed_from_outside_blames_nobody(tiny_llama: Pa
         running = asyncio.ensure_future(together(engine, sixteen()))
         killed: set[int] = set()
         while len(killed) < 6:
-            await until(lambda: engine._supervisor.worker and engine._supervisor.worker._box.at_work())
+            await until(lambda: engine._supervisor.worker and engine._supervisor.worker._status.active())
             killed.add(pid := pid_of(engine) or 0)
             os.kill(pid, getattr(signal, how))
             await until(lambda pid=pid: pid_of(engine) != pid)
@@ -494,7 +494,7 @@ def test_interrupting_the_whole_group_leaves_the_worker_to_the_servers_process(t
 
 
 def test_errors_of_the_library_keep_their_kind() -> None:
-    error = supervisor._error(supervisor.LoadFailed("LibraryError", "no library"))
+    error = supervisor._load_error(supervisor.LoadFailed("LibraryError", "no library"))
     assert type(error) is LibraryError
     assert str(error) == "no library"
 

@@ -96,7 +96,7 @@ async def test_a_request_follows_its_prefix_until_that_queue_is_longer_by_a_marg
     for i in range(4):
         await fleet.send(LONG + str(i))
     assert fleet.loads == [1, 5, 0]
-    assert fleet.group._margin == 4
+    assert fleet.group._max_extra_requests == 4
     await fleet.send(LONG + "one too many")
     assert fleet.loads == [1, 5, 1]
 
@@ -164,7 +164,7 @@ def test_what_is_remembered_of_prefixes_is_bounded() -> None:
     affinity = PrefixAffinity()
     for i in range(5000):
         affinity.note(GenerationRequest(id="a", prompt=f"{i} {LONG}"), i)
-    assert len(affinity._known) <= 16384
+    assert len(affinity._workers) <= 16384
     assert affinity.find(GenerationRequest(id="a", prompt=f"4999 {LONG}"))
     assert affinity.find(GenerationRequest(id="a", prompt=f"0 {LONG}")) is None
 

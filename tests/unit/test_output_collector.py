@@ -20,19 +20,19 @@ def event(i: int, **fields: Any) -> GenerationEvent:
 @pytest.mark.parametrize("seed", range(20))
 async def test_nothing_is_lost_or_told_twice(seed: int) -> None:
     chance = random.Random(seed)
-    mailbox, n = OutputCollector(), 50
+    collector, n = OutputCollector("a"), 50
 
     async def read() -> list[GenerationEvent]:
         events = []
         while not events or events[-1].finish_reason is None:
-            events.append(await mailbox.get())
+            events.append(await collector.get())
             for _ in range(chance.randint(0, 5)):
                 await asyncio.sleep(0)
         return events
 
     reading = asyncio.ensure_future(read())
     for i in range(n):
-        mailbox.put(event(i, finish_reason=FinishReason.STOP, seed=7) if i == n - 1 else event(i))
+        collector.put(event(i, finish_reason=FinishReason.STOP, seed=7) if i == n - 1 else event(i))
         if chance.random() < 0.7:
             await asyncio.sleep(0)
     events = await asyncio.wait_for(reading, 5)
@@ -44,15 +44,25 @@ async def test_nothing_is_lost_or_told_twice(seed: int) -> None:
 
 
 async def test_a_fast_reader_gets_the_events_themselves() -> None:
-    mailbox = OutputCollector()
+    collector = OutputCollector("a")
     for i in range(3):
-        mailbox.put(sent := event(i))
-        assert await mailbox.get() is sent
+        collector.put(sent := event(i))
+        assert await collector.get() is sent
 
 
 async def test_a_failure_is_raised_at_once() -> None:
-    mailbox = OutputCollector()
-    mailbox.put(event(0))
-    mailbox.fail(ValueError("no"))
+    collector = OutputCollector("a")
+    collector.put(event(0))
+    collector.fail(ValueError("no"))
     with pytest.raises(ValueError, match="no"):
-        await mailbox.get()
+        await collector.get()
+
+
+async def test_events_get_the_clients_id_and_the_last_one_finishes() -> None:
+    collector = OutputCollector("client")
+    for events in ([event(0)], [event(1), event(2)], [event(3, finish_reason=FinishReason.LENGTH)]):
+        assert not collector.finished
+        for each in events:
+            collector.put(each)
+        assert (await collector.get()).request_id == "client"
+    assert collector.finished

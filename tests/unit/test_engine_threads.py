@@ -30,7 +30,7 @@ def test_everything_is_told_in_order_by_another_thread_than_steps() -> None:
     events: list[GenerationEvent] = []
     threads, done = set(), threading.Event()
 
-    def tell(new: list[GenerationEvent]) -> None:
+    def send(new: list[GenerationEvent]) -> None:
         threads.add(threading.get_ident())
         events.extend(new)
         if sum(event.finish_reason is not None for event in events) == 5:
@@ -38,7 +38,7 @@ def test_everything_is_told_in_order_by_another_thread_than_steps() -> None:
 
     engine = fake_engine()
     names = [engine.add_request([i, i + 1], PARAMS) for i in range(5)]
-    stepping = run(StepLoop(tell), engine, done)
+    stepping = run(StepLoop(send), engine, done)
     assert len(threads) == 1
     assert stepping.ident not in threads
     for i, name in enumerate(names):
