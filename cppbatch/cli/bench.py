@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from cppbatch.cli.bench_serve import serve
+from cppbatch.cli.bench_commands import serve
 from cppbatch.cli.bench_strategies import strategies
 from cppbatch.cli.bench_throughput import throughput
 

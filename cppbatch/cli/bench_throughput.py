@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cppbatch.cli.options import engine_options
+from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.report_options import Draw, report_options
 from cppbatch.cli.values import names_of, numbers
 from cppbatch.config import EngineConfig

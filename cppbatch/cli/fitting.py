@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from cppbatch.cli.options import option
+from cppbatch.cli.engine_options import option
 from cppbatch.config import EngineConfig
 
 if TYPE_CHECKING:

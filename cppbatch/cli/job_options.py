@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cppbatch.cli.options import option
+from cppbatch.cli.engine_options import option
 from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.engine.params import SamplingParams
 

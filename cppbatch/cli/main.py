@@ -7,14 +7,14 @@ import sys
 import click
 
 import cppbatch
-from cppbatch.cli.batch import batch
+from cppbatch.cli.batch_command import batch
 from cppbatch.cli.bench import bench
-from cppbatch.cli.doctor import doctor
-from cppbatch.cli.generate import generate
-from cppbatch.cli.memory import memory
-from cppbatch.cli.models import models
-from cppbatch.cli.serve import serve
-from cppbatch.cli.tune import tune
+from cppbatch.cli.doctor_command import doctor
+from cppbatch.cli.generate_command import generate
+from cppbatch.cli.memory_command import memory
+from cppbatch.cli.models_command import models
+from cppbatch.cli.serve_command import serve
+from cppbatch.cli.tune_command import tune
 from cppbatch.errors import CppBatchError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cppbatch.cli.options import option
+from cppbatch.cli.engine_options import option
 
 Command = Callable[..., Any]
 

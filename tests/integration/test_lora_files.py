@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from gguf import GGUFValueType
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.cli.generate import generate
-from cppbatch.cli.options import engine_options
+from cppbatch.cli.engine_options import engine_options
+from cppbatch.cli.generate_command import generate
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError, OutOfRange
 from cppbatch.llama import Context, Model

@@ -9,7 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from cppbatch.cli.doctor import doctor
+from cppbatch.cli.doctor_command import doctor
 from cppbatch.errors import LibraryError
 from cppbatch.llama import selfcheck
 from cppbatch.llama.library import REINSTALL

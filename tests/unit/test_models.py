@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cppbatch.cli.models import models
+from cppbatch.cli.models_command import models
 from cppbatch.errors import ModelError
 from cppbatch.models import pull
 from cppbatch.models.find import models_in

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 import click
 import msgspec
 
+from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.fitting import fitted
-from cppbatch.cli.options import engine_options
 from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SamplingParams

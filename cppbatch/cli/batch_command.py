@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from cppbatch.cli.deployment_options import deployment_options
+from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.fitting import fitted
 from cppbatch.cli.job_options import job_options
-from cppbatch.cli.options import engine_options
 from cppbatch.config import EngineConfig
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.fitting import given_settings
-from cppbatch.cli.options import engine_options
 from cppbatch.cli.report_options import Draw, report_options
 from cppbatch.config import EngineConfig
 

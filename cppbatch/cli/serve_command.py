@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from cppbatch.cli.deployment_options import deployment_options
+from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.fitting import fitted
-from cppbatch.cli.options import engine_options
 from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
 
