@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from cppbatch.cluster.engine_process import EngineProcess
     from cppbatch.cluster.local_engine import LocalEngine
     from cppbatch.config import EngineConfig
-    from cppbatch.engine.engine import BatchInferenceEngine
-    from cppbatch.engine.generate_batch import generate_batch
+    from cppbatch.engine.engine import BatchInferenceEngine, generate_batch
     from cppbatch.engine.params import SamplingParams
     from cppbatch.engine.request import (
         Completion,
@@ -39,7 +38,7 @@ _HOMES = {
     "LocalEngine": "cppbatch.cluster.local_engine",
     "EngineConfig": "cppbatch.config",
     "BatchInferenceEngine": "cppbatch.engine.engine",
-    "generate_batch": "cppbatch.engine.generate_batch",
+    "generate_batch": "cppbatch.engine.engine",
     "Completion": "cppbatch.engine.request",
     "FinishReason": "cppbatch.engine.request",
     "GenerationEvent": "cppbatch.engine.request",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import msgspec
 import psutil
@@ -157,13 +157,39 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             names[name] = path
 
 
+class EngineSettings(TypedDict, total=False):
+    """Fields of `EngineConfig`, all but `model_path`, as keyword arguments."""
+
+    n_ctx: int
+    n_parallel: int
+    n_batch: int
+    n_ubatch: int
+    n_gpu_layers: int
+    device: int | None
+    n_threads: int
+    flash_attn: FlashAttention
+    kv_layout: KvLayout
+    cache_type_k: CacheType
+    cache_type_v: CacheType
+    prefix_cache: bool
+    prefix_cache_ram: int
+    max_queue: int
+    swap_space: int
+    target_step_ms: float
+    sampling: Sampling
+    pooling: Pooling | None
+    lora: tuple[tuple[str, float], ...]
+    trace: str
+    use_extra_bufts: bool
+
+
 def adapter_name(path: str) -> str:
     """What requests call a LoRA adapter."""
     return Path(path).stem
 
 
-def engine_config(model: str | Path | EngineConfig, settings: dict[str, Any]) -> EngineConfig:
-    """The settings as one struct, given as a model file with `settings` or as a ready `EngineConfig`."""
+def engine_config(model: str | Path | EngineConfig, settings: EngineSettings) -> EngineConfig:
+    """The settings as one struct: of a model file, or those of an `EngineConfig` with `settings` in their place."""
     if not isinstance(model, EngineConfig):
         return EngineConfig(model_path=str(model), **settings)
     return msgspec.structs.replace(model, **settings)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,11 +28,14 @@ from cppbatch.cluster.worker_messages import (
     Tokenize,
     Tokenized,
 )
-from cppbatch.config import EngineConfig, engine_config
+from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("cppbatch.cluster")
 
@@ -55,7 +58,7 @@ class EngineProcess(EngineClient):
         name: str = "0",
         step_timeout: float = 300.0,
         runtime: str | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         """Starts a worker that loads a GGUF file; `settings` as in `BatchInferenceEngine`. Raises `ConfigError`.
 

@@ -13,12 +13,12 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
 from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.output_collector import OutputCollector
-from cppbatch.config import EngineConfig, engine_config
+from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
@@ -27,6 +27,9 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import EngineClosed, QueueFull
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -41,7 +44,9 @@ class LocalEngine(EngineClient):
     loaded.
     """
 
-    def __init__(self, model: str | Path | EngineConfig, *, runtime: Runtime | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | Path | EngineConfig, *, runtime: Runtime | None = None, **settings: Unpack[EngineSettings]
+    ) -> None:
         """Starts loading a GGUF file; `settings` and `runtime` as in `BatchInferenceEngine`. Raises `ConfigError`."""
         self.config = engine_config(model, settings)
         self._runtime = runtime

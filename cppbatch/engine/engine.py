@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
-from cppbatch.config import EngineConfig, engine_config
-from cppbatch.engine.calls import Calls
+from cppbatch.config import EngineConfig, EngineSettings, engine_config
+from cppbatch.engine import offline
+from cppbatch.engine.embeddings import Vector
 from cppbatch.engine.fill import refill
 from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
@@ -22,11 +23,15 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.pooled_scheduler import PooledScheduler
 from cppbatch.engine.pooler import Pooler
 from cppbatch.engine.request import (
+    Completion,
     FinishReason,
     GenerationEvent,
     GenerationRequest,
+    Mapped,
     Prompt,
+    RequestOptions,
     ResumeState,
+    Task,
     TokenPiece,
 )
 from cppbatch.engine.runtime import Runtime, load_runtime
@@ -34,14 +39,17 @@ from cppbatch.engine.sampling import Sampler, SamplerOutput
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.trace import Trace
-from cppbatch.engine.vocabulary import Cancelled, never
+from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
 from cppbatch.llama import Batch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("cppbatch.engine")
 
 
-class BatchInferenceEngine(Calls):
+class BatchInferenceEngine:
     """Runs many requests at once through one llama.cpp context: they join and leave at any step.
 
     Not thread-safe, except `prepare`: one thread calls `step` and the rest (`cppbatch.LocalEngine` does that for
@@ -55,7 +63,7 @@ class BatchInferenceEngine(Calls):
         progress: Callable[[float], bool] | None = None,
         runtime: Runtime | None = None,
         policy: Callable[..., Scheduler] | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         """Loads a GGUF file. `settings` are `EngineConfig`'s: n_ctx, n_parallel, n_gpu_layers ...
 
@@ -106,7 +114,11 @@ class BatchInferenceEngine(Calls):
         return self._runtime.info
 
     def prepare(
-        self, request: GenerationRequest, progress: ResumeState | None = None, *, cancelled: Cancelled = never
+        self,
+        request: GenerationRequest,
+        progress: ResumeState | None = None,
+        *,
+        cancelled: IsCancelled = never_cancelled,
     ) -> Seq:
         """Tokenises and validates a request. Any thread may call this, until the engine is closed.
 
@@ -134,7 +146,7 @@ class BatchInferenceEngine(Calls):
         *,
         add_special: bool = True,
         parse_special: bool = True,
-        cancelled: Cancelled = never,
+        cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
         """A text's tokens, or what these ids stand for. Any thread may call this, until the engine is closed.
 
@@ -143,14 +155,19 @@ class BatchInferenceEngine(Calls):
         """
         return self._intake.tokens(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
 
-    def add(self, sequence: Seq) -> None:
-        """Queues a prepared sequence. Raises `InvalidRequest` when its id is taken, `QueueFull`, `EngineClosed`."""
-        limit = self.config.max_queue
-        if len(self._scheduler.waiting) >= limit:
-            raise QueueFull(limit, self.metrics.seconds_per_request())
-        self._queue(sequence)
+    def new_request_id(self) -> str:
+        """An id that no request of this engine has: "request-1", "request-2" ..."""
+        self._next_id = next(n for n in itertools.count(self._next_id + 1) if f"request-{n}" not in self._sequences)
+        return f"request-{self._next_id}"
 
-    def _queue(self, sequence: Seq) -> None:
+    def add(self, sequence: Seq, *, limited: bool = True) -> None:
+        """Queues a prepared sequence. `limited`: only if less than `max_queue` sequences wait.
+
+        Raises `InvalidRequest` when its id is in use, `QueueFull`, `EngineClosed`.
+        """
+        limit = self.config.max_queue
+        if limited and len(self._scheduler.waiting) >= limit:
+            raise QueueFull(limit, self.metrics.seconds_per_request())
         if self._closed:
             raise EngineClosed("the engine is closed")
         if sequence.id in self._sequences:
@@ -159,26 +176,30 @@ class BatchInferenceEngine(Calls):
         self._scheduler.add(sequence)
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        task: Task = "generate",
+        **options: Unpack[RequestOptions],
     ) -> str:
-        """Queues a prompt (text or token ids) and returns the request's id.
+        """Queues a prompt (text or token ids) and returns the request's id. `step` returns its events.
 
-        `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...). Raises `InvalidRequest`,
-        `QueueFull`, `EngineClosed`.
+        `task`, `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...).
+        Raises `InvalidRequest`, `QueueFull`, `EngineClosed`.
         """
-        sequence = self._prepare(prompt, params, request_id, **options)
-        self.add(sequence)
-        return sequence.id
-
-    def _prepare(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, **options: Any
-    ) -> Seq:
         if request_id is None:
-            self._next_id = next(n for n in itertools.count(self._next_id + 1) if f"request-{n}" not in self._sequences)
-            request_id = f"request-{self._next_id}"
-        return self.prepare(
-            GenerationRequest(id=request_id, prompt=prompt, params=params or SamplingParams(), **options)
+            request_id = self.new_request_id()
+        request = GenerationRequest(
+            id=request_id, prompt=prompt, params=params or SamplingParams(), task=task, **options
         )
+        self.add(self.prepare(request))
+        return request_id
+
+    def is_active(self, request_id: str) -> bool:
+        """Whether this request waits or runs."""
+        return request_id in self._sequences
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request now: its cells are free when this returns. False when it is not running any more."""
@@ -327,7 +348,85 @@ class BatchInferenceEngine(Calls):
         del self._sequences[sequence.id]
         self.metrics.finished[reason] += 1
 
-    # --- looking at it, ending it -------------------------------------------------------------------------------
+    # --- offline inference --------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        progress: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[Completion]:
+        """Continues all prompts, batched together. Returns the completions in the order of the prompts.
+
+        `params`: one for all prompts, or a list with one for each. `n`: completions of each prompt, which follow each
+        other in the result; `best_of`: generate this many of each prompt, and return the `n` with the highest mean
+        log-probability. `progress`: show the speed on stderr. `options`: fields of `GenerationRequest` (priority,
+        timeout, cache_salt ...) for all prompts.
+
+        Raises `InvalidRequest` naming the prompt at fault, before any of them runs. Ctrl-C cancels all of them.
+        """
+        return offline.generate(self, prompts, params, n=n, best_of=best_of, progress=progress, options=options)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Generator[GenerationEvent, None, None]:
+        """Continues one prompt and yields its events as they are made. Other requests advance in the same steps.
+
+        `options`: fields of `GenerationRequest`. Closing the iterator cancels the request. Raises `InvalidRequest`, and
+        at the first event `QueueFull`.
+        """
+        return offline.stream(self, prompt, params, options)
+
+    def map(
+        self,
+        prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]],
+        params: SamplingParams | None = None,
+        *,
+        ordered: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Generator[Mapped, None, None]:
+        """Continues prompts of an iterable, which may be endless, and yields each result as soon as it is complete.
+
+        `prompts`: prompts, or pairs of a prompt and its own `SamplingParams`. Prompts are taken from it only as fast as
+        the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in the order of the
+        prompts; at most 8 * n_parallel prompts are then taken but not returned, so one slow prompt can hold up the
+        others. `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
+
+        This is a generator: the engine steps while the next result is waited for, and may be used between two results.
+        Other requests advance in the same steps; their events are kept for their own callers. Closing the generator, or
+        an exception of the iterable, cancels the prompts that run.
+
+        A prompt that cannot run becomes a result with an error, and the others go on. Raises `InvalidRequest` at once
+        for what no prompt could run with; `EngineClosed`.
+        """
+        return offline.map_prompts(self, prompts, params, ordered=ordered, options=options)
+
+    def embed(
+        self,
+        texts: Sequence[Prompt],
+        *,
+        normalise: bool = True,
+        dimensions: int | None = None,
+        progress: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Vector:
+        """The vectors of all texts in their order, float32[n, dimensions]; of a reranker, the scores of each `Pair`.
+
+        `normalise`: vectors of length 1 (scores stay as they are). `dimensions`: keep the first numbers of each vector;
+        see `cppbatch.engine.embeddings.normalised`. `progress`, `options`: as in `generate`.
+
+        Raises `InvalidRequest` naming the text at fault, before any of them runs; `GenerationFailed` when a text gets
+        no vector.
+        """
+        return offline.embed(
+            self, texts, normalise=normalise, dimensions=dimensions, progress=progress, options=options
+        )
+
+    # --- state and end ------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state now."""
@@ -357,3 +456,19 @@ class BatchInferenceEngine(Calls):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def generate_batch(
+    model: str | Path,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    progress: bool = False,
+    **settings: Unpack[EngineSettings],
+) -> list[Completion]:
+    """`BatchInferenceEngine.generate` as one call: loads a model, continues all prompts, frees the model.
+
+    `settings`: fields of `EngineConfig` (n_ctx, n_parallel ...).
+    """
+    with BatchInferenceEngine(model, **settings) as engine:
+        return engine.generate(prompts, params, progress=progress)

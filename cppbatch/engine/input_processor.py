@@ -15,7 +15,7 @@ from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece,
 from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sampling.structured_output import GrammarCompiler
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.vocabulary import Cancelled, Vocabulary, never
+from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import InvalidRequest
 
 _LEAST_BYTES = 1 << 16  # of a text that is tokenised, however short the context is
@@ -32,7 +32,7 @@ class InputProcessor:
         self._grammars = GrammarCompiler(vocab.for_grammars)
         self._last_long: tuple[str, npt.NDArray[np.int32]] | None = None
 
-    def prepare(self, request: GenerationRequest, cancelled: Cancelled = never) -> Seq:
+    def prepare(self, request: GenerationRequest, cancelled: IsCancelled = never_cancelled) -> Seq:
         """Tokenises, validates, compiles a grammar. Raises `InvalidRequest` naming the field, `RequestCancelled`."""
         arrived_at = perf_counter()
         self._check_task(request)
@@ -60,7 +60,7 @@ class InputProcessor:
         return sequence
 
     def tokens(
-        self, text: str | list[int], *, add_special: bool, parse_special: bool, cancelled: Cancelled = never
+        self, text: str | list[int], *, add_special: bool, parse_special: bool, cancelled: IsCancelled = never_cancelled
     ) -> list[TokenPiece]:
         """A text's tokens, or what these ids stand for. Raises `InvalidRequest` for unknown ids, `RequestCancelled`."""
         if isinstance(text, str):
@@ -96,7 +96,7 @@ class InputProcessor:
         shared = "raise -c" if limit == self._n_ctx else "raise -c or lower -np"
         return f"this context holds {limit} ({shared} for more)"
 
-    def _tokens(self, prompt: Prompt, cancelled: Cancelled) -> npt.NDArray[np.int32]:
+    def _tokens(self, prompt: Prompt, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         self._refuse_long(prompt)
         if isinstance(prompt, str):
             tokens = self._tokenized(prompt, cancelled) if prompt else np.empty(0, np.int32)
@@ -108,7 +108,7 @@ class InputProcessor:
             raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
         return tokens
 
-    def _tokenized(self, text: str, cancelled: Cancelled) -> npt.NDArray[np.int32]:
+    def _tokenized(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         """The last long text is kept, since the choices of a prompt come one after the other."""
         if not is_long(text):
             return self._vocab.tokenize(text, cancelled=cancelled)

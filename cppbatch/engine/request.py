@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import msgspec
 
@@ -126,6 +126,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_LORA_SCALE:
                 message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
                 raise InvalidRequest("lora", f"is {shown(scale)} for {shown(key)}; {message}")
+
+
+class RequestOptions(TypedDict, total=False):
+    """Fields of `GenerationRequest` that `BatchInferenceEngine` takes as keyword arguments."""
+
+    priority: int
+    timeout: float | None
+    queue_timeout: float | None
+    fit: bool
+    cache_prompt: bool
+    cache_salt: str
+    lora: dict[str | int, float] | None
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-Cancelled = Callable[[], bool]
+IsCancelled = Callable[[], bool]
 
 
-def never() -> bool:
+def never_cancelled() -> bool:
     """For requests that nobody cancels while they are prepared."""
     return False
 
@@ -27,7 +27,12 @@ class Vocabulary(Protocol):
     """Bytes of text that one token stands for at most."""
 
     def tokenize(
-        self, text: str, *, add_special: bool = True, parse_special: bool = True, cancelled: Cancelled = never
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        cancelled: IsCancelled = never_cancelled,
     ) -> npt.NDArray[np.int32]:
         """The ids of a text, int32[n], with BOS where the model wants it, and control tokens read as such.
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from cppbatch.engine.collect import n_candidates
+from cppbatch.engine.best_of import n_candidates
 from cppbatch.engine.params import GRAMMARS, INT32_MAX, SamplingParams
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest

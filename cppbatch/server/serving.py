@@ -14,7 +14,7 @@ from cppbatch.chat.chat_format import ChatFormat, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.engine.collect import expand
+from cppbatch.engine.best_of import expand
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams, replaced
 from cppbatch.engine.request import GenerationRequest

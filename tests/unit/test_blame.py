@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cppbatch import FinishReason, SamplingParams
+from cppbatch import FinishReason, GenerationRequest, SamplingParams
 from cppbatch.engine.sampling.sampler import field_at_fault
 from tests.fakes import N_VOCAB, context_of, drain, fake_engine
 from tests.integration.test_grammar import spell
@@ -58,5 +58,7 @@ def test_a_step_that_fails_is_not_the_requests_fault() -> None:
 
 def test_where_tokens_are_left_no_field_is_blamed() -> None:
     with fake_engine() as engine:
-        sequence = engine._prepare("abc", SamplingParams(suppress_tokens=EVERYTHING))
+        sequence = engine.prepare(
+            GenerationRequest(id="a", prompt="abc", params=SamplingParams(suppress_tokens=EVERYTHING))
+        )
     assert field_at_fault(sequence, np.zeros(N_VOCAB, np.float32)) is None

@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
-from cppbatch.engine.collect import mean_logprob
+from cppbatch.engine.best_of import mean_logprob
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 from cppbatch.server.chat import Assistant
 from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest

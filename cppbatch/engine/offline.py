@@ -1,0 +1,359 @@
+"""Offline inference: the code behind `generate`, `stream`, `map` and `embed` of `BatchInferenceEngine`.
+
+Each of these functions queues sequences, calls `compute` until they have ended, and gathers their events. Other
+requests of the engine advance in the same steps; their events are kept for their own callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cppbatch.config import EngineConfig
+from cppbatch.engine.best_of import expand, likeliest, n_candidates
+from cppbatch.engine.embeddings import Vector, check_dimensions, normalised, vector_of
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.output_processor import OutputProcessor
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import (
+    Completion,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    Mapped,
+    Prompt,
+    RequestOptions,
+    RequestUsage,
+    Task,
+)
+from cppbatch.engine.sequence import Seq
+from cppbatch.errors import GenerationFailed, InvalidRequest
+
+_QUEUED_AHEAD = 2  # `map`: requests in the engine, in multiples of n_parallel, so that a finished one has a successor
+_HELD_BACK = 8  # `map` with `ordered`: prompts taken but not returned, in multiples of n_parallel
+_END = object()
+
+
+class Engine(Protocol):
+    """The part of `BatchInferenceEngine` that offline inference needs."""
+
+    config: EngineConfig
+    outputs: OutputProcessor
+
+    @property
+    def info(self) -> ModelInfo: ...
+    def new_request_id(self) -> str: ...
+    def prepare(self, request: GenerationRequest) -> Seq: ...
+    def add(self, sequence: Seq, *, limited: bool = True) -> None: ...
+    def is_active(self, request_id: str) -> bool: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def compute(self) -> None: ...
+
+
+class _EmbedOptions(RequestOptions):
+    task: Task
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    *,
+    n: int,
+    best_of: int | None,
+    progress: bool,
+    options: RequestOptions,
+) -> list[Completion]:
+    """See `BatchInferenceEngine.generate`."""
+    of = n_candidates(n, best_of)
+    wanted = expand(_params_for_each(prompts, params), of, ranked=of > n)
+    every = [prompt for prompt in prompts for _ in range(of)]
+    ids = _add_all(engine, every, wanted, options, field="prompts", of=of)
+    events = _gather(ids, _run(engine, set(ids)), "generating", progress=progress)
+    results = [_completion(events[request_id]) for request_id in ids]
+    return likeliest(results, n, of) if of > n else results
+
+
+def stream(
+    engine: Engine, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
+) -> Generator[GenerationEvent, None, None]:
+    """See `BatchInferenceEngine.stream`."""
+    sequence = _prepare(engine, prompt, params, options)
+
+    def events() -> Generator[GenerationEvent, None, None]:
+        engine.add(sequence)  # not before the iteration starts: an iterator that never runs leaves nothing behind
+        yield from _run(engine, {sequence.id})
+
+    return events()
+
+
+def embed(
+    engine: Engine,
+    texts: Sequence[Prompt],
+    *,
+    normalise: bool,
+    dimensions: int | None,
+    progress: bool,
+    options: RequestOptions,
+) -> Vector:
+    """See `BatchInferenceEngine.embed`."""
+    info = engine.info
+    check_dimensions(dimensions, info.n_embd)
+    params = _params_for_each(texts, None)
+    embed_options: _EmbedOptions = {**options, "task": "embed"}
+    ids = _add_all(engine, texts, params, embed_options, field="texts")
+    events = _gather(ids, _run(engine, set(ids)), "embedding", progress=progress)
+    vectors = np.empty((len(ids), info.n_embd), np.float32)
+    for i, request_id in enumerate(ids):
+        last = events[request_id][-1]
+        if last.embedding is None:
+            assert last.finish_reason is not None
+            raise GenerationFailed(f"texts[{i}] has no vector: {last.error or last.finish_reason.value}")
+        vectors[i] = vector_of(last.embedding)
+    is_score = info.pooling == "rank"
+    return normalised(vectors, dimensions) if normalise and not is_score else vectors[:, :dimensions]
+
+
+def map_prompts(
+    engine: Engine,
+    prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]],
+    params: SamplingParams | None,
+    *,
+    ordered: bool,
+    options: RequestOptions,
+) -> Generator[Mapped, None, None]:
+    """See `BatchInferenceEngine.map`."""
+    if isinstance(prompts, str):
+        raise InvalidRequest("prompts", "is one string; give an iterable of them, like [prompt]")
+    if engine.info.pooling or "task" in options:
+        raise InvalidRequest("task", "`map` is for models that generate text; for vectors use `embed`")
+    if not isinstance(params, SamplingParams | None):
+        raise InvalidRequest("params", f"is {params!r:.200}; give one SamplingParams, or pairs with the prompts")
+    GenerationRequest(id="", prompt="", **options)  # raises for options that are wrong for every prompt
+    return _Mapper(engine, prompts, params, ordered=ordered, options=options).results()
+
+
+def _params_for_each(
+    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    """One `SamplingParams` for each prompt. Raises `InvalidRequest` when the counts differ."""
+    if isinstance(prompts, str):
+        raise InvalidRequest("prompts", "is one string; give a list of them, like [prompt]")
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidRequest("params", f"has {len(params)} entries for {len(prompts)} prompts; give one or as many")
+    return list(params)
+
+
+def _prepare(engine: Engine, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> Seq:
+    request_id = engine.new_request_id()
+    return engine.prepare(GenerationRequest(id=request_id, prompt=prompt, params=params or SamplingParams(), **options))
+
+
+def _add_all(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: list[SamplingParams],
+    options: RequestOptions,
+    *,
+    field: str,
+    of: int = 1,
+) -> list[str]:
+    """Queues all prompts, or none if one of them is refused. Returns the ids.
+
+    `field`, `of`: an `InvalidRequest` names the prompt `field[i // of]`, since each prompt stands here `of` times.
+    """
+    sequences = []
+    for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+        try:
+            sequences.append(_prepare(engine, prompt, its, options))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{field}[{i // of}]", str(error)) from error
+    for sequence in sequences:
+        engine.add(sequence, limited=False)  # only this caller waits for them
+    return [sequence.id for sequence in sequences]
+
+
+def _run(engine: Engine, ids: set[str]) -> Iterator[GenerationEvent]:
+    """Steps until these requests have ended, and yields their events. Cancels those that are left when it is closed."""
+    outputs = engine.outputs
+    try:
+        while ids:
+            engine.compute()
+            outputs.keep()
+            # A request that is not active and has no events: another caller's `step` has returned its last event.
+            ids &= {i for i in ids if engine.is_active(i) or outputs.has_kept(i)}
+            for request_id in [i for i in ids if outputs.has_kept(i)]:
+                for event in outputs.take_request(request_id):
+                    if event.finish_reason:
+                        ids.discard(request_id)
+                    yield event
+    finally:
+        for request_id in ids:
+            engine.cancel(request_id)
+        outputs.drop(ids)
+
+
+def _gather(
+    ids: list[str], events: Iterable[GenerationEvent], verb: str, *, progress: bool
+) -> dict[str, list[GenerationEvent]]:
+    """All events of these requests by id. `progress`: a line on stderr shows the speed."""
+    gathered: dict[str, list[GenerationEvent]] = {request_id: [] for request_id in ids}
+    with _progress_line(enabled=progress) as line:
+        task = line.add_task(verb, total=len(ids), tokens=0, speed=0.0)
+        tokens = 0
+        for event in events:
+            gathered[event.request_id].append(event)
+            tokens += event.usage.prompt_tokens if event.embedding and event.usage else len(event.tokens)
+            elapsed = line.tasks[task].elapsed
+            line.update(task, advance=event.finish_reason is not None, tokens=tokens, speed=tokens / (elapsed or 1e9))
+    return gathered
+
+
+def _progress_line(*, enabled: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens, {task.fields[speed]:.1f} tok/s"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not enabled,
+    )
+
+
+def _completion(events: list[GenerationEvent]) -> Completion:
+    """All events of a request that has ended, as one result."""
+    last = events[-1]
+    assert last.finish_reason is not None
+    assert last.usage is not None
+    assert last.seed is not None
+    return Completion(
+        text="".join(event.text for event in events),
+        tokens=[token for event in events for token in event.tokens],
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        seed=last.seed,
+        logprobs=[entry for event in events for entry in event.logprobs],
+        error=last.error,
+    )
+
+
+class _Started:
+    """A prompt of `map` that is in the engine, with its events so far."""
+
+    def __init__(self, index: int, prompt: Prompt) -> None:
+        self.index, self.prompt = index, prompt
+        self.events: list[GenerationEvent] = []
+
+
+class _Mapper:
+    """The state of one `map`: prompts that were taken from the iterable and not yet returned as results.
+
+    Their number is bounded, however long the iterable is. Their events are reserved: the caller may use the engine
+    between two results, and a `step` there does not return them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]],
+        params: SamplingParams | None,
+        *,
+        ordered: bool,
+        options: RequestOptions,
+    ) -> None:
+        self._engine = engine
+        self._prompts = iter(prompts)
+        self._params = params
+        self._ordered = ordered
+        self._options = options
+        self._max_running = _QUEUED_AHEAD * engine.config.n_parallel
+        self._max_taken = _HELD_BACK * engine.config.n_parallel
+        self._is_exhausted = False
+        self._n_taken = self._n_returned = 0
+        self._running: dict[str, _Started] = {}  # by request id
+        self._ended: dict[int, Mapped] = {}  # by index
+
+    def results(self) -> Generator[Mapped, None, None]:
+        """Starts prompts, steps, and yields results. Cancels the rest when it is closed, and on any exception."""
+        try:
+            while True:
+                self._gather()
+                if not self._is_ready:
+                    self._start()
+                if self._is_ready:
+                    yield self._pop()
+                elif self._running:
+                    self._engine.compute()
+                else:
+                    return
+        finally:
+            for request_id in self._running:
+                self._engine.cancel(request_id)
+            self._engine.outputs.drop(self._running)
+
+    @property
+    def _next(self) -> int | None:
+        """Index of the result to return next; None: no result is there."""
+        return self._n_returned if self._ordered else next(iter(self._ended), None)
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._next in self._ended
+
+    def _pop(self) -> Mapped:
+        assert self._next is not None
+        result = self._ended.pop(self._next)
+        self._n_returned += 1
+        return result
+
+    def _start(self) -> None:
+        """Starts prompts until enough of them run, or one of them is refused, which is a result."""
+        while not (self._is_exhausted or self._is_full or self._is_ready):
+            item = next(self._prompts, _END)
+            if item is _END:
+                self._is_exhausted = True
+                return
+            index, self._n_taken = self._n_taken, self._n_taken + 1
+            self._start_one(index, item)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._running) >= self._max_running or self._n_taken - self._n_returned >= self._max_taken
+
+    def _start_one(self, index: int, item: Any) -> None:
+        prompt, params = item, self._params
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams):
+            prompt, params = item
+        try:
+            sequence = _prepare(self._engine, prompt, params, self._options)
+        except InvalidRequest as error:
+            self._ended[index] = Mapped(index, prompt, _refused(error))
+            return
+        self._engine.add(sequence, limited=False)
+        self._running[sequence.id] = _Started(index, prompt)
+        self._engine.outputs.reserve(sequence.id)
+
+    def _gather(self) -> None:
+        """Takes the events of the last steps, those of other callers' steps included."""
+        outputs = self._engine.outputs
+        outputs.keep()
+        for request_id in [request_id for request_id in self._running if outputs.has_kept(request_id)]:
+            started = self._running[request_id]
+            started.events += outputs.take_request(request_id)
+            if started.events[-1].finish_reason:
+                del self._running[request_id]
+                self._ended[started.index] = Mapped(started.index, started.prompt, _completion(started.events))
+
+
+def _refused(error: InvalidRequest) -> Completion:
+    usage = RequestUsage(
+        prompt_tokens=0, completion_tokens=0, queue_seconds=0.0, first_token_seconds=0.0, total_seconds=0.0
+    )
+    return Completion(text="", tokens=[], finish_reason=FinishReason.ERROR, usage=usage, seed=0, error=str(error))

@@ -1,0 +1,92 @@
+"""Keyword arguments of the public API are typed: type checkers and editors know each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+from mypy import api
+
+import cppbatch
+from cppbatch import BatchInferenceEngine, EngineConfig, EngineProcess, GenerationRequest, LocalEngine, generate_batch
+from cppbatch.config import EngineSettings
+from cppbatch.engine.request import RequestOptions
+
+PROGRAM = """
+from cppbatch import BatchInferenceEngine, EngineConfig, Pair, SamplingParams, generate_batch
+
+with BatchInferenceEngine("model.gguf", n_ctx=4096, kv_layout="unified", lora=(("a.gguf", 1.0),)) as engine:
+    for completion in engine.generate(["a", [1, 2]], SamplingParams(max_tokens=8), n=2, priority=1, timeout=None):
+        print(completion.text.upper(), completion.usage.prompt_tokens)
+    for event in engine.stream("a", cache_salt="b", lora={"a": 0.5, 0: 1}):
+        print(event.text, event.finish_reason)
+    for result in engine.map([("a", SamplingParams()), "b"], ordered=True, fit=True):
+        print(result.index, result.completion.error)
+    print(engine.embed(["a", Pair("query", "document")], dimensions=8, priority=2).shape)
+    name: str = engine.add_request("a", request_id="b", task="embed", queue_timeout=3.5)
+print(generate_batch("model.gguf", ["a"], n_threads=2)[0].finish_reason.value)
+print(BatchInferenceEngine(EngineConfig(model_path="model.gguf"), swap_space=0).info.n_embd)
+"""
+
+WRONG = {
+    'BatchInferenceEngine("a", n_parralel=4)': "n_parralel",
+    'BatchInferenceEngine("a", kv_layout="paged")': "kv_layout",
+    'BatchInferenceEngine("a").generate(["a"], temperature=0)': "temperature",
+    'BatchInferenceEngine("a").stream("a", timeout="soon")': "timeout",
+    'BatchInferenceEngine("a").map(["a"], order=True)': "order",
+    'BatchInferenceEngine("a").embed(["a"], cache=False)': "cache",
+    'BatchInferenceEngine("a").add_request("a", prio=1)': "prio",
+    'generate_batch("a", ["a"], n_ctxt=1)': "n_ctxt",
+    'LocalEngine("a", n_ctxt=1)': "n_ctxt",
+    'EngineProcess("a", n_ctxt=1)': "n_ctxt",
+}
+
+
+def fields(struct: type[msgspec.Struct], *without: str) -> dict[str, Any]:
+    return {name: kind for name, kind in get_type_hints(struct).items() if name not in without}
+
+
+def test_engine_settings_are_the_fields_of_the_config() -> None:
+    assert get_type_hints(EngineSettings) == fields(EngineConfig, "model_path")
+    assert not EngineSettings.__required_keys__
+
+
+def test_request_options_are_the_fields_of_the_request() -> None:
+    assert get_type_hints(RequestOptions) == fields(GenerationRequest, "id", "prompt", "task", "params")
+    assert not RequestOptions.__required_keys__
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        BatchInferenceEngine.__init__, BatchInferenceEngine.generate, BatchInferenceEngine.stream,
+        BatchInferenceEngine.map, BatchInferenceEngine.embed, BatchInferenceEngine.add_request,
+        LocalEngine.__init__, EngineProcess.__init__, generate_batch,
+    ],
+)  # fmt: skip
+def test_no_keyword_argument_is_any(function: Callable[..., Any]) -> None:
+    assert {kind for kind in function.__annotations__.values() if "Any" in str(kind)} == set()
+
+
+def test_a_type_checker_accepts_right_keywords_and_refuses_wrong_ones(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert request.config.cache
+    cache = request.config.cache.mkdir("mypy")
+    right, wrong = cache / "right.py", cache / "wrong.py"
+    right.write_text(PROGRAM)
+    imports = "from cppbatch import BatchInferenceEngine, EngineProcess, LocalEngine, generate_batch"
+    wrong.write_text("\n".join([imports, *WRONG]))
+    monkeypatch.chdir(Path(cppbatch.__file__).parent.parent)
+    report, errors, _ = api.run(
+        ["--config-file=", "--strict", "--follow-imports=silent", f"--cache-dir={cache}", str(right), str(wrong)]
+    )
+    assert errors == ""
+    complaints = [line for line in report.splitlines() if ": error:" in line]
+    assert [line for line in complaints if "wrong.py:" not in line] == []
+    for number, (line, keyword) in enumerate(WRONG.items(), start=2):
+        at_line = [complaint for complaint in complaints if f"wrong.py:{number}: " in complaint]
+        assert any(f'"{keyword}"' in complaint for complaint in at_line), f"{line}: {at_line}"
