@@ -1,0 +1,98 @@
+"""The Dockerfile, the systemd unit, the GitHub workflow and pre-commit agree with the program and with each other."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cppbatch.cli.serve import serve
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+UNIT = (ROOT / "deploy" / "cppbatch.service").read_text()
+DEPLOYMENT = (ROOT / "docs" / "deployment.md").read_text()
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+NO_FLAG = {"CPPBATCH_MODELS", "CPPBATCH_CONFIG", "CPPBATCH_BACKEND", "CPPBATCH_WHEELS"}
+"""Environment variables that belong to no flag of `cppbatch serve`."""
+
+OPTIONS = {option.envvar: option for option in serve.params if option.envvar}
+
+
+@pytest.fixture
+def service() -> configparser.SectionProxy:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(UNIT)
+    return parser["Service"]
+
+
+@pytest.mark.parametrize("text", [DOCKERFILE, UNIT, DEPLOYMENT], ids=["Dockerfile", "cppbatch.service", "page"])
+def test_every_environment_variable_exists(text: str) -> None:
+    named = set(re.findall(r"CPPBATCH_[A-Z_]+", text))
+    assert named
+    assert named <= NO_FLAG | set(OPTIONS)
+
+
+def test_the_service_has_longer_to_stop_than_requests_have_to_finish(service: configparser.SectionProxy) -> None:
+    drain = OPTIONS["CPPBATCH_DRAIN_TIMEOUT"].default
+    assert int(service["TimeoutStopSec"]) > drain
+    stop_timeouts = [int(seconds) for seconds in re.findall(r"--stop-timeout (\d+)", DEPLOYMENT)]
+    assert stop_timeouts
+    assert min(stop_timeouts) > drain
+
+
+def test_the_service_opens_as_many_files_as_the_server_has_connections(service: configparser.SectionProxy) -> None:
+    assert int(service["LimitNOFILE"]) > 8192
+
+
+def test_the_service_is_confined(service: configparser.SectionProxy) -> None:
+    for name in ("DynamicUser", "NoNewPrivileges", "PrivateTmp", "ProtectHome", "ProtectKernelTunables"):
+        assert service[name] == "yes"
+    assert service["ProtectSystem"] == "strict"
+    assert service["CapabilityBoundingSet"] == ""
+    assert service["Restart"] == "on-failure"
+    assert service["OOMPolicy"] == "continue", "a worker that is killed for memory must not stop the server"
+
+
+def test_the_image_runs_without_root_and_is_asked_for_its_health() -> None:
+    last_stage = DOCKERFILE[DOCKERFILE.rindex("\nFROM ") :]
+    assert re.search(r"^USER cppbatch$", last_stage, re.MULTILINE)
+    assert re.search(r"^VOLUME \[\"/models\", \"/data\"\]$", last_stage, re.MULTILINE)
+    assert "http://127.0.0.1:8080/health" in last_stage[last_stage.index("HEALTHCHECK") :]
+    assert OPTIONS["CPPBATCH_PORT"].default == 8080
+
+
+def test_the_image_gets_every_file_that_it_copies() -> None:
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for names in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE):
+        for name in names.split():
+            assert name in allowed
+            assert (ROOT / name).exists()
+
+
+def test_the_workflow_tests_the_python_versions_of_the_package() -> None:
+    tested = WORKFLOW["jobs"]["unit"]["strategy"]["matrix"]["python"]
+    assert tested == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PYPROJECT)
+    oldest = re.search(r'requires-python = ">=(.+)"', PYPROJECT)
+    assert oldest
+    assert tested[0] == oldest[1]
+
+
+def test_the_workflow_and_ci_run_the_test_command() -> None:
+    commands = {step.get("run") for job in WORKFLOW["jobs"].values() for step in job["steps"]}
+    assert {"./scripts/test unit", "./scripts/test"} <= commands
+    assert "./scripts/test" in (ROOT / ".ci" / "run").read_text()
+    assert os.access(ROOT / "scripts" / "test", os.X_OK)
+
+
+def test_pre_commit_runs_the_checks_of_the_test_command() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    local = [hook["entry"] for repo in hooks if repo["repo"] == "local" for hook in repo["hooks"]]
+    for tool in ("ruff check", "ruff format", "mypy", "lint-imports"):
+        assert any(entry.startswith(f".venv/bin/{tool}") for entry in local)
