@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from cppbatch.cli.serve import serve
 
 ROOT = Path(__file__).parents[2]
