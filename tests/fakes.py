@@ -357,3 +357,8 @@ def reference(
         if stopped:
             return tokens, text, FinishReason.STOP
     return tokens, text_of(tokens), FinishReason.LENGTH
+
+
+def spell(text: str) -> list[int]:
+    """The fake model's tokens of one letter each."""
+    return [PIECES.index(letter.encode()) for letter in text]

@@ -19,8 +19,8 @@ from cppbatch.engine.sampling.sampling_plan import SamplingType, make_sampling_p
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.llama import Model
+from tests.distributions import assert_drawn_from, exact, softmax
 from tests.fakes import FakeVocab
-from tests.unit.test_random_sampling import assert_drawn_from, exact, softmax
 
 Row = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

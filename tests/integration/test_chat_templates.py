@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cppbatch.chat.template import ChatTemplate, builtin_names, find_template
+from cppbatch.chat.template import ChatTemplate, find_template
 from cppbatch.errors import InvalidRequest
 from tests.conversations import (
     BOS,
@@ -29,8 +29,6 @@ from tests.conversations import (
     for_reference,
     template_of,
 )  # fmt: skip
-
-# --- equal to the reference -------------------------------------------------------------------------------------------
 
 
 def ours(template: ChatTemplate, conversation: Conversation) -> str | None:
@@ -101,39 +99,6 @@ def test_templates_write_calls_right_in_the_way_that_was_found_out(models_templa
         assert "None" not in text, name
 
 
-# --- known names ------------------------------------------------------------------------------------------------------
-
-TURNS = [("system", "S"), ("user", "A"), ("assistant", "B"), ("user", "C")]
-_IM, _HEAD = "<|im_start|>", "<|start_header_id|>"
-FORMATS = {
-    "chatml": f"{_IM}system\nS<|im_end|>\n{_IM}user\nA<|im_end|>\n{_IM}assistant\nB<|im_end|>\n"
-    f"{_IM}user\nC<|im_end|>\n{_IM}assistant\n",
-    "gemma": "<start_of_turn>user\nS\n\nA<end_of_turn>\n<start_of_turn>model\nB<end_of_turn>\n"
-    "<start_of_turn>user\nC<end_of_turn>\n<start_of_turn>model\n",
-    "llama2": "[INST] <<SYS>>\nS\n<</SYS>>\n\nA [/INST] B </s><s>[INST] C [/INST]",
-    "llama3": f"{_HEAD}system<|end_header_id|>\n\nS<|eot_id|>{_HEAD}user<|end_header_id|>\n\nA<|eot_id|>"
-    f"{_HEAD}assistant<|end_header_id|>\n\nB<|eot_id|>{_HEAD}user<|end_header_id|>\n\nC<|eot_id|>"
-    f"{_HEAD}assistant<|end_header_id|>\n\n",
-    "mistral": "[INST] S\n\nA [/INST] B</s>[INST] C [/INST]",
-    "phi3": "<|system|>\nS<|end|>\n<|user|>\nA<|end|>\n<|assistant|>\nB<|end|>\n<|user|>\nC<|end|>\n<|assistant|>\n",
-    "zephyr": "<|system|>\nS</s>\n<|user|>\nA</s>\n<|assistant|>\nB</s>\n<|user|>\nC</s>\n<|assistant|>\n",
-}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_each_known_name_writes_its_documented_format(name: str) -> None:
-    template, expected = template_of(find_template(name)), FORMATS[name]
-    messages = [{"role": role, "content": content} for role, content in TURNS]
-    assert template.render(messages) == expected
-    assert template.render(messages[:3], continue_final_message=True) == expected[: expected.index("B") + 1]
-    assert template.capabilities.system
-
-
-def test_the_known_names_are_those_tested_here() -> None:
-    assert builtin_names() == list(FORMATS)
-    assert template_of(None).source == find_template("chatml")
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "model"),
@@ -156,9 +121,6 @@ def test_a_known_name_writes_what_its_models_own_template_does(
     if name == "mistral":
         text, own = text.replace(" ", ""), own.replace(" ", "")
     assert text == own
-
-
-# --- speed ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(900)

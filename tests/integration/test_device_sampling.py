@@ -9,30 +9,11 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout
-from cppbatch.engine.sampling.sampling_plan import make_sampling_plan
 from cppbatch.llama import Batch, Context, Model, backend_sampling
-from tests.fakes import FakeVocab
+from tests.unit.test_device_sampling import FROM_ALL_LOGITS, FROM_CANDIDATES
 
 PROMPTS = ["The capital of France is", "Once upon a time", "def f(x):", "1, 2, 3,"] * 4
-FROM_CANDIDATES: list[dict[str, object]] = [
-    {"temperature": 0},
-    {"temperature": 0.8},
-    {"top_k": 20, "top_p": 0.9, "min_p": 0.0, "temperature": 1.5},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5, "penalty_last_n": 32},
-    {"temperature": 0, "repetition_penalty": 1.2},
-    {"logit_bias": {"11": -100.0, "12": -5.0}, "suppress_tokens": [30, 31]},
-    {"ignore_eos": True, "min_tokens": 4},
-]
-FROM_ALL_LOGITS: list[dict[str, object]] = [
-    {"top_k": 0},
-    {"top_k": 1000},
-    {"temperature": 0, "logprobs": 2},
-    {"logit_bias": {"40": 20.0}},
-    {"presence_penalty": -1.0},
-    {"typical_p": 0.9},
-    {"mirostat": 2},
-    {"guided_regex": "[a-z ]{8,12}"},
-]
+
 MIXED = [SamplingParams(max_tokens=12, seed=i, **kind) for i, kind in enumerate(FROM_CANDIDATES + FROM_ALL_LOGITS)]  # type: ignore[arg-type]
 
 
@@ -112,14 +93,3 @@ def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_w
     for i, row in enumerate(whole[[0, 1, 3]]):
         assert ids[i].tolist() == sorted(np.argsort(-row, kind="stable")[:16].tolist())
         assert np.allclose(values[i], row[ids[i]], atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", FROM_CANDIDATES)
-def test_a_request_that_only_lowers_some_logits_needs_few_candidates(kind: dict[str, object]) -> None:
-    assert 0 < make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates <= 128  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", FROM_ALL_LOGITS)
-def test_a_request_that_looks_at_all_logits_or_raises_some_gets_them_all(kind: dict[str, object]) -> None:
-    needed = make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates  # type: ignore[arg-type]
-    assert needed == 0 or needed > 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -271,3 +272,14 @@ def test_with_min_tokens_no_text_ends_before(talkative, hot):
     results = talkative.generate(["Hello"] * 32, [SamplingParams(**its, min_tokens=20) for its in hot])
     assert all(len(result.tokens) >= 20 for result in results)
     assert any(result.finish_reason is FinishReason.STOP for result in results)
+
+
+def test_map_gives_the_results_of_generate(tiny_llama: Path) -> None:
+    prompts = [f"prompt {i} of many" for i in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=4, n_threads=1) as engine:
+        wanted = [result.tokens for result in engine.generate(prompts, params)]
+        results = list(engine.map(prompts, params, ordered=True, priority=3))
+        assert [result.completion.tokens for result in results] == wanted
+        assert [result.prompt for result in results] == prompts
+        assert not engine.has_work

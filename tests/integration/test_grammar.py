@@ -17,8 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
 from cppbatch import (
@@ -31,14 +29,17 @@ from cppbatch import (
     SamplingParams,
 )
 from cppbatch.engine.sampling import grammar_check, structured_output
-from cppbatch.engine.sampling.json_schema_check import has_finite_instance
 from cppbatch.engine.sequence import Seq
-from tests.fakes import EOG, PIECES, context_of, drain, fake_engine, greedy, reference
+from cppbatch.models.synthetic import IM_START
+from tests.fakes import EOG, context_of, drain, fake_engine, greedy, reference, spell
 from tests.schemas import SCHEMAS, fault
 
 SETTINGS = {"n_ctx": 4096, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off", "prefix_cache": False}
+
 PROMPT = "what will they say"
+
 ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
 Fields = dict[str, Any]
 
 
@@ -68,16 +69,12 @@ def text_of(events: list[GenerationEvent], name: str) -> str:
     return "".join(event.text for event in events if event.request_id == name)
 
 
-def spell(text: str) -> list[int]:
-    """The fake model's tokens of one letter each."""
-    return [PIECES.index(letter.encode()) for letter in text]
-
-
-# --- what comes out matches ------------------------------------------------------------------------------------------
-
 PERSON = SCHEMAS["an object"][1]
+
 GBNF = 'root ::= ("ab" | item+) "!"\nitem ::= [c-e] digit{1,2} | "é"\ndigit ::= [0-9]'
+
 LARK = 'start: pair ("," pair)*\npair: KEY "=" VALUE\nKEY: /[a-f]{1,3}/\nVALUE: /[0-9]{1,2}/ | "日本"'
+
 CHOICES = ["yes", "yes, please", "no", '"quoted" \\ /a|b/i', "new\nline", "🙂 é"]
 
 
@@ -99,6 +96,7 @@ KINDS: dict[str, tuple[Fields, Callable[[str], bool]]] = {
     "GBNF": ({"grammar": GBNF}, is_(r"(ab|([c-e][0-9]{1,2}|é)+)!")),
     "Lark": ({"grammar": LARK}, is_(r"[a-f]{1,3}=([0-9]{1,2}|日本)(,[a-f]{1,3}=([0-9]{1,2}|日本))*")),
 }
+
 WAYS: dict[str, Fields] = {
     "greedy": {"temperature": 0},
     "drawn": {"temperature": 1.5, "top_k": 0, "top_p": 1, "min_p": 0},
@@ -169,9 +167,8 @@ def test_an_echoed_prompt_stands_before_the_text(engine: BatchInferenceEngine) -
     assert one(engine, greedy(20, guided_choice=["answer"], echo=True)).text == PROMPT + "answer"
 
 
-# --- bad grammars ----------------------------------------------------------------------------------------------------
-
 NESTED = {"type": "integer"}
+
 for _ in range(400):
     NESTED = {"type": "array", "items": NESTED, "minItems": 1}  # type: ignore[dict-item]
 
@@ -257,9 +254,6 @@ def test_bad_grammars_change_nothing_for_a_neighbour_before_beside_or_after_them
     events += drain(engine)
     assert [text_of(events, name) for name in names] == alone
     assert [result.text for result in engine.generate([PROMPT] * 2, params)] == alone
-
-
-# --- grammars that are large, or ask for much ------------------------------------------------------------------------
 
 
 def properties(n: int, *, required: bool) -> Fields:
@@ -378,8 +372,6 @@ def test_ctrl_c_while_a_grammar_is_read_leaves_nothing_behind_for_the_next(tiny_
         assert one(engine, greedy(9, guided_choice=["and again"])).text == "and again"
 
 
-# --- forced tokens ---------------------------------------------------------------------------------------------------
-
 LETTERS = "dponmlkjihgfeefghijklm"
 
 
@@ -455,8 +447,6 @@ def test_forced_tokens_of_many_requests_are_computed_within_the_limit_of_a_step(
     assert all(re.fullmatch(f"([ij]{LETTERS}){{2}}[kl]", result.text) for result in results)
     assert max(sum(step.values()) for step in context_of(engine).steps) <= 8
 
-
-# --- cells run out, steps are interrupted ----------------------------------------------------------------------------
 
 MIXED = ("([a-p]{3}dponm){4}", "[ij]ponmlkjihgfed[a-p ]{4}ponmlkjihgfed[k-p]", "([a-p ]{12}lmno)+ponm", "[a-p]{30}")
 
@@ -549,9 +539,6 @@ def test_ctrl_c_in_a_step_leaves_constrained_texts_whole(
     assert [text_of(events, name) for name in names] == whole
 
 
-# --- where a text ends -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 30}, {"ignore_eos": True, "min_tokens": 30}])
 def test_a_grammar_ends_its_text_whatever_is_said_of_ends(engine: BatchInferenceEngine, fields: Fields) -> None:
     for regex in ("[a-c]", "[a-c]{3}", "abc", "(ab|abc)"):
@@ -600,9 +587,6 @@ def test_where_everything_allowed_is_suppressed_the_request_ends_with_an_error_a
     assert (free.tokens, free.text, free.finish_reason) == reference([1, 2], greedy(9))
 
 
-# --- special tokens --------------------------------------------------------------------------------------------------
-
-
 def specials(engine: BatchInferenceEngine) -> list[int]:
     vocab = engine._vocab
     return [token for token in range(vocab.n_tokens) if vocab.piece(token, special=True) and not vocab.piece(token)]
@@ -629,9 +613,6 @@ def test_a_text_that_looks_like_a_special_token_is_spelled_in_ordinary_ones(
     result = one(engine, greedy(60, **{kind: its}, **fields))
     assert (result.text.strip('"'), result.finish_reason) == (text, FinishReason.STOP)
     assert not set(specials(engine)) & set(result.tokens)
-
-
-# --- compiling -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -672,124 +653,13 @@ def test_any_thread_may_prepare_while_the_engine_runs(engine: BatchInferenceEngi
     assert text_of(events, name) == alone
 
 
-# --- schemas without a finite instance -------------------------------------------------------------------------------
-
-LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-    | st.sampled_from(["#", "#/", "#/$defs/a", "#/properties/a", "#/anyOf/0", "object", "array", "string", "a", "b"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-        st.sampled_from(
-            ["$ref", "$defs", "type", "properties", "required", "items", "prefixItems", "minItems", "anyOf", "oneOf",
-             "allOf", "const", "enum", "a", "b", ""]
-        ),
-        inner,
-        max_size=5,
-    ),
-    max_leaves=25,
-)  # fmt: skip
-
-
-def without_references(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [without_references(part) for part in schema]
-    if isinstance(schema, dict):
-        return {key: without_references(part) for key, part in schema.items() if key != "$ref"}
-    return schema
-
-
-@settings(deadline=None, derandomize=True, database=None, max_examples=500)
-@given(schema=ANYTHING)
-def test_any_json_has_a_finite_instance_or_none(schema: Any) -> None:
-    assert has_finite_instance(schema) in (True, False)
-
-
-@settings(deadline=None, derandomize=True, database=None, max_examples=500)
-@given(schema=ANYTHING)
-def test_what_refers_to_nothing_does_not_go_on_for_ever(schema: Any) -> None:
-    assert has_finite_instance(without_references(schema))
-
-
-FINITE: dict[str, Any] = {
-    "true": True,
-    "false, which has none at all": False,
-    "no schema": None,
-    "an optional property": {**LOOP, "required": []},
-    "a property that may be null": {
-        **LOOP, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
-    },
-    "one of them ends": {"oneOf": [{"$ref": "#"}, {"type": "integer"}]},
-    "objects, or no objects": {**LOOP, "type": ["object", "string"]},
-    "an array that may be empty": {"type": "array", "items": {"$ref": "#"}},
-    "an array whose tuple is enough": {
-        "type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1,
-    },
-    "no type": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-    "a constant": {**LOOP, "const": {"a": 1}},
-    "a reference twice, but not within itself": {
-        "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#/$defs/x"}},
-        "required": ["a", "b"],
-        "$defs": {"x": {"type": "integer"}},
-    },
-    "a reference to nowhere": {"$ref": "#/$defs/none"},
-    "a reference to elsewhere": {"$ref": "https://example.com"},
-    "a reference by a name": {
-        "type": "object",
-        "properties": {"a": {"$ref": "#leaf"}},
-        "required": ["a"],
-        "$defs": {"leaf": {"$anchor": "leaf", "type": "integer"}},
-    },
-    "a reference into an array": {"anyOf": [{"$ref": "#/anyOf/1"}, {"type": "integer"}]},
-    "a reference with escapes": {"$ref": "#/$defs/a~1b~0", "$defs": {"a/b~": {"type": "integer"}}},
-    "required, but not described": {"type": "object", "required": ["a"]},
-}  # fmt: skip
-INFINITE: dict[str, Any] = {
-    "itself": {"$ref": "#"},
-    "a property": LOOP,
-    "a property of a property": {
-        "$ref": "#/$defs/x",
-        "$defs": {
-            "x": {"type": "object", "properties": {"b": {"$ref": "#/$defs/y"}}, "required": ["b"]},
-            "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]},
-        },
-    },
-    "two names for each other": {
-        "$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}},
-    },
-    "an array": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-    "a tuple": {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
-    "beyond a tuple": {"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 2},
-    "all of them": {"allOf": [{"type": "object"}, {"$ref": "#"}]},
-    "any of them": {"anyOf": [{"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
-    "objects and arrays": {**LOOP, "type": ["object", "array"], "items": {"$ref": "#"}, "minItems": 1},
-    "within a list": {**LOOP, "properties": {"a": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("schema", FINITE.values(), ids=FINITE)
-def test_a_schema_that_can_end_is_not_refused(schema: Any) -> None:
-    assert has_finite_instance(schema)
-
-
-@pytest.mark.parametrize("schema", INFINITE.values(), ids=INFINITE)
-def test_a_schema_that_requires_itself_within_itself_never_ends(schema: Any) -> None:
-    assert not has_finite_instance(schema)
-
-
-def test_a_schema_of_many_branches_is_looked_at_in_bounded_time() -> None:
-    names = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(60)}
-    began = perf_counter()
-    has_finite_instance(
-        {"$ref": "#/$defs/0", "$defs": {**names, "60": LOOP | {"properties": {"a": {"$ref": "#/$defs/0"}}}}}
-    )
-    assert perf_counter() - began < 5
-
-
-def test_a_schema_whose_references_are_long_is_searched_within_bounds() -> None:
-    """It took minutes, beyond all limits: each step may walk a path of tens of thousands of parts."""
-    defs: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(14)}
-    defs["d14"] = {"$ref": "#/" + "/" * 60_000}
-    began = perf_counter()
-    assert has_finite_instance({"$ref": "#/$defs/d0", "$defs": defs})
-    assert perf_counter() - began < 5  # mostly 0.1 s; it was 77
+def test_a_marker_that_is_a_control_token_is_enforced_as_that_and_seen(tiny_llama: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=2, n_threads=1) as engine:
+        name = "<|im_start|>"
+        token = IM_START
+        grammar = f'start: "a" <[{token}]> "b" <[{token}]> "c"'
+        for seen, text in (((name, "no token"), f"a{name}b{name}c"), ((), "abc")):
+            (result,) = engine.generate(["x"], SamplingParams(grammar=grammar, visible_tokens=seen, max_tokens=20))
+            assert result.text == text
+        with pytest.raises(InvalidRequest, match="99999"):
+            engine.generate(["x"], SamplingParams(grammar="start: <[99999]>"))

@@ -16,19 +16,23 @@ from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
-from cppbatch.engine.params import GRAMMARS, SAMPLERS
+from cppbatch.engine.params import GRAMMARS
 from cppbatch.server.app import create_app
-from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
-from cppbatch.server.parse import parse
+from cppbatch.server.openai.schemas import CompletionRequest
+from tests.unit.test_http_sampling import MESSAGES, OTHERS
 
 Http = TestClient[Any, Any]
+
 Json = dict[str, Any]
 
 SETTINGS = {"n_ctx": 2048, "n_parallel": 16, "n_threads": 1, "flash_attn": "off", "prefix_cache": False}
+
 NOISE = 0.01  # of a log-probability, from batch to batch
+
 GREEDY: Json = {"prompt": "Hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
 SAMPLED: Json = {"prompt": "Hello", "temperature": 1, "max_tokens": 12, "ignore_eos": True}
-MESSAGES = [{"role": "user", "content": "hello"}]
+
 CHAT: Json = {"messages": MESSAGES, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
@@ -97,9 +101,6 @@ async def refusal(http: Http, body: Json, path: str = "/v1/completions") -> tupl
     return answer["error"]["param"], answer["error"]["message"]
 
 
-# --- log-probabilities of completions --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n_top", [0, 5, 20])
 async def test_a_completions_logprobs_have_openais_four_lists(http: Http, n_top: int) -> None:
     choice = await complete(http, **GREEDY, logprobs=n_top)
@@ -143,9 +144,6 @@ async def test_each_choice_has_its_own_logprobs(http: Http) -> None:
         assert len(choice["logprobs"]["tokens"]) == 12
 
 
-# --- echo ------------------------------------------------------------------------------------------------------------
-
-
 async def test_echo_puts_the_prompt_before_the_text_and_its_logprobs_before_the_texts(http: Http) -> None:
     plain, echoed = [await complete(http, **GREEDY, logprobs=2, echo=echo) for echo in (False, True)]
     assert echoed["text"] == "Hello" + plain["text"]
@@ -182,9 +180,6 @@ async def test_every_prompt_of_a_request_is_echoed(http: Http) -> None:
     choices = await complete_all(http, prompt=["one", "two"], n=2, max_tokens=0, echo=True, logprobs=0)
     assert [choice["text"] for choice in choices] == ["one", "one", "two", "two"]
     assert ["".join(choice["logprobs"]["tokens"]) for choice in choices] == ["<s>one"] * 2 + ["<s>two"] * 2
-
-
-# --- log-probabilities of chats, and streamed ------------------------------------------------------------------------
 
 
 async def test_a_chats_logprobs_are_the_completions_of_the_same_prompt(http: Http) -> None:
@@ -241,9 +236,6 @@ async def test_max_tokens_0_can_be_streamed(http: Http) -> None:
     assert "".join(chunk["text"] for chunk in chunks) == "abc"
     assert joined(chunks, "tokens") == ["<s>", "a", "b", "c"]
     assert chunks[-1]["finish_reason"] == "length"
-
-
-# --- the official client ---------------------------------------------------------------------------------------------
 
 
 async def test_openais_client_reads_a_completions_logprobs(client: openai.AsyncOpenAI) -> None:
@@ -318,9 +310,6 @@ async def test_openais_client_gets_the_best_of_many(client: openai.AsyncOpenAI) 
     answer = await client.completions.create(model="tiny-llama", prompt="Hello", max_tokens=6, n=2, best_of=5, seed=1)
     OpenAICompletion.model_validate(answer.model_dump(), strict=True)
     assert [choice.index for choice in answer.choices] == [0, 1]
-
-
-# --- best_of ---------------------------------------------------------------------------------------------------------
 
 
 DIFFERENT: Json = {**SAMPLED, "seed": 242, "stop": ["e"]}
@@ -404,13 +393,12 @@ async def test_a_best_of_that_cannot_be_is_refused(http: Http, more: Json, messa
     assert message in why
 
 
-# --- structured output -----------------------------------------------------------------------------------------------
-
 SHAPES: dict[str, Json] = {
     "openai's envelope": {"type": "json_schema", "json_schema": {"name": "s", "schema": SIZES, "strict": True}},
     "llama-server's json_schema": {"type": "json_schema", "schema": SIZES},
     "llama-server's json_object": {"type": "json_object", "schema": SIZES},
 }
+
 TEXTS: dict[str, tuple[Json, str]] = {
     "guided_regex": ({"guided_regex": r"[A-C]{2}-\d{3}"}, r"[A-C]{2}-\d{3}"),
     "guided_choice": ({"guided_choice": ["yes", "no", "perhaps é"]}, "yes|no|perhaps é"),
@@ -530,9 +518,6 @@ async def test_a_schema_nested_too_deeply_is_a_400(http: Http) -> None:
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), depth
 
 
-# --- biases, stops, samplers, seeds ----------------------------------------------------------------------------------
-
-
 async def test_a_bias_favours_a_token_by_its_id_or_its_text(http: Http) -> None:
     by_id = await complete(http, **GREEDY, logit_bias={"300": 100})
     by_text = await complete(http, **GREEDY, logit_bias={"G": 100})
@@ -624,38 +609,6 @@ async def test_a_given_seed_is_the_one_that_is_used(http: Http, seed: int) -> No
     assert first == again
     assert first["seed"] == seed % 2**64
     assert (await complete(http, **SAMPLED, seed=first["seed"]))["text"] == first["text"]
-
-
-# --- every field -----------------------------------------------------------------------------------------------------
-
-OTHERS: Json = {
-    "max_tokens": 5, "min_tokens": 2, "seed": 3, "temperature": 0.5, "dynatemp_range": 0.25, "dynatemp_exponent": 2.0,
-    "top_k": 7, "top_p": 0.5, "min_p": 0.25, "typical_p": 0.75, "top_n_sigma": 2.0, "xtc_probability": 0.5,
-    "xtc_threshold": 0.25, "mirostat": 1, "mirostat_tau": 4.0, "mirostat_eta": 0.25, "adaptive_target": -0.5,
-    "adaptive_decay": 0.5, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
-    "penalty_last_n": 10, "dry_multiplier": 0.5, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 20,
-    "dry_sequence_breakers": ["x"], "samplers": list(reversed(SAMPLERS)), "logit_bias": {"5": 1.5, "word": -2.0},
-    "suppress_tokens": [1, 2], "ignore_eos": True, "stop": ["a", "b"], "stop_token_ids": [7], "include_stop": True,
-    "skip_special_tokens": False, "visible_tokens": ["<|im_start|>"], "echo": True, "logprobs": 4,
-    "json_schema": {"type": "array"}, "guided_regex": "a+", "guided_choice": ["a", "b"], "grammar": 'root ::= "a"',
-}  # fmt: skip
-"""A value for each field that is not its default."""
-
-
-def test_every_field_of_sampling_params_may_be_given_in_a_request() -> None:
-    assert set(OTHERS) == set(SamplingParams.__struct_fields__) - {"logits_processor"}
-    assert set(OTHERS) <= set(CompletionRequest.__struct_encode_fields__)
-    assert set(OTHERS) - set(ChatRequest.__struct_encode_fields__) == {"echo"}
-
-
-@pytest.mark.parametrize("field", OTHERS)
-def test_what_a_request_says_is_what_the_engine_is_told(field: str) -> None:
-    fields = {field: OTHERS[field]}
-    expected = SamplingParams(**fields)
-    assert expected != SamplingParams()
-    assert parse(json.dumps({"prompt": "x", **fields}).encode(), CompletionRequest).params() == expected
-    if field not in ("echo", "logprobs"):
-        assert parse(json.dumps({"messages": MESSAGES, **fields}).encode(), ChatRequest).params() == expected
 
 
 async def test_all_fields_can_be_given_at_once(http: Http) -> None:

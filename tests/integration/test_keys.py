@@ -12,12 +12,11 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
-from cppbatch.errors import ConfigError
 from cppbatch.server.app import create_app
-from cppbatch.server.keys import Keys, read_keys
+from cppbatch.server.keys import Keys
 from cppbatch.server.settings import ServerSettings
+from tests.unit.test_keys import SECRETS
 
-SECRETS = ["first-s3cret", "second-s3cret"]
 HELLO = {"prompt": "Hello", "max_tokens": 2}
 
 
@@ -40,6 +39,7 @@ GOOD = [
     {"x-api-key": "second-s3cret"},
     {"Authorization": "Basic dTpw", "x-api-key": "first-s3cret"},
 ]
+
 BAD = [
     {},
     {"Authorization": "Bearer wrong"},
@@ -89,32 +89,6 @@ async def test_a_key_is_in_no_log_and_no_answer(http: TestClient[Any, Any], capl
     assert not [key for key in (*SECRETS, wrong) if key in said]
 
 
-def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("\ufeff# those of the team\n\n  first-s3cret \nsecond-s3cret\r\n   # not this\n", encoding="utf-8")
-    assert read_keys(str(path)) == SECRETS
-
-
-@pytest.mark.parametrize(
-    "content", [None, b"", b"# none\n\n", b"\xff\xfe\x00"], ids=["missing", "empty", "none", "bytes"]
-)
-def test_a_file_without_keys_is_an_error_that_names_it(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "keys.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"keys\.txt"):
-        read_keys(str(path))
-
-
-@pytest.mark.parametrize("key", ["", "two words", "schlüssel", "line\nbreak"])
-def test_a_key_that_no_header_can_hold_is_refused_unrepeated(key: str) -> None:
-    with pytest.raises(ConfigError, match="API key 2") as refused:
-        Keys(["good", key])
-    assert not key or key not in str(refused.value)
-
-
-# --- other origins ----------------------------------------------------------------------------------------------------
-
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
 
 
@@ -155,9 +129,3 @@ async def test_unless_origins_are_named_none_may_and_a_star_is_all(engine: Local
     app = create_app(engine, ServerSettings(cors_origins=("*",)))
     async with TestClient(TestServer(app)) as http, http.get("/v1/models", headers=origin) as answer:
         assert answer.headers["Access-Control-Allow-Origin"] == "https://any.example"
-
-
-@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://example.org/page", ""])
-def test_what_is_no_origin_is_refused(origin: str) -> None:
-    with pytest.raises(ConfigError, match="--cors-origin"):
-        ServerSettings(cors_origins=(origin,))

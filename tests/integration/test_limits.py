@@ -15,15 +15,14 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
-from cppbatch.errors import ConfigError
-from cppbatch.server.api_errors import TooManyRequests
 from cppbatch.server.app import create_app
 from cppbatch.server.keys import Keys
-from cppbatch.server.limits import Limits, Slots
+from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.listening import HeldEngine, connect, ended, head, listening, post, until
 
 Http = TestClient[Any, Any]
+
 PATHS = {
     "/v1/completions": {"prompt": "Hello", "ignore_eos": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True},
@@ -43,9 +42,6 @@ def limited(engine: LocalEngine, keys: Keys | None = None, **limits: object) -> 
 async def ask(http: Http, path: str, body: object, **options: Any) -> tuple[int, Any]:
     async with http.post(path, json=body, **options) as answer:
         return answer.status, await answer.json()
-
-
-# --- the fields of a request ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -84,18 +80,6 @@ async def test_a_request_ends_after_the_servers_timeout_or_its_own_shorter_one(t
             body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, **given}
             status, answer = await ask(http, "/v1/completions", body)
             assert (status, answer["choices"][0]["finish_reason"]) == (200, "timeout")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("max_body_mb", 0), ("max_n", 129), ("max_tokens", 0), ("request_timeout", float("nan")), ("idle_timeout", 0)],
-)
-def test_limits_out_of_range_are_refused_by_their_flag(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
-        Limits(**{name: value})
-
-
-# --- bodies and headers -----------------------------------------------------------------------------------------------
 
 
 async def test_a_declared_gigabyte_is_refused_unread(engine: HeldEngine) -> None:
@@ -155,9 +139,6 @@ async def test_megabytes_of_headers_are_refused(engine: HeldEngine) -> None:
                 assert fine.status == 200
 
 
-# --- how many at once -------------------------------------------------------------------------------------------------
-
-
 async def test_one_keys_requests_are_limited_and_the_others_go_on(engine: HeldEngine) -> None:
     body = {"prompt": "Hello", "max_tokens": 2}
     async with limited(engine, Keys(["a-key", "b-key"]), max_concurrent_per_key=2) as http:
@@ -196,14 +177,6 @@ async def test_a_place_is_free_again_however_its_request_ends(engine: HeldEngine
             assert b" %d " % status in await reader.readline()
             writer.close()
             await until(lambda: not engine._by_id)
-
-
-def test_slots_forget_clients_that_are_gone() -> None:
-    slots = Slots(Limits(max_concurrent_per_key=1))
-    for i in range(3):
-        with slots.one(f"10.0.0.{i}"), pytest.raises(TooManyRequests), slots.one(f"10.0.0.{i}"):
-            pass
-    assert not slots._of
 
 
 async def test_a_client_that_is_slow_to_send_takes_nobodys_place(engine: HeldEngine) -> None:

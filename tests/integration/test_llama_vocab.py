@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cppbatch.errors import ModelError, OutOfRange, RequestCancelled
 from cppbatch.llama import Model, text_splitting
 from cppbatch.llama.library import C
-from cppbatch.llama.text_splitting import SpecialTokenSplitter, split_long_runs
 from cppbatch.llama.vocab import Vocab
 
 
@@ -75,17 +74,8 @@ def test_a_model_without_a_tokenizer_is_refused(monkeypatch):
         Vocab(object(), "model-x")
 
 
-@pytest.mark.parametrize("text", ["", "a b", "a" * 4000, "a" * 50_001, " " * 9000, "x" * 5000 + " " * 5000 + "y"])
-def test_long_runs_are_cut_and_nothing_is_lost(text):
-    pieces = list(split_long_runs(text))
-    assert "".join(pieces) == text
-    assert all(len(piece) <= 8000 for piece in pieces)
-    assert len(pieces) == 1 or len(text) >= 4000
-
-
-# --- long texts are tokenised in parts ------------------------------------------------------------------------------
-
 SNIPPETS = ["<|im_start|>", "<|im_end|>", "<|im", "_start|>", "<|endoftext|>", "<s>", "</s>", "user", "\n", " ", "é"]
+
 LONG = st.lists(st.sampled_from(SNIPPETS), max_size=60).map("".join)
 
 
@@ -109,14 +99,6 @@ def test_parts_give_the_tokens_of_the_whole(request: pytest.FixtureRequest, name
     assert parts == whole
 
 
-def test_a_text_is_cut_in_front_of_special_tokens_only_where_none_reaches_over_the_cut() -> None:
-    parts = SpecialTokenSplitter(["<a>", "x<a"], ["<a>"])
-    assert list(parts.of("-" * 2000 + "x<a>" + "-" * 200 + "<a>" + "-" * 2000)) == [
-        "-" * 2000 + "x<a>" + "-" * 200,
-        "<a>" + "-" * 2000,
-    ]
-
-
 def test_long_texts_of_special_tokens_take_time_by_their_length(default_vocab: Vocab) -> None:
     """40,000 tiny messages took 16 times as long as 10,000."""
 
@@ -127,14 +109,6 @@ def test_long_texts_of_special_tokens_take_time_by_their_length(default_vocab: V
         return perf_counter() - began
 
     assert min(seconds(40_000) for _ in range(2)) < 8 * min(seconds(10_000) for _ in range(2))
-
-
-def test_runs_that_are_just_short_enough_take_no_time() -> None:
-    """Each was looked at from each of its letters: 3.8 s for a megabyte, with Python's lock held."""
-    text = ("a" * 3999 + " ") * 260
-    began = perf_counter()
-    assert list(split_long_runs(text)) == [text]
-    assert perf_counter() - began < 0.5  # mostly 0.03 s
 
 
 def test_a_cancelled_text_is_not_tokenised_to_its_end(vocab: Vocab) -> None:

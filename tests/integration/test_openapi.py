@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import schemathesis
-from aiohttp import hdrs
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -18,27 +16,29 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from cppbatch.engine.params import RANGES, SamplingParams
-from cppbatch.errors import InvalidRequest
 from cppbatch.server.app import create_app
 from cppbatch.server.limits import Limits
-from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
-from cppbatch.server.openapi import document
-from cppbatch.server.responses.schemas import ResponsesRequest
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.app_thread import AppThread
+from tests.unit.test_openapi import DOCUMENT
 
 Json = dict[str, Any]
 
-DOCUMENT: Json = msgspec.json.decode(document())
 SAME_HANDLERS = ["/completions", "/chat/completions", "/models", "/v1/health"]  # as of routes that are tried out
+
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT).exclude(path=SAME_HANDLERS)
+
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
 TOOLS = ("tools", "functions", "tool_choice", "response_format")
+
 MANY = 300  # examples of each route: some 16,000 in both long tests
+
 SLOWEST = 15.0  # seconds of an answer: 10 for a grammar that is too complex, and some for what runs beside it
+
 STORED = ("previous_response_id", "conversation", "background")
+
 EXAMPLES = {
     "deadline": None,
     "derandomize": True,
@@ -54,41 +54,6 @@ def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     app = AppThread(engine, lambda client: create_app(client, settings, open_storage(data)))
     yield app
     app.stop()
-
-
-def schema_of(kind: type) -> Json:
-    properties: Json = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
-    return properties
-
-
-def test_every_route_is_in_the_document_and_the_other_way_round() -> None:
-    app = create_app(object())  # type: ignore[arg-type]
-    routes = {
-        (route.method.lower(), route.resource.canonical)
-        for route in app.router.routes()
-        if route.resource and route.method not in (hdrs.METH_HEAD, hdrs.METH_OPTIONS)
-    }
-    assert routes == {(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods}
-
-
-@pytest.mark.parametrize("name", RANGES)
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
-def test_the_document_has_the_ranges_that_are_checked(name: str, kind: type) -> None:
-    (number,) = (each for each in schema_of(kind)[name]["anyOf"] if each["type"] != "null")
-    for bound, outside in ((number["minimum"], -0.001), (number["maximum"], 0.001)):
-        assert getattr(SamplingParams(**{name: bound}), name) == bound
-        with pytest.raises(InvalidRequest, match=name):
-            SamplingParams(**{name: bound + outside})
-
-
-def test_names_that_others_use_have_the_ranges_too() -> None:
-    assert schema_of(ChatRequest)["top_logprobs"]["anyOf"][0]["maximum"] == 20
-    assert schema_of(ChatRequest)["logprobs"]["anyOf"][0] == {"type": "boolean"}
-    assert schema_of(ResponsesRequest)["top_logprobs"]["anyOf"][0]["maximum"] == 20
-    assert schema_of(ResponsesRequest)["max_output_tokens"]["anyOf"][0]["maximum"] == 2**31 - 1
-    assert schema_of(CompletionRequest)["logprobs"]["anyOf"][0]["maximum"] == 20
-    assert schema_of(CompletionRequest)["repeat_penalty"] == schema_of(CompletionRequest)["repetition_penalty"]
-    assert schema_of(CompletionRequest)["priority"]["anyOf"][0] == {"type": "integer", "minimum": -100, "maximum": 100}
 
 
 def test_the_document_is_served(server: AppThread) -> None:

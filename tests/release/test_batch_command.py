@@ -18,8 +18,8 @@ import pytest
 
 from cppbatch.jobs.ledger import Ledger
 from tests.batch_files import is_same_text
+from tests.job_results import ids_of, lines_of
 from tests.server_process import COMMAND
-from tests.unit.test_job_journal import ids_of, lines_of
 
 FAST = ("-np", "8", "-c", "2048", "-t", "1", "--no-memory-check")
 FLOATS = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")

@@ -8,15 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
 from cppbatch.bench.children import Child, free_port, run_bounded
 from cppbatch.bench.machine import this_machine
-from cppbatch.bench.markdown import markdown, markdown_table, read_report
-from cppbatch.bench.report import Column, Report
-from cppbatch.bench.spread import Spread
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
 
@@ -28,6 +24,7 @@ print("|-------|--------|------|")
 for n in sys.argv[sys.argv.index("-npl") + 1].split(","):
     print("|", " | ".join([sys.argv[sys.argv.index("-npp") + 1], sys.argv[sys.argv.index("-ntg") + 1], n]), "|")
 """
+
 SERVER = """
 import sys
 from aiohttp import web
@@ -132,9 +129,6 @@ def test_what_it_cannot_do_is_said_at_once(tmp_path: Path) -> None:
         assert message in done.stderr
 
 
-# --- children ---------------------------------------------------------------------------------------------------------
-
-
 def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
@@ -167,36 +161,3 @@ def test_a_server_that_never_answers_or_ends_is_not_waited_for_longer_than_told(
     with Child(python("raise SystemExit('no')")) as child:
         assert child.wait_for(url, 30) == "ended with exit code 1"
         assert child.output() == "no\n"
-
-
-# --- Markdown ---------------------------------------------------------------------------------------------------------
-
-REPORT = Report(
-    kind="throughput",
-    title="m: 1 | 2",
-    machine=this_machine(with_llama=False),
-    columns=[Column("name", "name"), Column("speed", "tok/s"), Column("nothing", "none")],
-    rows=[{"name": "a|b", "speed": Spread(2.0, 1.0, 3.0), "phases": {"fill": Spread(1.0, 1.0, 1.0)}, "nothing": None}],
-    notes=["A note."],
-)
-
-
-def test_a_report_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
-    REPORT.write_json(tmp_path / "report.json")
-    assert read_report(tmp_path / "report.json") == REPORT
-
-
-def test_a_reports_table_is_markdown_with_its_notes_below() -> None:
-    assert markdown(REPORT) == (
-        "m: 1 | 2:\n\n| name | tok/s | none |\n| --- | ---: | ---: |\n| a\\|b | 2.0 ±1.0 | - |\n\n- A note."
-    )
-    assert markdown_table(["x", "y"], []) == "| x | y |\n| --- | ---: |"
-
-
-def test_servers_stand_side_by_side() -> None:
-    columns = [Column("failed", "failed"), Column("speed", "tok/s", 0)]
-    rows = [{"server": "ours", "failed": 0, "speed": 5.0}, {"server": "other", "failed": 1, "speed": 4.0}]
-    served = msgspec.structs.replace(REPORT, kind="serve", columns=columns, rows=rows, notes=[])
-    assert markdown(served).endswith(
-        "|  | ours | other |\n| --- | ---: | ---: |\n| failed | 0 | 1 |\n| tok/s | 5 | 4 |"
-    )

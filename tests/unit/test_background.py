@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from itertools import count
-from pathlib import Path
-from statistics import median
-from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest
+from cppbatch import FinishReason, GenerationRequest
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
 from tests.fakes import context_of, drain, fake_engine, greedy, reference
-from tests.unit.test_turns import NONE, SCHEDULES, Policy, X, Y
+from tests.lora_policies import NONE, SCHEDULES, Policy, X, Y
 
 
 def background(policy: Policy, n: int, n_prompt: int = 1) -> list[Seq]:
@@ -36,9 +33,6 @@ def by_tokens(plan: StepPlan) -> float:
 def test_the_lowest_priority_there_is_is_that_of_background_work() -> None:
     assert BACKGROUND == 100
     assert GenerationRequest(id="", prompt="", priority=BACKGROUND).priority == BACKGROUND
-
-
-# --- the first token of others --------------------------------------------------------------------------------------
 
 
 def test_while_a_prompt_is_read_background_rows_and_prompts_stand_still_and_then_go_on() -> None:
@@ -126,9 +120,6 @@ def test_rows_that_stand_still_are_no_rows_of_the_steps_that_are_learnt_from() -
     assert times._decode_s.of(3) == pytest.approx(0.3)
 
 
-# --- background prompts ---------------------------------------------------------------------------------------------
-
-
 def test_many_background_prompts_hold_up_streams_of_others_no_more_than_one_does() -> None:
     policy = Policy(n_ctx=1024, n_parallel=8)
     stream = policy.add(NONE)
@@ -149,9 +140,6 @@ def test_without_such_streams_they_are_read_together_however_few_decode() -> Non
         policy.step(lambda plan: 0.001 * plan.n_tokens)
     background(policy, 7, 20)
     assert policy.step(lambda plan: 0.001 * plan.n_tokens).n_tokens == 16
-
-
-# --- cells and places -----------------------------------------------------------------------------------------------
 
 
 def test_one_that_comes_when_background_work_has_all_places_and_cells_is_admitted_and_read_at_once() -> None:
@@ -193,9 +181,6 @@ def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_s
     urgent = policy.add(NONE, 8)
     assert policy.step().admitted == [urgent]
     assert streams[0].status is SeqStatus.DECODE
-
-
-# --- nobody starves -------------------------------------------------------------------------------------------------
 
 
 def test_prompts_that_never_cease_hold_background_work_up_until_it_ranks_before_them() -> None:
@@ -245,36 +230,3 @@ def test_in_any_schedule_nobody_waits_for_background_rows_and_every_step_compute
             assert not any(its.is_background for its in computed(plan))
         assert plan.chunks or plan.admitted or not policy.scheduler.running
     raise AssertionError("the scheduler never comes to rest")
-
-
-# --- the promise, on the real model ---------------------------------------------------------------------------------
-
-
-def test_a_first_token_comes_nearly_as_early_as_on_an_idle_engine(default_model: Path) -> None:
-    """A hundred prompts keep all 16 places busy: less than 1.5 times as long as without them, plus one step."""
-    idle, busy, steps = [], [], []
-    with BatchInferenceEngine(default_model, n_ctx=16384) as engine:
-
-        def first_token(i: int) -> float:
-            began = perf_counter()
-            name = engine.add_request([1000 + i, *range(100, 250)], greedy(1), cache_salt=str(i))
-            while not any(event.request_id == name for event in engine.step()):
-                pass
-            return perf_counter() - began
-
-        first_token(0)  # warm-up
-        for turn in range(1, 4):
-            idle.append(first_token(turn))
-            names = [
-                engine.add_request([200 + i, 300, 400], greedy(200, ignore_eos=True), priority=BACKGROUND)
-                for i in range(100)
-            ]
-            for _ in range(8):
-                began = perf_counter()
-                engine.step()
-                steps.append(perf_counter() - began)
-            assert engine.stats().running == 16
-            busy.append(first_token(10 + turn))
-            for name in names:
-                engine.cancel(name)
-    assert median(busy) < 1.5 * median(idle) + median(steps)

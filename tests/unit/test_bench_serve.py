@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +18,6 @@ from cppbatch.bench.load.target import Target, look
 from cppbatch.bench.load.workload import Request, Workload
 from cppbatch.cli.main import cli
 from cppbatch.errors import ConfigError, UnusableServer
-from cppbatch.server.app import create_app
-from tests.app_thread import AppThread
 from tests.fake_openai import FakeOpenAI, on_a_thread
 
 FIXED = Workload(kind="fixed", n_requests=6, prompt_tokens=Lengths(8, 8), output_tokens=Lengths(4, 4))
@@ -49,9 +41,6 @@ async def send_all(fake: FakeOpenAI, n: int = 5, n_clients: int = 1, timeout: fl
 
         await closed_loop([Request("a b c", 4)] * n, send, n_clients)
     return outcomes
-
-
-# --- one request ---
 
 
 async def test_a_closed_loop_never_has_more_in_flight_than_clients() -> None:
@@ -107,9 +96,6 @@ async def test_usage_that_is_less_than_what_came_is_not_believed() -> None:
     """llama-server tells the tokens of one text where `n` were asked for."""
     outcomes = await send_all(FakeOpenAI(tokens_told=2), n=2)
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, 3, False)] * 2
-
-
-# --- servers ---
 
 
 def a_load(workload: Workload = FIXED, **settings: Any) -> Load:
@@ -207,9 +193,6 @@ def test_addresses_are_read_as_people_write_them() -> None:
             Target.read(wrong)
 
 
-# --- the command ---
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -225,57 +208,3 @@ def test_addresses_are_read_as_people_write_them() -> None:
 def test_flags_that_make_no_sense_are_refused(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cli(["bench", "serve", *arguments.split()], standalone_mode=False)
-
-
-def bench(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "cppbatch", "bench", "serve", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_the_command_fails_in_one_line() -> None:
-    out, err = (process := bench("--url", "http://127.0.0.1:9")).communicate(timeout=30)
-    assert (process.returncode, out) == (2, "")
-    assert (
-        err == "error: http://127.0.0.1:9 cannot be reached (Connection refused): start the server, or correct --url\n"
-    )
-
-
-def test_ctrl_c_shows_what_was_measured_so_far() -> None:
-    fake = FakeOpenAI(between=0.01)
-    with on_a_thread(fake.app()) as url:
-        process = bench("--url", url, "--requests", "1000", "--output-tokens", "4", "--concurrency", "2")
-        while len(fake.bodies) < 20 and process.poll() is None:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (0, "")
-    assert "of 1000 requests had ended" in " ".join(out.split())
-    assert "output tokens/s" in out
-
-
-def test_our_own_server_gives_all_tokens_and_no_repeat_finds_its_prompts_cached(
-    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = AppThread({"model": tiny_llama, "n_ctx": 4096, "n_parallel": 4, "n_threads": 1}, create_app)
-    sizes = (
-        "--requests 8 --concurrency 4 --repeats 2 --prompt-tokens 8-32 --output-tokens 4-16 --latency-bound-ms 60000"
-    )
-    files = ["--json", str(tmp_path / "load.json"), "--plot", str(tmp_path / "load.png")]
-    try:
-        cli(["bench", "serve", "--url", f"ours={server.url}", *sizes.split(), *files], standalone_mode=False)
-    finally:
-        server.stop()
-    written = json.loads((tmp_path / "load.json").read_text())
-    (figures,) = written["rows"]
-    assert (figures["server"], figures["requests"], figures["failed"]) == ("ours", 16, 0)
-    output = figures["output_tokens_per_second"]["median"] * figures["seconds"]["median"]
-    assert output == pytest.approx(sum(Lengths(4, 16).spread(8)), rel=0.1)  # medians of two repeats
-    assert figures["cached_percent"]["high"] < 5
-    assert figures["goodput_per_second"] == figures["requests_per_second"]
-    assert (tmp_path / "load.png").stat().st_size > 10_000
-    assert "TTFT, ms: p50" in capsys.readouterr().out
-
-
-def test_the_client_does_not_load_llama_cpp() -> None:
-    code = "import sys, cppbatch.bench.load.compare, cppbatch.bench.load.picture; print('llama_cpp' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

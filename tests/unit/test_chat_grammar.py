@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections import Counter
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
-from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
 from cppbatch.chat.chat_format import ChatFormat, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from cppbatch.models.synthetic import IM_START
-from tests.chat_families import PING, QUESTION, TEMPLATES, TOOLS, WEATHER, chat_format, message, tool, turn
+from tests.chat_families import PING, QUESTION, TEMPLATES, TOOLS, WEATHER, chat_format, message, turn
 from tests.schemas import SCHEMAS, Schema, array, fault, number, record, text, whole
 
 OPTIONAL_TEXT: Schema = {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "Perhaps."}
+
 ARGUMENTS: dict[str, Schema] = {
     **{name: schema for name, (_, schema) in SCHEMAS.items() if schema.get("type") == "object"},
     "many kinds": record(
@@ -37,15 +33,15 @@ ARGUMENTS: dict[str, Schema] = {
     "all optional": record({name: whole(0, 9) for name in "abc"}, *"abc"),
     "none": {},
 }  # fmt: skip
+
 FREE_TEXT = record({"note": {"type": "string"}, "more": OPTIONAL_TEXT}, "more")
+
 FUNCTIONS = [
     {"type": "function", "function": {"name": f"tool-{i}", "parameters": schema}}
     for i, schema in enumerate([*ARGUMENTS.values(), FREE_TEXT])
 ]
+
 SCHEMA_OF = {each["function"]["name"]: each["function"]["parameters"] for each in FUNCTIONS}
-
-
-# --- random texts that the grammars allow ----------------------------------------------------------------------------
 
 
 class Bytes:
@@ -177,9 +173,6 @@ def test_an_answer_that_must_be_json_is_plainly_that_where_no_thought_can_come()
         assert its.renames["json_schema"] == "response_format"
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
-
-
 def nested(levels: int) -> Any:
     schema: Any = {"type": "integer"}
     for _ in range(levels):
@@ -238,9 +231,8 @@ def test_odd_schemas_end_in_a_grammar_or_a_refusal(family: str) -> None:
             assert its.params["grammar"].startswith("start: ")
 
 
-# --- the form for templates without tools ----------------------------------------------------------------------------
-
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+
 TALK: list[Any] = [
     {"role": "user", "content": "And in Rome?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "c2"}]},
@@ -273,60 +265,3 @@ def test_a_template_without_a_system_message_tells_them_to_the_user() -> None:
     assert prompt.startswith("user: You can call functions.")
     assert "\n\nAnd in Rome?\n" in prompt
     assert form.prepare(QUESTION, tools=TOOLS, choice=ToolChoice(mode="none")).prompt == "user: What now?\n"
-
-
-# --- on models -------------------------------------------------------------------------------------------------------
-
-
-KINDS = [
-    tool("set_colour", {"colour": {"enum": ["red", "green", "blue"]}, "brightness": whole(0, 100)}, "brightness"),
-    tool("add", {"numbers": array(whole(0, 99), 1, 3)}),
-    tool("remind", {"text": text(12), "in": record({"hours": whole(0, 23)})}),
-    tool("measure", {"unit": {"type": ["string", "null"], "maxLength": 4}, "exact": {"type": "boolean"}}),
-    tool("ping"),
-]
-WISHES = [
-    "Make the lamp blue.", "What is 3 + 4?", "Remind me to eat.", "How tall is it in cm?", "Are you there?",
-    "I like red.", "Sum up 1, 2 and 3.", "Wake me up.", "Weigh it, please.", "Hello!",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def engine(default_model: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(default_model, n_ctx=16384, n_parallel=25, n_threads=1) as engine:
-        yield engine
-
-
-@pytest.mark.parametrize("n_seeds", [1, pytest.param(10, marks=pytest.mark.soak)])
-def test_all_of_the_required_calls_name_a_tool_and_match_its_schema(engine: BatchInferenceEngine, n_seeds: int) -> None:
-    form = ChatFormat(ChatTemplate(engine.info.chat_template, bos=engine.info.bos, eos=engine.info.eos))
-    assert form.tool_format.name == "generic"
-    choice = ToolChoice(mode="required", parallel=False)
-    turns = [form.prepare([{"role": "user", "content": wish}], tools=KINDS, choice=choice) for wish in WISHES] * n_seeds
-    drawn = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 200}
-    params = [SamplingParams(seed=seed, **drawn, **its.params) for seed, its in enumerate(turns)]
-    results = engine.generate([its.prompt for its in turns], params)
-    named = Counter()
-    schemas = {each["function"]["name"]: each["function"].get("parameters", record({})) for each in KINDS}
-    for its, result in zip(turns, results, strict=True):
-        assert result.finish_reason is FinishReason.STOP, result.text
-        read = message(its, [result.text])
-        (call,) = read.calls
-        assert not read.text
-        assert fault(call.arguments, schemas[call.name]) is None, call
-        named[call.name] += 1
-    print(f"{named.total()} of {10 * n_seeds} calls match: {dict(named)}")
-    assert named.total() == 10 * n_seeds
-    assert len(named) >= 2
-
-
-def test_a_marker_that_is_a_control_token_is_enforced_as_that_and_seen(tiny_llama: Path) -> None:
-    with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=2, n_threads=1) as engine:
-        name = "<|im_start|>"
-        token = IM_START
-        grammar = f'start: "a" <[{token}]> "b" <[{token}]> "c"'
-        for seen, text in (((name, "no token"), f"a{name}b{name}c"), ((), "abc")):
-            (result,) = engine.generate(["x"], SamplingParams(grammar=grammar, visible_tokens=seen, max_tokens=20))
-            assert result.text == text
-        with pytest.raises(InvalidRequest, match="99999"):
-            engine.generate(["x"], SamplingParams(grammar="start: <[99999]>"))

@@ -10,7 +10,7 @@ from cppbatch.errors import ConfigError, StorageError
 from cppbatch.jobs.file_job import FileJob, open_job
 from cppbatch.jobs.input_format import detect_input_format
 from cppbatch.jobs.journal import Journal
-from tests.unit.test_job_journal import item, result
+from tests.job_results import item, result
 
 
 def a_job(folder: Path, **others: Path) -> FileJob:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from cppbatch.jobs.line_reader import MAX_LINE_BYTES
 from cppbatch.json_bounds import MOST_NESTED
 
 URLS = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
+
 in_same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
 
 
@@ -54,9 +54,6 @@ def codes(found: list[JobRequest | RejectedLine]) -> list[str]:
 
 def prompts(found: list[JobRequest | RejectedLine]) -> list[str]:
     return [each.body["prompt"] for each in found if isinstance(each, JobRequest)]
-
-
-# --- OpenAI's form
 
 
 def test_a_line_in_openais_form_is_taken_as_it_is(reading: Any) -> None:
@@ -118,9 +115,6 @@ def test_the_method_may_be_left_out_or_written_small(reading: Any) -> None:
     assert codes(reading("in.jsonl", f"{small}\n{without}")) == ["a", "a"]
 
 
-# --- plain lines of JSON
-
-
 @pytest.mark.parametrize(
     ("line", "options", "url", "body"),
     [
@@ -170,9 +164,6 @@ def test_an_endpoint_that_is_not_there_is_refused_for_plain_lines_too(tmp_path: 
     path.write_text('"Hi"\n{"messages": []}\n')
     found = list(InputReader(detect_input_format(path), {"/v1/embeddings"}))
     assert codes(found) == ["invalid_url", "invalid_url"]
-
-
-# --- lines
 
 
 def test_blank_lines_a_byte_order_mark_and_line_ends_of_windows_are_nothing(reading: Any) -> None:
@@ -237,9 +228,6 @@ def test_a_text_file_has_a_prompt_on_each_line(reading: Any) -> None:
     assert codes(found) == ["line-1", "line-2", "invalid_text", "invalid_text", "line-6"]
     assert prompts(found) == ["Hé", "{1}", "last"]
     assert (found[2].custom_id, "\\xff" in found[2].message) == ("line-3", True)
-
-
-# --- CSV
 
 
 def test_a_csv_files_columns_are_named_by_its_first_line(reading: Any) -> None:
@@ -320,9 +308,6 @@ def test_whatever_the_records_reading_a_csv_file_goes_on_to_the_end(tmp_path: Pa
     assert [each.line for each in found] == sorted({each.line for each in found})
 
 
-# --- Parquet
-
-
 def test_rows_of_a_parquet_file_are_items(tmp_path: Path) -> None:
     table = pa.table({"id": [1, None, 3, 4], "prompt": ["a", "b", None, ""], "a.b": ["w", "x", "y", "z"]})
     pq.write_table(table, tmp_path / "in.parquet")
@@ -377,9 +362,6 @@ def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: p
         read(tmp_path / "in.parquet")
 
 
-# --- files
-
-
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
 def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_read(tmp_path: Path, name: str) -> None:
     reader = InputReader(detect_input_format(tmp_path / name), URLS)
@@ -427,61 +409,3 @@ def test_a_reader_can_be_left_and_begun_again(tmp_path: Path) -> None:
     assert next(iter(reader)).line == 1
     assert [each.line for each in reader] == [1, 2]
     reader.close()
-
-
-MOST_MEMORY = """
-import sys, threading, time
-import psutil
-import pyarrow.parquet
-from cppbatch.jobs.input_format import detect_input_format
-from cppbatch.jobs.input_reader import InputReader
-
-taken, is_done = [], threading.Event()
-def watch():
-    while not is_done.wait(0.003):
-        taken.append(psutil.Process().memory_info().rss)
-before = psutil.Process().memory_info().rss
-watching = threading.Thread(target=watch)
-watching.start()
-n = sum(1 for _ in InputReader(detect_input_format(sys.argv[1]), {"/v1/completions"}))
-is_done.set()
-watching.join()
-print(n, (max(taken) - before) >> 20)
-"""
-
-
-def memory_taken(path: Path) -> tuple[int, int]:
-    """How many things are in the file, and by how many MiB reading them makes a process grow."""
-    done = subprocess.run([sys.executable, "-c", MOST_MEMORY, path], check=True, capture_output=True, text=True)
-    n, grown = done.stdout.split()
-    return int(n), int(grown)
-
-
-def test_a_long_file_takes_no_memory(tmp_path: Path) -> None:
-    line = json.dumps({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x" * 150}})
-    (tmp_path / "in.jsonl").write_text(f"{line}\n" * 200_000)
-    n, grown = memory_taken(tmp_path / "in.jsonl")
-    assert (n, grown < 16) == (200_000, True), grown
-
-
-@pytest.mark.parametrize(("name", "first"), [("in.jsonl", b""), ("in.csv", b'prompt\n"open quote')])
-def test_a_line_without_end_takes_little_memory(tmp_path: Path, name: str, first: bytes) -> None:
-    with open(tmp_path / name, "wb") as file:
-        file.write(first)
-        file.seek(400 << 20)  # a hole: zeros that take no room on the disk
-        file.write(b'\n"b"\n')
-    n, grown = memory_taken(tmp_path / name)
-    assert (n, grown < 100) == (2, True), grown
-
-
-def test_short_lines_behind_an_open_quote_take_little_memory(tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_bytes(b'prompt\n"open quote\n' + b"b\n" * 1_000_000)
-    n, grown = memory_taken(tmp_path / "in.csv")
-    assert (n, grown < 100) == (1_000_001, True), grown
-
-
-def test_a_large_row_group_is_read_in_pieces(tmp_path: Path) -> None:
-    texts = pa.array([f"{n:06}" * 2000 for n in range(12_000)])  # one row group, of 144 MB in pages of 12
-    pq.write_table(pa.table({"prompt": texts}), tmp_path / "in.parquet", compression="none", use_dictionary=False)
-    n, grown = memory_taken(tmp_path / "in.parquet")
-    assert (n, grown < 130) == (12_000, True), grown

@@ -6,51 +6,19 @@ import contextlib
 import os
 import random
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from cppbatch.errors import InUse, StorageError
+from cppbatch.errors import StorageError
 from cppbatch.jobs.durable_files import DurableFile
-from cppbatch.jobs.hashing import hash64
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
-from cppbatch.jobs.results import ResultLine, response_line
-
-
-def item(line: int, custom_id: str | None = None, prompt: str = "say") -> JobRequest:
-    custom_id = custom_id or f"id-{line}"
-    return JobRequest(
-        line=line,
-        custom_id=custom_id,
-        url="/v1/completions",
-        body={"prompt": prompt},
-        content=hash64(f"{custom_id} {prompt}".encode()),
-    )
-
-
-def result(one: JobRequest, *, status: int = 200) -> ResultLine:
-    return response_line(one, JobResponse(status=status, body={"said": one.line}, prompt_tokens=2, completion_tokens=3))
-
-
-def opened(folder: Path, *, ordered: bool = False) -> Journal:
-    return Journal(Ledger(folder / "job"), folder / "out.jsonl", folder / "errors.jsonl", ordered=ordered)
-
-
-def lines_of(path: Path) -> list[dict]:
-    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-
-
-def ids_of(path: Path) -> list[str]:
-    return [line["custom_id"] for line in lines_of(path)]
-
-
-# --- going on -------------------------------------------------------------------------------------------------------
+from cppbatch.jobs.results import response_line
+from tests.job_results import ids_of, item, lines_of, opened, result
 
 
 def test_what_was_recorded_is_not_asked_again(tmp_path: Path) -> None:
@@ -241,9 +209,6 @@ def test_several_texts_on_a_plain_line_have_a_vector_each() -> None:
     assert msgspec.json.decode(response_line(plain, JobResponse(status=200, body=body)).data)["embedding"] == [0.5]
 
 
-# --- lines that are not as they should be ---------------------------------------------------------------------------
-
-
 def test_a_second_line_with_the_same_id_is_refused_with_the_first_ones_number(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     items = [item(1, "a"), item(2, "b"), item(3, "a")]
@@ -322,9 +287,6 @@ def test_ordered_results_do_not_wait_for_a_line_that_is_not_there_any_more(tmp_p
     assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-3"]
 
 
-# --- files that are not as they should be ---------------------------------------------------------------------------
-
-
 def test_an_output_that_was_shortened_is_not_written_to(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register([item(1)])
@@ -360,56 +322,6 @@ def test_a_ledger_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(StorageError, match="written by a newer cppbatch \\(version 99"):
         Ledger(tmp_path / "job")
-
-
-def test_a_ledger_in_use_is_refused(tmp_path: Path) -> None:
-    Ledger(tmp_path / "job").close()
-    code = f"""
-import time
-from pathlib import Path
-from cppbatch.jobs.ledger import Ledger
-ledger = Ledger(Path({str(tmp_path / "job")!r}))
-print("open", flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        try:
-            with pytest.raises(InUse, match="is in use by another cppbatch"):
-                Ledger(tmp_path / "job")
-        finally:
-            other.kill()
-    Ledger(tmp_path / "job").close()  # a process that was killed holds nothing
-
-
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
-    """The limit on a file's size stands in for the disk's."""
-    code = f"""
-import resource, signal
-from pathlib import Path
-from cppbatch.errors import StorageError
-from tests.unit.test_job_journal import item, opened, result
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-journal = opened(Path({str(tmp_path)!r}))
-items = [item(i) for i in range(1, 1001)]
-journal.register(items)
-journal.record([result(each) for each in items[:100]])
-size = journal._output.size
-resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, size + 1000))
-try:
-    journal.record([result(each) for each in items[100:]])
-except StorageError as error:
-    print(error)
-"""
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "out.jsonl cannot be written (File too large): free some space and start again" in said
-    assert len(ids_of(tmp_path / "out.jsonl")) == 100
-    journal = opened(tmp_path)
-    items = [item(i) for i in range(1, 1001)]
-    assert journal.register(items) == items[100:]
-    journal.record([result(each) for each in items[100:]])
-    assert ids_of(tmp_path / "out.jsonl") == [each.custom_id for each in items]
 
 
 def test_a_full_database_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:

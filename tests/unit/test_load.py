@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,9 +17,9 @@ from cppbatch.bench.load.stream import Failure, Reading
 from cppbatch.bench.load.workload import Request, Workload
 from cppbatch.bench.report import cell
 from cppbatch.errors import ConfigError
-from cppbatch.llama import Model
 
 MIXED = Workload(kind="mixed", n_requests=24, prompt_tokens=Lengths(8, 128), output_tokens=Lengths(4, 32))
+
 SHARED = Workload(
     kind="shared-prefix", n_requests=8, prompt_tokens=Lengths(5, 5), output_tokens=Lengths(4, 4), prefix_tokens=60
 )
@@ -29,17 +28,6 @@ SHARED = Workload(
 def fan_out(by: Any) -> Workload:
     sizes = {"prompt_tokens": Lengths(20, 20), "output_tokens": Lengths(4, 4)}
     return Workload(kind="fan-out", n_requests=12, samples=4, samples_by=by, **sizes)
-
-
-# --- which requests ---
-
-
-def test_prompts_have_about_as_many_tokens_as_asked(default_model: Path) -> None:
-    with Model(default_model) as model:
-        for n in (20, 128, 580):
-            workload = Workload(kind="fixed", n_requests=4, prompt_tokens=Lengths(n, n), output_tokens=Lengths(1, 1))
-            for request in workload.requests(1, 0):
-                assert abs(len(model.vocab.tokenize(request.prompt)) - n) <= 1 + n // 20
 
 
 def test_a_seed_gives_the_same_requests_and_each_repeat_new_ones() -> None:
@@ -76,9 +64,6 @@ def test_sizes_that_no_work_has_are_refused(sizes: dict[str, Any]) -> None:
         )
 
 
-# --- when they are sent ---
-
-
 def test_poisson_arrivals_are_seeded_and_keep_to_the_rate() -> None:
     times = poisson(2000, 50, seed=1, repeat=0)
     assert times == poisson(2000, 50, seed=1, repeat=0) != poisson(2000, 50, seed=1, repeat=1)
@@ -105,9 +90,6 @@ async def test_an_open_loop_waits_for_no_answer_and_counts_from_when_a_request_w
     assert perf_counter() - began < 0.3 * 4
     assert [due for due, _ in sent] == pytest.approx([0, 0.01, 0.02, 0.03], abs=0.01)
     assert sent[3][1] > 0.1  # its lateness counts
-
-
-# --- one stream ---
 
 
 def stream(*events: str) -> bytes:
@@ -138,9 +120,6 @@ def test_a_stream_reads_the_same_however_it_is_cut() -> None:
         assert reading.n_pieces == 1
         assert reading.usage
         assert reading.usage.completion_tokens == 7
-
-
-# --- what comes of many ---
 
 
 def made_up(ttft: float, **fields: Any) -> Outcome:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -44,9 +43,6 @@ def nothing_is_left(engine: BatchInferenceEngine) -> bool:
     return not engine.has_work and not engine.outputs._kept and context_of(engine).n_used == 0
 
 
-# --- results --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ordered", [False, True])
 def test_each_prompt_gets_the_text_it_gets_alone_once(ordered: bool) -> None:
     engine = fake_engine(n_ctx=256)
@@ -58,17 +54,6 @@ def test_each_prompt_gets_the_text_it_gets_alone_once(ordered: bool) -> None:
     assert sorted(indices) == list(range(100))
     assert (indices == sorted(indices)) == ordered
     assert nothing_is_left(engine)
-
-
-def test_on_a_real_context_results_are_those_of_generate(tiny_llama: Path) -> None:
-    prompts = [f"prompt {i} of many" for i in range(20)]
-    params = greedy(12, ignore_eos=True)
-    with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=4, n_threads=1) as engine:
-        wanted = [result.tokens for result in engine.generate(prompts, params)]
-        results = list(engine.map(prompts, params, ordered=True, priority=3))
-        assert [result.completion.tokens for result in results] == wanted
-        assert [result.prompt for result in results] == prompts
-        assert not engine.has_work
 
 
 def test_who_ends_first_is_given_first() -> None:
@@ -86,9 +71,6 @@ def test_pairs_have_params_of_their_own_and_the_others_those_of_all() -> None:
 
 def test_nothing_gives_nothing() -> None:
     assert list(fake_engine().map([])) == []
-
-
-# --- as many as are needed ------------------------------------------------------------------------------------------
 
 
 def test_it_takes_what_runs_and_as_many_to_follow_and_no_more_from_an_endless_iterable() -> None:
@@ -132,9 +114,6 @@ def test_in_order_no_more_are_held_back_than_eight_times_as_many_as_run() -> Non
     assert n_taken == 8 * 2
     assert [next(results).index for _ in range(30)] == list(range(1, 31))
     results.close()
-
-
-# --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -204,9 +183,6 @@ def test_an_engine_that_is_closed_meanwhile_gives_what_it_has_and_takes_no_more(
     assert reasons == [FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.CANCELLED]
     with pytest.raises(EngineClosed):
         next(results)
-
-
-# --- beside others --------------------------------------------------------------------------------------------------
 
 
 def test_requests_beside_it_advance_and_get_their_own_events() -> None:

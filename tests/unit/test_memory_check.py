@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from msgspec.structs import replace
 
 from cppbatch.bench.memory import check
@@ -16,13 +15,13 @@ from cppbatch.bench.memory.host import free_host_memory
 from cppbatch.bench.memory.plan import demands
 from cppbatch.bench.memory.survey import Device, Footprint, Survey
 from cppbatch.bench.memory.weights import MAPPED
-from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, EstimateFailed
-from tests.server_process import ServerProcess
 
 GIB = 2**30
+
 CONFIG = EngineConfig(model_path="model.gguf", n_ctx=16384, n_parallel=16)
+
 GPU = Device("CUDA0", "a GPU", 8 * GIB, 10 * GIB)
 
 
@@ -118,22 +117,3 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     assert free_host_memory(tmp_path) == 550_000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_host_memory(tmp_path) > 2**24
-
-
-def test_generate_is_refused_and_can_insist(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "free_host_memory", lambda: 2**20)
-    sizes = ["-c", "512", "-np", "2", "-t", "1"]
-    arguments = ["generate", "-m", str(tiny_llama), *sizes, "-p", "ab", "-n", "2", "--no-profile"]
-    refused = CliRunner().invoke(cli, arguments)
-    assert isinstance(refused.exception, ConfigError)
-    assert "1.0 MiB are free there. Take a smaller model" in str(refused.exception)
-    assert CliRunner().invoke(cli, [*arguments, "--no-memory-check"]).exit_code == 0
-
-
-def test_serve_ends_before_it_loads_what_can_never_fit(default_model: Path) -> None:
-    with ServerProcess("-m", default_model, "-c", "2147483647", "-np", "4", "--kv-layout", "unified") as server:
-        assert server.wait() == 2
-    message = "".join(server.errors)
-    assert "error: -c 2147483647 -np 4 needs 4" in message  # some 46 TiB
-    assert "It would fit with -c " in message or "Take a smaller model" in message  # as this machine has room
-    assert not [line for line in server.lines if "loading" in line]

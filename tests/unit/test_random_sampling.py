@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.engine.sampling.random_sampling import NO_TOKEN, Filters, random_sample
-from cppbatch.llama import SamplerChain
-
-Row = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
-UInt64 = npt.NDArray[np.uint64]
-UInt64 = npt.NDArray[np.uint64]
-Counts = npt.NDArray[np.int64]
+from tests.distributions import (
+    DEFAULTS,
+    Row,
+    are_far,
+    assert_drawn_from,
+    drawn,
+    exact,
+    keys,
+    logits,
+    tied,
+)
 
 MANY = settings(deadline=None, derandomize=True, database=None, max_examples=150)
-N_DRAWS = 20_000
-DEFAULTS = Filters(top_k=40, top_p=0.95, min_p=0.05, temperature=0.8)
-SMALL = {  # compared with llama.cpp too
-    "temperature": Filters(0, 1.0, 0.0, 0.8),
-    "a high temperature": Filters(0, 1.0, 0.0, 3.0),
-    "top_k": Filters(20, 1.0, 0.0, 1.2),
-    "top_p": Filters(0, 0.9, 0.0, 1.0),
-    "top_k and top_p": Filters(30, 0.9, 0.0, 1.5),
-    "min_p": Filters(0, 1.0, 0.05, 1.0),
-    "llama.cpp's defaults": DEFAULTS,
-}
+
+
 LARGE: dict[str, tuple[int, float, Filters]] = {  # tokens, how far apart their logits lie, filters
     "defaults": (4096, 2.0, DEFAULTS),
     "blocks that do not fill the row": (2500, 2.0, DEFAULTS),
@@ -43,86 +34,15 @@ LARGE: dict[str, tuple[int, float, Filters]] = {  # tokens, how far apart their 
     "a flat row": (2000, 0.3, Filters(0, 1.0, 0.0, 0.8)),
     "min_p on a flat row": (2000, 0.5, Filters(0, 1.0, 0.05, 0.8)),
 }
+
 CHOICES = [  # every way through the code
     DEFAULTS, Filters(0, 1.0, 0.0, 1.0), Filters(0, 0.9, 0.0, 1.0), Filters(0, 0.0, 0.0, 1.0),
     Filters(3, 0.5, 0.0, 2.0), Filters(0, 1.0, 0.2, 0.5), Filters(0, 0.99, 0.01, 1.0), Filters(700, 1.0, 0.0, 1.0),
     Filters(700, 0.9, 0.1, 1.0), Filters(512, 1.0, 0.0, 5.0), Filters(1, 1.0, 0.0, 1.0),
     Filters(2**31 - 1, 1.0, 1.0, 100.0),
 ]  # fmt: skip
+
 KEYS = st.integers(0, 2**64 - 1)
-
-
-def logits(n: int, spread: float = 2.0, seed: int = 7) -> Row:
-    return np.random.default_rng(seed).normal(0, spread, n).astype(np.float32)
-
-
-def exact(row: Row, filters: Filters) -> Doubles:
-    """The distribution by its definition: each filter in llama.cpp's order on all that are left, in float64."""
-    order = np.argsort(-row, kind="stable")
-    values = row[order].astype(np.float64)
-    values = values[: filters.top_k or None]
-    if filters.top_p < 1:
-        values = values[: np.searchsorted(np.cumsum(softmax(values)), filters.top_p) + 1]
-    if filters.min_p:
-        values = values[values >= values[0] + np.log(filters.min_p)]
-    probabilities = np.zeros(len(row))
-    probabilities[order[: len(values)]] = softmax(values / filters.temperature)
-    return probabilities
-
-
-def softmax(values: Doubles) -> Doubles:
-    weights = np.exp(values - values.max())
-    probabilities: Doubles = weights / weights.sum()
-    return probabilities
-
-
-def drawn(row: Row, filters: Filters, numbers: UInt64, at_once: int = 500) -> Counts:
-    """How often each token comes, drawn in batches of equal rows."""
-    counts = np.zeros(len(row), np.int64)
-    for part in np.array_split(numbers, max(1, len(numbers) // at_once)):
-        tokens = random_sample(np.broadcast_to(row, (len(part), len(row))), [filters] * len(part), part)
-        counts += np.bincount(tokens, minlength=len(row))
-    return counts
-
-
-def keys(n: int = N_DRAWS, seed: int = 1) -> UInt64:
-    return np.random.default_rng(seed).integers(2**64, size=n, dtype=np.uint64)
-
-
-def drawn_by_llama(row: Row, filters: Filters, n: int = N_DRAWS, seed: int = 1) -> Counts:
-    with SamplerChain(len(row)) as chain:
-        chain.top_k(filters.top_k).top_p(filters.top_p).min_p(filters.min_p).temperature(filters.temperature).dist()
-        seeds = np.random.default_rng(seed).integers(2**32 - 1, size=n).tolist()
-        return np.bincount([chain.sample(row, seed) for seed in seeds], minlength=len(row))
-
-
-def are_far(counts: Counts, probabilities: Doubles) -> bool:
-    """Pearson's chi-square: whether numbers so far from the expected ones come once in 10,000 times or less.
-
-    The rarest tokens are counted together, until ten of them are expected.
-    """
-    expected = probabilities * counts.sum()
-    bins = [[0.0, 0.0]]
-    for i in np.argsort(expected):
-        if bins[-1][1] >= 10:
-            bins.append([0.0, 0.0])
-        bins[-1][0] += counts[i]
-        bins[-1][1] += expected[i]
-    observed, wanted = np.array(bins).T
-    return bool(((observed - wanted) ** 2 / wanted).sum() > unlikely_chi_square(len(bins) - 1))
-
-
-def unlikely_chi_square(freedom: int) -> float:
-    """What chi-square exceeds once in 10,000 times (Wilson and Hilferty, 1931)."""
-    if freedom == 0:
-        return 1e-9
-    spread = 2 / (9 * freedom)
-    return float(freedom * (1 - spread + 3.719 * np.sqrt(spread)) ** 3)
-
-
-def assert_drawn_from(counts: Counts, probabilities: Doubles) -> None:
-    assert not counts[probabilities == 0].any(), "a token came that the filters drop"
-    assert not are_far(counts, probabilities)
 
 
 @st.composite
@@ -144,22 +64,6 @@ def rows_of(draw: st.DrawFn, n: int) -> Row:
         row = np.round(row)
     row[rng.random(n) < draw(st.sampled_from([0.0, 0.5, 0.99, 1.0]))] = -np.inf
     return row.astype(np.float32)
-
-
-# --- the distribution -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("filters", SMALL.values(), ids=SMALL)
-def test_numpy_and_llama_cpp_draw_from_the_same_distribution(filters: Filters) -> None:
-    row = logits(250)
-    assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
-    assert_drawn_from(drawn_by_llama(row, filters), exact(row, filters))
-
-
-def test_a_top_k_of_many_hundreds_is_that_of_llama_cpp() -> None:
-    row, filters = logits(700, 1.0), Filters(600, 0.95, 0.0, 1.3)
-    assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
-    assert_drawn_from(drawn_by_llama(row, filters), exact(row, filters))
 
 
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
@@ -203,23 +107,6 @@ def test_the_comparison_would_notice_settings_that_are_a_little_off(asked: Filte
     assert are_far(drawn(row, asked, keys()), exact(row, little_off))
 
 
-# --- the support ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_every_token_that_llama_cpp_can_draw_comes_and_no_other(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    row = logits(120, float(rng.uniform(0.5, 4)), seed)
-    filters = Filters(
-        top_k=int(rng.integers(0, 100) * rng.integers(0, 2)),
-        top_p=float(rng.choice([1.0, rng.uniform(0.3, 1)])),
-        min_p=float(rng.choice([0.0, rng.uniform(0.001, 0.3)])),
-        temperature=100.0,  # comes last, and makes all that is left about equally likely
-    )
-    theirs = np.flatnonzero(drawn_by_llama(row, filters, 4000))
-    assert np.flatnonzero(drawn(row, filters, keys(4000))).tolist() == theirs.tolist()
-
-
 @pytest.mark.parametrize("n", [512, 2500])
 @pytest.mark.parametrize("k", [1, 2, 40, 512, 600])
 def test_top_k_keeps_k_tokens_wherever_they_stand(n: int, k: int) -> None:
@@ -245,9 +132,6 @@ def test_no_row_gives_a_token_that_its_filters_drop(data: st.DataObject) -> None
     least = row[order[np.count_nonzero(exact(row.astype(np.float64), a_little_more)) - 1]]
     assert (row[tokens] >= least).all()  # of equal logits, any
     assert np.isfinite(row[tokens]).all()
-
-
-# --- the edges ------------------------------------------------------------------------------------------------------
 
 
 @MANY
@@ -321,16 +205,6 @@ def test_the_rows_are_not_changed() -> None:
     assert np.array_equal(rows, before)
 
 
-# --- ties -----------------------------------------------------------------------------------------------------------
-
-
-def tied(n: int) -> Row:
-    """Four tokens share the largest logit."""
-    row = logits(n)
-    row[[5, 50, 100, n - 1]] = row.max() + 3
-    return row
-
-
 @pytest.mark.parametrize("n", [250, 2500])
 @pytest.mark.parametrize(
     "filters", [Filters(0, 1.0, 0.0, 0.001), Filters(4, 1.0, 0.0, 1.0), Filters(40, 0.95, 1.0, 1.0)]
@@ -340,28 +214,6 @@ def test_equally_likely_tokens_come_equally_often(n: int, filters: Filters) -> N
     assert_drawn_from(drawn(row, filters, keys()), (row == row.max()) / 4)
 
 
-@pytest.mark.parametrize(
-    "filters", [Filters(2, 1.0, 0.0, 1.0), Filters(0, 0.3, 0.0, 1.0), Filters(40, 0.3, 0.0, 1.0), Filters(0, 0.6, 0, 1)]
-)
-def test_as_many_of_tied_tokens_are_kept_as_llama_cpp_keeps(filters: Filters) -> None:
-    row = tied(300)
-    ours, theirs = drawn(row, filters, keys(400)) > 0, drawn_by_llama(row, filters, 400) > 0
-    assert 0 < ours.sum() == theirs.sum() < 4
-    assert (row[ours] == row.max()).all()
-
-
 def test_a_row_of_equal_logits_is_drawn_evenly_over_the_whole_vocabulary() -> None:
     row = np.zeros(1000, np.float32)
     assert_drawn_from(drawn(row, Filters(0, 1.0, 0.0, 1.0), keys()), np.full(1000, 1e-3))
-
-
-def test_a_batch_of_greedy_rows_is_chosen_alike_the_quick_way_and_the_long_way(tiny_llama: Path) -> None:
-    """The quick way does for rows whose largest logit may come; a ban, a penalty or a NaN sends all the long way."""
-    with BatchInferenceEngine(tiny_llama, n_ctx=256, n_parallel=4, n_threads=1) as engine:
-        plain = engine.generate(["Hello"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].tokens
-        banned = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, suppress_tokens=(plain[0],))
-        slow = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
-        quick, other, long = engine.generate(["Hello"] * 3, [slow, banned, slow])
-        assert quick.tokens == long.tokens == plain
-        assert plain[0] not in other.tokens
-        assert engine.generate(["Hello"] * 2, [banned, banned])[1].tokens == other.tokens

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.engine.sampling.randomness import gumbel_noise, random_bits, unit_interval
-from tests.unit.test_random_sampling import are_far
+from tests.distributions import are_far
 
 UInt64 = npt.NDArray[np.uint64]
 Doubles = npt.NDArray[np.float64]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,10 @@ from cppbatch.bench.lengths import Lengths
 from cppbatch.bench.strategies import STRATEGIES
 from cppbatch.bench.strategies.concurrent import Concurrent
 from cppbatch.bench.strategies.known import policies
-from cppbatch.bench.strategies.measure import Strategies, measure_strategies
 from cppbatch.bench.strategies.play import play
 from cppbatch.bench.strategies.sequential import Sequential
 from cppbatch.bench.strategies.static import Static, padded, padding_of
 from cppbatch.bench.strategies.workload import Job, Workload
-from cppbatch.config import EngineConfig
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.errors import ConfigError
 from tests.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, reference
@@ -27,7 +24,9 @@ from tests.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, referen
 Policy = Callable[..., Scheduler]
 
 PROMPTS, NEW = [3, 9, 1, 14, 2, 20, 5, 7, 11, 4], [5, 1, 9, 2, 17, 3, 8, 4, 12, 6]
+
 KNOWN = policies(max_wait_s=0.0, bucket=8)
+
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 
 
@@ -67,9 +66,6 @@ def n_computed(engine: BatchInferenceEngine) -> int:
     return sum(sum(step.values()) for step in context_of(engine).steps)
 
 
-# --- the same work, whoever schedules it ----------------------------------------------------------------------------
-
-
 @LAYOUTS
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unified: bool) -> None:
@@ -105,9 +101,6 @@ def test_a_cancelled_request_leaves_no_trace(name: str, unified: bool) -> None:
     assert ended == {"length": 4, "cancelled": 2}
     engine.kv.check()
     assert engine.kv.n_used == 0
-
-
-# --- sequential and concurrent --------------------------------------------------------------------------------------
 
 
 def test_sequential_never_has_two_sequences_at_once() -> None:
@@ -150,9 +143,6 @@ def test_concurrent_reads_a_prompt_longer_than_a_step_in_turns_too() -> None:
     add(engine, "short", 3, 2)
     drain(engine)
     assert [sum(step.values()) for step in context_of(engine).steps] == [8, 3, 8, 1, 4, 1]
-
-
-# --- static ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bucket", [0, 8])
@@ -228,9 +218,6 @@ def test_a_padded_batch_computes_a_rectangle_of_prompts_and_one_of_rows(n_batch:
     assert engine.stats().decode_rows == sum(new) - 4  # those that somebody has asked for
 
 
-# --- what is measured -----------------------------------------------------------------------------------------------
-
-
 def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() -> None:
     work = Workload(n_requests=200, prompt_tokens=Lengths(4, 32), new_tokens=Lengths(1, 64), rate=10.0, seed=3)
     drawn = work.jobs(N_VOCAB)
@@ -262,29 +249,3 @@ def test_times_count_from_when_a_request_was_due() -> None:
     played = play(engine, spaced)
     assert played.seconds > 0.08
     assert all(0 < first <= last < 0.08 for first, last in zip(played.first_token, played.latency, strict=True))
-
-
-def test_a_comparison_has_a_row_for_each_strategy_with_the_same_texts(tiny_llama: Path) -> None:
-    config = EngineConfig(
-        model_path=str(tiny_llama), n_parallel=4, n_threads=1, flash_attn="off", cache_type_k="f32", cache_type_v="f32"
-    )
-    work = Workload(n_requests=9, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(2, 24))
-    report = measure_strategies(config, Strategies(repeats=2), work)
-    rows = {row["strategy"]: row for row in report.rows}
-    assert tuple(rows) == STRATEGIES
-    assert rows["sequential"]["speedup"].median == 1
-    assert [rows[name]["mean_rows"].median for name in ("sequential", "concurrent")] == [1, 1]
-    assert rows["continuous"]["mean_rows"].median > rows["static-ragged"]["mean_rows"].median > 1
-    report.table()
-
-
-@pytest.mark.parametrize("layout", ["unified", "per-sequence"])
-def test_all_strategies_give_the_same_greedy_texts_on_float_weights(tiny_llama: Path, layout: str) -> None:
-    settings = {"n_threads": 1, "flash_attn": "off", "kv_layout": layout, "n_ctx": 512, "n_parallel": 4}
-    drawn = Workload(n_requests=8, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(4, 24)).jobs(462)
-    texts = {}
-    for name, policy in KNOWN.items():
-        with BatchInferenceEngine(tiny_llama, prefix_cache=False, policy=policy, **settings) as engine:
-            texts[name] = play(engine, drawn).tokens
-    assert all(text == texts["sequential"] for text in texts.values())
-    assert len(set(map(tuple, texts["sequential"]))) == len(drawn)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
 from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.bench.memory.survey import Footprint, Survey
-from cppbatch.bench.profile import profiles_folder
 from cppbatch.bench.tune import tuner
-from cppbatch.bench.tune.points import Point, Task, measure_point
+from cppbatch.bench.tune.points import Point, Task
 from cppbatch.bench.tune.search import Speed, doublings, fastest, knee, largest_that
 from cppbatch.bench.tune.tuner import Tuner, Tuning, check_limits
-from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
 
@@ -26,9 +21,6 @@ CONFIG = EngineConfig(model_path="model.gguf", n_threads=2)
 
 def curve(*tokens_per_s: float) -> list[Speed]:
     return [Speed(1 << i, speed, 1000 * (1 << i) / speed) for i, speed in enumerate(tokens_per_s)]
-
-
-# --- the rules ---
 
 
 def test_the_knee_is_where_another_doubling_gains_less_than_a_tenth() -> None:
@@ -82,9 +74,6 @@ def test_targets_and_times_must_make_sense() -> None:
     for target, minutes in ((0, 5), (-1, 5), (float("nan"), 5), (10, 0)):
         with pytest.raises(ConfigError, match="must be more than 0"):
             check_limits(target, minutes)
-
-
-# --- going round, on a made-up machine ---
 
 
 def machine(task: Task, timeout: float) -> Point:
@@ -218,38 +207,3 @@ def test_a_latency_that_nothing_keeps_to_is_said() -> None:
     found = tuned(target_ms=0.001)
     assert found.settings().n_parallel == 1
     assert found.notes == ["not even one sequence keeps to 0.001 ms a token here"]
-
-
-# --- a real engine ---
-
-
-def test_a_process_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
-    config = EngineConfig(model_path=str(tmp_path / "none.gguf"))
-    assert "there is no model file" in (measure_point(Task(config=config, seconds=0.1), 60).error or "")
-
-
-def test_speed_is_of_the_tokens_that_came_not_of_the_sequences_that_there_might_be(tiny_llama: Path) -> None:
-    config = EngineConfig(model_path=str(tiny_llama), n_ctx=160, n_parallel=4, n_batch=4, n_threads=1)
-    point = measure_point(Task(config=config, seconds=0.05), 60)  # the first has ended before the last is read
-    assert not point.error
-    assert 0 <= point.tokens_per_s * point.inter_token_ms / 1000 < 3.5
-
-
-def test_a_profile_of_a_real_model_is_written_and_used(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CPPBATCH_CONFIG", str(tmp_path))
-    monkeypatch.setattr(tuner, "_SECONDS", 0.02)
-    model = ["-m", str(tiny_llama), "-c", "1024", "-t", "1", "-fa", "off", "-ub", "64", "--kv-layout", "unified"]
-    report = tmp_path / "report.json"
-    limits = ["-np", "4", "--max-minutes", "1", "--json", str(report)]
-    done = CliRunner().invoke(cli, ["tune", *model, *limits])
-    assert done.exit_code == 0, done.output
-    figures = json.loads(report.read_text())
-    assert figures["settings"]["chosen"]["n_parallel"] == 4
-    assert figures["rows"][0]["tokens_per_s"] > 0
-    [profile] = profiles_folder().iterdir()
-    used = CliRunner().invoke(cli, ["generate", "-m", str(tiny_llama), "-p", "ab", "-n", "2"])
-    assert used.exit_code == 0, used.output
-    assert f"using the profile {profile} of 2" in used.stderr
-    assert "-np 4 -c 1024 --kv-layout unified -fa off -ub 64 -t 1; --no-profile leaves it out" in used.stderr

@@ -3,75 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import groupby
-from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch import GenerationRequest
 from cppbatch.config import Sharing
-from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.lora_scheduling import _TURN, LoraRoundRobin
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo
-from cppbatch.engine.scheduler import Scheduler, StepPlan
-from cppbatch.engine.sequence import Seq, SeqStatus
+from cppbatch.engine.scheduler import StepPlan
+from cppbatch.engine.sequence import SeqStatus
 from cppbatch.engine.step_budget import StepBudget
-from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference
+from tests.fakes import context_of, drain, fake_engine, greedy, reference
+from tests.lora_policies import NONE, SCHEDULES, Policy, X, Y, Z, sequence
 
-NONE: AdapterSet = ()
-X, Y, Z = (((i, 1.0),) for i in range(3))
 KNOWN = tuple(AdapterInfo(name=name, path="", scale=0) for name in "xyz")
-SCHEDULES = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
-)
-
-
-def sequence(adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, now: float = 0.0, **options: Any) -> Seq:
-    request = GenerationRequest(id="", prompt=[], **options)
-    prompt = np.zeros(n_prompt, np.int32)
-    return Seq(request, prompt, max_new=max_new, seed=0, now=now, adapters=adapters)
-
-
-class Policy:
-    """A scheduler over a pool, with no engine: `step` plans, and computes by only counting."""
-
-    def __init__(self, *, n_ctx: int = 256, n_parallel: int = 4, unified: bool = True) -> None:
-        self.memory = FakeContext(n_ctx=n_ctx, n_batch=16, n_seq_max=n_parallel, kv_unified=unified, sharing="none")
-        self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
-        self.scheduler = Scheduler(self.kv, step_tokens=16, n_parallel=n_parallel)
-
-    def add(self, adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, **options: Any) -> Seq:
-        new = sequence(adapters, n_prompt, max_new, **options)
-        self.scheduler.add(new)
-        return new
-
-    def step(self, cost: Callable[[StepPlan], float] = lambda plan: 0.01) -> StepPlan:
-        plan = self.scheduler.plan()
-        self.kv.apply()
-        self.kv.check()
-        outputs = plan.outputs()
-        assert {its.adapters for its, _ in plan.chunks} <= {plan.adapters}, "a step mixes adapters"
-        for its, n in plan.chunks:
-            self.memory.cells[its.seq_id] += bytes(n)
-            self.kv.computed(its, n)
-        if plan.chunks:
-            self.scheduler.computed(plan, cost(plan))
-        for its in outputs:
-            its.append(0)
-            if its.n_generated == its.max_new:
-                self.scheduler.remove(its)
-                self.kv.release(its, keep=False)
-                its.finished()
-        return plan
-
-    def turns(self, n_steps: int) -> list[AdapterSet]:
-        """Whose step each was."""
-        return [self.step().adapters for _ in range(n_steps)]
 
 
 # --- whose turn it is -----------------------------------------------------------------------------------------------

@@ -46,15 +46,25 @@ def main() -> None:
     if hasattr(os, "nice"):  # not on Windows
         os.nice(10)
     _limit_memory()
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
+    tokenizer = bytes_tokenizer()
     for line in sys.stdin:
         _set_alarm(_MAX_SECONDS)
-        try:
-            answer = {"definition": _check(tokenizer, *json.loads(line))}
-        except (ValueError, RecursionError) as error:
-            answer = {"error": str(error).replace(*_ADVICE)}
+        answer = check(tokenizer, *json.loads(line))
         _set_alarm(0)
         print(json.dumps(answer), flush=True)
+
+
+def bytes_tokenizer() -> LLTokenizer:
+    """The tokenizer of a vocabulary of single bytes."""
+    return LLTokenizer(TokenizerWrapper(_Bytes()))
+
+
+def check(tokenizer: LLTokenizer, field: str, text: str) -> dict[str, str]:
+    """The answer to one line: `{"definition": ...}` or `{"error": ...}`."""
+    try:
+        return {"definition": _definition_of_valid(tokenizer, field, text)}
+    except (ValueError, RecursionError) as error:
+        return {"error": str(error).replace(*_ADVICE)}
 
 
 def _set_alarm(seconds: int) -> None:
@@ -63,7 +73,7 @@ def _set_alarm(seconds: int) -> None:
         signal.alarm(seconds)
 
 
-def _check(tokenizer: LLTokenizer, field: str, text: str) -> str:
+def _definition_of_valid(tokenizer: LLTokenizer, field: str, text: str) -> str:
     definition = _definition(field, text)
     # Token ids in a grammar are those of the model's vocabulary, which the engine checks later.
     portable = _TOKEN_IDS.sub("<[0]>", definition) if field == "grammar" else definition

@@ -1,0 +1,134 @@
+"""Whether a JSON schema has a finite instance, found in bounded time."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cppbatch.engine.sampling.json_schema_check import has_finite_instance
+
+LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["#", "#/", "#/$defs/a", "#/properties/a", "#/anyOf/0", "object", "array", "string", "a", "b"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
+        st.sampled_from(
+            ["$ref", "$defs", "type", "properties", "required", "items", "prefixItems", "minItems", "anyOf", "oneOf",
+             "allOf", "const", "enum", "a", "b", ""]
+        ),
+        inner,
+        max_size=5,
+    ),
+    max_leaves=25,
+)  # fmt: skip
+
+
+def without_references(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [without_references(part) for part in schema]
+    if isinstance(schema, dict):
+        return {key: without_references(part) for key, part in schema.items() if key != "$ref"}
+    return schema
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=500)
+@given(schema=ANYTHING)
+def test_any_json_has_a_finite_instance_or_none(schema: Any) -> None:
+    assert has_finite_instance(schema) in (True, False)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=500)
+@given(schema=ANYTHING)
+def test_what_refers_to_nothing_does_not_go_on_for_ever(schema: Any) -> None:
+    assert has_finite_instance(without_references(schema))
+
+
+FINITE: dict[str, Any] = {
+    "true": True,
+    "false, which has none at all": False,
+    "no schema": None,
+    "an optional property": {**LOOP, "required": []},
+    "a property that may be null": {
+        **LOOP, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    },
+    "one of them ends": {"oneOf": [{"$ref": "#"}, {"type": "integer"}]},
+    "objects, or no objects": {**LOOP, "type": ["object", "string"]},
+    "an array that may be empty": {"type": "array", "items": {"$ref": "#"}},
+    "an array whose tuple is enough": {
+        "type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1,
+    },
+    "no type": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    "a constant": {**LOOP, "const": {"a": 1}},
+    "a reference twice, but not within itself": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#/$defs/x"}},
+        "required": ["a", "b"],
+        "$defs": {"x": {"type": "integer"}},
+    },
+    "a reference to nowhere": {"$ref": "#/$defs/none"},
+    "a reference to elsewhere": {"$ref": "https://example.com"},
+    "a reference by a name": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#leaf"}},
+        "required": ["a"],
+        "$defs": {"leaf": {"$anchor": "leaf", "type": "integer"}},
+    },
+    "a reference into an array": {"anyOf": [{"$ref": "#/anyOf/1"}, {"type": "integer"}]},
+    "a reference with escapes": {"$ref": "#/$defs/a~1b~0", "$defs": {"a/b~": {"type": "integer"}}},
+    "required, but not described": {"type": "object", "required": ["a"]},
+}  # fmt: skip
+
+INFINITE: dict[str, Any] = {
+    "itself": {"$ref": "#"},
+    "a property": LOOP,
+    "a property of a property": {
+        "$ref": "#/$defs/x",
+        "$defs": {
+            "x": {"type": "object", "properties": {"b": {"$ref": "#/$defs/y"}}, "required": ["b"]},
+            "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]},
+        },
+    },
+    "two names for each other": {
+        "$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}},
+    },
+    "an array": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    "a tuple": {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
+    "beyond a tuple": {"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 2},
+    "all of them": {"allOf": [{"type": "object"}, {"$ref": "#"}]},
+    "any of them": {"anyOf": [{"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
+    "objects and arrays": {**LOOP, "type": ["object", "array"], "items": {"$ref": "#"}, "minItems": 1},
+    "within a list": {**LOOP, "properties": {"a": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", FINITE.values(), ids=FINITE)
+def test_a_schema_that_can_end_is_not_refused(schema: Any) -> None:
+    assert has_finite_instance(schema)
+
+
+@pytest.mark.parametrize("schema", INFINITE.values(), ids=INFINITE)
+def test_a_schema_that_requires_itself_within_itself_never_ends(schema: Any) -> None:
+    assert not has_finite_instance(schema)
+
+
+def test_a_schema_of_many_branches_is_looked_at_in_bounded_time() -> None:
+    names = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(60)}
+    began = perf_counter()
+    has_finite_instance(
+        {"$ref": "#/$defs/0", "$defs": {**names, "60": LOOP | {"properties": {"a": {"$ref": "#/$defs/0"}}}}}
+    )
+    assert perf_counter() - began < 5
+
+
+def test_a_schema_whose_references_are_long_is_searched_within_bounds() -> None:
+    """It took minutes, beyond all limits: each step may walk a path of tens of thousands of parts."""
+    defs: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(14)}
+    defs["d14"] = {"$ref": "#/" + "/" * 60_000}
+    began = perf_counter()
+    assert has_finite_instance({"$ref": "#/$defs/d0", "$defs": defs})
+    assert perf_counter() - began < 5  # mostly 0.1 s; it was 77

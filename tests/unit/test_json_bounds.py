@@ -1,0 +1,69 @@
+"""JSON is measured on its bytes: its width and depth are found without decoding it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cppbatch import json_bounds
+from cppbatch.json_bounds import JsonShape, excess, json_shape
+
+LETTERS = st.text(alphabet='a"\\[]{},:\n é', max_size=8)
+
+VALUES = st.recursive(
+    st.one_of(st.integers(), st.none(), LETTERS),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(LETTERS, inner, max_size=4)),
+    max_leaves=40,
+)
+
+
+def walked(value: Any) -> JsonShape:
+    if not isinstance(value, (dict, list)):
+        return JsonShape(0, 0, 0, 0)
+    inner = [walked(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return JsonShape(
+        1 + max((each.depth for each in inner), default=0),
+        1 + sum(each.containers for each in inner),
+        sum(each.members for each in inner) + (len(value) if isinstance(value, dict) else 0),
+        sum(each.values for each in inner) + max(1, len(value)),
+    )
+
+
+@pytest.mark.parametrize("chunk", [3, 7, 1 << 20])
+@given(value=VALUES, ascii_only=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_the_bytes_tell_the_shape_of_the_value(chunk: int, value: Any, ascii_only: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bounds, "_CHUNK", chunk)
+        assert json_shape(json.dumps(value, ensure_ascii=ascii_only).encode()) == walked(value)
+
+
+@given(data=st.binary(max_size=200))
+def test_what_is_no_json_is_measured_too(data: bytes) -> None:
+    assert min(json_shape(data)) >= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"[" * 128 + b"]" * 128, None),
+        (b"[" * 129 + b"]" * 129, "nested more than 128 deep"),
+        (b'{"a":' * 5000, "nested more than 128 deep"),
+        (b'"' + b"[" * 5000 + b'"', None),
+        (b'"' + b",:{" * 1_000_000 + b'"', None),
+        (json.dumps({str(i): i for i in range(100_000)}).encode(), None),
+        (json.dumps({str(i): i for i in range(100_001)}).encode(), "100,001 members of objects; 100,000 may be"),
+        (json.dumps([[]] * 99_999).encode(), None),
+        (json.dumps([{}] * 100_000).encode(), "100,001 lists and objects; 100,000 may be"),
+        (json.dumps([1] * 500_000).encode(), None),
+        (json.dumps([1] * 500_001).encode(), "500,001 values; 500,000 may be"),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else str(value),
+)
+def test_what_is_too_much_is_said(text: bytes, says: str | None) -> None:
+    found = excess(text)
+    assert found is None if says is None else says in (found or "")

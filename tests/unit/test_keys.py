@@ -1,0 +1,43 @@
+"""Key files and allowed origins: what is read, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cppbatch.errors import ConfigError
+from cppbatch.server.keys import Keys, read_keys
+from cppbatch.server.settings import ServerSettings
+
+SECRETS = ["first-s3cret", "second-s3cret"]
+
+
+def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\ufeff# those of the team\n\n  first-s3cret \nsecond-s3cret\r\n   # not this\n", encoding="utf-8")
+    assert read_keys(str(path)) == SECRETS
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"# none\n\n", b"\xff\xfe\x00"], ids=["missing", "empty", "none", "bytes"]
+)
+def test_a_file_without_keys_is_an_error_that_names_it(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "keys.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"keys\.txt"):
+        read_keys(str(path))
+
+
+@pytest.mark.parametrize("key", ["", "two words", "schlüssel", "line\nbreak"])
+def test_a_key_that_no_header_can_hold_is_refused_unrepeated(key: str) -> None:
+    with pytest.raises(ConfigError, match="API key 2") as refused:
+        Keys(["good", key])
+    assert not key or key not in str(refused.value)
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://example.org/page", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--cors-origin"):
+        ServerSettings(cors_origins=(origin,))

@@ -1,0 +1,55 @@
+"""The OpenAPI document: every route, and the ranges that are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import hdrs
+
+from cppbatch.engine.params import RANGES, SamplingParams
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.app import create_app
+from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
+from cppbatch.server.openapi import document
+from cppbatch.server.responses.schemas import ResponsesRequest
+
+Json = dict[str, Any]
+
+DOCUMENT: Json = msgspec.json.decode(document())
+
+
+def schema_of(kind: type) -> Json:
+    properties: Json = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
+    return properties
+
+
+def test_every_route_is_in_the_document_and_the_other_way_round() -> None:
+    app = create_app(object())  # type: ignore[arg-type]
+    routes = {
+        (route.method.lower(), route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource and route.method not in (hdrs.METH_HEAD, hdrs.METH_OPTIONS)
+    }
+    assert routes == {(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_the_document_has_the_ranges_that_are_checked(name: str, kind: type) -> None:
+    (number,) = (each for each in schema_of(kind)[name]["anyOf"] if each["type"] != "null")
+    for bound, outside in ((number["minimum"], -0.001), (number["maximum"], 0.001)):
+        assert getattr(SamplingParams(**{name: bound}), name) == bound
+        with pytest.raises(InvalidRequest, match=name):
+            SamplingParams(**{name: bound + outside})
+
+
+def test_names_that_others_use_have_the_ranges_too() -> None:
+    assert schema_of(ChatRequest)["top_logprobs"]["anyOf"][0]["maximum"] == 20
+    assert schema_of(ChatRequest)["logprobs"]["anyOf"][0] == {"type": "boolean"}
+    assert schema_of(ResponsesRequest)["top_logprobs"]["anyOf"][0]["maximum"] == 20
+    assert schema_of(ResponsesRequest)["max_output_tokens"]["anyOf"][0]["maximum"] == 2**31 - 1
+    assert schema_of(CompletionRequest)["logprobs"]["anyOf"][0]["maximum"] == 20
+    assert schema_of(CompletionRequest)["repeat_penalty"] == schema_of(CompletionRequest)["repetition_penalty"]
+    assert schema_of(CompletionRequest)["priority"]["anyOf"][0] == {"type": "integer", "minimum": -100, "maximum": 100}
