@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine import offline
 from cppbatch.engine.embeddings import Vector
-from cppbatch.engine.fill import refill
 from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.output_processor import OutputProcessor
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.pooled_scheduler import PooledScheduler
 from cppbatch.engine.pooler import Pooler
 from cppbatch.engine.request import (
     Completion,
@@ -36,7 +34,7 @@ from cppbatch.engine.request import (
 )
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Sampler, SamplerOutput
-from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.scheduler import PoolingScheduler, Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
@@ -85,7 +83,7 @@ class BatchInferenceEngine:
             cached_share=self._runtime.cached_share,
         )
         self._intake = InputProcessor(self._vocab, self.kv.n_ctx, self.info)
-        policy = policy or (PooledScheduler if self.info.pooling else Scheduler)
+        policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
         self._scheduler = policy(
             self.kv,
@@ -206,7 +204,7 @@ class BatchInferenceEngine:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
-        with self._or_start_over():
+        with self._restart_if_interrupted():
             self._finish(sequence, FinishReason.CANCELLED)
         return True
 
@@ -230,12 +228,12 @@ class BatchInferenceEngine:
     def compute(self) -> None:
         """Computes one batch; `step` without the events."""
         self.metrics.begin_step()
-        with self._or_start_over():
+        with self._restart_if_interrupted():
             plan = self._plan()
             self.on_plan(plan)
             self.kv.apply()
             if plan.chunks:
-                refill(self._batch, plan)
+                self._batch.refill(plan.chunks, n_decode=plan.n_decode)
                 self._sampler.prepare(plan)
                 self.metrics.lap("fill")
                 began = perf_counter()
@@ -244,7 +242,7 @@ class BatchInferenceEngine:
                     self._scheduler.computed(plan, perf_counter() - began)
                     self._advance(plan, choices)
         if not self._scheduler.has_work:
-            self._check_books()
+            self._check_kv()
             if self._trace:
                 self._trace.flush()
 
@@ -285,7 +283,7 @@ class BatchInferenceEngine:
         return True
 
     @contextmanager
-    def _or_start_over(self) -> Iterator[None]:
+    def _restart_if_interrupted(self) -> Iterator[None]:
         """When something is interrupted in here (Ctrl-C), nobody knows what was done: all is computed again.
 
         What sequences have told stays; what they hold does not, so no half-made change can spoil a text.
@@ -298,12 +296,12 @@ class BatchInferenceEngine:
                 self._sequences.pop(request_id, None)  # its end is told already
             for sequence in self._sequences.values():
                 sequence.restarted()
-            self._scheduler.start_over(self._sequences.values())
+            self._scheduler.restart(self._sequences.values())
             for sequence in [s for s in self._sequences.values() if s.max_new and s.n_left <= 0]:
                 self._finish(sequence, FinishReason.LENGTH)
             raise
 
-    def _check_books(self) -> None:
+    def _check_kv(self) -> None:
         """Nothing runs: a good time to see whether all cells are where they should be, and if not, to begin anew."""
         try:
             self.kv.check()

@@ -20,7 +20,7 @@ log = logging.getLogger("cppbatch.engine")
 CACHED_SHARE = 0.25
 _LEAST_CACHED = 20  # tokens: a shorter prefix is as soon computed as taken
 
-NO_ROOM = (LlamaError, MemoryError)
+OUT_OF_MEMORY = (LlamaError, MemoryError)
 
 
 class Memory(Protocol):
@@ -63,9 +63,9 @@ class KVPool:
         self.n_swaps = self.n_recomputes = 0
         """Sequences that gave up their cells so far: to host memory, or to be computed again."""
         self.cache = PrefixCache(sharing, host_bytes=cache_bytes)
-        self._start_books()
+        self._reset_accounting()
 
-    def _start_books(self) -> None:
+    def _reset_accounting(self) -> None:
         self.swapped_bytes = 0
         """Host memory that holds swapped-out sequences now."""
         self._cells = Cells()
@@ -99,7 +99,7 @@ class KVPool:
         """seq_ids that neither a running sequence nor a cached prefix has."""
         return len(self._free_ids) + len(self._shelf_ids)
 
-    def has_room(self, sequence: Seq, match: Match | None, n_more: int, *, without: Sequence[Seq] = ()) -> bool:
+    def can_admit(self, sequence: Seq, match: Match | None, n_more: int, *, without: Sequence[Seq] = ()) -> bool:
         """Whether a waiting sequence and `n_more` other cells fit, with cached prefixes evicted if need be.
 
         `without`: running sequences that would be preempted for it.
@@ -133,7 +133,7 @@ class KVPool:
 
     def _return(self, sequence: Seq) -> None:
         self._take_id(sequence, None)
-        self.make_room(sequence.n_computed)
+        self.ensure_free(sequence.n_computed)
         sequence.cells = self._cells.grow(None, sequence.n_computed)
         self._move(sequence, partial(self._swap_in, sequence))
 
@@ -155,7 +155,7 @@ class KVPool:
             sequence.cells = self._cells.share(source.cells, n)
             self._moves.append(partial(self._memory.copy, source.seq_id, sequence.seq_id, 0, n))
         else:
-            self.make_room(source.n_computed, keep=source)
+            self.ensure_free(source.n_computed, keep=source)
             sequence.cells = self._cells.grow(None, n)
             self._move(sequence, partial(self._copy, source, source.seq_id, source.saved, sequence))
 
@@ -167,7 +167,7 @@ class KVPool:
         self._give_up(sequence)
         sequence.preempted()
 
-    def make_room(self, n_free: int, *, keep: object = None) -> bool:
+    def ensure_free(self, n_free: int, *, keep: object = None) -> bool:
         """Evicts cached prefixes, the least recently used first, until so many cells are free. Whether they are."""
         while self.unified and self.n_free < n_free:
             if not self._evict(keep, for_cells=True):
@@ -249,9 +249,9 @@ class KVPool:
     def _swap_in(self, sequence: Seq) -> None:
         try:
             self._memory.restore_sequence(sequence.seq_id, sequence.saved)
-        except NO_ROOM as error:
+        except OUT_OF_MEMORY as error:
             self.n_recomputes += 1
-            self._start_over(sequence, error)
+            self._recompute(sequence, error)
         self._drop_saved(sequence)
 
     def _copy(self, source: Seq | CachedPrefix, seq_id: int, saved: SavedState | None, sequence: Seq) -> None:
@@ -267,11 +267,11 @@ class KVPool:
                 state = self._copied[source] = self._memory.save_sequence(seq_id)
             self._memory.restore_sequence(sequence.seq_id, state)
             self._memory.remove(sequence.seq_id, sequence.n_computed)
-        except NO_ROOM as error:
+        except OUT_OF_MEMORY as error:
             self.cache.uncount(sequence)
-            self._start_over(sequence, error)
+            self._recompute(sequence, error)
 
-    def _start_over(self, sequence: Seq, error: Exception) -> None:
+    def _recompute(self, sequence: Seq, error: Exception) -> None:
         log.warning("%s is computed from its first token: %s", sequence.id, error)
         self._memory.remove(sequence.seq_id)
         self._cells.free(sequence.cells)
@@ -286,7 +286,7 @@ class KVPool:
     def _saved(self, seq_id: int) -> SavedState | None:
         try:
             return self._memory.save_sequence(seq_id)
-        except NO_ROOM as error:
+        except OUT_OF_MEMORY as error:
             log.warning("the memory of seq_id %d is not kept: %s", seq_id, error)
             return None
 
@@ -389,5 +389,5 @@ class KVPool:
     def rebuild(self) -> None:
         """Empties the memory and starts the books anew, trusting none of them: nobody holds anything any more."""
         self._memory.clear()
-        self._start_books()
-        self.cache.start_over()
+        self._reset_accounting()
+        self.cache.clear()

@@ -177,7 +177,7 @@ class PrefixCache:
         cached.saved = saved
         self.used_host_bytes += saved.n_bytes
 
-    def start_over(self) -> None:
+    def clear(self) -> None:
         """Forgets everything, running sequences too."""
         self.used_host_bytes = 0
         self._tree = RadixTree()

@@ -19,7 +19,8 @@ _MOST_HEADROOM = 32  # tokens a running sequence may grow before the next admiss
 _FEW = 1000  # deadlines
 _MOST_SCORED = 64  # tokens of a prompt whose every token gets logits: a row of 49,152 takes 192 KiB
 _AGING_S = 10.0  # seconds of waiting that make up for one priority
-_PATIENCE = 4.0  # times what reading a prompt takes, that shorter ones may arrive later and be read earlier
+_FAIRNESS_FACTOR = 4.0  # times what reading a prompt takes, that shorter ones may arrive later and be read earlier
+_MAX_LOOKED_AT = 4  # `PoolingScheduler`: waiting sequences it looks at, in multiples of n_parallel
 
 Chunk = tuple[Seq, int]
 
@@ -118,7 +119,7 @@ class Scheduler:
         _take(self.waiting if waits else self.running, sequence)
         self._timed.pop(sequence.rank[1], None)
 
-    def start_over(self, sequences: Iterable[Seq]) -> None:
+    def restart(self, sequences: Iterable[Seq]) -> None:
         """All of these wait again, in the order they had."""
         self.running.clear()
         self.waiting = sorted(sequences, key=_rank)
@@ -146,7 +147,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.pause_at = 0
         self._displaced.clear()
-        self._make_room()
+        self._preempt_until_free()
         plan.admitted = self._admit()
         self._choose(plan)
         plan.n_tokens = sum(n for _, n in plan.chunks)
@@ -157,7 +158,7 @@ class Scheduler:
         in_play = self._in_play()
         decoding = [s for s in in_play if s.status is SeqStatus.DECODE and not s.moving]
         prompts = [s for s in in_play if s.status is SeqStatus.PREFILL and not s.moving]
-        self._kv.make_room(len(decoding))  # those admitted just now count too: they fit, once what is cached has gone
+        self._kv.ensure_free(len(decoding))  # those admitted just now count too: they fit, once what is cached has gone
         for adapters in self._turns.order(in_play):
             rows = [(s, 1) for s in decoding if s.adapters == adapters]
             prefill = self._prefill([s for s in prompts if s.adapters == adapters], adapters, len(rows), decoding)
@@ -190,7 +191,7 @@ class Scheduler:
         step_times = self._turns.budget(adapters)
         most = step_times.prefill_tokens(n_decode, n_prompts, n_streams - n_decode, background=not n_urgent)
         budget = min(most, sum(s.n_pending for s in prefilling))
-        if self._kv.unified and not self._kv.make_room(n_streams + budget):
+        if self._kv.unified and not self._kv.ensure_free(n_streams + budget):
             budget = min(budget, self._kv.n_free - n_streams)
         if n_streams:  # a step has little room: every other one is for the first, those between for short ones
             first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, step_times.token_s))
@@ -206,11 +207,11 @@ class Scheduler:
                 budget -= n
         return chunks
 
-    def _make_room(self) -> None:
+    def _preempt_until_free(self) -> None:
         """Preempts until every decoding sequence can grow, or, if none decodes, until the first one can go on."""
         while self.running:
             decoding = sum(s.status is SeqStatus.DECODE for s in self.running)
-            if self._kv.make_room(max(1, decoding)):
+            if self._kv.ensure_free(max(1, decoding)):
                 break
             self._preempt(self.running[-1])
 
@@ -253,7 +254,7 @@ class Scheduler:
         if not self.running:
             return True
         growth = sum(s.n_pending + self._growth(s) for s in self.running) + self._growth(sequence)
-        return self._kv.has_room(sequence, match, growth)
+        return self._kv.can_admit(sequence, match, growth)
 
     def _lower(self, sequence: Seq) -> list[Seq]:
         """Running sequences that give way to this one: of lower priority, and behind it in rank."""
@@ -267,7 +268,7 @@ class Scheduler:
         if not victims:
             return False
         growth = sum(s.n_pending + self._growth(s) for s in others) + self._growth(sequence)
-        if others and not self._kv.has_room(sequence, match, growth, without=victims):
+        if others and not self._kv.can_admit(sequence, match, growth, without=victims):
             return False
         while not self._fits(sequence, match):
             self._preempt(victims.pop())
@@ -276,6 +277,31 @@ class Scheduler:
     def _growth(self, sequence: Seq) -> int:
         """Cells to keep free for it, so that it is not preempted as soon as it runs."""
         return min(self._headroom, sequence.n_left)
+
+
+class PoolingScheduler(Scheduler):
+    """For models that return vectors: each sequence is computed whole, in one step, and leaves at once.
+
+    A step is filled with whole prompts in order of rank. A prompt that does not fit into the rest of the step is passed
+    over; the first waiting sequence always fits into the next step, so no request starves. Nothing is preempted,
+    swapped or shared: no sequence holds cells between two steps.
+    """
+
+    def plan(self) -> StepPlan:
+        """The next step; see `Scheduler.plan`."""
+        plan = StepPlan()
+        for sequence in self.waiting[: _MAX_LOOKED_AT * self._n_parallel]:
+            if len(plan.admitted) == self._n_parallel:
+                break
+            if plan.n_tokens + sequence.n_tokens <= self._step_tokens:
+                self._kv.admit(sequence)
+                plan.admitted.append(sequence)
+                plan.chunks.append((sequence, sequence.n_tokens))
+                plan.n_tokens += sequence.n_tokens
+        chosen = set(plan.admitted)
+        self.waiting = [sequence for sequence in self.waiting if sequence not in chosen]
+        self.running = list(plan.admitted)
+        return plan
 
 
 def in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
@@ -308,7 +334,7 @@ def _rank(sequence: Seq) -> tuple[float, int]:
 
 def _due(sequence: Seq, token_s: float) -> float:
     """Shorter prompts first, but none is overtaken for ever: arrival, with some times what reading it takes."""
-    return sequence.rank[0] * _AGING_S + _PATIENCE * sequence.n_pending * token_s
+    return sequence.rank[0] * _AGING_S + _FAIRNESS_FACTOR * sequence.n_pending * token_s
 
 
 def _seq_id(chunk: Chunk) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,18 @@ from cppbatch.errors import OutOfRange
 from cppbatch.llama.library import C
 
 Int32Array = npt.NDArray[np.int32]
+
+
+class PendingTokens(Protocol):
+    """A sequence with tokens to compute (`cppbatch.engine.sequence.Seq`): those from `n_computed` on are pending."""
+
+    tokens: Int32Array
+    n_computed: int
+    seq_id: int
+
+    def n_logits(self, n: int) -> int:
+        """How many of the next `n` pending tokens want logits; they are the last ones."""
+        ...
 
 
 class Batch:
@@ -49,6 +62,24 @@ class Batch:
             seq_id=pointer(self._seq_id_pointers, ctypes.POINTER(ctypes.c_int32)),
             logits=pointer(self.wants_logits, ctypes.c_int8),
         )
+
+    def refill(self, chunks: Sequence[tuple[PendingTokens, int]], *, n_decode: int) -> None:
+        """Clears the batch and writes the next `n` pending tokens of each sequence into it, in the order of `chunks`.
+
+        `n_decode`: how many of the chunks are decode rows: one token that wants logits.
+        """
+        self.clear()
+        if n_decode == len(chunks):
+            sequences = [sequence for sequence, _ in chunks]
+            self.add_rows(
+                [s.tokens[s.n_computed] for s in sequences],
+                [s.n_computed for s in sequences],
+                [s.seq_id for s in sequences],
+            )
+            return
+        for s, n in chunks:
+            run = s.tokens[s.n_computed : s.n_computed + n]
+            self.add_run(run, s.n_computed, s.seq_id, n_logits=s.n_logits(n))
 
     def clear(self) -> None:
         """Empties the batch."""

@@ -155,7 +155,7 @@ class Run:
                 CLOCK.now += seconds
             case ClearCache():
                 self.engine.clear_prefix_cache()
-        self.check_the_books()
+        self.check_accounting()
 
     def drain(self) -> None:
         for _ in range(1000):
@@ -164,7 +164,7 @@ class Run:
             self.do(Step())
         raise AssertionError("the engine never comes to rest")
 
-    def check_the_books(self) -> None:
+    def check_accounting(self) -> None:
         self.engine.kv.check()
         assert context_of(self.engine).n_used == self.engine.kv.n_used + self.engine.kv.n_cached
 

@@ -49,7 +49,7 @@ def run_at_random(draw: random.Random) -> None:
         elif action < 0.4 and names:
             engine.cancel(draw.choice(names[-8:]))
         elif action < 0.43:
-            with pytest.raises(KeyboardInterrupt), engine._or_start_over():
+            with pytest.raises(KeyboardInterrupt), engine._restart_if_interrupted():
                 raise KeyboardInterrupt
         else:
             engine.step()

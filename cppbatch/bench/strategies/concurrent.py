@@ -21,7 +21,7 @@ class Concurrent(Scheduler):
         sequence = next((s for s in ready if s.rank > self._last), ready[0])
         self._last = sequence.rank
         n = min(sequence.n_pending, self._step_tokens)
-        if not self._kv.make_room(n):
+        if not self._kv.ensure_free(n):
             n = self._kv.n_free
         plan.chunks, plan.adapters = [(sequence, n)], sequence.adapters
         plan.n_decode = int(sequence.status is SeqStatus.DECODE)

@@ -31,6 +31,6 @@ class Padding:
         if self._sequence.seq_id >= 0:
             self._kv.release(self._sequence, keep=False)
 
-    def start_over(self) -> None:
+    def restart(self) -> None:
         """The pool has forgotten it."""
         self._sequence.restarted()

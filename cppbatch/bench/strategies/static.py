@@ -56,10 +56,10 @@ class Static(Scheduler):
             if not self._batch:
                 self._padding.drop()
 
-    def start_over(self, sequences: Iterable[Seq]) -> None:
+    def restart(self, sequences: Iterable[Seq]) -> None:
         """All of these wait again; the batch stays the same."""
-        super().start_over(sequences)
-        self._padding.start_over()
+        super().restart(sequences)
+        self._padding.restart()
 
     def _is_due(self) -> bool:
         if len(self.waiting) >= self._n_parallel:
@@ -94,7 +94,7 @@ class Static(Scheduler):
 
     def _prompts(self, ready: list[Seq]) -> list[Chunk]:
         room, chunks = self._step_tokens, []
-        if not self._kv.make_room(room):
+        if not self._kv.ensure_free(room):
             room = min(room, self._kv.n_free)
         for sequence in ready:
             n = min(room, sequence.n_pending)
