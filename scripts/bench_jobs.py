@@ -73,18 +73,18 @@ def by_job(config: EngineConfig, folder: Path) -> float:
     source, out = folder / "in.jsonl", folder / "out.jsonl"
     fields = {"max_tokens": N_TOKENS, "temperature": 0, "ignore_eos": True}
     source.write_text("".join(json.dumps({"prompt": prompt, **fields}) + "\n" for prompt in prompts()))
-    job = FileJob(form=detect_input_format(source), output=out, errors=folder / "errors.jsonl")
+    job = FileJob(input_format=detect_input_format(source), output=out, errors=folder / "errors.jsonl")
     began = 0.0
 
     def start() -> None:
         nonlocal began
         began = time.time()
 
-    with InputReader(job.form, URLS) as reader:
+    with InputReader(job.input_format, URLS) as reader:
         journal = open_job(job, config.model_path, overwrite=True, say=print)
         offline = OfflineJob(job, journal, reader)
         assert asyncio.run(run_offline(config, Deployment(), offline, started=start))
-        assert (journal.n_done, journal.n_failed) == (len(prompts()), 0)
+        assert (journal.n_completed, journal.n_failed) == (len(prompts()), 0)
         journal.close()
     return offline.n_tokens / (out.stat().st_mtime - began)
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from cppbatch.jobs.hashing import hash64
-from cppbatch.jobs.job_request import JobRequest, JobResponse
-from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.job_request import JobRequest, JobResponse, hash64
+from cppbatch.jobs.journal import Journal, ResultLine, response_line
 from cppbatch.jobs.ledger import Ledger
-from cppbatch.jobs.results import ResultLine, response_line
 
 
 def item(line: int, custom_id: str | None = None, prompt: str = "say") -> JobRequest:
@@ -20,7 +18,7 @@ def item(line: int, custom_id: str | None = None, prompt: str = "say") -> JobReq
         custom_id=custom_id,
         url="/v1/completions",
         body={"prompt": prompt},
-        content=hash64(f"{custom_id} {prompt}".encode()),
+        content_hash=hash64(f"{custom_id} {prompt}".encode()),
     )
 
 

@@ -37,7 +37,7 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
     from cppbatch.server.batches.offline import OfflineJob, run_offline
     from cppbatch.server.batches.work import URLS
 
-    with InputReader(job.form, URLS) as reader:
+    with InputReader(job.input_format, URLS) as reader:
         journal = open_job(job, config.model_path, overwrite=overwrite, retry_failed=retry_failed, say=_say)
         offline = OfflineJob(job, journal, reader)
         progress = BatchProgress(offline)
@@ -46,7 +46,7 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
                 is_done = asyncio.run(run_offline(config, deployment, offline, started=progress.start))
         finally:
             journal.close()
-            _say(f"{journal.n_done} done, {journal.n_failed} failed; {progress.speed()}")
+            _say(f"{journal.n_completed} done, {journal.n_failed} failed; {progress.speed()}")
             _say(f"results: {job.output}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
     if not is_done:
         _say("stopped before the end; the same command goes on")

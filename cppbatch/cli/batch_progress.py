@@ -58,7 +58,7 @@ class BatchProgress:
 
     def _counts(self) -> str:
         journal = self._job.journal
-        return f"{journal.n_done} done, {journal.n_failed} failed"
+        return f"{journal.n_completed} done, {journal.n_failed} failed"
 
     def _show_bar(self) -> None:
         columns = (
@@ -73,7 +73,7 @@ class BatchProgress:
                 said = (
                     f"done, {job.journal.n_failed} failed, {self._recent_speed():.0f} tokens/s, batch {job.n_running}"
                 )
-                n_ended = job.journal.n_done + job.journal.n_failed
+                n_ended = job.journal.n_completed + job.journal.n_failed
                 bar.update(task, completed=n_ended, total=job.n_lines, description=said)
                 if has_ended:
                     return

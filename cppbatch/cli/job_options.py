@@ -65,14 +65,14 @@ def job_options(command: Command) -> Command:
         from cppbatch.jobs.input_format import detect_input_format
 
         SamplingParams(**params)  # complains before a model is fetched
-        form = detect_input_format(
+        input_format = detect_input_format(
             input_file,
             column=arguments.pop("column"),
             endpoint=arguments.pop("endpoint"),
             system=arguments.pop("system"),
         )
         job = FileJob(
-            form=form,
+            input_format=input_format,
             output=output,
             errors=errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}"),
             defaults=params,

@@ -1,1 +1,1 @@
-"""Durable batch jobs: a file of prompts in, a file of answers out, nothing lost and nothing twice. No HTTP."""
+"""Durable batch jobs: a file of requests in, a file of results out, resumable at any moment. No HTTP, no engine."""

@@ -1,4 +1,4 @@
-"""One batch from its making to its end."""
+"""A batch of the API from its creation to its final status."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,7 +29,7 @@ from cppbatch.jobs.batch_records import (
     FinalStatus,
     InputDetails,
     RequestCounts,
-)  # fmt: skip
+)
 from cppbatch.jobs.batch_store import BatchStore
 from cppbatch.jobs.batch_validation import read_batch_input, validate_input
 from cppbatch.jobs.data_folder import DataFolder
@@ -43,89 +44,96 @@ T = TypeVar("T")
 
 log = logging.getLogger("cppbatch.jobs")
 
-FIRST_PAUSE_S = 30.0
-_LONGEST_PAUSE_S = 600.0
-_LOOK_AT_CLOCK_S = 60.0  # a machine that slept has a clock that jumped
-_AT_ONCE = 8  # batches that run; each has a thread and open files
-_TIME_IS_UP = "This request could not be answered before the completion window ended."
+FIRST_RETRY_S = 30.0
+_MAX_RETRY_S = 600.0
+_CLOCK_CHECK_S = 60.0  # the clock jumps when a machine wakes from sleep
+_MAX_RUNNING_BATCHES = 8  # each has a thread and open files
+_EXPIRED = "This request could not be answered before the completion window ended."
 
 
 @dataclass(frozen=True)
 class BatchResources:
-    """What batches are answered with."""
+    """What all batches share."""
 
     model: str
-    work: RequestHandler
-    places: asyncio.Semaphore
-    """For each item that is at work, of all batches."""
-    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
-    """For each batch that is."""
-    validating: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """For that which is read for the first time."""
+    """The loaded model."""
+    handler: RequestHandler
+    request_slots: asyncio.Semaphore
+    """One for each running request of all batches."""
+    running_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_RUNNING_BATCHES))
+    """One for each batch whose requests run."""
+    validation_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """One for each batch that is being validated."""
 
 
 class ActiveBatch:
-    """A batch that has not ended. What is written of it survives anything; `live` goes on from there."""
+    """A batch that has not ended. Its record and journal are durable: after a restart `run` continues from them.
+
+    Status: validating -> in_progress -> finalizing -> completed, failed or expired; or cancelling -> cancelled.
+    """
 
     def __init__(self, record: BatchRecord, data: DataFolder, urls: Collection[str]) -> None:
+        """`urls`: the endpoints that batches support."""
         self.record = record
         self._data = data
         self._urls = urls
-        self._folder = data.batch(record.shown.id)
-        self._thread = _thread()
+        self._folder = data.batch(record.batch.id)
+        self._thread = _new_thread()
         self._journal: Journal | None = None
         self._cancelled = asyncio.Event()
-        if record.shown.status == "cancelling":
+        if record.batch.status == "cancelling":
             self._cancelled.set()
 
     @property
-    def shown(self) -> Batch:
-        """The batch as it is just now."""
-        shown, journal = self.record.shown, self._journal
-        return msgspec.structs.replace(shown, **_progress(shown, journal)) if journal else shown
+    def batch(self) -> Batch:
+        """The batch with its current counts."""
+        batch, journal = self.record.batch, self._journal
+        return msgspec.structs.replace(batch, **_progress(batch, journal)) if journal else batch
 
     async def cancel(self) -> None:
-        """Ends it before its time; what is answered already stays."""
-        self._change("cancelling", cancelling_at=_now())
+        """Starts to cancel the batch. Results so far are kept."""
+        self._update("cancelling", cancelling_at=_now())
         self._cancelled.set()
         await self.save()
 
     async def save(self) -> None:
-        """Writes down how it is."""
-        await self._data.ask(BatchStore.update_batch, self.record)
+        """Stores the record."""
+        await self._data.query(BatchStore.update_batch, self.record)
 
-    def _change(self, status: BatchStatus | None = None, **others: Any) -> None:
-        """Remembers this; who calls it has it saved."""
+    def _update(self, status: BatchStatus | None = None, **fields: Any) -> None:
+        """Changes fields of the batch in memory; the caller saves the record."""
         if status:
-            others["status"] = status
-        self.record = msgspec.structs.replace(self.record, shown=msgspec.structs.replace(self.record.shown, **others))
+            fields["status"] = status
+        self.record = msgspec.structs.replace(self.record, batch=msgspec.structs.replace(self.record.batch, **fields))
 
-    # --- its life -----------------------------------------------------------------------------------------------
+    # --- the life cycle -----------------------------------------------------------------------------------------
 
-    async def live(self, workplace: BatchResources) -> None:
-        """Returns when it has ended. When this is cancelled, the rest is left for the next start."""
+    async def run(self, resources: BatchResources) -> None:
+        """Returns when the batch has its final status. If it is cancelled, the next start continues."""
         try:
-            if self.record.ending is None:
-                ending = await self._unless_over(self._work(workplace))
-                if self._cancelled.is_set():  # perhaps while the last of it was put away
-                    ending = "cancelled"
-                else:  # from now on it cannot be cancelled
-                    self._change("finalizing", finalizing_at=_now() if ending != "failed" else None)
-                await self._patiently(partial(self._settle, ending))
-            await self._patiently(self._end)
+            if self.record.final_status is None:
+                final_status = await self._until_cancelled_or_expired(self._work(resources))
+                if self._cancelled.is_set():  # perhaps while the last results were recorded
+                    final_status = "cancelled"
+                else:  # from here on the batch cannot be cancelled
+                    self._update("finalizing", finalizing_at=_now() if final_status != "failed" else None)
+                await self._with_retry(partial(self._finish_results, final_status))
+            await self._with_retry(self._finalize)
         finally:
             self._thread.shutdown(wait=False)
 
-    async def _unless_over(self, work: Coroutine[Any, Any, FinalStatus]) -> FinalStatus:
-        """Does the work until it is done, the batch is cancelled, or its time is up: what it ends as."""
+    async def _until_cancelled_or_expired(self, work: Coroutine[Any, Any, FinalStatus]) -> FinalStatus:
+        """Runs `work` until it returns, or the batch is cancelled or expires. Returns the final status."""
         working, cancelled = asyncio.create_task(work), asyncio.create_task(self._cancelled.wait())
         try:
             while not self._cancelled.is_set():
-                left = self.record.shown.expires_at - time.time()
-                if left <= 0:
+                seconds_left = self.record.batch.expires_at - time.time()
+                if seconds_left <= 0:
                     return "expired"
                 await asyncio.wait(
-                    {working, cancelled}, timeout=min(left, _LOOK_AT_CLOCK_S), return_when=asyncio.FIRST_COMPLETED
+                    {working, cancelled},
+                    timeout=min(seconds_left, _CLOCK_CHECK_S),
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 if working.done():
                     return working.result()
@@ -135,29 +143,32 @@ class ActiveBatch:
                 task.cancel()
             await asyncio.gather(working, cancelled, return_exceptions=True)
 
-    async def _work(self, workplace: BatchResources) -> FinalStatus:
+    async def _work(self, resources: BatchResources) -> FinalStatus:
         try:
-            if self.record.shown.in_progress_at is None and not await self._validated(workplace):
+            if self.record.batch.in_progress_at is None and not await self._validate(resources):
                 return "failed"
             if self._folder.exists():
-                await self._patiently(self._look)
-            self._thread.shutdown(wait=False)  # thousands may wait for their turn, or for their model
-            self._thread = _thread()
-            if self.record.shown.model != workplace.model:
-                names = (self.record.shown.id, self.record.shown.model, workplace.model)
-                log.warning("%s waits for the model %r, for which it was made; %r is loaded", *names)
-                await _for_ever()
-            await self._patiently(partial(self._answer, workplace))
+                await self._with_retry(self._load_progress)
+            self._thread.shutdown(wait=False)  # thousands of batches may wait for a slot or for their model
+            self._thread = _new_thread()
+            if self.record.batch.model != resources.model:
+                names = (self.record.batch.id, self.record.batch.model, resources.model)
+                log.warning("%s waits for its model %r; the loaded model is %r", *names)
+                await _wait_forever()
+            await self._with_retry(partial(self._run_requests, resources))
         except ConfigError as error:
-            log.error("%s has failed: %s", self.record.shown.id, error)
-            gone = BatchError(code="input_file_gone", message="the input file cannot be read", param="input_file_id")
-            self._change(errors=BatchErrors(data=[gone]))
+            log.error("%s has failed: %s", self.record.batch.id, error)
+            input_gone = BatchError(
+                code="input_file_gone", message="the input file cannot be read", param="input_file_id"
+            )
+            self._update(errors=BatchErrors(data=[input_gone]))
             return "failed"
         return "completed"
 
-    async def _patiently(self, step: Callable[[], Awaitable[T]]) -> T:
-        """Does a step of it, again and again while the disk is full, or the engine gone, which may come back."""
-        pause = FIRST_PAUSE_S
+    async def _with_retry(self, step: Callable[[], Awaitable[T]]) -> T:
+        """Runs `step`, and retries with backoff on any error but `ConfigError`, such as a full disk or a closed
+        engine, which may restart."""
+        pause = FIRST_RETRY_S
         while True:
             try:
                 return await step()
@@ -165,79 +176,76 @@ class ActiveBatch:
                 raise
             except Exception as error:
                 unexpected = None if isinstance(error, StorageError | EngineClosed) else error
-                log.error(
-                    "%s stands still, and is tried again in %g s: %s",
-                    self.record.shown.id, pause, error, exc_info=unexpected,
-                )  # fmt: skip
+                log.error("%s pauses, next try in %g s: %s", self.record.batch.id, pause, error, exc_info=unexpected)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(2 * pause, _MAX_RETRY_S)
 
     # --- validating ---------------------------------------------------------------------------------------------
 
-    async def _validated(self, workplace: BatchResources) -> bool:
-        """Reads the input once. Whether there is anything in it to answer."""
+    async def _validate(self, resources: BatchResources) -> bool:
+        """Reads the input once. Returns whether it contains any valid request."""
         stop = threading.Event()
-        async with workplace.validating:
+        async with resources.validation_slots:
             try:
-                found = await self._on_thread(lambda: validate_input(self._input(), stop))
+                result = await self._on_thread(lambda: validate_input(self._input(), stop))
             finally:
                 stop.set()
         if self._cancelled.is_set():
-            return True  # whoever waits for this knows
-        errors = found.errors
-        if not found.n_lines:
+            return True  # the caller checks for cancellation
+        errors = result.errors
+        if not result.n_lines:
             errors = [BatchError(code="empty_file", message="the input file has no lines", param="input_file_id")]
-        self._change(
-            "in_progress" if found.n_good else None,
-            in_progress_at=_now() if found.n_good else None,
+        self._update(
+            "in_progress" if result.n_valid else None,
+            in_progress_at=_now() if result.n_valid else None,
             errors=BatchErrors(data=errors) if errors else None,
-            request_counts=RequestCounts(total=found.n_lines),
+            request_counts=RequestCounts(total=result.n_lines),
         )
-        if found.n_good:
-            await self._patiently(self.save)
-        return bool(found.n_good)
+        if result.n_valid:
+            await self._with_retry(self.save)
+        return bool(result.n_valid)
 
     # --- in progress --------------------------------------------------------------------------------------------
 
-    async def _look(self) -> None:
-        """Counts what was done before the last start."""
+    async def _load_progress(self) -> None:
+        """Reads the counts from before the restart."""
         try:
             await self._on_thread(self._open_journal)
         finally:
             await self._close_journal()
 
-    async def _answer(self, workplace: BatchResources) -> None:
-        async with workplace.turns:
+    async def _run_requests(self, resources: BatchResources) -> None:
+        async with resources.running_slots:
             try:
                 journal = await self._on_thread(self._open_journal)
-                await JobRunner(self._windows(), journal, workplace.work, workplace.places).run()
+                await JobRunner(self._chunks(), journal, resources.handler, resources.request_slots).run()
             finally:
                 await self._close_journal()
 
     def _input(self) -> Iterator[JobRequest | RejectedLine]:
-        shown = self.record.shown
-        return read_batch_input(self._data.content(shown.input_file_id), shown.endpoint, self._urls)
+        batch = self.record.batch
+        return read_batch_input(self._data.content(batch.input_file_id), batch.endpoint, self._urls)
 
-    def _windows(self) -> Iterator[Sequence[JobRequest | RejectedLine]]:
+    def _chunks(self) -> Iterator[Sequence[JobRequest | RejectedLine]]:
         return chunks(self._input())
 
     def _open_journal(self) -> Journal:
         self._folder.mkdir(exist_ok=True)
         ledger = Ledger(self._folder / "ledger.sqlite3")
         try:
-            self._journal = Journal(ledger, *self._results())
+            self._journal = Journal(ledger, *self._result_paths())
         except BaseException:
             ledger.close()
             raise
         return self._journal
 
-    def _results(self) -> tuple[Any, Any]:
+    def _result_paths(self) -> tuple[Path, Path]:
         return self._folder / "output.jsonl", self._folder / "errors.jsonl"
 
     async def _close_journal(self) -> None:
-        """Also one that is being opened just now, though nobody waits for that any more: the thread is the same."""
+        """Also closes a journal whose opening was cancelled: the thread finishes opening it before it runs this."""
         if journal := await self._on_thread(self._closed_journal):
-            self._change(**_progress(self.record.shown, journal))
+            self._update(**_progress(self.record.batch, journal))
             self._journal = None
 
     def _closed_journal(self) -> Journal | None:
@@ -248,52 +256,53 @@ class ActiveBatch:
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    # --- the end ------------------------------------------------------------------------------------------------
+    # --- finalizing ---------------------------------------------------------------------------------------------
 
-    async def _settle(self, ending: FinalStatus) -> None:
-        """What is in its files now stays so, and how it ends is decided."""
-        if ending == "expired" or self._folder.exists():
+    async def _finish_results(self, final_status: FinalStatus) -> None:
+        """Writes the last results and stores the final status. No result is written after that."""
+        if final_status == "expired" or self._folder.exists():
             stop = threading.Event()
             try:
-                await self._on_thread(partial(self._write_last, ending, stop))
+                await self._on_thread(partial(self._write_last_results, final_status, stop))
             finally:
                 stop.set()
                 await self._close_journal()
-        self.record = msgspec.structs.replace(self.record, ending=ending)
+        self.record = msgspec.structs.replace(self.record, final_status=final_status)
         await self.save()
 
-    def _write_last(self, ending: FinalStatus, stop: threading.Event) -> None:
+    def _write_last_results(self, final_status: FinalStatus, stop: threading.Event) -> None:
         journal = self._open_journal()
-        if ending == "expired":
+        if final_status == "expired":
             try:
-                rest = takewhile(lambda _: not stop.is_set(), self._windows())
-                reject_unanswered(rest, journal, "batch_expired", _TIME_IS_UP)
+                until_stopped = takewhile(lambda _: not stop.is_set(), self._chunks())
+                reject_unanswered(until_stopped, journal, "batch_expired", _EXPIRED)
             except ConfigError as error:
-                log.error("%s: what it has not answered is not in its error file: %s", self.record.shown.id, error)
+                log.error("%s: the error file lacks the unanswered requests: %s", self.record.batch.id, error)
 
-    async def _end(self) -> None:
-        ending = self.record.ending
-        assert ending  # settled
+    async def _finalize(self) -> None:
+        final_status = self.record.final_status
+        assert final_status  # set by _finish_results
         files = await self._on_thread(self._move_results)
         ids = {file.id for file in files}
-        ended = msgspec.structs.replace(
-            self.record.shown,
-            status=ending,
-            output_file_id=self.record.output_id if self.record.output_id in ids else None,
-            error_file_id=self.record.errors_id if self.record.errors_id in ids else None,
-            **{f"{ending}_at": _now()},
+        batch = msgspec.structs.replace(
+            self.record.batch,
+            status=final_status,
+            output_file_id=self.record.output_file_id if self.record.output_file_id in ids else None,
+            error_file_id=self.record.error_file_id if self.record.error_file_id in ids else None,
+            **{f"{final_status}_at": _now()},
         )
-        record = msgspec.structs.replace(self.record, shown=ended)
-        await self._data.ask(BatchStore.update_batch, record, files)
+        record = msgspec.structs.replace(self.record, batch=batch)
+        await self._data.query(BatchStore.update_batch, record, files)
         self.record = record
-        await self._on_thread(partial(shutil.rmtree, self._folder, ignore_errors=True))  # or at the next start
+        # On failure the next start deletes the folder.
+        await self._on_thread(partial(shutil.rmtree, self._folder, ignore_errors=True))
 
     def _move_results(self) -> list[File]:
-        """Puts its files in place, those that are not there yet."""
+        """Moves the result files into place unless they are there, and returns them. May be repeated."""
         record, now = self.record, _now()
-        ids = (record.output_id, record.errors_id)
+        ids = (record.output_file_id, record.error_file_id)
         files = []
-        for path, file_id, kind in zip(self._results(), ids, ("output", "error"), strict=True):
+        for path, file_id, kind in zip(self._result_paths(), ids, ("output", "error"), strict=True):
             content = self._data.content(file_id)
             if path.exists() and path.stat().st_size:
                 move_into_place(path, content)
@@ -303,32 +312,32 @@ class ActiveBatch:
                         id=file_id,
                         bytes=content.stat().st_size,
                         created_at=now,
-                        expires_at=now + record.output_life if record.output_life else None,
-                        filename=f"{record.shown.id}_{kind}.jsonl",
+                        expires_at=now + record.output_lifetime_s if record.output_lifetime_s else None,
+                        filename=f"{record.batch.id}_{kind}.jsonl",
                         purpose="batch_output",
                     )
                 )
         return files
 
 
-def _progress(shown: Batch, journal: Journal) -> dict[str, Any]:
-    """How many lines are done, and what they took."""
-    done, failed, tokens = journal.n_done, journal.n_failed, journal.tokens
-    total = max(shown.request_counts.total, done + failed)
-    prompt, completion = tokens["prompt_tokens"], tokens["completion_tokens"]
+def _progress(batch: Batch, journal: Journal) -> dict[str, Any]:
+    """The batch's fields with counts of lines and tokens."""
+    completed, failed, tokens = journal.n_completed, journal.n_failed, journal.tokens
+    total = max(batch.request_counts.total, completed + failed)
+    input_tokens, output_tokens = tokens["prompt_tokens"], tokens["completion_tokens"]
     return {
-        "request_counts": RequestCounts(total=total, completed=done, failed=failed),
+        "request_counts": RequestCounts(total=total, completed=completed, failed=failed),
         "usage": BatchUsage(
-            input_tokens=prompt,
+            input_tokens=input_tokens,
             input_tokens_details=InputDetails(cached_tokens=tokens["cached_tokens"]),
-            output_tokens=completion,
-            total_tokens=prompt + completion,
+            output_tokens=output_tokens,
+            total_tokens=input_tokens + output_tokens,
         ),
     }
 
 
-def _thread() -> ThreadPoolExecutor:
-    """For one batch; there is none before it has something to do."""
+def _new_thread() -> ThreadPoolExecutor:
+    """A thread for one batch. It starts with the first call."""
     return ThreadPoolExecutor(1, "cppbatch-batch")
 
 
@@ -336,5 +345,5 @@ def _now() -> int:
     return int(time.time())
 
 
-async def _for_ever() -> None:
+async def _wait_forever() -> None:
     await asyncio.get_running_loop().create_future()

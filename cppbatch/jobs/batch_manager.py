@@ -1,4 +1,4 @@
-"""The batches of a server: made, asked about, cancelled, and kept at work."""
+"""The batches of a server: creates, lists, cancels and runs them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from cppbatch.jobs.data_folder import DataFolder
 
 log = logging.getLogger("cppbatch.jobs")
 
-_SWEEP_S = 60.0
+_EXPIRY_CHECK_S = 60.0
 
 
 class BatchManager:
-    """For one event loop. Raises `StorageError` when something cannot be written."""
+    """All batches of a data folder. For one event loop. Raises `StorageError` if something cannot be written."""
 
     def __init__(self, data: DataFolder, urls: Collection[str]) -> None:
-        """`urls`: the endpoints that batches can be for."""
+        """`urls`: the endpoints that batches support."""
         self.data = data
         self._urls = urls
-        self._open = {record.shown.id: ActiveBatch(record, data, urls) for record in data.open_batches}
-        self._workplace: BatchResources | None = None
+        self._active = {record.batch.id: ActiveBatch(record, data, urls) for record in data.open_batches}
+        self._resources: BatchResources | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # --- for those who ask --------------------------------------------------------------------------------------
+    # --- requests about batches ---------------------------------------------------------------------------------
 
     @property
     def open_batches(self) -> list[Batch]:
-        """Those that have not ended, as they are just now."""
-        return [batch.shown for batch in self._open.values()]
+        """The batches that have not ended, with their current counts."""
+        return [active.batch for active in self._active.values()]
 
     async def create(
         self,
@@ -46,18 +46,18 @@ class BatchManager:
         completion_window: str,
         model: str,
         metadata: dict[str, str] | None = None,
-        output_life: int | None = None,
+        output_lifetime_s: int | None = None,
     ) -> Batch:
-        """A new batch, for the model that is loaded. `output_life`: seconds for which its results are kept.
+        """Creates a batch for `model`, the loaded model.
 
-        Raises `InvalidRequest`.
+        `output_lifetime_s`: seconds after which its results are deleted. Raises `InvalidRequest`.
         """
         if endpoint not in self._urls:
             raise InvalidRequest("endpoint", f"is {endpoint[:80]!r}; it must be one of {', '.join(self._urls)}")
         check_metadata(metadata)
-        now, name = int(time.time()), uuid.uuid4().hex
-        shown = Batch(
-            id=f"batch_{name}",
+        now = int(time.time())
+        batch = Batch(
+            id=f"batch_{uuid.uuid4().hex}",
             endpoint=endpoint,
             model=model,
             input_file_id=input_file_id,
@@ -66,92 +66,94 @@ class BatchManager:
             expires_at=now + completion_window_seconds(completion_window),
             metadata=metadata,
         )
-        record = BatchRecord(shown=shown, output_id=new_file_id(), errors_id=new_file_id(), output_life=output_life)
-        await asyncio.shield(self._add(record))  # though the client may go away: what is in the books is worked on
-        return shown
+        record = BatchRecord(
+            batch=batch,
+            output_file_id=new_file_id(),
+            error_file_id=new_file_id(),
+            output_lifetime_s=output_lifetime_s,
+        )
+        await asyncio.shield(self._add(record))  # if the client disconnects, a stored batch must still be run
+        return batch
 
     async def _add(self, record: BatchRecord) -> None:
-        await self.data.ask(BatchStore.add_batch, record)
-        self._open[record.shown.id] = batch = ActiveBatch(record, self.data, self._urls)
-        if self._workplace:
-            self._begin(batch, self._workplace)
+        await self.data.query(BatchStore.add_batch, record)
+        self._active[record.batch.id] = active = ActiveBatch(record, self.data, self._urls)
+        if self._resources:
+            self._keep(self._run(active, self._resources))
 
     async def get(self, batch_id: str) -> Batch:
-        """A batch as it is now. Raises `NotFound`."""
-        if batch := self._open.get(batch_id):
-            return batch.shown
-        return await self.data.ask(BatchStore.batch, batch_id)
+        """A batch with its current counts. Raises `NotFound`."""
+        if active := self._active.get(batch_id):
+            return active.batch
+        return await self.data.query(BatchStore.batch, batch_id)
 
     async def page(self, page: Page) -> tuple[list[Batch], bool]:
-        """A page of them, and whether there are more."""
-        batches, has_more = await self.data.ask(BatchStore.batches, page)
-        return [self._open[each.id].shown if each.id in self._open else each for each in batches], has_more
+        """A page of batches, and whether there are more."""
+        batches, has_more = await self.data.query(BatchStore.batches, page)
+        return [self._active[each.id].batch if each.id in self._active else each for each in batches], has_more
 
     async def cancel(self, batch_id: str) -> Batch:
-        """Begins to end a batch; what is answered already stays. Raises `NotFound`, and `Conflict` if it has ended."""
-        batch = self._open.get(batch_id)
-        shown = batch.shown if batch else await self.data.ask(BatchStore.batch, batch_id)
-        if shown.status == "cancelling":
-            return shown
-        if not batch or shown.status not in ("validating", "in_progress"):
-            raise Conflict("id", f"{batch_id} is {shown.status} and cannot be cancelled any more")
-        await batch.cancel()
-        return batch.shown
+        """Starts to cancel a batch. Results so far are kept. Raises `NotFound`, and `Conflict` if it has ended."""
+        active = self._active.get(batch_id)
+        batch = active.batch if active else await self.data.query(BatchStore.batch, batch_id)
+        if batch.status == "cancelling":
+            return batch
+        if not active or batch.status not in ("validating", "in_progress"):
+            raise Conflict("id", f"{batch_id} is {batch.status} and cannot be cancelled")
+        await active.cancel()
+        return active.batch
 
-    # --- at work ------------------------------------------------------------------------------------------------
+    # --- running ------------------------------------------------------------------------------------------------
 
-    def start(self, workplace: BatchResources) -> None:
-        """Goes on with those that have not ended, and begins with new ones as they come."""
-        self._workplace = workplace
-        for batch in list(self._open.values()):
-            log.info("%s goes on", batch.shown.id)
-            self._begin(batch, workplace)
-        self._keep(self._sweep())
-
-    def _begin(self, batch: ActiveBatch, workplace: BatchResources) -> None:
-        self._keep(self._live(batch, workplace))
+    def start(self, resources: BatchResources) -> None:
+        """Resumes the open batches, and from now on runs new ones."""
+        self._resources = resources
+        for active in list(self._active.values()):
+            log.info("%s is resumed", active.batch.id)
+            self._keep(self._run(active, resources))
+        self._keep(self._delete_expired_files())
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _live(self, batch: ActiveBatch, workplace: BatchResources) -> None:
+    async def _run(self, active: ActiveBatch, resources: BatchResources) -> None:
         try:
-            await batch.live(workplace)
+            await active.run(resources)
         except Exception:
-            log.exception("%s stands still until the server is started again", batch.shown.id)
+            log.exception("%s is stopped until the server restarts", active.batch.id)
         else:
-            del self._open[batch.shown.id]
-            log.info("%s is %s", batch.shown.id, batch.shown.status)
+            del self._active[active.batch.id]
+            log.info("%s is %s", active.batch.id, active.batch.status)
 
-    async def _sweep(self) -> None:
+    async def _delete_expired_files(self) -> None:
         while True:
             try:
-                await self.data.sweep(int(time.time()))
+                await self.data.delete_expired(int(time.time()))
             except StorageError as error:
-                log.error("files whose time is up cannot be removed: %s", error)
-            await asyncio.sleep(_SWEEP_S)
+                log.error("expired files cannot be deleted: %s", error)
+            await asyncio.sleep(_EXPIRY_CHECK_S)
 
     async def stop(self) -> None:
-        """Leaves all work as it is, for the next start; they can still be asked about."""
-        self._workplace = None
+        """Stops all batches; the next start resumes them. Requests about batches still work."""
+        self._resources = None
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for batch in self._open.values():
+        for active in self._active.values():
             try:
-                await batch.save()
-            except StorageError as error:  # nothing but its counts would be new
-                log.warning("%s: %s", batch.shown.id, error)
+                await active.save()
+            except StorageError as error:  # only the stored counts are outdated
+                log.warning("%s: %s", active.batch.id, error)
 
     async def close(self) -> None:
-        """Lets another process have the data."""
+        """Stops all batches and closes the data folder, so that another process can open it."""
         await self.stop()
         await asyncio.to_thread(self.data.close)
 
 
 def new_file_id() -> str:
-    """For a file that comes."""
+    """A new unique file ID."""
     return f"file-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""What the server remembers of files and batches, as OpenAI's API tells it."""
+"""Files and batches as OpenAI's API shows them, and the record of a batch that the server stores."""
 
 from __future__ import annotations
 
@@ -18,71 +18,71 @@ BatchStatus = Literal[
 ]  # fmt: skip
 FinalStatus = Literal["completed", "expired", "cancelled", "failed"]
 
-ENDED: tuple[BatchStatus, ...] = ("completed", "expired", "cancelled", "failed")
+FINAL_STATUSES: tuple[BatchStatus, ...] = ("completed", "expired", "cancelled", "failed")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])")
-_LONGEST_WINDOW_S = 366 * 86400
-_MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+_COMPLETION_WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+_MAX_WINDOW_S = 366 * 86400
+_MAX_PAIRS, _MAX_KEY_LENGTH, _MAX_VALUE_LENGTH = 16, 64, 512
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is kept. Times are seconds since 1970."""
+    """A stored file. Times are Unix times in seconds."""
 
     id: str
     object: Literal["file"] = "file"
     bytes: int
     created_at: int
     expires_at: int | None = None
-    """When it is removed; None: never."""
+    """When the file is deleted; None: never."""
     filename: str
     purpose: Purpose
     status: Literal["processed"] = "processed"
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a batch, or with a line of its input."""
+    """An error of a batch, or of a line of its input."""
 
     code: str
-    """One word for programs."""
+    """Machine-readable error code."""
     message: str
     line: int | None = None
     param: str | None = None
 
 
 class BatchErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """The first of them."""
+    """The first errors of a batch."""
 
     object: Literal["list"] = "list"
     data: list[BatchError]
 
 
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines of the input."""
+    """Counts of the input's lines."""
 
     total: int = 0
-    """0 until all were read."""
+    """0 until the whole input was read."""
     completed: int = 0
     failed: int = 0
-    """Refused, or answered with an error."""
+    """Rejected lines and error responses."""
 
 
 class InputDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the prompts' tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int = 0
-    """Taken from the prefix cache."""
+    """Tokens found in the prefix cache."""
 
 
 class OutputDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the generated tokens."""
+    """Details of the generated tokens."""
 
     reasoning_tokens: int = 0
-    """Always 0: they are not told apart here."""
+    """Always 0: batches do not count reasoning tokens separately."""
 
 
 class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of what was answered so far."""
+    """Tokens of the responses so far."""
 
     input_tokens: int = 0
     input_tokens_details: InputDetails = InputDetails()
@@ -92,13 +92,13 @@ class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch as the API shows it. Times are seconds since 1970."""
+    """A batch as the API shows it. Times are Unix times in seconds."""
 
     id: str
     object: Literal["batch"] = "batch"
     endpoint: str
     model: str
-    """The one that was loaded when it was made, and that answers it."""
+    """The model that was loaded when the batch was created. Only this model runs it."""
     errors: BatchErrors | None = None
     input_file_id: str
     completion_window: str
@@ -120,42 +120,53 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing will become of it any more."""
-        return self.status in ENDED
+        """Whether the status is final."""
+        return self.status in FINAL_STATUSES
 
 
-class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch with what only the server knows of it."""
+class BatchRecord(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "batch": "shown",
+        "output_file_id": "output_id",
+        "error_file_id": "errors_id",
+        "output_lifetime_s": "output_life",
+        "final_status": "ending",
+    },
+):
+    """A batch together with the server's own data about it, as `BatchStore` stores it (hence the renamed fields)."""
 
-    shown: Batch
-    output_id: str
-    """What its files will be called, chosen beforehand: so they can be made twice."""
-    errors_id: str
-    output_life: int | None = None
-    """Seconds after which those are removed."""
-    ending: FinalStatus | None = None
-    """What it ends as; its files are being put in place."""
+    batch: Batch
+    output_file_id: str
+    error_file_id: str
+    """Both IDs are chosen in advance, so that moving the files into place can be repeated."""
+    output_lifetime_s: int | None = None
+    """Seconds after which the output files are deleted; None: never."""
+    final_status: FinalStatus | None = None
+    """Set when no further results are written, before the files are moved into place."""
 
 
-def completion_window_seconds(given: str) -> int:
-    """A completion window's length. Raises `InvalidRequest`."""
-    found = _WINDOW.fullmatch(given)
+def completion_window_seconds(window: str) -> int:
+    """The length of a completion window such as "24h". Raises `InvalidRequest`."""
+    found = _COMPLETION_WINDOW.fullmatch(window)
     seconds = int(found[1]) * _UNITS[found[2]] if found else 0
-    if not 0 < seconds <= _LONGEST_WINDOW_S:
+    if not 0 < seconds <= _MAX_WINDOW_S:
         raise InvalidRequest(
             "completion_window",
-            f"is {given[:40]!r}; it must be a whole number with s, m, h or d, such as 24h, up to 366d",
+            f"is {window[:40]!r}; it must be a whole number with s, m, h or d, for example 24h, up to 366d",
         )
     return seconds
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raises `InvalidRequest` for more, or longer ones, than OpenAI takes."""
+    """Raises `InvalidRequest` if the metadata exceeds OpenAI's limits."""
     metadata = metadata or {}
-    if len(metadata) > _MOST_PAIRS:
-        raise InvalidRequest("metadata", f"has {len(metadata)} pairs; there may be {_MOST_PAIRS}")
+    if len(metadata) > _MAX_PAIRS:
+        raise InvalidRequest("metadata", f"has {len(metadata)} pairs; the maximum is {_MAX_PAIRS}")
     for key, value in metadata.items():
-        if len(key) > _LONGEST_KEY:
-            raise InvalidRequest("metadata", f"has a key of {len(key)} characters; it may have {_LONGEST_KEY}")
-        if len(value) > _LONGEST_VALUE:
-            raise InvalidRequest(f"metadata.{key}", f"has {len(value)} characters; a value may have {_LONGEST_VALUE}")
+        if len(key) > _MAX_KEY_LENGTH:
+            raise InvalidRequest("metadata", f"has a key of {len(key)} characters; the maximum is {_MAX_KEY_LENGTH}")
+        if len(value) > _MAX_VALUE_LENGTH:
+            raise InvalidRequest(f"metadata.{key}", f"has {len(value)} characters; the maximum is {_MAX_VALUE_LENGTH}")

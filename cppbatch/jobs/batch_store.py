@@ -1,4 +1,4 @@
-"""The server's books of files and batches."""
+"""The server's database of files and batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 _MIGRATIONS = (
     (
         """CREATE TABLE files (
-            number INTEGER PRIMARY KEY AUTOINCREMENT,   -- in the order in which they came
+            number INTEGER PRIMARY KEY AUTOINCREMENT,   -- insertion order
             id TEXT NOT NULL UNIQUE,
             purpose TEXT NOT NULL,
             expires_at INTEGER,
-            record BLOB NOT NULL                        -- `File`, as JSON
+            record BLOB NOT NULL                        -- `File` as JSON
         )""",
         "CREATE INDEX expiring_files ON files (expires_at) WHERE expires_at IS NOT NULL",
         """CREATE TABLE batches (
@@ -29,7 +29,7 @@ _MIGRATIONS = (
             id TEXT NOT NULL UNIQUE,
             input_file_id TEXT NOT NULL,
             is_open INTEGER NOT NULL,
-            record BLOB NOT NULL                        -- `BatchRecord`, as JSON
+            record BLOB NOT NULL                        -- `BatchRecord` as JSON
         )""",
         "CREATE INDEX open_batches ON batches (input_file_id) WHERE is_open",
     ),
@@ -37,28 +37,28 @@ _MIGRATIONS = (
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a list."""
+    """Which part of a list to return."""
 
     after: str | None = None
-    """The id of the last one of the page before."""
+    """The ID of the last element of the previous page."""
     limit: int
     newest_first: bool = True
 
 
 class BatchStore:
-    """One SQLite file. For one thread at a time. Raises `StorageError`."""
+    """One SQLite file. Not thread-safe: one thread at a time. Raises `StorageError`."""
 
     def __init__(self, path: Path) -> None:
         self._db = Database(path, _MIGRATIONS)
 
     def close(self) -> None:
-        """Lets others have it."""
+        """Closes the file, so that another process can open it."""
         self._db.close()
 
     # --- files --------------------------------------------------------------------------------------------------
 
     def add_file(self, file: File) -> None:
-        """Notes a file; nothing happens if it is known."""
+        """Adds a file; does nothing if its ID exists."""
         with self._db.transaction():
             self._insert(file)
 
@@ -69,85 +69,85 @@ class BatchStore:
         )
 
     def file(self, file_id: str) -> File:
-        """Raises `NotFound`."""
+        """Returns a file. Raises `NotFound`."""
         if rows := self._db.execute("SELECT record FROM files WHERE id = ?", (file_id,)):
             return msgspec.json.decode(rows[0][0], type=File)
-        raise NotFound("id", f"there is no file {file_id[:80]!r} here")
+        raise NotFound("id", f"there is no file {file_id[:80]!r}")
 
     def files(self, page: Page, purpose: str | None = None) -> tuple[list[File], bool]:
-        """A page of files, of one purpose or of any, and whether there are more."""
+        """A page of files, optionally of one purpose, and whether there are more."""
         where, values = ("purpose = ?", [purpose]) if purpose is not None else ("TRUE", [])
         return self._page("files", page, where, values, File)
 
     def delete_file(self, file_id: str) -> None:
-        """Forgets a file. Raises `NotFound`, and `Conflict` when a batch needs it."""
+        """Deletes a file's row. Raises `NotFound`, and `Conflict` if an open batch reads the file."""
         with self._db.transaction():
             self.file(file_id)
             if rows := self._db.execute("SELECT id FROM batches WHERE is_open AND input_file_id = ?", (file_id,)):
-                raise Conflict("id", f"{file_id} is the input of {rows[0][0]}, which has not ended: cancel that first")
+                raise Conflict("id", f"{file_id} is the input of {rows[0][0]}, which has not ended: cancel it first")
             self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def delete_expired(self, now: int) -> list[str]:
-        """Forgets the files whose time is up, and says which; not those that batches need."""
+        """Deletes the rows of expired files, except inputs of open batches, and returns their IDs."""
         with self._db.transaction():
             rows = self._db.execute(
                 "SELECT id FROM files WHERE expires_at <= ? "
                 "AND id NOT IN (SELECT input_file_id FROM batches WHERE is_open)",
                 (now,),
             )
-            self._db.each("DELETE FROM files WHERE id = ?", rows)
+            self._db.execute_many("DELETE FROM files WHERE id = ?", rows)
         return [file_id for (file_id,) in rows]
 
     def unknown_files(self, ids: Collection[str]) -> list[str]:
-        """Those of which there is no file, and none will come of an open batch."""
+        """The IDs that belong neither to a file nor to a future output of an open batch."""
         known = {file_id for (file_id,) in self._db.execute("SELECT id FROM files")}
-        for batch in self.open_batches():
-            known |= {batch.output_id, batch.errors_id}
+        for record in self.open_batches():
+            known |= {record.output_file_id, record.error_file_id}
         return [file_id for file_id in ids if file_id not in known]
 
     # --- batches ------------------------------------------------------------------------------------------------
 
-    def add_batch(self, batch: BatchRecord) -> None:
-        """Notes a new batch. Raises `InvalidRequest` when its input is not here, or no batch's."""
-        shown = batch.shown
+    def add_batch(self, record: BatchRecord) -> None:
+        """Adds a new batch. Raises `InvalidRequest` if its input does not exist or has another purpose."""
+        batch = record.batch
         with self._db.transaction():
-            rows = self._db.execute("SELECT purpose FROM files WHERE id = ?", (shown.input_file_id,))
+            rows = self._db.execute("SELECT purpose FROM files WHERE id = ?", (batch.input_file_id,))
             if not rows:
-                raise InvalidRequest("input_file_id", f"there is no file {shown.input_file_id[:80]!r} here")
+                raise InvalidRequest("input_file_id", f"there is no file {batch.input_file_id[:80]!r}")
             if rows[0][0] != "batch":
                 raise InvalidRequest(
                     "input_file_id",
-                    f"{shown.input_file_id} was uploaded for {rows[0][0]!r}; its purpose must be 'batch'",
+                    f"{batch.input_file_id} was uploaded with purpose {rows[0][0]!r}; its purpose must be 'batch'",
                 )
             self._db.execute(
                 "INSERT INTO batches (id, input_file_id, is_open, record) VALUES (?, ?, TRUE, ?)",
-                (shown.id, shown.input_file_id, msgspec.json.encode(batch)),
+                (batch.id, batch.input_file_id, msgspec.json.encode(record)),
             )
 
     def batch(self, batch_id: str) -> Batch:
-        """Raises `NotFound`."""
+        """Returns a batch. Raises `NotFound`."""
         if rows := self._db.execute("SELECT record FROM batches WHERE id = ?", (batch_id,)):
-            return msgspec.json.decode(rows[0][0], type=BatchRecord).shown
-        raise NotFound("id", f"there is no batch {batch_id[:80]!r} here")
+            return msgspec.json.decode(rows[0][0], type=BatchRecord).batch
+        raise NotFound("id", f"there is no batch {batch_id[:80]!r}")
 
     def batches(self, page: Page) -> tuple[list[Batch], bool]:
         """A page of batches, and whether there are more."""
         records, has_more = self._page("batches", page, "TRUE", [], BatchRecord)
-        return [record.shown for record in records], has_more
+        return [record.batch for record in records], has_more
 
     def open_batches(self) -> list[BatchRecord]:
-        """Those that have not ended, the oldest first."""
+        """The batches that have not ended, oldest first."""
         rows = self._db.execute("SELECT record FROM batches WHERE is_open ORDER BY number")
         return [msgspec.json.decode(record, type=BatchRecord) for (record,) in rows]
 
-    def update_batch(self, batch: BatchRecord, outputs: Sequence[File] = ()) -> None:
-        """Notes what has become of a batch, with the files that it has made."""
+    def update_batch(self, record: BatchRecord, outputs: Sequence[File] = ()) -> None:
+        """Updates a batch and adds its output files, in one commit."""
         with self._db.transaction():
             for file in outputs:
                 self._insert(file)
             self._db.execute(
                 "UPDATE batches SET is_open = ?, record = ? WHERE id = ?",
-                (not batch.shown.has_ended, msgspec.json.encode(batch), batch.shown.id),
+                (not record.batch.has_ended, msgspec.json.encode(record), record.batch.id),
             )
 
     # --- both ---------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class BatchStore:
         if page.after is not None:
             rows = self._db.execute(f"SELECT number FROM {table} WHERE id = ?", (page.after,))
             if not rows:
-                raise InvalidRequest("after", f"there is no {page.after[:80]!r} here")
+                raise InvalidRequest("after", f"there is no {page.after[:80]!r}")
             where, values = f"{where} AND number {beyond} ?", [*values, rows[0][0]]
         found = self._db.execute(
             f"SELECT record FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?", [*values, page.limit + 1]

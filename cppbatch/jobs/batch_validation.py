@@ -1,4 +1,4 @@
-"""What a batch of the API reads: one file, for one endpoint."""
+"""Reads and validates the input file of a batch."""
 
 from __future__ import annotations
 
@@ -13,50 +13,55 @@ from cppbatch.jobs.input_format import Endpoint, InputFormat
 from cppbatch.jobs.input_reader import InputReader
 from cppbatch.jobs.job_request import JobRequest, RejectedLine
 
-_PROMPTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/embeddings": "embeddings"}
-_MOST_ERRORS = 100  # that a batch shows; if it runs, all of them are in its error file
-_LINES_AT_ONCE, _BREATH_S = 256, 0.0002
+_PROMPT_ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/embeddings": "embeddings"}
+_MAX_ERRORS = 100  # in the batch object; the error file contains all errors
+_LINES_PER_PAUSE, _PAUSE_S = 256, 0.0002
 
 
 @dataclass
 class ValidationResult:
-    """What is in an input."""
+    """Counts and first errors of an input."""
 
     n_lines: int = 0
-    n_good: int = 0
+    n_valid: int = 0
     errors: list[BatchError] = field(default_factory=list)
-    """The first of them."""
 
 
 def read_batch_input(path: Path, endpoint: str, urls: Collection[str]) -> Iterator[JobRequest | RejectedLine]:
-    """The lines of a batch's input, those for other endpoints refused. Raises `ConfigError` if it cannot be read."""
-    form = InputFormat(path=path, kind="jsonl", endpoint=_PROMPTS.get(endpoint, "completions"))
-    with InputReader(form, urls) as reader:
+    """The entries of a batch's input; requests to another endpoint than the batch's are rejected.
+
+    `urls`: the endpoints that batches support. Raises `ConfigError` if the file cannot be read.
+    """
+    input_format = InputFormat(path=path, kind="jsonl", endpoint=_PROMPT_ENDPOINTS.get(endpoint, "completions"))
+    with InputReader(input_format, urls) as reader:
         for entry in reader:
-            yield _mismatched(entry, endpoint) if isinstance(entry, JobRequest) and entry.url != endpoint else entry
+            if isinstance(entry, JobRequest) and entry.url != endpoint:
+                yield _wrong_endpoint(entry, endpoint)
+            else:
+                yield entry
 
 
-def _mismatched(item: JobRequest, endpoint: str) -> RejectedLine:
+def _wrong_endpoint(request: JobRequest, endpoint: str) -> RejectedLine:
     return RejectedLine(
-        line=item.line,
+        line=request.line,
         code="mismatched_endpoint",
-        message=f"url: is {item.url}, and the endpoint of this batch is {endpoint}",
-        custom_id=item.custom_id,
-        content=item.content,
+        message=f"url: is {request.url}, but the endpoint of this batch is {endpoint}",
+        custom_id=request.custom_id,
+        content_hash=request.content_hash,
     )
 
 
 def validate_input(entries: Iterable[JobRequest | RejectedLine], stop: threading.Event) -> ValidationResult:
-    """Counts what there is. Ends early when told to; what it returns is of no use then."""
-    found = ValidationResult()
+    """Counts the entries and collects the first errors. Returns an incomplete result after `stop` is set."""
+    result = ValidationResult()
     for entry in entries:
-        found.n_lines += 1
+        result.n_lines += 1
         if isinstance(entry, JobRequest):
-            found.n_good += 1
-        elif len(found.errors) < _MOST_ERRORS:
-            found.errors.append(BatchError(code=entry.code, message=entry.message, line=entry.line))
-        if found.n_lines % _LINES_AT_ONCE == 0:
+            result.n_valid += 1
+        elif len(result.errors) < _MAX_ERRORS:
+            result.errors.append(BatchError(code=entry.code, message=entry.message, line=entry.line))
+        if result.n_lines % _LINES_PER_PAUSE == 0:
             if stop.is_set():
                 break
-            time.sleep(_BREATH_S)  # the event loop is waiting for Python's lock
-    return found
+            time.sleep(_PAUSE_S)  # lets the event loop take the GIL
+    return result

@@ -1,4 +1,4 @@
-"""Prompts in a column of a CSV file."""
+"""Reads prompts from a column of a CSV file."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from collections import deque
 from collections.abc import Iterator
 
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.hashing import hash64
 from cppbatch.jobs.input_format import InputFormat, table_columns
-from cppbatch.jobs.job_request import JobRequest, RejectedLine
+from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.jobs.line_reader import MAX_LINE_BYTES, LineReader
 from cppbatch.jobs.request_builder import LineError, RequestBuilder, check_text
 
-_REREAD_AT_FIRST = 16 << 20
-_REREAD_PER_BYTE = 4
-_MOST_LINES = 1 << 18
-"""Of a record, since short lines take far more memory than they have bytes."""
+_INITIAL_REREAD_BYTES = 16 << 20
+_REREAD_BYTES_PER_BYTE = 4
+_MAX_LINES_PER_RECORD = 1 << 18
+"""Short lines take far more memory than their bytes."""
 
 
 class CsvInput:
-    """The items of a CSV file, whose first line names the columns."""
+    """The requests of a CSV file. The first line names the columns."""
 
-    def __init__(self, form: InputFormat, requests: RequestBuilder) -> None:
-        self._form = form
-        self._requests = requests
-        self._lines = LineReader(form.path)
+    def __init__(self, input_format: InputFormat, builder: RequestBuilder) -> None:
+        self._format = input_format
+        self._builder = builder
+        self._lines = LineReader(input_format.path)
 
     @property
     def fraction(self) -> float:
@@ -35,33 +34,33 @@ class CsvInput:
         self._lines.close()
 
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
-        # The limit, of 128 KiB by default, is one for the whole process; what we read is limited by _Feed.
+        # csv's field limit (128 KiB by default) is global to the process. _RecordReader limits what is read here.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-        feed = _Feed(self._lines)
-        rows = csv.reader(feed, delimiter=self._delimiter(feed.first_line()), strict=True)
+        records = _RecordReader(self._lines)
+        rows = csv.reader(records, delimiter=self._delimiter(records.peek_line()), strict=True)
         columns = self._columns(rows)
-        prompt, *naming = map(columns.index, table_columns(self._form, columns))
+        prompt, *ids = map(columns.index, table_columns(self._format, columns))
         while True:
-            feed.begin_record()
+            records.begin_record()
             try:
                 row = next(rows)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield feed.give_up(error)
+                yield records.reject_unreadable(error)
                 continue
-            if feed.is_blank:
+            if records.is_blank:
                 continue
             if len(row) < len(columns):
-                yield feed.refused(f"has {len(row)} of the {len(columns)} fields that the first line names")
+                yield records.reject(f"has {len(row)} of the {len(columns)} fields that the first line names")
             elif any(row[len(columns) :]):
                 more = f"has {len(row)} fields, more than the {len(columns)} that the first line names"
-                yield feed.refused(f"{more}: a text with {rows.dialect.delimiter!r} in it must be in quotes")
+                yield records.reject(f"{more}: a text that contains {rows.dialect.delimiter!r} must be quoted")
             else:
-                yield self._requests.item(feed.line, row[naming[0]] if naming else None, row[prompt])
+                yield self._builder.from_prompt(records.line, row[ids[0]] if ids else None, row[prompt])
 
     def _delimiter(self, first_line: str) -> str:
-        if self._form.path.suffix.lower() == ".tsv":
+        if self._format.path.suffix.lower() == ".tsv":
             return "\t"
         return ";" if ";" in first_line and "," not in first_line else ","
 
@@ -69,82 +68,82 @@ class CsvInput:
         try:
             columns = [check_text(name.strip()) for name in next(rows, [])]
         except (csv.Error, LineError) as error:
-            raise ConfigError(f"{self._form.path}: its first line should name the columns, but: {error}") from None
+            raise ConfigError(f"{self._format.path}: cannot read the column names in the first line: {error}") from None
         if not columns:
-            raise ConfigError(f"{self._form.path}: is empty, and its first line should name the columns")
+            raise ConfigError(f"{self._format.path}: is empty; the first line must name the columns")
         return columns
 
 
-class _TooLong(csv.Error):
-    """A record is longer than a line may be, or has too many lines."""
+class _RecordTooLong(csv.Error):
+    """A record exceeds the maximum length of a line, or has too many lines."""
 
 
-class _Feed:
-    """The lines that a csv.reader reads, and which of them make up the record that it reads just now.
+class _RecordReader:
+    """Feeds lines to a `csv.reader`, and remembers the lines of the record that is being read.
 
-    A quote that is never closed takes in all lines up to the file's end, so of a record that cannot be read only the
-    first line is given up, and the others are read again; as long as that is not too often, since a file can be made
-    in which each line would have 16 MiB read again.
+    An unclosed quote makes a record extend to the end of the file. Therefore only the first line of an unreadable
+    record is rejected, and its other lines are read again. The number of bytes that are read again is limited, since
+    otherwise a crafted file could have 16 MiB read again for each of its lines.
     """
 
     def __init__(self, lines: LineReader) -> None:
-        self._fresh = iter(lines)
-        self._again: deque[tuple[int, bytes]] = deque()
-        self._may_reread = _REREAD_AT_FIRST
+        self._lines = iter(lines)
+        self._pushed_back: deque[tuple[int, bytes]] = deque()
+        self._reread_bytes_left = _INITIAL_REREAD_BYTES
         self._record: list[tuple[int, bytes]] = []
-        self._record_size = 0
+        self._record_bytes = 0
 
-    def __iter__(self) -> _Feed:
+    def __iter__(self) -> _RecordReader:
         return self
 
     def __next__(self) -> str:
-        if self._again:
-            number, line = self._again.popleft()
+        if self._pushed_back:
+            number, line = self._pushed_back.popleft()
         else:
-            number, line = next(self._fresh)
-            self._may_reread += _REREAD_PER_BYTE * len(line)
+            number, line = next(self._lines)
+            self._reread_bytes_left += _REREAD_BYTES_PER_BYTE * len(line)
         self._record.append((number, line))
-        self._record_size += len(line)
-        if self._record_size > MAX_LINE_BYTES or len(self._record) > _MOST_LINES:
-            raise _TooLong
+        self._record_bytes += len(line)
+        if self._record_bytes > MAX_LINE_BYTES or len(self._record) > _MAX_LINES_PER_RECORD:
+            raise _RecordTooLong
         return line.decode(errors="surrogateescape")
 
-    def first_line(self) -> str:
-        """The first that is not blank; it is still to be read."""
-        for number, line in self._fresh:
+    def peek_line(self) -> str:
+        """The first line that is not blank. It is not consumed."""
+        for number, line in self._lines:
             if line.strip():
-                self._again.append((number, line))
+                self._pushed_back.append((number, line))
                 return line.decode(errors="surrogateescape")
         return ""
 
     def begin_record(self) -> None:
         self._record = []
-        self._record_size = 0
+        self._record_bytes = 0
 
     @property
     def line(self) -> int:
-        """Where the record begins."""
+        """The line number where the record begins."""
         return self._record[0][0]
 
     @property
     def is_blank(self) -> bool:
         return len(self._record) == 1 and self._record[0][1].isspace()
 
-    def refused(self, message: str, code: str = "invalid_record") -> RejectedLine:
+    def reject(self, message: str, code: str = "invalid_record") -> RejectedLine:
         data = b"".join(line for _, line in self._record)
-        return RejectedLine(line=self.line, code=code, message=message, content=hash64(data))
+        return RejectedLine(line=self.line, code=code, message=message, content_hash=hash64(data))
 
-    def give_up(self, error: csv.Error) -> RejectedLine:
-        """Refuses the record's first line, or all its lines if reading the others again would cost too much."""
+    def reject_unreadable(self, error: csv.Error) -> RejectedLine:
+        """Rejects the record's first line, or all its lines if the limit of bytes to read again is exhausted."""
         (_, first), *others = self._record
-        if others and self._record_size - len(first) <= self._may_reread:
-            self._may_reread -= self._record_size - len(first)
-            self._again.extendleft(reversed(others))
+        if others and self._record_bytes - len(first) <= self._reread_bytes_left:
+            self._reread_bytes_left -= self._record_bytes - len(first)
+            self._pushed_back.extendleft(reversed(others))
             del self._record[1:]
-        is_too_long = isinstance(error, _TooLong)
+        is_too_long = isinstance(error, _RecordTooLong)
         if is_too_long and not others:
-            return self.refused(f"is longer than {MAX_LINE_BYTES} bytes, the most a line may have", "line_too_long")
+            return self.reject(f"is longer than {MAX_LINE_BYTES} bytes, the maximum length of a line", "line_too_long")
         is_open = is_too_long or "end of data" in str(error)
         problem = "a quote that begins here is not closed" if is_open else f"cannot be read as CSV: {error}"
         last = self._record[-1][0]
-        return self.refused(problem if last == self.line else f"{problem}; nothing is read of the lines up to {last}")
+        return self.reject(problem if last == self.line else f"{problem}; the lines up to {last} are skipped")

@@ -1,4 +1,10 @@
-"""The server's data folder: its books, the contents of its files, and what running batches have on the disk."""
+"""The server's data folder: the database, the contents of files, and the working folders of open batches.
+
+jobs.sqlite3     `BatchStore`
+incoming/ID      uploads that are not complete
+files/ID         contents of files
+batches/ID/      ledger.sqlite3, output.jsonl, errors.jsonl of an open batch
+"""
 
 from __future__ import annotations
 
@@ -22,63 +28,66 @@ T = TypeVar("T")
 
 log = logging.getLogger("cppbatch.jobs")
 
-_BOOKS = "jobs.sqlite3"
-_PARTS = ("incoming", "files", "batches")
-_PRIVATE = 0o700  # people's prompts are in there
+_DATABASE = "jobs.sqlite3"
+_SUBFOLDERS = ("incoming", "files", "batches")
+_PRIVATE = 0o700  # the files contain users' prompts
 
 
 class DataFolder:
-    """`open_data` makes one. Whatever happens to the process, the books are right: contents come before their row and
-    go after it, and those without a row are removed at the next start."""
+    """An open data folder. `open_data_folder` makes one.
+
+    The database is consistent with the files whenever the process dies: contents are written before their row and
+    deleted after it, and contents without a row are deleted at the next start.
+    """
 
     def __init__(self, folder: Path, store: BatchStore) -> None:
         self.folder = folder
         self._store = store
         self._thread = ThreadPoolExecutor(1, "cppbatch-store")  # commits wait for the disk
-        self._incoming, self._files, self._batches = (folder / name for name in _PARTS)
-        self.open_batches = self._repaired()
-        """Those that had not ended when it was opened."""
+        self._incoming, self._files, self._batches = (folder / name for name in _SUBFOLDERS)
+        self.open_batches = self._clean_up()
+        """The batches that had not ended when the folder was opened."""
 
-    def _repaired(self) -> list[BatchRecord]:
-        """Removes what a process left behind that was killed."""
-        with _explained(self.folder):
-            for part in (self._incoming, self._files, self._batches):
-                part.mkdir(mode=_PRIVATE, exist_ok=True)
+    def _clean_up(self) -> list[BatchRecord]:
+        """Deletes what a killed process left behind. Returns the open batches."""
+        with _storage_errors(self.folder):
+            for subfolder in (self._incoming, self._files, self._batches):
+                subfolder.mkdir(mode=_PRIVATE, exist_ok=True)
             for file_id in self._store.unknown_files([path.name for path in self._files.iterdir()]):
                 self.content(file_id).unlink()
             for path in self._incoming.iterdir():
                 path.unlink()
-            batches = self._store.open_batches()
-            for name in {path.name for path in self._batches.iterdir()} - {batch.shown.id for batch in batches}:
+            records = self._store.open_batches()
+            for name in {path.name for path in self._batches.iterdir()} - {record.batch.id for record in records}:
                 shutil.rmtree(self.batch(name))
-        return batches
+        return records
 
-    async def ask(self, method: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a method of the `BatchStore` on the thread that has it."""
+    async def query(self, method: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a method of the `BatchStore` on its thread, for example `query(BatchStore.file, file_id)`."""
         call = partial(method, self._store, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    # --- where things are ---------------------------------------------------------------------------------------
+    # --- paths --------------------------------------------------------------------------------------------------
 
     def incoming(self, file_id: str) -> Path:
-        """Where a file is written until it is whole."""
+        """Where an upload is written until it is complete."""
         return self._incoming / file_id
 
     def content(self, file_id: str) -> Path:
-        """Where a file's contents are."""
+        """The contents of a file."""
         return self._files / file_id
 
     def batch(self, batch_id: str) -> Path:
-        """The folder of a batch that runs."""
+        """The working folder of an open batch."""
         return self._batches / batch_id
 
-    # --- files come and go --------------------------------------------------------------------------------------
+    # --- adding and deleting files ------------------------------------------------------------------------------
 
-    async def keep(self, file: File) -> None:
-        """Keeps what was written to `incoming`: on the disk when this returns, and to the end when it is cancelled."""
-        await asyncio.to_thread(self._keep, file)
+    async def add_file(self, file: File) -> None:
+        """Adds the file that was written to `incoming`, durably. Completes even if it is cancelled."""
+        await asyncio.to_thread(self._add_file, file)
 
-    def _keep(self, file: File) -> None:
+    def _add_file(self, file: File) -> None:
         content = self.content(file.id)
         move_into_place(self.incoming(file.id), content)
         try:
@@ -87,45 +96,45 @@ class DataFolder:
             content.unlink(missing_ok=True)
             raise
 
-    async def delete(self, file_id: str) -> None:
-        """Raises `NotFound`, and `Conflict` when a batch needs it. Goes on to the end when it is cancelled."""
-        await asyncio.to_thread(self._delete, file_id)
+    async def delete_file(self, file_id: str) -> None:
+        """Raises `NotFound`, and `Conflict` if an open batch reads the file. Completes even if it is cancelled."""
+        await asyncio.to_thread(self._delete_file, file_id)
 
-    def _delete(self, file_id: str) -> None:
+    def _delete_file(self, file_id: str) -> None:
         self._thread.submit(self._store.delete_file, file_id).result()
         self._unlink([file_id])
 
-    async def sweep(self, now: int) -> None:
-        """Removes files whose time is up, except those that a batch needs."""
-        if gone := await self.ask(BatchStore.delete_expired, now):
-            log.info("removed %d files whose time was up", len(gone))
-            await asyncio.to_thread(self._unlink, gone)
+    async def delete_expired(self, now: int) -> None:
+        """Deletes expired files, except inputs of open batches."""
+        if deleted := await self.query(BatchStore.delete_expired, now):
+            log.info("deleted %d expired files", len(deleted))
+            await asyncio.to_thread(self._unlink, deleted)
 
     def _unlink(self, ids: list[str]) -> None:
         for file_id in ids:
             try:
                 self.content(file_id).unlink(missing_ok=True)
-            except OSError as error:  # the next start removes it
-                log.warning("cannot remove %s: %s", self.content(file_id), error)
+            except OSError as error:  # the next start deletes it
+                log.warning("cannot delete %s: %s", self.content(file_id), error)
 
     def close(self) -> None:
-        """Another process may open it."""
+        """Closes the database, so that another process can open the folder."""
         self._thread.shutdown()
         self._store.close()
 
 
-def open_data(folder: Path) -> DataFolder:
-    """Opens or makes a data folder, and repairs what a process that was killed left behind.
+def open_data_folder(folder: Path) -> DataFolder:
+    """Opens or creates a data folder, and deletes what a killed process left behind.
 
-    Raises `StorageError`; `InUse` when another process has it.
+    Raises `StorageError`; `InUse` if another process has opened it.
     """
     folder = folder.expanduser()
     if folder.exists() and not folder.is_dir():
-        raise StorageError(f"{folder} is a file; the data of a server needs a folder")
-    with _explained(folder):
+        raise StorageError(f"{folder} is a file; the server's data needs a folder")
+    with _storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _refuse_others(folder)
-    store = BatchStore(folder / _BOOKS)
+        _check_ownership(folder)
+    store = BatchStore(folder / _DATABASE)
     try:
         return DataFolder(folder, store)
     except BaseException:
@@ -133,21 +142,21 @@ def open_data(folder: Path) -> DataFolder:
         raise
 
 
-def _refuse_others(folder: Path) -> None:
-    """What the books do not know is removed, so without books there must be nothing."""
-    if (folder / _BOOKS).exists():
+def _check_ownership(folder: Path) -> None:
+    """Files without a row are deleted, so a folder without a database must not contain any."""
+    if (folder / _DATABASE).exists():
         return
-    for name in _PARTS:
-        part = folder / name
-        if part.exists() and (not part.is_dir() or any(part.iterdir())):
+    for name in _SUBFOLDERS:
+        subfolder = folder / name
+        if subfolder.exists() and (not subfolder.is_dir() or any(subfolder.iterdir())):
             raise StorageError(
-                f"{folder} has {name!r} in it and no {_BOOKS}: it is no data folder, or its books are gone. "
+                f"{folder} contains {name!r} but no {_DATABASE}: it is not a data folder, or its database is lost. "
                 f"Use an empty folder, or move {name!r} away"
             )
 
 
 @contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def _storage_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""SQLite files that survive a power loss, in the hands of one process at a time."""
+"""SQLite databases that survive a power loss and are used by one process at a time."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from typing import Any
 
 from cppbatch.errors import DiskFull, InUse, StorageError
 
-_LEAST_ROOM = 1 << 16  # bytes on the disk, of which SQLite needs some for every change
-_WAIT_S = 2.0  # for a process that is just going down
+_MIN_FREE_BYTES = 1 << 16  # SQLite needs some free disk space for every change
+_LOCK_TIMEOUT_S = 2.0  # enough for a process that is shutting down
 
 Migration = Sequence[str]
-"""The statements that lead from one version of a file to the next."""
+"""The SQL statements that upgrade a database by one version."""
 
-_IN_USE = "is in use by another cppbatch: end that one, or use another folder or output"
+_IN_USE = "is in use by another cppbatch: stop that process, or use another folder or output"
 _REASONS = {
     "full": "cannot grow, the disk is full: free some space and start again; nothing that was written is lost",
     "readonly": "is read-only: make it and its folder writable",
     "read-only": "is read-only: make it and its folder writable",
-    "unable to open": "cannot be opened: its folder must be there and be writable",
-    "malformed": "is broken: move it away to begin anew",
-    "not a database": "is no database of ours: move it away to begin anew",
+    "unable to open": "cannot be opened: its folder must exist and be writable",
+    "malformed": "is corrupt: move it away to start over",
+    "not a database": "is not a database of cppbatch: move it away to start over",
 }
-"""What SQLite's messages come to, by a word that is in them."""
+"""Explanations by a part of SQLite's message."""
 
 
 class Database:
-    """One SQLite file: WAL, each commit on the disk before it returns, locked for as long as it is open.
+    """One SQLite file: WAL mode, each commit fsynced, locked exclusively while it is open.
 
-    For one thread at a time. Raises `StorageError`, also when it is opened.
+    Not thread-safe: one thread at a time. All methods raise `StorageError`.
     """
 
     def __init__(self, path: Path, migrations: Sequence[Migration]) -> None:
-        """Opens or makes the file, and brings it to the version that the last of the migrations leads to."""
+        """Opens or creates the file, and upgrades it to version `len(migrations)`."""
         self.path = path
-        with self._explained():
-            self._db = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+        with self._storage_errors():
+            self._db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
-            with self._explained():
-                self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # also keeps a second process out
+            with self._storage_errors():
+                self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # keeps other processes out
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
                 self._check()
@@ -68,38 +68,38 @@ class Database:
                 for statement in statements:
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {number}")
-        with self.transaction():  # takes the lock, even when there was nothing to do
+        with self.transaction():  # acquires the lock even if there was nothing to upgrade
             self._db.execute(f"PRAGMA user_version = {len(migrations)}")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of it is on the disk when this ends without an exception, else none of it."""
-        with self._explained():
+        """Commits on exit, durably; rolls back on an exception."""
+        with self._storage_errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                with contextlib.suppress(sqlite3.Error):  # a full disk has rolled it back already
+                with contextlib.suppress(sqlite3.Error):  # on a full disk SQLite has rolled back already
                     self._db.execute("ROLLBACK")
                 raise
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Runs one statement; its rows."""
-        with self._explained():
+        """Executes one statement and returns its rows."""
+        with self._storage_errors():
             return self._db.execute(statement, values).fetchall()
 
-    def each(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
-        """Runs one statement for each of these rows of values."""
-        with self._explained():
+    def execute_many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        """Executes one statement for each row of values."""
+        with self._storage_errors():
             self._db.executemany(statement, rows)
 
     def close(self) -> None:
-        """Ends it; another process may open the file."""
+        """Closes the database, so that another process can open it."""
         self._db.close()
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _storage_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
@@ -111,8 +111,8 @@ class Database:
             raise kind(f"{self.path} {reason} (SQLite: {text})") from error
 
     def _is_disk_full(self, text: str) -> bool:
-        """SQLite calls it an I/O error where a file of its own cannot grow, as the log of a database."""
+        """SQLite reports an I/O error instead of a full disk if one of its own files, such as the WAL, cannot grow."""
         try:
-            return "disk I/O error" in text and shutil.disk_usage(self.path.parent).free < _LEAST_ROOM
+            return "disk I/O error" in text and shutil.disk_usage(self.path.parent).free < _MIN_FREE_BYTES
         except OSError:
             return False

@@ -1,4 +1,4 @@
-"""Files on the disk for good: those that grow with each result, and those that appear whole or not at all."""
+"""Files that survive a power loss: append-only files, and files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from cppbatch.errors import DiskFull, StorageError
 
 
 class DurableFile:
-    """A file that only grows. Somebody else remembers how much of it counts."""
+    """An append-only file. The caller records durably which size is committed."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Opens the file and cuts off what goes beyond `size` bytes: that was being written when its process died.
+        """Opens the file and truncates it to `size` bytes: the rest was not committed before the process died.
 
-        Raises `StorageError`, also when the file is shorter.
+        Raises `StorageError`, also if the file is shorter than `size`.
         """
         self.path, self.size = path, size
-        with _explained(path):
+        with _storage_errors(path):
             self._file = path.open("ab")
             found = self._file.tell()
             if found > size:
@@ -29,16 +29,16 @@ class DurableFile:
         if found < size:
             self._file.close()
             raise StorageError(
-                f"{path} has {found} bytes, though {size} were written to it: somebody has changed it. "
-                "Put it back, or begin anew with another output"
+                f"{path} has {found} bytes, but {size} were written to it: another program changed it. "
+                "Restore the file, or start over with another output"
             )
 
     def append(self, data: bytes) -> None:
-        """On the disk when this returns; when it raises `StorageError`, nothing of it is in the file.
+        """Writes and fsyncs `data`. If it raises `StorageError`, the file is unchanged.
 
-        Whoever sets `size` back has what was appended beyond it replaced by the next.
+        The caller may set `size` back; the next append then overwrites what is behind it.
         """
-        with _explained(self.path):
+        with _storage_errors(self.path):
             try:
                 if self._file.tell() != self.size:
                     self._reopen()
@@ -51,7 +51,7 @@ class DurableFile:
         self.size += len(data)
 
     def _reopen(self) -> None:
-        """Forgets what did not get through, that in the file's buffer too."""
+        """Discards what is behind `size`, in the file and in its buffer."""
         with contextlib.suppress(OSError):
             self._file.close()
         self._file = self.path.open("ab")
@@ -63,7 +63,7 @@ class DurableFile:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -71,21 +71,21 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """What an `OSError` says about this file, with what to do."""
+    """The `StorageError` for an `OSError` at this path, with advice."""
     kind = StorageError
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        kind, todo = DiskFull, "free some space and start again; nothing that was written is lost"
+        kind, advice = DiskFull, "free some space and start again; nothing that was written is lost"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        todo = "make it and its folder writable"
+        advice = "make it and its folder writable"
     elif error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-        todo = "check its name and its folder"
+        advice = "check its name and its folder"
     else:
-        todo = "check the disk"
-    return kind(f"{path} cannot be written ({error.strerror or error}): {todo}")
+        advice = "check the disk"
+    return kind(f"{path} cannot be written ({error.strerror or error}): {advice}")
 
 
 def fsync_folder(folder: Path) -> None:
-    """Has a folder's names on the disk. (Windows cannot, and does that by itself.)"""
+    """Makes the folder's entries durable. Windows has no such call and does not need it."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -96,9 +96,9 @@ def fsync_folder(folder: Path) -> None:
 
 
 def move_into_place(finished: Path, path: Path) -> None:
-    """Gives a file that is written and closed its name: whole, or not at all. Raises `StorageError`."""
-    with _explained(path):
-        with finished.open("r+b") as file:  # Windows does not sync what cannot be written to
+    """Fsyncs a closed file and renames it to `path`, atomically and durably. Raises `StorageError`."""
+    with _storage_errors(path):
+        with finished.open("r+b") as file:  # Windows can only fsync files that are open for writing
             os.fsync(file.fileno())
         finished.replace(path)
         fsync_folder(path.parent)

@@ -1,32 +1,29 @@
-"""Reading a job's input: in order, in constant memory, and what is wrong with a line is wrong with that line alone."""
+"""Reads a job's input file, of any format: in order, in constant memory; an invalid line affects no other line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Protocol
 
 from cppbatch.jobs.csv_input import CsvInput
-from cppbatch.jobs.hashing import hash64
 from cppbatch.jobs.input_format import InputFormat
 from cppbatch.jobs.job_request import JobRequest, RejectedLine
-from cppbatch.jobs.jsonl_input import json_item
-from cppbatch.jobs.line_reader import MAX_LINE_BYTES, LineReader
+from cppbatch.jobs.jsonl_input import LineInput, parse_json_line, parse_text_line
 from cppbatch.jobs.parquet_input import ParquetInput
 from cppbatch.jobs.request_builder import RequestBuilder
 
 
 class InputReader:
-    """Iterating it yields what each line of an input asks for, or why it is refused. Blank lines are left out.
+    """Iterating yields the request of each line, or why the line is rejected. Blank lines are skipped.
 
-    Lines may ask for these `urls`. The file is opened when iterating begins, each time anew; `ConfigError` is raised
-    if it cannot be read, and for a table that has not the columns it should have. Whether names are unique is not
-    looked at.
+    `urls` are the allowed endpoints. Each iteration opens the file again. Raises `ConfigError` if the file cannot be
+    read or a table lacks its columns. The ledger, not the reader, checks that custom IDs are unique.
     """
 
-    def __init__(self, form: InputFormat, urls: Collection[str]) -> None:
-        self._form = form
-        self._requests = RequestBuilder(form, urls)
+    def __init__(self, input_format: InputFormat, urls: Collection[str]) -> None:
+        self._format = input_format
+        self._builder = RequestBuilder(input_format, urls)
         self._source: _Source | None = None
         self._is_done = False
 
@@ -40,7 +37,7 @@ class InputReader:
 
     @property
     def fraction(self) -> float:
-        """How much of the file is read, from 0 to 1. Another thread may ask."""
+        """The fraction of the file that was read, from 0 to 1. Any thread may call this."""
         source = self._source
         if source is None:
             return float(self._is_done)
@@ -60,52 +57,18 @@ class InputReader:
         self.close()
 
     def _open(self) -> _Source:
-        if self._form.kind == "csv":
-            return CsvInput(self._form, self._requests)
-        if self._form.kind == "parquet":
-            return ParquetInput(self._form, self._requests)
-        return _LineFile(self._form, self._requests, json_item if self._form.kind == "jsonl" else _text_item)
+        if self._format.kind == "csv":
+            return CsvInput(self._format, self._builder)
+        if self._format.kind == "parquet":
+            return ParquetInput(self._format, self._builder)
+        parse = parse_json_line if self._format.kind == "jsonl" else parse_text_line
+        return LineInput(self._format, self._builder, parse)
 
 
 class _Source(Protocol):
-    """A file that is open."""
+    """An open input file."""
 
     @property
     def fraction(self) -> float: ...
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]: ...
     def close(self) -> None: ...
-
-
-class _LineFile:
-    """A file each of whose lines asks for something."""
-
-    def __init__(
-        self,
-        form: InputFormat,
-        requests: RequestBuilder,
-        read: Callable[[int, bytes, RequestBuilder], JobRequest | RejectedLine],
-    ) -> None:
-        self._lines = LineReader(form.path)
-        self._requests = requests
-        self._read = read
-
-    @property
-    def fraction(self) -> float:
-        return self._lines.fraction
-
-    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
-        read, requests = self._read, self._requests
-        for number, raw in self._lines:
-            line = raw.rstrip(b"\r\n")
-            if len(line) > MAX_LINE_BYTES:
-                message = f"is longer than {MAX_LINE_BYTES} bytes, the most a line may have"
-                yield RejectedLine(line=number, code="line_too_long", message=message, content=hash64(line))
-            elif line and not line.isspace():
-                yield read(number, line, requests)
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-def _text_item(number: int, line: bytes, requests: RequestBuilder) -> JobRequest | RejectedLine:
-    return requests.item(number, None, line.decode(errors="surrogateescape"))

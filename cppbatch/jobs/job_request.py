@@ -1,8 +1,9 @@
-"""What a job is made of: the lines of its input, and what became of each."""
+"""The requests of a batch job, one for each line of its input, and the responses to them."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -14,50 +15,55 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a job."""
 
     line: int
-    """Where it stands in its file, from 1; of a Parquet file, which row it is."""
+    """Line number in the input file, from 1; for a Parquet file the row number."""
     custom_id: str
-    """Names it in the results; unique within the job."""
+    """The client's name for the request, unique within the job; the result carries it."""
     url: str
-    """The endpoint that it is for, such as /v1/chat/completions."""
+    """Endpoint, for example /v1/chat/completions."""
     body: Json
-    """What that endpoint is sent."""
+    """The JSON body for that endpoint."""
     is_plain: bool = False
-    """A mere prompt, not a request in OpenAI's form: its result is written in short."""
-    content: int
-    """A hash of what stands on the line, signed, of 64 bits, by which a line that was edited is known."""
+    """Whether the line has a prompt instead of a request in OpenAI's batch format. Its result has the short form."""
+    content_hash: int
+    """`hash64` of the line. A changed hash reveals that the input was edited after the line was answered."""
 
 
 class RejectedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that is no request."""
+    """An input line that is not a valid request."""
 
     line: int
     code: str
-    """One word for programs, such as invalid_json."""
+    """Machine-readable error code, for example invalid_json."""
     message: str
-    """What is wrong with it, with the value, for the person who reads it."""
+    """Human-readable error message that includes the wrong value."""
     custom_id: str | None = None
-    """If it could be read."""
-    content: int
+    """None if the line has none or it cannot be read."""
+    content_hash: int
 
 
 class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What an endpoint answers to one item."""
+    """An endpoint's response to one request."""
 
     status: int
-    """Of HTTP: 200, or that of an error."""
+    """HTTP status code."""
     body: object
-    """An object for JSON."""
+    """Encodes to a JSON object."""
     request_id: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
     @property
-    def is_good(self) -> bool:
-        """Whether it is an answer, and no error."""
+    def is_ok(self) -> bool:
+        """Whether the response is not an error."""
         return self.status < 400
 
 
 RequestHandler = Callable[[JobRequest], Awaitable[JobResponse]]
-"""Has an item answered. What is wrong with the item alone is an answer with an error's status; an exception means that
-nothing can be answered any more (the engine is gone), and the item is left for later."""
+"""Runs one request. An error of the request is returned as a response with an error status. An exception means that no
+request can run any more (the engine is closed): the job stops and leaves the request unanswered."""
+
+
+def hash64(data: bytes) -> int:
+    """A 64-bit hash of `data` as a signed integer, which fits SQLite's INTEGER."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -1,4 +1,4 @@
-"""Works through a job: reads its input, has the items answered side by side, records the results as they come."""
+"""Runs a job: reads its input, runs its requests concurrently, and records results as they arrive."""
 
 from __future__ import annotations
 
@@ -10,69 +10,68 @@ from typing import TypeVar
 
 from cppbatch.errors import StorageError
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, RequestHandler
-from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.journal import Journal, ResultLine, response_line
 from cppbatch.jobs.request_order import order_requests
-from cppbatch.jobs.results import ResultLine, response_line
 
 T = TypeVar("T")
 
 
 class JobRunner:
-    """One job at work. What is read, and what is recorded, is done on a thread of its own, in turn.
+    """One run of one job. One thread of its own reads the input and writes the journal, alternately.
 
-    `places`: an item runs for as long as it holds one of them; several jobs may share them, and then take turns.
+    Each running request holds one of `request_slots`. Several jobs may share the semaphore, which is fair.
     """
 
     def __init__(
         self,
-        windows: Iterator[Sequence[JobRequest | RejectedLine]],
+        chunks: Iterator[Sequence[JobRequest | RejectedLine]],
         journal: Journal,
-        work: RequestHandler,
-        places: asyncio.Semaphore,
+        handler: RequestHandler,
+        request_slots: asyncio.Semaphore,
         *,
         longest_first: bool = False,
     ) -> None:
-        """`windows`: the input, as much at a time as is ordered together (`cppbatch.jobs.request_order`)."""
-        self._windows = windows
+        """`chunks`: the input; the requests of a chunk are ordered together (`cppbatch.jobs.request_order`)."""
+        self._chunks = chunks
         self._journal = journal
-        self._work = work
-        self._places = places
+        self._handler = handler
+        self._request_slots = request_slots
         self._longest_first = longest_first
         self._thread = ThreadPoolExecutor(1, "cppbatch-job")
-        self._items: set[asyncio.Task[None]] = set()
-        self._results: list[ResultLine] = []  # not recorded yet
-        self._news = asyncio.Event()
-        self._is_fed = False
-        self._is_over = False
+        self._request_tasks: set[asyncio.Task[None]] = set()
+        self._unrecorded: list[ResultLine] = []
+        self._wake_recorder = asyncio.Event()
+        self._all_responded = False
+        self._is_stopped = False
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Returns when every line has been dealt with.
+        """Returns when every line is finished.
 
-        Raises what ended it before: `StorageError`, `ConfigError` for an input that cannot be read, or what `work`
-        raised. Then, and when this is cancelled, what was answered is recorded, and the rest is left for another run.
+        Raises `StorageError`, `ConfigError` if the input cannot be read, or any exception of the handler. In these
+        cases, and when it is cancelled, it records the results it has and leaves the rest for another run.
         """
-        parts = [asyncio.create_task(self._or_fail(part())) for part in (self._feed, self._record)]
+        parts = [asyncio.create_task(self._run_part(part())) for part in (self._submit_all, self._record_all)]
         try:
             await self._end
         finally:
-            self._is_over = True
-            tasks = [*parts, *self._items]
+            self._is_stopped = True
+            tasks = [*parts, *self._request_tasks]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._leave()
+            await self._record_rest()
 
-    async def _leave(self) -> None:
-        """Records what is left, unless that is what has failed, when the thread is done with what it has to do."""
+    async def _record_rest(self) -> None:
+        """Records the remaining results, unless recording has failed, after the thread has finished its call."""
         can_record = self._end.cancelled() or not isinstance(self._end.exception(), StorageError)
-        results = self._results if can_record else []
+        results = self._unrecorded if can_record else []
         try:
             await self._on_thread(lambda: self._journal.record(results) if results else None)
         finally:
             self._thread.shutdown()
 
-    async def _or_fail(self, part: Awaitable[None]) -> None:
+    async def _run_part(self, part: Awaitable[None]) -> None:
         try:
             await part
         except Exception as error:
@@ -83,69 +82,76 @@ class JobRunner:
             self._end.set_exception(error)
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
-        # Shielded: what was handed over is done, though nobody waits for it any more.
+        # Shielded: the thread finishes a call even if the task that waits for it is cancelled.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, function))
 
-    # --- from the input to the items at work --------------------------------------------------------------------
+    # --- from the input to running requests ---------------------------------------------------------------------
 
-    async def _feed(self) -> None:
-        while window := await self._on_thread(self._next_window):
-            for item in window:
-                await self._places.acquire()
-                task = asyncio.create_task(self._answer(item))
-                self._items.add(task)
-                task.add_done_callback(self._left)
-        if self._items:
-            await asyncio.wait(self._items)
-        self._is_fed = True
-        self._news.set()
+    async def _submit_all(self) -> None:
+        while requests := await self._on_thread(self._next_requests):
+            for request in requests:
+                await self._request_slots.acquire()
+                task = asyncio.create_task(self._run_request(request))
+                self._request_tasks.add(task)
+                task.add_done_callback(self._request_done)
+        if self._request_tasks:
+            await asyncio.wait(self._request_tasks)
+        self._all_responded = True
+        self._wake_recorder.set()
 
-    def _left(self, task: asyncio.Task[None]) -> None:
-        self._items.discard(task)
-        self._places.release()
+    def _request_done(self, task: asyncio.Task[None]) -> None:
+        self._request_tasks.discard(task)
+        self._request_slots.release()
 
-    def _next_window(self) -> list[JobRequest]:
-        """The next items that are still to be answered; none at the end of the input."""
-        for entries in self._windows:
-            if self._is_over:  # nobody waits for these any more
+    def _next_requests(self) -> list[JobRequest]:
+        """The requests to run of the next chunk that has any; empty at the end of the input."""
+        for entries in self._chunks:
+            if self._is_stopped:
                 break
-            if entries and (items := self._journal.register(entries)):
-                return order_requests(items, longest_first=self._longest_first)
+            if entries and (requests := self._journal.register(entries)):
+                return order_requests(requests, longest_first=self._longest_first)
         return []
 
-    async def _answer(self, item: JobRequest) -> None:
+    async def _run_request(self, request: JobRequest) -> None:
         try:
-            result = response_line(item, await self._work(item))
+            result = response_line(request, await self._handler(request))
         except Exception as error:
             self._fail(error)
             return
-        self._results.append(result)
-        self._news.set()
+        self._unrecorded.append(result)
+        self._wake_recorder.set()
 
-    # --- from the answers to the disk ---------------------------------------------------------------------------
+    # --- from responses to the journal --------------------------------------------------------------------------
 
-    async def _record(self) -> None:
-        """Records what has come since the last time: the slower the disk, the more at once."""
+    async def _record_all(self) -> None:
+        """Records all results that arrived since the last write in one write, so a slow disk gets larger writes."""
         while True:
-            await self._news.wait()
-            self._news.clear()
-            is_fed = self._is_fed
-            if results := self._results:
-                self._results = []
+            await self._wake_recorder.wait()
+            self._wake_recorder.clear()
+            all_responded = self._all_responded
+            if results := self._unrecorded:
+                self._unrecorded = []
                 await self._on_thread(partial(self._journal.record, results))
-            if is_fed and not self._results:
+            if all_responded and not self._unrecorded:
                 break
         self._end.set_result(None)
 
 
 def reject_unanswered(
-    windows: Iterator[Sequence[JobRequest | RejectedLine]], journal: Journal, code: str, message: str
+    chunks: Iterator[Sequence[JobRequest | RejectedLine]], journal: Journal, code: str, message: str
 ) -> None:
-    """Writes an error for each item that has not been answered: there is no time for it any more."""
-    for entries in windows:
-        items = journal.register(entries) if entries else []
-        lost = [
-            RejectedLine(line=item.line, code=code, message=message, custom_id=item.custom_id, content=item.content)
-            for item in items
-        ]
-        journal.refuse(lost)
+    """Writes this error for each request that has no result yet."""
+    for entries in chunks:
+        requests = journal.register(entries) if entries else []
+        journal.reject(
+            [
+                RejectedLine(
+                    line=request.line,
+                    code=code,
+                    message=message,
+                    custom_id=request.custom_id,
+                    content_hash=request.content_hash,
+                )
+                for request in requests
+            ]
+        )

@@ -1,4 +1,4 @@
-"""A job's results on the disk: the files they go to, and the ledger that says what of them counts."""
+"""A job's result files together with its ledger, and the JSON lines that are written to the files."""
 
 from __future__ import annotations
 
@@ -6,29 +6,45 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from cppbatch.jobs.durable_files import DurableFile
-from cppbatch.jobs.job_request import JobRequest, RejectedLine
+from cppbatch.jobs.job_request import JobRequest, JobResponse, Json, RejectedLine
 from cppbatch.jobs.ledger import FinishedLine, Ledger, LineState
-from cppbatch.jobs.results import ResultLine, rejection_line
 
-_AT_ONCE = 256  # held results that are written together
-_TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+_HELD_PER_WRITE = 256  # held results written together
+_TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+_OPTIONAL_FIELDS = ("reasoning_content", "tool_calls", "logprobs")
+"""Fields of a choice that the short form of a result contains if they are set."""
+
+
+class ResultLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one input line."""
+
+    line: int
+    is_ok: bool
+    """False for rejected lines and responses with an error status."""
+    data: bytes
+    """A line of JSON, with its line end."""
+    tokens: dict[str, int] = {}
+    """Token counts by name."""
 
 
 class Journal:
-    """Every line of the input is answered or refused once, whatever happens in between.
+    """Every line of the input gets one result, even if the process dies at any moment.
 
-    First a result is appended to its file, then the ledger says, in one commit, that the line is dealt with and how
-    long the file is. What a dying process appended in between goes beyond that length and is cut off.
+    First a result is appended to its file. Then one commit of the ledger records that the line is finished and the new
+    size of the file. When the journal is opened, data beyond the committed size is truncated.
 
-    For one thread at a time. Raises `StorageError`.
+    Not thread-safe: one thread at a time. Raises `StorageError`.
     """
 
     def __init__(self, ledger: Ledger, output: Path, errors: Path, *, ordered: bool = False) -> None:
-        """Opens `output` for answers and `errors` for the rest; that file is made when there is a first one.
+        """Opens `output` for responses and `errors` for errors. `errors` is created for the first error.
 
-        `ordered`: answers in the order of the input's lines; the ledger holds those that are early.
+        `ordered`: writes responses in the order of the input. The ledger holds early ones.
         """
         self.ledger = ledger
         self._ordered = ordered
@@ -39,67 +55,67 @@ class Journal:
         except BaseException:
             self._output.close()
             raise
-        self.tokens = Counter({name: ledger.number(name) for name in _TOKENS})
+        self.tokens = Counter({name: ledger.number(name) for name in _TOKEN_COUNTS})
 
     @property
-    def n_done(self) -> int:
-        """Lines that were answered."""
-        return self.ledger.n_done
+    def n_completed(self) -> int:
+        """Lines with a response that is not an error."""
+        return self.ledger.n_completed
 
     @property
     def n_failed(self) -> int:
-        """Lines that were refused, or answered with an error."""
+        """Lines that were rejected or have an error response."""
         return self.ledger.n_failed
 
     def register(self, entries: Sequence[JobRequest | RejectedLine]) -> list[JobRequest]:
-        """Notes lines that follow each other, writes what is to be refused, and returns what is to be answered."""
-        to_answer, to_refuse = self.ledger.register(entries)
-        self.refuse(to_refuse)
+        """Registers consecutive entries, writes the errors of rejected lines, and returns the requests to run."""
+        to_run, to_reject = self.ledger.register(entries)
+        self.reject(to_reject)
         if self._ordered:
             self._write_ready()
-        return to_answer
+        return to_run
 
-    def refuse(self, lines: Sequence[RejectedLine]) -> None:
-        """Writes that these lines have no answer."""
+    def reject(self, lines: Sequence[RejectedLine]) -> None:
+        """Writes the errors of these lines."""
         if lines:
             self.record([rejection_line(line) for line in lines])
 
     def record(self, results: Sequence[ResultLine]) -> None:
-        """These are on the disk when this returns."""
-        good = [result for result in results if result.is_good]
-        bad = [result for result in results if not result.is_good]
-        if bad and not self._errors:
+        """Writes these results durably."""
+        ok = [result for result in results if result.is_ok]
+        failed = [result for result in results if not result.is_ok]
+        if failed and not self._errors:
             self._errors = DurableFile(self._errors_path, 0)
-        numbers: dict[str, int] = {}
-        tokens = sum((Counter(result.numbers) for result in results), Counter(self.tokens))
-        with self._counted():
-            if good and not self._ordered:
-                self._output.append(b"".join(result.data for result in good))
-                numbers["output_bytes"] = self._output.size
-            if bad and self._errors:
-                self._errors.append(b"".join(result.data for result in bad))
-                numbers["error_bytes"] = self._errors.size
+        sizes: dict[str, int] = {}
+        tokens = sum((Counter(result.tokens) for result in results), Counter(self.tokens))
+        with self._sizes_restored_on_error():
+            if ok and not self._ordered:
+                self._output.append(b"".join(result.data for result in ok))
+                sizes["output_bytes"] = self._output.size
+            if failed and self._errors:
+                self._errors.append(b"".join(result.data for result in failed))
+                sizes["error_bytes"] = self._errors.size
             self.ledger.record(
                 [
-                    FinishedLine(result.line, LineState.DONE if result.is_good else LineState.FAILED)
+                    FinishedLine(result.line, LineState.COMPLETED if result.is_ok else LineState.FAILED)
                     for result in results
                 ],
-                numbers | tokens,
-                [(result.line, result.data) for result in good] if self._ordered else (),
+                sizes | tokens,
+                [(result.line, result.data) for result in ok] if self._ordered else (),
             )
         self.tokens = tokens
         if self._ordered:
             self._write_ready()
 
     def _write_ready(self) -> None:
-        while ready := self.ledger.ready(_AT_ONCE):
-            with self._counted():
+        while ready := self.ledger.ready(_HELD_PER_WRITE):
+            with self._sizes_restored_on_error():
                 self._output.append(b"".join(data for _, data in ready))
-                self.ledger.let_go((line for line, _ in ready), {"output_bytes": self._output.size})
+                self.ledger.release((line for line, _ in ready), {"output_bytes": self._output.size})
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """What is appended in here counts only if the ledger could say so."""
+    def _sizes_restored_on_error(self) -> Iterator[None]:
+        """If the ledger's commit fails, the data that was appended is discarded by the next append."""
         sizes = [(file, file.size) for file in (self._output, self._errors) if file]
         try:
             yield
@@ -113,3 +129,68 @@ class Journal:
         with contextlib.closing(self.ledger), contextlib.closing(self._output):
             if self._errors:
                 self._errors.close()
+
+
+def response_line(request: JobRequest, response: JobResponse) -> ResultLine:
+    """The result of a request with its endpoint's response, which may be an error.
+
+    OpenAI's format, or the short form for a plain prompt: {"custom_id": "a", "line": 1, "text": "Hello", ...}.
+    """
+    is_short = request.is_plain and response.is_ok
+    content = _short_form(request, response) if is_short else _openai_form(request, response)
+    tokens = {
+        "prompt_tokens": response.prompt_tokens,
+        "cached_tokens": response.cached_tokens,
+        "completion_tokens": response.completion_tokens,
+    }
+    return ResultLine(line=request.line, is_ok=response.is_ok, data=_encoded(content), tokens=tokens)
+
+
+def rejection_line(line: RejectedLine) -> ResultLine:
+    """The result of a line that was not sent to an endpoint."""
+    content = {
+        "id": _result_id(line.line),
+        "custom_id": line.custom_id,
+        "line": line.line,
+        "response": None,
+        "error": {"code": line.code, "message": line.message, "line": line.line},
+    }
+    return ResultLine(line=line.line, is_ok=False, data=_encoded(content))
+
+
+def _openai_form(request: JobRequest, response: JobResponse) -> Json:
+    line = {} if response.is_ok else {"line": request.line}
+    return {
+        "id": _result_id(request.line),
+        "custom_id": request.custom_id,
+        **line,
+        "response": {"status_code": response.status, "request_id": response.request_id, "body": response.body},
+        "error": None,
+    }
+
+
+def _short_form(request: JobRequest, response: JobResponse) -> Json:
+    body: Json = msgspec.to_builtins(response.body)
+    content: Json = {"custom_id": request.custom_id, "line": request.line}
+    if "choices" in body:
+        choices = [_short_choice(choice) for choice in body["choices"]]
+        content |= choices[0] if len(choices) == 1 else {"choices": choices}
+    else:
+        embeddings = [each["embedding"] for each in body["data"]]
+        content |= {"embedding": embeddings[0]} if len(embeddings) == 1 else {"embeddings": embeddings}
+    return content | {"usage": body["usage"]}
+
+
+def _short_choice(choice: Json) -> Json:
+    message: dict[str, Any] = choice.get("message") or {"content": choice.get("text")}
+    fields = {**message, "logprobs": choice.get("logprobs")}
+    optional = {name: fields[name] for name in _OPTIONAL_FIELDS if fields.get(name)}
+    return {"text": message["content"], "finish_reason": choice["finish_reason"], **optional}
+
+
+def _result_id(line: int) -> str:
+    return f"batch_req_{line}"
+
+
+def _encoded(content: Json) -> bytes:
+    return msgspec.json.encode(content) + b"\n"

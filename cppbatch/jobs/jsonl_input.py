@@ -1,11 +1,22 @@
-"""A line of JSON: a request in OpenAI's form, an object with a prompt, or a prompt alone."""
+"""Reads requests from JSON Lines files, and prompts from text files with one prompt per line.
+
+A line of JSON is a request in OpenAI's batch format, an object with a prompt, or a prompt alone:
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello"}}
+    {"id": "a", "prompt": "Hello", "max_tokens": 5}
+    "Hello"
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import msgspec
 
-from cppbatch.jobs.hashing import hash64
-from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine
+from cppbatch.jobs.input_format import InputFormat
+from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
+from cppbatch.jobs.line_reader import MAX_LINE_BYTES, LineReader
 from cppbatch.jobs.request_builder import (
     LineError,
     RequestBuilder,
@@ -16,35 +27,75 @@ from cppbatch.jobs.request_builder import (
 )
 from cppbatch.json_bounds import excess
 
-_PROMPTS = ("prompt", "messages", "input")
+_PROMPT_FIELDS = ("prompt", "messages", "input")
 _decode = msgspec.json.Decoder().decode
 
 
-def json_item(number: int, line: bytes, requests: RequestBuilder) -> JobRequest | RejectedLine:
-    """What a line of JSON asks for."""
-    content = hash64(line)
+class LineInput:
+    """A file with one request per line, parsed by `parse_json_line` or `parse_text_line`. Blank lines are skipped."""
+
+    def __init__(
+        self,
+        input_format: InputFormat,
+        builder: RequestBuilder,
+        parse: Callable[[int, bytes, RequestBuilder], JobRequest | RejectedLine],
+    ) -> None:
+        self._lines = LineReader(input_format.path)
+        self._builder = builder
+        self._parse = parse
+
+    @property
+    def fraction(self) -> float:
+        return self._lines.fraction
+
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
+        parse, builder = self._parse, self._builder
+        for number, raw in self._lines:
+            line = raw.rstrip(b"\r\n")
+            if len(line) > MAX_LINE_BYTES:
+                message = f"is longer than {MAX_LINE_BYTES} bytes, the maximum length of a line"
+                yield RejectedLine(line=number, code="line_too_long", message=message, content_hash=hash64(line))
+            elif line and not line.isspace():
+                yield parse(number, line, builder)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def parse_text_line(number: int, line: bytes, builder: RequestBuilder) -> JobRequest | RejectedLine:
+    """The request for a line that is a prompt."""
+    return builder.from_prompt(number, None, line.decode(errors="surrogateescape"))
+
+
+def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobRequest | RejectedLine:
+    """The request for a line of JSON."""
+    content_hash = hash64(line)
     custom_id: str | None = None
     try:
         record = _decoded(line)
         is_plain = "body" not in record and "url" not in record
         if is_plain:
-            custom_id = _plain_id(record, number)
-            url, body = _plain_request(record, requests)
+            custom_id = _plain_custom_id(record, number)
+            url, body = _plain_request(record, builder)
         else:
-            custom_id = _id(record)
-            url, body = _request(record, requests)
-    except LineError as wrong:
-        return RejectedLine(line=number, code=wrong.code, message=str(wrong), custom_id=custom_id, content=content)
-    return JobRequest(line=number, custom_id=custom_id, url=url, body=body, is_plain=is_plain, content=content)
+            custom_id = _custom_id(record)
+            url, body = _request(record, builder)
+    except LineError as error:
+        return RejectedLine(
+            line=number, code=error.code, message=str(error), custom_id=custom_id, content_hash=content_hash
+        )
+    return JobRequest(
+        line=number, custom_id=custom_id, url=url, body=body, is_plain=is_plain, content_hash=content_hash
+    )
 
 
 def _decoded(line: bytes) -> Json:
     if too_much := excess(line):
         raise LineError("invalid_json", too_much)
     try:
-        record = _decode(line)
+        record: Any = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LineError("invalid_json", _why_no_json(line, error)) from None
+        raise LineError("invalid_json", _decode_failure(line, error)) from None
     if isinstance(record, str):
         return {"prompt": record}
     if not isinstance(record, dict):
@@ -52,7 +103,7 @@ def _decoded(line: bytes) -> Json:
     return record
 
 
-def _why_no_json(line: bytes, error: Exception) -> str:
+def _decode_failure(line: bytes, error: Exception) -> str:
     try:
         text = line.decode()
     except UnicodeDecodeError:
@@ -62,29 +113,29 @@ def _why_no_json(line: bytes, error: Exception) -> str:
     return f"is not JSON: {error}: {short_repr(text)}"
 
 
-def _id(record: Json) -> str:
+def _custom_id(record: Json) -> str:
     if "custom_id" not in record:
-        raise LineError("missing_custom_id", "custom_id: is missing; by it the result is found")
+        raise LineError("missing_custom_id", "custom_id: is missing; it identifies the result")
     return check_custom_id("custom_id", record["custom_id"])
 
 
-def _request(record: Json, requests: RequestBuilder) -> tuple[str, Json]:
+def _request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
     method = record.get("method", "POST")
     if not isinstance(method, str) or method.upper() != "POST":
         raise LineError("invalid_method", f"method: {short_repr(method)} must be POST")
     if "url" not in record:
         raise LineError("invalid_url", "url: is missing")
-    url = requests.check_url(record["url"])
+    url = builder.check_url(record["url"])
     if "body" not in record:
-        raise LineError("missing_body", "body: is missing; it is what the endpoint is sent")
+        raise LineError("missing_body", "body: is missing; it is the request body for the endpoint")
     body = record["body"]
     if not isinstance(body, dict):
-        raise LineError("invalid_body", f"body: {short_repr(body)} is no object")
+        raise LineError("invalid_body", f"body: {short_repr(body)} is not an object")
     return url, body
 
 
-def _plain_id(record: Json, number: int) -> str:
-    """A plain line may be named by a number too, as rows of data sets are."""
+def _plain_custom_id(record: Json, number: int) -> str:
+    """Plain lines may have an integer ID, as rows of data sets do."""
     for field in ("custom_id", "id"):
         value = record.get(field)
         if value is not None:
@@ -93,20 +144,24 @@ def _plain_id(record: Json, number: int) -> str:
     return default_custom_id(number)
 
 
-def _plain_request(record: Json, requests: RequestBuilder) -> tuple[str, Json]:
-    kinds = [field for field in _PROMPTS if field in record]
-    if len(kinds) != 1:
-        found = " and ".join(kinds) or (f"only {', '.join(map(short_repr, list(record)[:8]))}" if record else "nothing")
-        raise LineError("invalid_line", f"has {found}; it must have a url and a body, or one of {', '.join(_PROMPTS)}")
-    others = {field: value for field, value in record.items() if field not in ("custom_id", "id")}
+def _plain_request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
+    present = [field for field in _PROMPT_FIELDS if field in record]
+    if len(present) != 1:
+        found = " and ".join(present) or (
+            f"only {', '.join(map(short_repr, list(record)[:8]))}" if record else "nothing"
+        )
+        raise LineError(
+            "invalid_line", f"has {found}; it must have a url and a body, or one of {', '.join(_PROMPT_FIELDS)}"
+        )
+    fields = {field: value for field, value in record.items() if field not in ("custom_id", "id")}
     if "messages" in record:
-        return requests.check_url("/v1/chat/completions"), others
+        return builder.check_url("/v1/chat/completions"), fields
     if "input" in record:
-        return requests.check_url("/v1/embeddings"), others
-    prompt = others["prompt"]
+        return builder.check_url("/v1/embeddings"), fields
+    prompt = fields["prompt"]
     if isinstance(prompt, list):
-        return requests.check_url("/v1/completions"), others
+        return builder.check_url("/v1/completions"), fields
     if not isinstance(prompt, str):
         raise LineError("invalid_line", f"prompt: {short_repr(prompt)} is neither a string nor a list")
-    del others["prompt"]
-    return requests.of_prompt(prompt, others)
+    del fields["prompt"]
+    return builder.url_and_body(prompt, fields)

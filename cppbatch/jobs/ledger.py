@@ -1,4 +1,4 @@
-"""What has become of each line of a job's input: on disk, so that a job goes on where it was."""
+"""The state of each line of a job's input, in a SQLite file, so that an interrupted job can resume."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import msgspec
 
 from cppbatch.errors import StorageError
 from cppbatch.jobs.database import Database
-from cppbatch.jobs.hashing import hash64
-from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine
+from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
 
 _MIGRATIONS = (
     (
         """CREATE TABLE items (
             line INTEGER PRIMARY KEY,
-            id INTEGER UNIQUE,          -- hash of the custom_id; NULL: none, or that of an earlier line
-            content INTEGER NOT NULL,   -- hash of what stood there
+            id INTEGER UNIQUE,          -- hash of the custom_id; NULL: none, or used by an earlier line
+            content INTEGER NOT NULL,   -- hash of the line
             state INTEGER NOT NULL
         )""",
         "CREATE INDEX open_items ON items (line) WHERE state = 0",
@@ -31,64 +30,65 @@ _MIGRATIONS = (
 
 
 class LineState(IntEnum):
-    """Of a line."""
+    """The state of a line, as stored."""
 
     OPEN = 0
-    DONE = 1
+    COMPLETED = 1
     FAILED = 2
 
 
 class FinishedLine(NamedTuple):
-    """A line that has been dealt with."""
+    """A line and its final state."""
 
     line: int
     state: LineState
 
 
 class Ledger:
-    """One job's lines. For one thread at a time. Raises `StorageError`.
+    """The lines of one job. Not thread-safe: one thread at a time. Raises `StorageError`.
 
-    Lines that were left open are forgotten when it is opened: the input may have been edited since, and tells anew
-    which there are, and what they are called.
+    Opening a ledger deletes its open lines: the input may have been edited since, so its lines and custom IDs are
+    registered again as it is read.
     """
 
     def __init__(self, path: Path) -> None:
         self._db = Database(path, _MIGRATIONS)
         with self._db.transaction():
             self._db.execute("DELETE FROM items WHERE state = 0")
-        self._n_known = 0  # up to this one, lines were registered
-        self.n_done, self.n_failed = self._count(LineState.DONE), self._count(LineState.FAILED)
+        self._last_registered = 0
+        self.n_completed, self.n_failed = self._count(LineState.COMPLETED), self._count(LineState.FAILED)
 
     def _count(self, state: LineState) -> int:
         ((n,),) = self._db.execute("SELECT count(*) FROM items WHERE state = ?", (state,))
         return int(n)
 
     def close(self) -> None:
-        """Lets others have it."""
+        """Closes the file, so that another process can open it."""
         self._db.close()
 
     # --- lines --------------------------------------------------------------------------------------------------
 
     def register(self, entries: Sequence[JobRequest | RejectedLine]) -> tuple[list[JobRequest], list[RejectedLine]]:
-        """Notes lines, which follow each other in the input, and says which of them are still to be answered, and
-        which to be refused: also those whose id an earlier line has. Lines that have been dealt with are neither.
+        """Registers consecutive entries of the input. Returns (requests to run, lines to reject), without the lines
+        that are finished. Requests with the custom ID of an earlier line are among the lines to reject.
 
-        Raises `StorageError` when a line is not what it was when its result was written.
+        Raises `StorageError` if a completed line has changed.
         """
-        rows = [(entry.line, _id_of(entry), entry.content) for entry in entries]
+        rows = [(entry.line, _id_hash(entry), entry.content_hash) for entry in entries]
         first, last = rows[0][0], rows[-1][0]
         with self._db.transaction():
             self._db.execute("DELETE FROM items WHERE state = 0 AND line BETWEEN ? AND ?", (first, last))
-            self._db.each("INSERT OR IGNORE INTO items VALUES (?, ?, ?, 0)", rows)
+            self._db.execute_many("INSERT OR IGNORE INTO items VALUES (?, ?, ?, 0)", rows)
             known = self._known(first, last)
-            twice = {line: content for line, _, content in rows if line not in known}  # another line has its id
-            self._db.each("INSERT INTO items VALUES (?, NULL, ?, 0)", twice.items())
-        self._n_known = max(self._n_known, last)
-        to_answer: list[JobRequest] = []
-        to_refuse: list[RejectedLine] = []
+            # Rows that were ignored because another line has the same custom ID.
+            duplicates = {line: content for line, _, content in rows if line not in known}
+            self._db.execute_many("INSERT INTO items VALUES (?, NULL, ?, 0)", duplicates.items())
+        self._last_registered = max(self._last_registered, last)
+        to_run: list[JobRequest] = []
+        to_reject: list[RejectedLine] = []
         for entry in entries:
-            content, state = known.get(entry.line, (entry.content, LineState.OPEN))
-            if state == LineState.DONE and content != entry.content:
+            content_hash, state = known.get(entry.line, (entry.content_hash, LineState.OPEN))
+            if state == LineState.COMPLETED and content_hash != entry.content_hash:
                 raise StorageError(
                     f"line {entry.line} of the input has changed since its result was written: "
                     "write the results of the new input to another file"
@@ -96,81 +96,87 @@ class Ledger:
             if state != LineState.OPEN:
                 continue
             if isinstance(entry, RejectedLine):
-                to_refuse.append(entry)
-            elif entry.line in twice:
-                to_refuse.append(self._refused_twice(entry))
+                to_reject.append(entry)
+            elif entry.line in duplicates:
+                to_reject.append(self._duplicate(entry))
             else:
-                to_answer.append(entry)
-        return to_answer, to_refuse
+                to_run.append(entry)
+        return to_run, to_reject
 
     def _known(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """The hash of each line's content, and its state."""
+        """The content hash and the state of each line from `first` to `last`."""
         rows = self._db.execute("SELECT line, content, state FROM items WHERE line BETWEEN ? AND ?", (first, last))
         return {line: (content, state) for line, content, state in rows}
 
-    def _refused_twice(self, item: JobRequest) -> RejectedLine:
-        ((line,),) = self._db.execute("SELECT line FROM items WHERE id = ?", (hash64(item.custom_id.encode()),))
-        message = f"the custom_id {item.custom_id!r} is that of line {line} already; each line needs its own"
+    def _duplicate(self, request: JobRequest) -> RejectedLine:
+        ((line,),) = self._db.execute("SELECT line FROM items WHERE id = ?", (hash64(request.custom_id.encode()),))
         return RejectedLine(
-            line=item.line, code="duplicate_id", message=message, custom_id=item.custom_id, content=item.content
+            line=request.line,
+            code="duplicate_id",
+            message=f"line {line} has the custom_id {request.custom_id!r} too; each line needs a unique one",
+            custom_id=request.custom_id,
+            content_hash=request.content_hash,
         )
 
     def record(
-        self, ended: Iterable[FinishedLine], numbers: dict[str, int], held: Iterable[tuple[int, bytes]] = ()
+        self, finished: Iterable[FinishedLine], numbers: dict[str, int], held: Iterable[tuple[int, bytes]] = ()
     ) -> None:
-        """Notes lines that have been dealt with, and these numbers' new values, in one commit."""
-        ended = list(ended)
+        """Stores the states of finished lines, the new values of these numbers, and results to hold (line, data), in
+        one commit."""
+        finished = list(finished)
         with self._db.transaction():
-            self._db.each("UPDATE items SET state = ? WHERE line = ?", [(state, line) for line, state in ended])
-            self._db.each("INSERT INTO held VALUES (?, ?)", held)
+            self._db.execute_many(
+                "UPDATE items SET state = ? WHERE line = ?", [(state, line) for line, state in finished]
+            )
+            self._db.execute_many("INSERT INTO held VALUES (?, ?)", held)
             self._set(numbers)
-        self.n_done += sum(state == LineState.DONE for _, state in ended)
-        self.n_failed += sum(state == LineState.FAILED for _, state in ended)
+        self.n_completed += sum(state == LineState.COMPLETED for _, state in finished)
+        self.n_failed += sum(state == LineState.FAILED for _, state in finished)
 
     def reopen_failed(self) -> None:
-        """The failed lines are to be answered again, and what was written of them does not count any more."""
+        """Deletes all failed lines, so that they run again, and the committed size of the error file."""
         with self._db.transaction():
             self._db.execute("DELETE FROM items WHERE state = ?", (LineState.FAILED,))
             self._set({"error_bytes": 0})
         self.n_failed = 0
 
-    # --- results that wait for those of earlier lines -----------------------------------------------------------
+    # --- results held until all earlier lines are finished ------------------------------------------------------
 
-    def ready(self, most: int) -> list[tuple[int, bytes]]:
-        """Of the held results, those before every line that is still open or was not registered yet, in order."""
+    def ready(self, limit: int) -> list[tuple[int, bytes]]:
+        """The first held results, (line, data) in order, that no open or unregistered line precedes."""
         return self._db.execute(
             "SELECT line, result FROM held "
             "WHERE line <= ?1 AND line < ifnull((SELECT min(line) FROM items WHERE state = 0), ?1 + 1) "
             "ORDER BY line LIMIT ?2",
-            (self._n_known, most),
+            (self._last_registered, limit),
         )
 
-    def let_go(self, lines: Iterable[int], numbers: dict[str, int]) -> None:
-        """These results are held no more."""
+    def release(self, lines: Iterable[int], numbers: dict[str, int]) -> None:
+        """Deletes the held results of these lines and stores the new values of these numbers, in one commit."""
         with self._db.transaction():
-            self._db.each("DELETE FROM held WHERE line = ?", [(line,) for line in lines])
+            self._db.execute_many("DELETE FROM held WHERE line = ?", [(line,) for line in lines])
             self._set(numbers)
 
     # --- numbers and notes --------------------------------------------------------------------------------------
 
     def number(self, name: str) -> int:
-        """A number; 0 if it was never set."""
+        """A stored number; 0 if it was never set."""
         rows = self._db.execute("SELECT value FROM numbers WHERE name = ?", (name,))
         return int(rows[0][0]) if rows else 0
 
     def _set(self, numbers: dict[str, int]) -> None:
-        self._db.each("INSERT OR REPLACE INTO numbers VALUES (?, ?)", numbers.items())
+        self._db.execute_many("INSERT OR REPLACE INTO numbers VALUES (?, ?)", numbers.items())
 
     def note(self, name: str) -> Json | None:
-        """A note; None if there is none."""
+        """A stored JSON object; None if it was never set."""
         rows = self._db.execute("SELECT value FROM notes WHERE name = ?", (name,))
         return msgspec.json.decode(rows[0][0]) if rows else None
 
     def set_note(self, name: str, value: Json) -> None:
-        """Keeps a note."""
+        """Stores a JSON object."""
         with self._db.transaction():
             self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, msgspec.json.encode(value)))
 
 
-def _id_of(entry: JobRequest | RejectedLine) -> int | None:
+def _id_hash(entry: JobRequest | RejectedLine) -> int | None:
     return hash64(entry.custom_id.encode()) if isinstance(entry, JobRequest) else None

@@ -1,4 +1,4 @@
-"""The lines of a file, one at a time, however long the file and its lines are."""
+"""Reads a file line by line with bounded memory, whatever the length of the file and of its lines."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 from cppbatch.errors import ConfigError
 
 MAX_LINE_BYTES = 16 << 20
-"""In bytes, without its end. A longer one is no request but a broken file."""
+"""Without the line end. A longer line indicates a broken file rather than a request."""
 
 _BOM = b"\xef\xbb\xbf"
-_READ_AT_ONCE = 1 << 18
+_READ_BYTES = 1 << 18
 
 
 class LineReader:
-    """Opens a file; iterating it yields (line number from 1, the line with its end).
+    """Opens a file. Iterating yields (line number from 1, line with its line end).
 
-    A line longer than `MAX_LINE_BYTES` comes cut, and is known by still being longer than that. A UTF-8 byte order mark
-    at the start is dropped. Raises `ConfigError` if the file cannot be read.
+    A line longer than `MAX_LINE_BYTES` is truncated, but stays longer than `MAX_LINE_BYTES`, so that the caller can
+    detect it. A UTF-8 byte order mark at the start is skipped. Raises `ConfigError` if the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.bytes_read = 0
-        """All that was handed out or skipped so far."""
+        """Bytes yielded or skipped so far."""
         try:
-            self._file = io.BufferedReader(io.FileIO(path), _READ_AT_ONCE)
-        except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
+            self._file = io.BufferedReader(io.FileIO(path), _READ_BYTES)
+        except (OSError, ValueError) as error:  # ValueError: an invalid path, for example with a null byte
             raise unreadable_file(path, error) from None
         self._path = path
         self._size = os.fstat(self._file.fileno()).st_size
@@ -41,7 +41,7 @@ class LineReader:
 
     @property
     def fraction(self) -> float:
-        """How much of the file is read, from 0 to 1."""
+        """The fraction of the file that was read, from 0 to 1."""
         return min(self.bytes_read / self._size, 1.0) if self._size else 0.0
 
     def close(self) -> None:
@@ -60,12 +60,13 @@ class LineReader:
             yield number, line
 
     def _skip_line(self) -> None:
-        while piece := self._file.readline(_READ_AT_ONCE):
+        while piece := self._file.readline(_READ_BYTES):
             self.bytes_read += len(piece)
             if piece.endswith(b"\n"):
                 return
 
 
 def unreadable_file(path: Path, error: Exception) -> ConfigError:
+    """The `ConfigError` for an input file that cannot be opened or read."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return ConfigError(f"{path}: cannot be read: {reason}")

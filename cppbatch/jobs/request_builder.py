@@ -1,25 +1,24 @@
-"""From what stands in an input to the requests of a job."""
+"""Builds a job's requests from prompts, and validates what input lines contain."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection
 
-from cppbatch.jobs.hashing import hash64
 from cppbatch.jobs.input_format import InputFormat
-from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine
+from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
 
 MAX_CUSTOM_ID_LENGTH = 512
-"""Letters of a custom_id."""
+"""In characters."""
 
-_SHOWN = 40
+_MAX_SHOWN = 40
 _short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = _SHOWN
+_short.maxstring = _short.maxother = _short.maxlong = _MAX_SHOWN
 _short.maxlevel = 2
 
 
 class LineError(Exception):
-    """What stands there is no request. `code`: one word for programs; the message is for people."""
+    """A line is not a valid request. `code` is machine-readable; the message is for people."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -27,79 +26,87 @@ class LineError(Exception):
 
 
 class RequestBuilder:
-    """Makes requests of prompts, and checks where they go to."""
+    """Makes requests from prompts, and checks that their endpoints are allowed."""
 
-    def __init__(self, form: InputFormat, urls: Collection[str]) -> None:
-        self._form = form
+    def __init__(self, input_format: InputFormat, urls: Collection[str]) -> None:
+        """`urls`: the allowed endpoints."""
+        self._format = input_format
         self._urls = urls
 
     def check_url(self, url: object) -> str:
+        """Returns `url`. Raises `LineError` if it is not an allowed endpoint."""
         if isinstance(url, str) and url in self._urls:
             return url
         raise LineError(
             "invalid_url",
-            f"url: {short_repr(url)} is no endpoint of a job; it must be one of {', '.join(sorted(self._urls))}",
+            f"url: {short_repr(url)} is not an endpoint of batch jobs; "
+            f"it must be one of {', '.join(sorted(self._urls))}",
         )
 
-    def of_prompt(self, prompt: str, others: Json) -> tuple[str, Json]:
-        """The url and the body of a plain prompt; `others` are further fields of the body."""
-        form = self._form
-        if form.endpoint == "completions":
-            return self.check_url("/v1/completions"), {"prompt": prompt, **others}
-        if form.endpoint == "embeddings":
-            return self.check_url("/v1/embeddings"), {"input": prompt, **others}
+    def url_and_body(self, prompt: str, extra_fields: Json) -> tuple[str, Json]:
+        """The URL and the JSON body for a plain prompt; `extra_fields` are added to the body."""
+        input_format = self._format
+        if input_format.endpoint == "completions":
+            return self.check_url("/v1/completions"), {"prompt": prompt, **extra_fields}
+        if input_format.endpoint == "embeddings":
+            return self.check_url("/v1/embeddings"), {"input": prompt, **extra_fields}
         messages = [{"role": "user", "content": prompt}]
-        if form.system is not None:
-            messages.insert(0, {"role": "system", "content": form.system})
-        return self.check_url("/v1/chat/completions"), {"messages": messages, **others}
+        if input_format.system is not None:
+            messages.insert(0, {"role": "system", "content": input_format.system})
+        return self.check_url("/v1/chat/completions"), {"messages": messages, **extra_fields}
 
-    def item(self, line: int, name: str | None, prompt: str) -> JobRequest | RejectedLine:
-        """The item of a prompt from a text file or a table. `name` is what its cell says, if there is one.
+    def from_prompt(self, line: int, custom_id: str | None, prompt: str) -> JobRequest | RejectedLine:
+        """The request for a prompt from a text file or a table. `custom_id` is None without such a column.
 
-        Bytes that were no UTF-8 stand in both as `surrogateescape` leaves them.
+        Both strings may contain `surrogateescape` characters for bytes that are not valid UTF-8; those are rejected.
         """
-        content = hash64(f"{name or ''}\0{prompt}".encode(errors="surrogateescape"))
-        custom_id: str | None = None
+        content_hash = hash64(f"{custom_id or ''}\0{prompt}".encode(errors="surrogateescape"))
+        checked_id: str | None = None
         try:
-            custom_id = (
-                default_custom_id(line) if name is None or not name.strip() else check_custom_id("custom_id", name)
-            )
+            has_id = custom_id is not None and custom_id.strip()
+            checked_id = check_custom_id("custom_id", custom_id) if has_id else default_custom_id(line)
             if not prompt.strip():
                 raise LineError("empty_prompt", "the prompt is empty")
-            url, body = self.of_prompt(check_text(prompt), {})
-        except LineError as wrong:
-            return RejectedLine(line=line, code=wrong.code, message=str(wrong), custom_id=custom_id, content=content)
-        return JobRequest(line=line, custom_id=custom_id, url=url, body=body, is_plain=True, content=content)
+            url, body = self.url_and_body(check_text(prompt), {})
+        except LineError as error:
+            return RejectedLine(
+                line=line, code=error.code, message=str(error), custom_id=checked_id, content_hash=content_hash
+            )
+        return JobRequest(line=line, custom_id=checked_id, url=url, body=body, is_plain=True, content_hash=content_hash)
 
 
 def default_custom_id(line: int) -> str:
-    """The name of an item that has none of its own."""
+    """The custom ID of a plain prompt without one."""
     return f"line-{line}"
 
 
 def check_custom_id(field: str, value: object) -> str:
+    """Returns `value`. Raises `LineError` unless it is a string of valid length and text."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID_LENGTH:
         raise LineError(
-            "invalid_custom_id", f"{field}: {short_repr(value)} is no string of 1 to {MAX_CUSTOM_ID_LENGTH} characters"
+            "invalid_custom_id",
+            f"{field}: {short_repr(value)} is not a string of 1 to {MAX_CUSTOM_ID_LENGTH} characters",
         )
     if "\0" in value or not _is_unicode(value):
-        raise LineError("invalid_custom_id", f"{field}: {short_repr(value)} is not text in UTF-8")
+        raise LineError("invalid_custom_id", f"{field}: {short_repr(value)} is not UTF-8 text")
     return value
 
 
 def check_text(text: str) -> str:
+    """Returns `text`. Raises `LineError` if it contains null characters or was not valid UTF-8."""
     if "\0" in text or not _is_unicode(text):
         raise LineError("invalid_text", describe_non_text(text.encode(errors="surrogateescape")))
     return text
 
 
 def describe_non_text(data: bytes) -> str:
-    guess = ", perhaps in UTF-16" if b"\0" in data else ""
-    return f"is not text in UTF-8{guess}: {data[:_SHOWN]!r}"
+    """The error message for bytes that are not text."""
+    guess = ", perhaps UTF-16" if b"\0" in data else ""
+    return f"is not UTF-8 text{guess}: {data[:_MAX_SHOWN]!r}"
 
 
 def short_repr(value: object) -> str:
-    """A value in an error's message, in short."""
+    """A shortened `repr` for error messages."""
     return _short.repr(value)
 
 

@@ -1,4 +1,4 @@
-"""Which part of an input is worked on at once, and in which order."""
+"""Splits a job's input into chunks, and orders the requests of a chunk for throughput."""
 
 from __future__ import annotations
 
@@ -9,72 +9,72 @@ from typing import Any
 
 from cppbatch.jobs.job_request import JobRequest, RejectedLine
 
-_FIRST = 64
-"""Items of the first window: so few that the first results come soon. Each further one has twice as many."""
-_ALIKE = 256
-"""Letters with which two prompts must both begin for it to be worth while to have them stand together."""
-_LETTERS_PER_TOKEN = 4
+_FIRST_CHUNK_REQUESTS = 64
+"""Small, so that the first results come soon. Each following chunk has twice as many requests."""
+_PREFIX_CHARS = 256
+"""Requests are grouped if their prompts share a prefix of this many characters."""
+_CHARS_PER_TOKEN = 4
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")
-"""Of all endpoints, in the order in which they come in a prompt."""
-_ANSWER_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_ANSWER_TOKENS = 256
-"""Of an answer, if its item does not say how many it may have."""
+"""The prompt fields of all endpoints, in the order in which they appear in a prompt."""
+_MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_DEFAULT_OUTPUT_TOKENS = 256
+"""The estimated output length of a request that does not limit it."""
 
 
 def chunks(
-    items: Iterable[JobRequest | RejectedLine], *, most_items: int = 2048, most_bytes: int = 32 << 20
+    entries: Iterable[JobRequest | RejectedLine], *, max_requests: int = 2048, max_bytes: int = 32 << 20
 ) -> Iterator[list[JobRequest | RejectedLine]]:
-    """Cuts what is read of an input into lists, in order, none empty.
+    """Splits an input into non-empty lists, in order.
 
-    Each takes at most `most_bytes` of memory, and what its last item takes beyond that.
+    A chunk ends with the entry that makes its memory reach `max_bytes`, if it has not reached its number of requests.
     """
-    window: list[JobRequest | RejectedLine] = []
-    n_bytes, n_items = 0, min(_FIRST, most_items)
-    for item in items:
-        window.append(item)
-        n_bytes += _memory(item)
-        if len(window) >= n_items or n_bytes >= most_bytes:
-            yield window
-            window = []
-            n_bytes, n_items = 0, min(2 * n_items, most_items)
-    if window:
-        yield window
+    chunk: list[JobRequest | RejectedLine] = []
+    n_bytes, n_requests = 0, min(_FIRST_CHUNK_REQUESTS, max_requests)
+    for entry in entries:
+        chunk.append(entry)
+        n_bytes += _memory_bytes(entry)
+        if len(chunk) >= n_requests or n_bytes >= max_bytes:
+            yield chunk
+            chunk = []
+            n_bytes, n_requests = 0, min(2 * n_requests, max_requests)
+    if chunk:
+        yield chunk
 
 
-def order_requests(items: list[JobRequest], *, longest_first: bool) -> list[JobRequest]:
-    """The items in the order in which they are best submitted.
+def order_requests(requests: list[JobRequest], *, longest_first: bool) -> list[JobRequest]:
+    """The requests in the order in which to submit them.
 
-    Items whose prompts begin alike stand together, so that their beginning is computed once and found in the prefix
-    cache. Otherwise they stand as in their file; or by the length of what is to be computed, the longest first, so that
-    no long one is left over at the end while the others are done.
+    Requests whose prompts share a prefix are adjacent, so that the prefix is computed once and then found in the prefix
+    cache. Otherwise the order is that of the file, or with `longest_first` by estimated tokens to compute, descending,
+    so that no long request remains at the end when all others are done.
     """
     groups: dict[tuple[str, str] | int, list[tuple[int, JobRequest]]] = {}
-    for place, item in enumerate(items):
-        beginning, letters = _prompt(item)
-        alike = (item.url, beginning) if letters >= _ALIKE else place
-        tokens = letters // _LETTERS_PER_TOKEN + _answer_tokens(item)
-        groups.setdefault(alike, []).append((tokens, item))
+    for index, request in enumerate(requests):
+        prefix, n_chars = _prompt_prefix(request)
+        group_key = (request.url, prefix) if n_chars >= _PREFIX_CHARS else index
+        n_tokens = n_chars // _CHARS_PER_TOKEN + _output_tokens(request)
+        groups.setdefault(group_key, []).append((n_tokens, request))
     if not longest_first:
-        return [item for group in groups.values() for _, item in group]
+        return [request for group in groups.values() for _, request in group]
     for group in groups.values():
         group.sort(key=itemgetter(0), reverse=True)
     by_longest = sorted(groups.values(), key=lambda group: group[0][0], reverse=True)
-    return [item for group in by_longest for _, item in group]
+    return [request for group in by_longest for _, request in group]
 
 
-def _prompt(item: JobRequest) -> tuple[str, int]:
-    """The letters with which a prompt begins, `_ALIKE` of them if it has so many, and how many it has in all."""
-    beginning, letters = "", 0
+def _prompt_prefix(request: JobRequest) -> tuple[str, int]:
+    """The first `_PREFIX_CHARS` characters of the prompt (fewer if it is shorter), and the prompt's total length."""
+    prefix, n_chars = "", 0
     for field in _PROMPT_FIELDS:
-        for text in _texts(item.body.get(field)):
-            letters += len(text)
-            if len(beginning) < _ALIKE:
-                beginning = (beginning + text[:_ALIKE])[:_ALIKE]
-    return beginning, letters
+        for text in _texts(request.body.get(field)):
+            n_chars += len(text)
+            if len(prefix) < _PREFIX_CHARS:
+                prefix = (prefix + text[:_PREFIX_CHARS])[:_PREFIX_CHARS]
+    return prefix, n_chars
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All strings in a value, in order. A token's id is written with four letters, which a token has on average."""
+    """All strings in a JSON value, in order. A token ID counts as four characters, the average length of a token."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, int):
@@ -84,19 +84,19 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(child)
 
 
-def _answer_tokens(item: JobRequest) -> int:
-    for field in _ANSWER_FIELDS:
-        value = item.body.get(field)
+def _output_tokens(request: JobRequest) -> int:
+    for field in _MAX_TOKENS_FIELDS:
+        value = request.body.get(field)
         if isinstance(value, int):
             return value
-    return _ANSWER_TOKENS
+    return _DEFAULT_OUTPUT_TOKENS
 
 
-def _memory(item: JobRequest | RejectedLine) -> int:
-    """Bytes that an item takes, roughly."""
-    if isinstance(item, RejectedLine):
-        return sys.getsizeof(item.message)
-    size, left = 0, [item.custom_id, item.body]
+def _memory_bytes(entry: JobRequest | RejectedLine) -> int:
+    """The approximate memory of an entry."""
+    if isinstance(entry, RejectedLine):
+        return sys.getsizeof(entry.message)
+    size, left = 0, [entry.custom_id, entry.body]
     while left:
         value: Any = left.pop()
         size += sys.getsizeof(value)

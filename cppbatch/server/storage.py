@@ -11,7 +11,7 @@ from platformdirs import user_data_path
 
 from cppbatch.errors import DiskFull, StorageError
 from cppbatch.jobs.batch_manager import BatchManager
-from cppbatch.jobs.data_folder import open_data
+from cppbatch.jobs.data_folder import open_data_folder
 from cppbatch.server.api_errors import NoStorage
 from cppbatch.server.batches.work import URLS
 from cppbatch.server.shapes import BatchFigures
@@ -46,7 +46,7 @@ class Storage:
             if self._stopped:
                 break
             try:
-                self.batches = BatchManager(await asyncio.to_thread(open_data, self._folder), URLS)
+                self.batches = BatchManager(await asyncio.to_thread(open_data_folder, self._folder), URLS)
             except StorageError as error:
                 self.error = error
             else:
@@ -89,7 +89,7 @@ def open_storage(data_dir: Path | None) -> Storage:
     in it; the user's own one, which nobody has chosen, may be in use by another server."""
     folder = data_dir or user_data_path("cppbatch")
     try:
-        return Storage(BatchManager(open_data(folder), URLS))
+        return Storage(BatchManager(open_data_folder(folder), URLS))
     except StorageError as error:
         if data_dir and not isinstance(error, DiskFull):
             raise

@@ -407,7 +407,7 @@ def test_a_batch_waits_for_its_model(start: Start, tmp_path: Path, caplog: pytes
     seen = client.batches.retrieve(batch.id)
     assert (seen.status, seen.model) == ("in_progress", "tiny-llama")
     assert counts(seen).total == 100
-    assert any("waits for the model 'tiny-llama'" in record.getMessage() for record in caplog.records)
+    assert any("waits for its model 'tiny-llama'" in record.getMessage() for record in caplog.records)
     client.batches.cancel(batch.id)
     wait_for(client, batch.id, "cancelled")
 
@@ -442,7 +442,7 @@ def full(*_: object) -> None:
 
 
 def test_a_batch_stands_still_while_the_disk_is_full(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active_batch, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
     client = client_of(start())
     with monkeypatch.context() as patch:
         patch.setattr(journal.DurableFile, "append", lambda *_: outputs_full())
@@ -459,7 +459,7 @@ def outputs_full() -> None:
 
 
 def test_a_batch_goes_on_when_the_engine_is_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active_batch, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
 
     async def gone(*_: object) -> None:
         raise EngineClosed("the engine takes no requests: it is failed")
@@ -498,14 +498,14 @@ def test_a_disk_that_is_full_at_the_start_is_tried_again(
     batch = make_batch(client_of(first), lines(100, **LONG))
     wait_for(client_of(first), batch.id, "in_progress")
     first.stop()
-    real, is_full = storage.open_data, True
+    real, is_full = storage.open_data_folder, True
 
-    def open_data(folder: Path) -> DataFolder:
+    def open_data_folder(folder: Path) -> DataFolder:
         if is_full:
             full_database(folder)
         return real(folder)
 
-    monkeypatch.setattr(storage, "open_data", open_data)
+    monkeypatch.setattr(storage, "open_data_folder", open_data_folder)
     client = client_of(start())
     assert client.completions.create(model="tiny-llama", prompt="a", max_tokens=2).choices
     with pytest.raises(openai.APIStatusError, match="disk is full") as refused:
@@ -575,7 +575,7 @@ def test_a_named_folder_that_cannot_be_used_ends_the_server(start: Start, tiny_l
     newer.execute("PRAGMA user_version = 99")
     newer.close()
     start()
-    says = {"file": "is a file", "broken": "no database", "newer": "newer cppbatch", "data": "in use by another"}
+    says = {"file": "is a file", "broken": "not a database", "newer": "newer cppbatch", "data": "in use by another"}
     for name, part in says.items():
         with ServerProcess("-m", tiny_llama, "--data-dir", tmp_path / name) as process:
             assert process.wait() == 2

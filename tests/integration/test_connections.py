@@ -198,7 +198,7 @@ async def test_a_download_that_nobody_reads_is_cut_off(
     assert storage.batches
     data, size = storage.batches.data, 64 << 20
     data.incoming("file-a").write_bytes(bytes(size))
-    await data.keep(File(id="file-a", bytes=size, created_at=1, filename="a", purpose="batch"))
+    await data.add_file(File(id="file-a", bytes=size, created_at=1, filename="a", purpose="batch"))
     async with listening(create_app(engine, storage=storage), idle_timeout=0.4) as listener:
         _, writer = await connect(listener, limit=4096)
         writer.write(head("GET", "/v1/files/file-a/content"))

@@ -141,7 +141,7 @@ def test_ctrl_c_says_how_to_go_on(tiny_llama: Path, tmp_path: Path) -> None:
     assert 0 < n < 400
     assert f"{n} done, 0 failed" in said
     again = batch(tiny_llama, source, out)
-    assert f"going on: {n} lines are done" in again.stderr
+    assert f"resuming: {n} lines are done" in again.stderr
     assert sorted(ids_of(out)) == sorted(f"item-{i}" for i in range(400))
 
 
@@ -263,7 +263,7 @@ def test_a_foreign_output_is_not_touched(tiny_llama: Path, tmp_path: Path) -> No
     out.write_text("somebody's work\n")
     ended = batch(tiny_llama, source, out)
     assert (ended.returncode, out.read_text()) == (2, "somebody's work\n")
-    assert "is there already" in ended.stderr
+    assert "already exists" in ended.stderr
     assert "--overwrite" in ended.stderr
     assert batch(tiny_llama, source, out, "--overwrite").returncode == 0
     assert len(ids_of(out)) == 2
@@ -274,7 +274,7 @@ def test_other_settings_do_not_mix_into_one_output(tiny_llama: Path, tmp_path: P
     assert batch(tiny_llama, source, out, "--temp", "0").returncode == 0
     ended = batch(tiny_llama, source, out, "--temp", "0.5")
     assert ended.returncode == 2
-    assert "was begun with temperature 0.0, and this is with 0.5" in ended.stderr
+    assert "was started with temperature 0.0, and now temperature is 0.5" in ended.stderr
 
 
 def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Pa
     out.unlink()
     ended = batch(tiny_llama, source, out)
     assert ended.returncode == 0
-    assert "begins anew" in ended.stderr
+    assert "starts over" in ended.stderr
     assert len(ids_of(out)) == 2
 
 

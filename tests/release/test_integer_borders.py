@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.jobs.input_format import InputFormat
 from cppbatch.jobs.job_request import JobRequest
-from cppbatch.jobs.jsonl_input import json_item
+from cppbatch.jobs.jsonl_input import parse_json_line
 from cppbatch.jobs.request_builder import RequestBuilder
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.work import URLS, BatchWork
@@ -219,7 +219,7 @@ async def test_integers_in_every_field_of_every_line_of_a_batch(tiny_llama: Path
         )
 
         async def one(record: Json) -> None:
-            item = json_item(1, json.dumps(record).encode(), requests)
+            item = parse_json_line(1, json.dumps(record).encode(), requests)
             if isinstance(item, JobRequest):
                 async with at_once:
                     status = (await asyncio.wait_for(work(item), 60)).status

@@ -16,7 +16,7 @@ from tests.job_results import item, result
 def a_job(folder: Path, **others: Path) -> FileJob:
     (folder / "in.txt").write_text("a\nb\n")
     return FileJob(
-        form=detect_input_format(folder / "in.txt"),
+        input_format=detect_input_format(folder / "in.txt"),
         output=others.get("output", folder / "out.jsonl"),
         errors=others.get("errors", folder / "out.errors.jsonl"),
     )
@@ -50,7 +50,7 @@ def test_a_job_goes_on_where_its_folder_was_moved_to(tmp_path: Path) -> None:
     begun(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")
     journal = opened(a_job(tmp_path / "there"))
-    assert (journal.n_done, journal.n_failed) == (1, 1)
+    assert (journal.n_completed, journal.n_failed) == (1, 1)
     journal.close()
 
 
@@ -58,7 +58,7 @@ def test_a_job_whose_results_are_gone_begins_anew(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / "out.jsonl").unlink()
     journal = opened(a_job(tmp_path))
-    assert (journal.n_done, journal.n_failed) == (0, 0)
+    assert (journal.n_completed, journal.n_failed) == (0, 0)
     assert not (tmp_path / "out.errors.jsonl").exists()
     journal.close()
 

@@ -15,9 +15,8 @@ import pytest
 from cppbatch.errors import StorageError
 from cppbatch.jobs.durable_files import DurableFile
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
-from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.journal import Journal, response_line
 from cppbatch.jobs.ledger import Ledger
-from cppbatch.jobs.results import response_line
 from tests.job_results import ids_of, item, lines_of, opened, result
 
 
@@ -29,7 +28,7 @@ def test_what_was_recorded_is_not_asked_again(tmp_path: Path) -> None:
     journal.close()
 
     journal = opened(tmp_path)
-    assert (journal.n_done, journal.n_failed) == (1, 1)
+    assert (journal.n_completed, journal.n_failed) == (1, 1)
     assert journal.register(items) == [items[1], items[2], items[4]]
     assert journal.tokens["completion_tokens"] == 6
     assert ids_of(tmp_path / "out.jsonl") == ["id-1"]
@@ -77,7 +76,7 @@ def test_wherever_it_dies_each_line_is_there_once(
         monkeypatch.setattr(kind, name, step)
 
     mortal(Ledger, "record")
-    mortal(Ledger, "let_go")
+    mortal(Ledger, "release")
     mortal(Ledger, "register")
     mortal(DurableFile, "append")
 
@@ -102,7 +101,7 @@ def test_wherever_it_dies_each_line_is_there_once(
         n_lives += 1
         live()
         ledger = Ledger(tmp_path / "job")
-        n_ended = ledger.n_done + ledger.n_failed
+        n_ended = ledger.n_completed + ledger.n_failed
         ledger.close()
         if n_ended == len(items):
             break
@@ -162,7 +161,7 @@ def test_errors_that_somebody_has_removed_are_not_missed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("failing", ["record", "let_go"])
+@pytest.mark.parametrize("failing", ["record", "release"])
 def test_what_the_ledger_could_not_note_is_not_in_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, ordered: bool
 ) -> None:
@@ -188,7 +187,9 @@ def test_what_the_ledger_could_not_note_is_not_in_the_files(
 
 
 def test_a_short_result_has_the_log_probabilities_that_were_asked_for() -> None:
-    plain = JobRequest(line=1, custom_id="a", url="/v1/completions", body={"prompt": "b"}, is_plain=True, content=1)
+    plain = JobRequest(
+        line=1, custom_id="a", url="/v1/completions", body={"prompt": "b"}, is_plain=True, content_hash=1
+    )
     choice = {"text": "c", "finish_reason": "stop", "logprobs": {"tokens": ["c"]}}
     told = msgspec.json.decode(
         response_line(plain, JobResponse(status=200, body={"choices": [choice], "usage": {}})).data
@@ -198,7 +199,7 @@ def test_a_short_result_has_the_log_probabilities_that_were_asked_for() -> None:
 
 def test_several_texts_on_a_plain_line_have_a_vector_each() -> None:
     plain = JobRequest(
-        line=1, custom_id="a", url="/v1/embeddings", body={"input": ["b", "c"]}, is_plain=True, content=1
+        line=1, custom_id="a", url="/v1/embeddings", body={"input": ["b", "c"]}, is_plain=True, content_hash=1
     )
     body = {"data": [{"embedding": [0.5]}, {"embedding": [0.25]}], "usage": {}}
     assert msgspec.json.decode(response_line(plain, JobResponse(status=200, body=body)).data)["embeddings"] == [
@@ -217,13 +218,13 @@ def test_a_second_line_with_the_same_id_is_refused_with_the_first_ones_number(tm
     assert journal.register(later) == later[1:]
     errors = lines_of(tmp_path / "errors.jsonl")
     assert [(error["line"], error["error"]["code"]) for error in errors] == [(3, "duplicate_id"), (4, "duplicate_id")]
-    assert "'a' is that of line 1" in errors[0]["error"]["message"]
+    assert "line 1 has the custom_id 'a' too" in errors[0]["error"]["message"]
     assert journal.register(items) == items[:2]  # and once is enough
     assert len(lines_of(tmp_path / "errors.jsonl")) == 2
 
 
 def test_a_refused_line_is_written_once(tmp_path: Path) -> None:
-    bad = RejectedLine(line=1, code="invalid_json", message="is no JSON", content=5)
+    bad = RejectedLine(line=1, code="invalid_json", message="is no JSON", content_hash=5)
     journal = opened(tmp_path)
     assert journal.register([bad, item(2)]) == [item(2)]
     journal.close()
@@ -234,7 +235,7 @@ def test_a_refused_line_is_written_once(tmp_path: Path) -> None:
 
 def test_a_failed_line_that_was_mended_is_answered(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.register([RejectedLine(line=1, code="invalid_json", message="is no JSON", content=5), item(2)])
+    journal.register([RejectedLine(line=1, code="invalid_json", message="is no JSON", content_hash=5), item(2)])
     journal.ledger.reopen_failed()
     assert journal.register([item(1), item(2)]) == [item(1), item(2)]
 
@@ -293,14 +294,14 @@ def test_an_output_that_was_shortened_is_not_written_to(tmp_path: Path) -> None:
     journal.record([result(item(1))])
     journal.close()
     (tmp_path / "out.jsonl").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"has 0 bytes, though .* were written"):
+    with pytest.raises(StorageError, match=r"has 0 bytes, but .* were written"):
         opened(tmp_path)
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
 def test_a_broken_ledger_says_so(tmp_path: Path) -> None:
     (tmp_path / "job").write_bytes(b"no database, but long enough to be taken for one" * 100)
-    with pytest.raises(StorageError, match="is no database of ours: move it away"):
+    with pytest.raises(StorageError, match="is not a database of cppbatch: move it away"):
         Ledger(tmp_path / "job")
 
 
@@ -311,7 +312,7 @@ def test_a_ledger_with_a_hole_in_it_says_so(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "job").read_bytes())
     data[4096 * 3 : 4096 * 6] = os.urandom(4096 * 3)
     (tmp_path / "job").write_bytes(data)
-    with pytest.raises(StorageError, match="is broken: move it away"):
+    with pytest.raises(StorageError, match="is corrupt: move it away"):
         Ledger(tmp_path / "job")
 
 
@@ -337,5 +338,5 @@ def test_a_full_database_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="nowhere/job cannot be opened: its folder must be there"):
+    with pytest.raises(StorageError, match="nowhere/job cannot be opened: its folder must exist"):
         Ledger(tmp_path / "nowhere" / "job")

@@ -56,7 +56,7 @@ async def test_an_error_of_one_item_is_its_own(tmp_path: Path) -> None:
     await a_run(journal, [item(i) for i in range(1, 21)], work).run()
     (error,) = lines_of(tmp_path / "errors.jsonl")
     assert (error["custom_id"], error["line"], error["response"]["status_code"]) == ("id-7", 7, 400)
-    assert (journal.n_done, journal.n_failed) == (19, 1)
+    assert (journal.n_completed, journal.n_failed) == (19, 1)
 
 
 async def test_when_the_engine_goes_what_was_answered_stays_and_the_rest_is_left(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ ALIKE = 256
 
 
 def item(line: int, prompt: object = "a", url: str = "/v1/completions", **fields: Any) -> JobRequest:
-    return JobRequest(line=line, custom_id=f"line-{line}", url=url, body={"prompt": prompt, **fields}, content=0)
+    return JobRequest(line=line, custom_id=f"line-{line}", url=url, body={"prompt": prompt, **fields}, content_hash=0)
 
 
 def chat(line: int, *contents: object) -> JobRequest:
     messages = [{"role": "user", "content": content} for content in contents]
     return JobRequest(
-        line=line, custom_id=f"{line}", url="/v1/chat/completions", body={"messages": messages}, content=0
+        line=line, custom_id=f"{line}", url="/v1/chat/completions", body={"messages": messages}, content_hash=0
     )
 
 
@@ -34,7 +34,7 @@ def lines(items: list[JobRequest]) -> list[int]:
 
 
 def test_the_first_window_is_small_and_the_next_ones_grow_up_to_the_most() -> None:
-    sizes = [len(window) for window in chunks(map(item, range(1000)), most_items=300)]
+    sizes = [len(window) for window in chunks(map(item, range(1000)), max_requests=300)]
     assert sizes == [64, 128, 256, 300, 252]
 
 
@@ -45,20 +45,20 @@ def test_no_window_is_read_before_it_is_asked_for() -> None:
 
 
 def test_refused_lines_stay_where_they_are() -> None:
-    stream = [RejectedLine(line=n, code="x", message="y", content=0) if n % 3 else item(n) for n in range(200)]
+    stream = [RejectedLine(line=n, code="x", message="y", content_hash=0) if n % 3 else item(n) for n in range(200)]
     assert [each for window in chunks(stream) for each in window] == stream
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100_000, {"a": ["b" * 100_000]}, ["c" * 50_000] * 2])
 def test_a_window_takes_no_more_memory_than_it_may_and_its_last_item(prompt: object) -> None:
-    sizes = [len(window) for window in chunks((item(n, prompt) for n in range(24)), most_bytes=1_000_000)]
+    sizes = [len(window) for window in chunks((item(n, prompt) for n in range(24)), max_bytes=1_000_000)]
     assert sizes == [10, 10, 4]
 
 
 def test_the_memory_of_token_ids_is_not_that_of_their_digits() -> None:
     ids = list(range(1000, 101_000))
     taken = sys.getsizeof(ids) + sum(map(sys.getsizeof, ids))
-    sizes = [len(window) for window in chunks((item(n, list(ids)) for n in range(10)), most_bytes=2 * taken)]
+    sizes = [len(window) for window in chunks((item(n, list(ids)) for n in range(10)), max_bytes=2 * taken)]
     assert sizes == [2] * 5
 
 
@@ -66,7 +66,7 @@ def test_the_memory_of_token_ids_is_not_that_of_their_digits() -> None:
 @settings(max_examples=60, deadline=None)
 def test_windows_lose_nothing_and_keep_the_order(lengths: list[int], most_items: int, most_bytes: int) -> None:
     stream = [item(n, "x" * length) for n, length in enumerate(lengths)]
-    cut = list(chunks(stream, most_items=most_items, most_bytes=most_bytes))
+    cut = list(chunks(stream, max_requests=most_items, max_bytes=most_bytes))
     assert [each for window in cut for each in window] == stream
     assert all(1 <= len(window) <= most_items for window in cut)
     for window in cut:

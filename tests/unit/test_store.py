@@ -14,7 +14,7 @@ from cppbatch.errors import Conflict, InvalidRequest, NotFound, StorageError
 from cppbatch.jobs.batch_manager import BatchManager
 from cppbatch.jobs.batch_records import Batch, BatchRecord, File, check_metadata, completion_window_seconds
 from cppbatch.jobs.batch_store import BatchStore, Page
-from cppbatch.jobs.data_folder import DataFolder, open_data
+from cppbatch.jobs.data_folder import DataFolder, open_data_folder
 
 EVERY = Page(limit=100, newest_first=False)
 
@@ -34,11 +34,11 @@ def file(name: str, **others: object) -> File:
 def batch(name: str, **others: object) -> BatchRecord:
     fields = {"endpoint": "/v1/completions", "model": "m", "input_file_id": "file-in", "completion_window": "1h"}
     shown = Batch(id=f"batch_{name}", created_at=1, expires_at=2, **{**fields, **others})  # type: ignore[arg-type]
-    return BatchRecord(shown=shown, output_id=f"file-{name}-out", errors_id=f"file-{name}-err")
+    return BatchRecord(batch=shown, output_file_id=f"file-{name}-out", error_file_id=f"file-{name}-err")
 
 
 def ended(record: BatchRecord) -> BatchRecord:
-    return msgspec.structs.replace(record, shown=msgspec.structs.replace(record.shown, status="completed"))
+    return msgspec.structs.replace(record, batch=msgspec.structs.replace(record.batch, status="completed"))
 
 
 def test_a_file_is_what_it_was_after_a_restart(store: BatchStore, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_open_batches_are_those_that_have_not_ended(store: BatchStore) -> None:
     for name in "abc":
         store.add_batch(batch(name))
     store.update_batch(ended(batch("b")))
-    assert [record.shown.id for record in store.open_batches()] == ["batch_a", "batch_c"]
+    assert [record.batch.id for record in store.open_batches()] == ["batch_a", "batch_c"]
     assert store.batch("batch_b").status == "completed"
     assert [each.id for each in store.batches(Page(limit=2))[0]] == ["batch_c", "batch_b"]
     with pytest.raises(NotFound, match="batch_z"):
@@ -114,7 +114,7 @@ def open_folder(tmp_path: Path) -> Iterator[Callable[[], DataFolder]]:
     def open_folder() -> DataFolder:
         if opened:
             opened.pop().close()
-        opened.append(open_data(tmp_path / "new" / "data"))
+        opened.append(open_data_folder(tmp_path / "new" / "data"))
         return opened[-1]
 
     yield open_folder
@@ -124,8 +124,8 @@ def open_folder(tmp_path: Path) -> Iterator[Callable[[], DataFolder]]:
 async def test_what_a_kill_left_behind_is_removed_at_the_next_start(open_folder: Callable[[], DataFolder]) -> None:
     data = open_folder()
     data.incoming("file-in").write_bytes(b"abc")
-    await data.keep(file("in"))
-    await data.ask(BatchStore.add_batch, batch("a"))
+    await data.add_file(file("in"))
+    await data.query(BatchStore.add_batch, batch("a"))
     for path in (
         data.incoming("file-half"),  # an upload
         data.content("file-no-row"),  # killed before its row was written, or after that was deleted
@@ -138,7 +138,7 @@ async def test_what_a_kill_left_behind_is_removed_at_the_next_start(open_folder:
     again = open_folder()
     found = {path.relative_to(again.folder).as_posix() for path in again.folder.glob("*/*")}
     assert found == {"files/file-in", "files/file-a-out", "batches/batch_a"}
-    assert [record.shown.id for record in again.open_batches] == ["batch_a"]
+    assert [record.batch.id for record in again.open_batches] == ["batch_a"]
 
 
 async def test_a_file_whose_row_cannot_be_written_is_not_kept(
@@ -151,7 +151,7 @@ async def test_a_file_whose_row_cannot_be_written_is_not_kept(
     data.incoming("file-a").write_bytes(b"abc")
     monkeypatch.setattr(data._store, "add_file", full)
     with pytest.raises(StorageError, match="full"):
-        await data.keep(file("a"))
+        await data.add_file(file("a"))
     assert not data.content("file-a").exists()
 
 
@@ -159,8 +159,8 @@ async def test_files_whose_time_is_up_are_swept(open_folder: Callable[[], DataFo
     data = open_folder()
     for name, expires_at in (("a", 10), ("b", None)):
         data.incoming(f"file-{name}").write_bytes(b"abc")
-        await data.keep(file(name, expires_at=expires_at))
-    await data.sweep(10)
+        await data.add_file(file(name, expires_at=expires_at))
+    await data.delete_expired(10)
     assert [path.name for path in (data.folder / "files").iterdir()] == ["file-b"]
 
 
@@ -169,17 +169,17 @@ def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path, part: str) -
     mine = tmp_path / part / "mine" if part != "batches" else tmp_path / part / "of" / "mine"
     mine.parent.mkdir(parents=True)
     mine.write_text("x")
-    with pytest.raises(StorageError, match=f"has '{part}' in it and no jobs.sqlite3"):
-        open_data(tmp_path)
+    with pytest.raises(StorageError, match=f"contains '{part}' but no jobs.sqlite3"):
+        open_data_folder(tmp_path)
     assert mine.read_text() == "x"
 
 
 def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="file is a file"):
-        open_data(tmp_path / "file")
+        open_data_folder(tmp_path / "file")
     with pytest.raises(StorageError, match=r"file/data.*check its name"):
-        open_data(tmp_path / "file" / "data")
+        open_data_folder(tmp_path / "file" / "data")
 
     def read_only(path: Path, **_: object) -> None:
         raise OSError(30, "Read-only file system", str(path))
@@ -187,14 +187,14 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", read_only)
         with pytest.raises(StorageError, match=r"Read-only file system.*make it and its folder writable"):
-            open_data(tmp_path / "new")
+            open_data_folder(tmp_path / "new")
 
 
 async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = open_data(tmp_path)
-    await data.ask(BatchStore.add_file, file("in"))
+    data = open_data_folder(tmp_path)
+    await data.query(BatchStore.add_file, file("in"))
     add = BatchStore.add_batch
     monkeypatch.setattr(BatchStore, "add_batch", lambda *arguments: (time.sleep(0.2), add(*arguments)))
     batches = BatchManager(data, ["/v1/completions"])
@@ -205,8 +205,8 @@ async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
     with pytest.raises(asyncio.CancelledError):
         await making
     await asyncio.sleep(0.3)
-    (known,) = await data.ask(BatchStore.open_batches)
-    assert [batch.id for batch in batches.open_batches] == [known.shown.id]
+    (known,) = await data.query(BatchStore.open_batches)
+    assert [batch.id for batch in batches.open_batches] == [known.batch.id]
     await batches.close()
 
 

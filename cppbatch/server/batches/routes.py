@@ -24,7 +24,7 @@ async def create_batch(request: web.Request) -> web.Response:
         completion_window=body.completion_window,
         model=request.app[SERVING].info.name,
         metadata=body.metadata,
-        output_life=body.output_expires_after.seconds if body.output_expires_after else None,
+        output_lifetime_s=body.output_expires_after.seconds if body.output_expires_after else None,
     )
     return json_response(batch)
 

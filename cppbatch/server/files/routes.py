@@ -45,7 +45,7 @@ async def upload(request: web.Request) -> web.Response:
             filename=received.filename,
             purpose=received.purpose,
         )
-        await data.keep(file)
+        await data.add_file(file)
     finally:
         path.unlink(missing_ok=True)
     return json_response(file)
@@ -55,7 +55,7 @@ async def upload(request: web.Request) -> web.Response:
 async def list_files(request: web.Request) -> web.Response:
     """A page of them."""
     query = convert(dict(request.query), FileQuery, from_text=True)
-    files, has_more = await batches_of(request).data.ask(BatchStore.files, query.page, query.purpose or None)
+    files, has_more = await batches_of(request).data.query(BatchStore.files, query.page, query.purpose or None)
     first, last = (files[0].id, files[-1].id) if files else (None, None)
     return json_response(FileList(data=files, first_id=first, last_id=last, has_more=has_more))
 
@@ -63,14 +63,14 @@ async def list_files(request: web.Request) -> web.Response:
 @routes.get("/v1/files/{id}")
 async def get_file(request: web.Request) -> web.Response:
     """One of them."""
-    return json_response(await batches_of(request).data.ask(BatchStore.file, request.match_info["id"]))
+    return json_response(await batches_of(request).data.query(BatchStore.file, request.match_info["id"]))
 
 
 @routes.delete("/v1/files/{id}")
 async def delete_file(request: web.Request) -> web.Response:
     """Forgets one."""
     file_id = request.match_info["id"]
-    await batches_of(request).data.delete(file_id)
+    await batches_of(request).data.delete_file(file_id)
     return json_response(FileDeleted(id=file_id))
 
 
@@ -82,7 +82,7 @@ async def get_content(request: web.Request) -> web.StreamResponse:
     not read.
     """
     data = batches_of(request).data
-    file = await data.ask(BatchStore.file, request.match_info["id"])
+    file = await data.query(BatchStore.file, request.match_info["id"])
     content = await asyncio.to_thread(_opened, data.content(file.id))
     try:
         kind = "application/jsonl" if file.filename.endswith(".jsonl") else "application/octet-stream"
