@@ -254,7 +254,7 @@ def test_another_column_can_be_chosen(reading: Any) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\n\n", b"\xff\xfep\0", b'"prompt\n', b"x" * (MAX_LINE_BYTES + 9)])
 def test_a_csv_file_without_names_of_columns_is_an_error(reading: Any, data: bytes) -> None:
-    with pytest.raises(ConfigError, match="first line(: | must name the columns)"):
+    with pytest.raises(ConfigError, match=r"first line(: | must name the columns)"):
         reading("in.csv", data)
 
 
