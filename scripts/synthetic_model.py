@@ -24,8 +24,8 @@ from cppbatch.models.synthetic import (
     LLAMA3_VOCAB,
     QUANTS,
     SHAPES,
+    GgufVocab,
     LlamaShape,
-    Vocab,
     byte_vocab,
     copied_vocab,
     llama_bytes,
@@ -88,7 +88,7 @@ def _write(args: argparse.Namespace) -> None:
     print(f"serve it: .venv/bin/cppbatch serve -m {args.file}")
 
 
-def _vocab(source: str | None, size: int | None) -> Vocab:
+def _vocab(source: str | None, size: int | None) -> GgufVocab:
     if source == "bytes":
         return byte_vocab(LLAMA3_VOCAB if size is None else size)
     return copied_vocab(check_file(Path(source)) if source else pull_default(), size)

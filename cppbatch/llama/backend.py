@@ -1,4 +1,4 @@
-"""llama.cpp as a whole: initialised once, its log routed to `logging`, its devices."""
+"""The llama.cpp library of this process: initialised once, its log sent to `logging`, its devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cppbatch.llama.library import C, ggml, library_path
 
 log = logging.getLogger("cppbatch.llama")
 
-# llama.cpp's "info" is a page for every model load and its "warning" is mostly advice, so each goes one level down.
+# One level lower than llama.cpp's: it logs a page of "info" for every model, and its "warning" is mostly advice.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 _CONTINUATION = 5
 _DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
@@ -23,7 +23,7 @@ _DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 
 @dataclass(frozen=True)
 class Device:
-    """A compute device as ggml names it. Memory in bytes; both 0 where the driver does not tell."""
+    """A compute device, with ggml's name. Memory in bytes; both sizes are 0 where the driver does not report them."""
 
     name: str
     description: str
@@ -33,12 +33,13 @@ class Device:
 
 
 class _LogRouter:
-    """Turns llama.cpp's pieces of lines into log records."""
+    """Assembles the fragments that llama.cpp logs into lines, and logs these."""
 
     def __init__(self) -> None:
-        self.callback = C.llama_log_callback(self._receive)  # kept here: C holds no reference
-        self.captured: dict[int, list[str]] = {}  # by thread: several models may load at once
-        self.heard: dict[int, list[str]] = {}
+        self.callback = C.llama_log_callback(self._receive)  # kept alive here: C holds no reference to it
+        # Lists to append lines to, by thread, since several models may load at once:
+        self.captured: dict[int, list[str]] = {}  # error lines, which are not logged then
+        self.copied: dict[int, list[str]] = {}  # all lines
         self._level, self._line = logging.DEBUG, ""
 
     def _receive(self, level: int, text: bytes, _user: object) -> None:
@@ -48,8 +49,8 @@ class _LogRouter:
         if not self._line.endswith("\n"):
             return
         line, self._line = self._line.rstrip(), ""
-        if (heard := self.heard.get(threading.get_ident())) is not None:
-            heard.append(line)
+        if (copied := self.copied.get(threading.get_ident())) is not None:
+            copied.append(line)
         captured = self.captured.get(threading.get_ident())
         if captured is not None and self._level >= logging.ERROR:
             captured.append(line)
@@ -66,24 +67,24 @@ def _the_backend() -> Backend:
 
 
 class Backend:
-    """llama.cpp, initialised. Use `Backend.get()`: one a process."""
+    """The initialised llama.cpp library. There is one per process: `Backend.get()`."""
 
     def __init__(self) -> None:
         self._router = _LogRouter()
         C.llama_log_set(self._router.callback, ctypes.c_void_p(0))
-        # A line logged while the interpreter goes down would call into freed Python objects.
+        # A line logged during interpreter shutdown would call freed Python objects.
         atexit.register(C.llama_log_set, C.llama_log_callback(0), ctypes.c_void_p(0))
         C.llama_backend_init()
 
     @staticmethod
     def get() -> Backend:
-        """The process's backend, initialised by the first call. Any thread may call this."""
+        """The backend of this process, initialised by the first call. Thread-safe."""
         with _ONCE:
             return _the_backend()
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[list[str]]:
-        """Collects the error lines that llama.cpp logs on this thread, for the message of an exception."""
+        """Collects the error lines that llama.cpp logs on this thread, for the message of an exception. Not logged."""
         lines: list[str] = []
         self._router.captured[threading.get_ident()] = lines
         try:
@@ -93,16 +94,16 @@ class Backend:
 
     @contextlib.contextmanager
     def lines(self) -> Iterator[list[str]]:
-        """Collects all lines that llama.cpp logs on this thread, of every level; they go to `logging` as well."""
+        """Collects all lines, of every level, that llama.cpp logs on this thread. They are sent to `logging` too."""
         lines: list[str] = []
-        self._router.heard[threading.get_ident()] = lines
+        self._router.copied[threading.get_ident()] = lines
         try:
             yield lines
         finally:
-            del self._router.heard[threading.get_ident()]
+            del self._router.copied[threading.get_ident()]
 
     def devices(self) -> list[Device]:
-        """Every device the library can compute on, with its free memory now."""
+        """All devices that the library can compute on, with their free memory now."""
         lib = ggml()
         return [self._device(lib, lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count())]
 
@@ -120,22 +121,22 @@ class Backend:
 
     @property
     def version(self) -> str:
-        """llama.cpp's own version."""
+        """The version of llama.cpp."""
         return str(C.llama_version().decode())
 
     @property
     def build_flags(self) -> list[str]:
-        """The CPU and device features that the library was built with, like "AVX2 = 1"."""
+        """The CPU and device features that the library was built with, for example "AVX2 = 1"."""
         return [part.strip() for part in C.llama_print_system_info().decode().split("|") if part.strip()]
 
     @property
     def has_amx(self) -> bool:
-        """Whether matrices are multiplied by AMX."""
+        """Whether matrix products use AMX."""
         return any(flag.startswith("AMX") and flag.endswith("= 1") for flag in self.build_flags)
 
     @property
     def supports_gpu(self) -> bool:
-        """Whether this build can keep layers on a GPU."""
+        """Whether this build can offload layers to a GPU."""
         return bool(C.llama_supports_gpu_offload())
 
     @property

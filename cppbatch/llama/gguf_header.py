@@ -1,4 +1,4 @@
-"""What a GGUF file's header says that a loaded model does not tell, or that must be known before it is loaded."""
+"""The header of a GGUF file: metadata that must be checked before loading, and the list of tensors."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class _InitParams(ctypes.Structure):
     _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
 
 
-_MOST_LAYERS = 512  # LLAMA_MAX_LAYERS: llama.cpp aborts the process at more, and at none
-_LONGEST_CONTEXT = 1 << 30  # tokens; positions are int32
+_MAX_LAYERS = 512  # LLAMA_MAX_LAYERS: llama.cpp aborts the process at more, and at 0
+_MAX_CONTEXT = 1 << 30  # tokens; positions are int32
 _STRING = 8  # gguf_type
 _NUMBERS = {4: ("u32", ctypes.c_uint32), 5: ("i32", ctypes.c_int32), 6: ("f32", ctypes.c_float),
             10: ("u64", ctypes.c_uint64), 11: ("i64", ctypes.c_int64), 12: ("f64", ctypes.c_double)}  # fmt: skip
 
 
 class Tensor(NamedTuple):
-    """A tensor in a file."""
+    """A tensor of a GGUF file."""
 
     name: str
     offset: int
-    """Bytes from the start of the file's data."""
+    """Bytes from the start of the tensor data."""
     n_bytes: int
 
 
 def check_metadata(path: Path) -> None:
-    """Raises `ModelError` for numbers with which llama.cpp aborts the process, or computes nothing of use.
+    """Raises `ModelError` for metadata with which llama.cpp aborts the process or computes nonsense.
 
-    What is no GGUF file passes: llama.cpp says why it cannot be loaded.
+    A file that is not GGUF passes: llama.cpp reports the reason when it loads it.
     """
     try:
         with _header(path) as (lib, header):
@@ -48,10 +48,10 @@ def check_metadata(path: Path) -> None:
         return
     for key, value in numbers.items():
         _, _, name = key.partition(".")
-        if name == "block_count" and not 1 <= value <= _MOST_LAYERS:
-            wanted = f"there must be from 1 to {_MOST_LAYERS} layers"
-        elif name == "context_length" and not 1 <= value <= _LONGEST_CONTEXT:
-            wanted = f"it must be from 1 to {_LONGEST_CONTEXT} tokens"
+        if name == "block_count" and not 1 <= value <= _MAX_LAYERS:
+            wanted = f"there must be from 1 to {_MAX_LAYERS} layers"
+        elif name == "context_length" and not 1 <= value <= _MAX_CONTEXT:
+            wanted = f"it must be from 1 to {_MAX_CONTEXT} tokens"
         elif name.endswith("_epsilon") and not 0 <= value < math.inf:
             wanted = "it must be a number from 0"
         elif name.endswith("rope.freq_base") and not 0 < value < math.inf:
@@ -62,16 +62,16 @@ def check_metadata(path: Path) -> None:
 
 
 def _numbers(lib: ctypes.CDLL, header: int) -> Iterator[tuple[str, float]]:
-    """The numbers of the model's own kind in the metadata, by their keys."""
+    """The numeric metadata of the model's architecture: keys ("llama.block_count") and values."""
     lib.gguf_get_n_kv.argtypes, lib.gguf_get_n_kv.restype = [ctypes.c_void_p], ctypes.c_int64
     lib.gguf_get_key.argtypes, lib.gguf_get_key.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_char_p
     lib.gguf_get_kv_type.argtypes, lib.gguf_get_kv_type.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
     lib.gguf_find_key.argtypes, lib.gguf_find_key.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int64
     lib.gguf_get_val_str.argtypes, lib.gguf_get_val_str.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_char_p
-    place = lib.gguf_find_key(header, b"general.architecture")
-    if place < 0 or lib.gguf_get_kv_type(header, place) != _STRING:
+    index = lib.gguf_find_key(header, b"general.architecture")
+    if index < 0 or lib.gguf_get_kv_type(header, index) != _STRING:
         return
-    prefix = lib.gguf_get_val_str(header, place).decode("utf-8", "replace") + "."
+    prefix = lib.gguf_get_val_str(header, index).decode("utf-8", "replace") + "."
     for i in range(lib.gguf_get_n_kv(header)):
         key = lib.gguf_get_key(header, i).decode("utf-8", "replace")
         if key.startswith(prefix) and (kind := _NUMBERS.get(lib.gguf_get_kv_type(header, i))):
@@ -81,13 +81,13 @@ def _numbers(lib: ctypes.CDLL, header: int) -> Iterator[tuple[str, float]]:
 
 
 def has_tensor(path: Path, *names: str) -> bool:
-    """Whether the file has one of these. Reads its header alone. Raises `ModelError` when it cannot."""
+    """Whether the file contains any of these tensors. Reads only the header. Raises `ModelError` if that fails."""
     with _header(path) as (lib, header):
         return any(lib.gguf_find_tensor(header, name.encode()) >= 0 for name in names)
 
 
 def list_tensors(path: Path) -> list[Tensor]:
-    """All tensors of a file, in its order. Reads its header alone. Raises `ModelError` when it cannot."""
+    """All tensors of a file, in file order. Reads only the header. Raises `ModelError` if that fails."""
     with _header(path) as (lib, header):
         return [
             Tensor(
@@ -113,7 +113,7 @@ def _header(path: Path) -> Iterator[tuple[ctypes.CDLL, int]]:
     lib.gguf_free.argtypes, lib.gguf_free.restype = [ctypes.c_void_p], None
     header = lib.gguf_init_from_file(os.fsencode(path), _InitParams(no_alloc=True, ctx=None))
     if not header:
-        raise ModelError(f"{path} cannot be read any more")
+        raise ModelError(f"{path} cannot be read as a GGUF file")
     try:
         yield lib, header
     finally:

@@ -1,8 +1,8 @@
 """Loads llama_cpp when its first function is needed, and checks that it is the version these wrappers are written for.
 
 llama.cpp adds and renames functions between patch releases of llama-cpp-python, so a mismatch is reported when the
-library is loaded instead of failing later in the middle of a request. Importing this package loads nothing: whatever
-needs no llama.cpp (the server's process, tests with a fake model) runs without llama-cpp-python.
+library is loaded instead of failing later in the middle of a request. Importing this package loads nothing: the
+server process and tests with a fake model run without llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REINSTALL = (
     'CMAKE_ARGS="-DCMAKE_C_FLAGS=-fno-dse -DCMAKE_CXX_FLAGS=-fno-dse" pip install --no-cache-dir '
     f"--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python=={PINNED_VERSION}"
 )
-"""The line that rebuilds the library for this CPU (GCC on x86-64 needs -fno-dse: llama.cpp PR #26954)."""
+"""The command that rebuilds the library for this CPU (GCC on x86-64 needs -fno-dse: llama.cpp PR #26954)."""
 
 _NEEDED = """
     llama_backend_init llama_log_set llama_print_system_info llama_version llama_supports_gpu_offload
@@ -50,7 +50,7 @@ _NEEDED = """
 
 
 def _load() -> Any:
-    # Where ggml aborts, its message is enough: a hundred lines of stack are nobody's who runs a model.
+    # When ggml aborts, its message is enough; the backtrace would be a hundred lines.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         import llama_cpp
@@ -65,7 +65,7 @@ def _load() -> Any:
         OSError,
         RuntimeError,
         AttributeError,
-    ) as error:  # the shared library is missing, foreign or too old
+    ) as error:  # the shared library is missing, of another platform, or too old
         raise LibraryError(f"llama.cpp's library does not load ({error}). Rebuild it with:\n  {REINSTALL}") from error
     if llama_cpp.__version__ != PINNED_VERSION:
         raise LibraryError(

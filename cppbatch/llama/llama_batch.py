@@ -1,4 +1,4 @@
-"""The batch that goes to `llama_decode`, as numpy arrays."""
+"""The `llama_batch` of a decode, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class PendingTokens(Protocol):
 
 
 class Batch:
-    """Up to `capacity` tokens for one `llama_decode`: cleared and refilled at every step.
+    """Up to `capacity` tokens for one `llama_decode`; cleared and filled again in every step.
 
-    The arrays belong to numpy and llama.cpp reads them in place: `tokens`, `positions`, `seq_ids` int32[capacity],
-    `wants_logits` int8[capacity]; the first `n_tokens` entries count. Every token has exactly one seq_id.
+    llama.cpp reads the numpy arrays in place: `tokens`, `positions`, `seq_ids` int32[capacity], `wants_logits`
+    int8[capacity], of which the first `n_tokens` entries are valid. Every token has exactly one seq_id.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -44,7 +44,7 @@ class Batch:
         self.wants_logits: npt.NDArray[np.int8] = np.zeros(capacity, np.int8)
         self.n_tokens = 0
         self.n_outputs = 0
-        # llama_batch wants a pointer per token to that token's seq_ids: here into one array, set up once.
+        # llama_batch contains a pointer to the seq_ids of each token. All point into one array and never change.
         self._n_seq_id = np.ones(capacity, np.int32)
         self._seq_id_pointers = np.uintp(self.seq_ids.ctypes.data) + np.arange(capacity, dtype=np.uintp) * 4
         self._struct: Any = None
@@ -86,7 +86,7 @@ class Batch:
         self.n_tokens = self.n_outputs = 0
 
     def add_rows(self, tokens: list[int], positions: list[int], seq_ids: list[int]) -> None:
-        """Appends one token for each of several sequences, each asking for logits: the decode rows of a step."""
+        """Appends one token, with logits, for each of several sequences: the decode rows of a step."""
         start, stop = self._extend(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = positions
@@ -95,9 +95,9 @@ class Batch:
         self.n_outputs += stop - start
 
     def add_run(self, tokens: Int32Array, position: int, seq_id: int, *, n_logits: int) -> None:
-        """Appends a run of one sequence, int32[n] from `position` on, with logits for the last `n_logits` of it."""
+        """Appends consecutive tokens of one sequence, int32[n], at `position`, with logits for the last `n_logits`."""
         if len(tokens) == 0:
-            raise OutOfRange(f"the run of sequence {seq_id} has no tokens")
+            raise OutOfRange(f"no tokens were given for sequence {seq_id}")
         start, stop = self._extend(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = np.arange(position, position + stop - start, dtype=np.int32)
@@ -116,7 +116,7 @@ class Batch:
 
     @property
     def struct(self) -> Any:
-        """The `llama_batch`, which points into the arrays."""
+        """The `llama_batch` struct, which points into the arrays."""
         if self._struct is None:
             self._struct = self._make_struct()
         self._struct.n_tokens = self.n_tokens

@@ -1,4 +1,4 @@
-"""How far one sequence can take over what another has computed: tried out, not believed."""
+"""Probes how sequences of a context can share a computed prefix."""
 
 from __future__ import annotations
 
@@ -14,46 +14,45 @@ from cppbatch.llama.llama_batch import Batch
 
 log = logging.getLogger("cppbatch.llama")
 
-_N, _TAKEN = 8, 5  # tokens of the trial, and how many of them are taken over
-_MOST_DIFFERENCE = 0.1  # of the logits' spread; the order of sums moves them far less, a wrong prefix far more
+_N_PROBE, _N_SHARED = 8, 5  # tokens of the probe, and how many of them are shared
+_MAX_DIFFERENCE = 0.1  # of the range of the logits: rounding changes them far less, a wrong prefix far more
 
 
 def probe_prefix_sharing(context: Context) -> Sharing:
-    """The kind of sharing that an empty context allows; it is empty again afterwards.
+    """The kind of sharing that an empty context supports; the context is empty again afterwards.
 
-    Recurrent and hybrid models and those with a sliding window have no part of a sequence that could be kept alone.
-    What should work is tried with a few tokens: a kind of memory that behaves otherwise gets "whole" or "none", never a
-    wrong text.
+    Of recurrent and hybrid models, and those with a sliding window, only whole sequences can be shared. The expected
+    kind is verified with a few tokens, so an unknown kind of memory results in "whole" or "none", never in wrong text.
     """
-    if context.n_ctx_seq <= _N:
+    if context.n_ctx_seq <= _N_PROBE:
         return "none"
-    exact_only = context.model.is_recurrent or context.model.n_swa > 0
-    kinds: list[Sharing] = ["whole"] if exact_only else ["cells" if context.kv_unified else "copy", "whole"]
+    whole_only = context.model.is_recurrent or context.model.n_swa > 0
+    kinds: list[Sharing] = ["whole"] if whole_only else ["cells" if context.kv_unified else "copy", "whole"]
     for kind in kinds:
         if _works(context, kind):
             return kind
-        log.warning("this model's memory cannot share prefixes (kind %r): the trial gave other logits", kind)
+        log.warning("this model's memory cannot share prefixes (kind %r): the probe computed other logits", kind)
     return "none"
 
 
 def _works(context: Context, kind: Sharing) -> bool:
-    shelf, target = context.n_seq_ids - 1, context.n_seq_max - 1  # with only one seq_id, it gets its own state back
-    tokens = np.linspace(1, context.model.vocab.n_tokens - 1, _N).astype(np.int32)
+    holder, target = context.n_seq_ids - 1, context.n_seq_max - 1  # the same seq_id where the context has only one
+    tokens = np.linspace(1, context.model.vocab.n_tokens - 1, _N_PROBE).astype(np.int32)
     try:
         expected = _continue(context, tokens, 0, 0)
         if kind == "whole":
             context.remove(0)
-            _continue(context, tokens[:_TAKEN], 0, 0)
+            _continue(context, tokens[:_N_SHARED], 0, 0)
         if kind == "cells":
-            context.copy(0, shelf, 0, _TAKEN)
+            context.copy(0, holder, 0, _N_SHARED)
             context.remove(0)
-            context.copy(shelf, target, 0, _TAKEN)
+            context.copy(holder, target, 0, _N_SHARED)
         else:
             context.restore_sequence(target, context.save_sequence(0))
-        if kind == "copy" and not context.remove(target, _TAKEN):
+        if kind == "copy" and not context.remove(target, _N_SHARED):
             return False
-        got = _continue(context, tokens[_TAKEN:], _TAKEN, target)
-        return bool(np.abs(got - expected).max() <= _MOST_DIFFERENCE * np.ptp(expected))
+        got = _continue(context, tokens[_N_SHARED:], _N_SHARED, target)
+        return bool(np.abs(got - expected).max() <= _MAX_DIFFERENCE * np.ptp(expected))
     except LlamaError as error:
         log.info("sharing by %s: %s", kind, error)
         return False
@@ -62,7 +61,7 @@ def _works(context: Context, kind: Sharing) -> bool:
 
 
 def _continue(context: Context, tokens: npt.NDArray[np.int32], position: int, seq_id: int) -> npt.NDArray[np.float32]:
-    """The logits after the last of these tokens."""
+    """Decodes these tokens one by one; the logits of the last one, float32[n_vocab]."""
     batch = Batch(1)
     for i, token in enumerate(tokens, position):
         batch.clear()

@@ -18,17 +18,20 @@ from cppbatch.llama.library import C
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _MIN_KEEP = 1
 _MIROSTAT_M = 100  # tokens from which the first mirostat estimates the slope; the paper's value, and llama.cpp's
-_UNDERFLOW = 87.0  # exp of less is 0 in float32, or nearly
-_ANOTHER = 0x9E3779B9  # so that xtc and the final draw do not use the same random numbers
+_UNDERFLOW = 87.0  # exp(-87) is nearly the smallest normal float32
+_XTC_SEED = 0x9E3779B9  # changes the seed for xtc, so that its random numbers differ from those of `dist`
 
-_DROP = "drop what has become impossible"
+_DROP = "drop impossible candidates"
 
 Seeded = Callable[[int], Any]
+"""Makes a llama.cpp sampler from 32 bits of seed."""
 
 
 class DrySampler:
-    """The DRY sampler with its sequence breakers looked up in the vocabulary, which takes a while: made once, and
-    cloned into each chain. `vocab` is llama.cpp's pointer; not needed afterwards."""
+    """llama.cpp's DRY sampler, to be cloned into chains: looking up its sequence breakers in the vocabulary is slow.
+
+    `vocab`: llama.cpp's pointer, used by the constructor only.
+    """
 
     def __init__(
         self, vocab: Any, *, multiplier: float, base: float, allowed_length: int, last_n: int, breakers: tuple[str, ...]
@@ -42,23 +45,23 @@ class DrySampler:
         weakref.finalize(self, C.llama_sampler_free, handle)
 
     def clone(self) -> Any:
-        """Another one in its first state; llama.cpp's pointer, for the caller to free."""
+        """A copy in the initial state: llama.cpp's pointer, which the caller frees."""
         return C.llama_sampler_clone(self._handle)
 
 
 class SamplerChain:
-    """Samplers applied in the order they were added; the last one must choose (`dist`, `greedy`, `mirostat` ...).
+    """A chain of samplers, applied in the order of addition. The last one selects (`dist`, `greedy`, `mirostat` ...).
 
-    Knows the recent tokens, so each sequence has its own. `dist` and `xtc` take their random numbers from the seed
-    given with each row, so nothing of them has to be remembered. A context manager.
+    Each sequence needs its own chain, which remembers recent tokens. `dist` and `xtc` are made for each row from the
+    seed given with it, so they have no state. A context manager.
     """
 
     def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
-        self._samplers: list[Any | Seeded] | None = []  # pointers, and functions that make one for a single row
+        self._samplers: list[Any | Seeded] | None = []  # pointers, `Seeded`, or _DROP
 
     def penalties(self, last_n: int, repeat: float, frequency: float, presence: float) -> SamplerChain:
-        """Lowers the logits of the last `last_n` accepted tokens (0: off)."""
+        """Lowers the logits of the last `last_n` accepted tokens; 0: off."""
         if last_n < 0:
             raise OutOfRange(f"last_n is {last_n}; it must be 0 or more")
         if not repeat > 0:
@@ -96,39 +99,42 @@ class SamplerChain:
         return self._add(lambda: C.llama_sampler_init_min_p(p, _MIN_KEEP))
 
     def xtc(self, probability: float, threshold: float) -> SamplerChain:
-        """With this probability drops all but the last of the tokens above `threshold`."""
+        """With this probability drops all tokens above `threshold` except the least likely of them."""
         _finite(probability), _finite(threshold)
         return self._add_seeded(
-            lambda seed: C.llama_sampler_init_xtc(probability, threshold, _MIN_KEEP, _seed(seed ^ _ANOTHER))
+            lambda seed: C.llama_sampler_init_xtc(probability, threshold, _MIN_KEEP, _seed(seed ^ _XTC_SEED))
         )
 
     def temperature(self, value: float, spread: float = 0.0, exponent: float = 1.0) -> SamplerChain:
-        """Divides the logits by `value`, or by what entropy ** exponent says of value - spread to value + spread."""
+        """Divides the logits by `value`.
+
+        With a `spread`, the divisor lies between value - spread and value + spread and grows with entropy ** exponent.
+        """
         numbers = _finite(value), _finite(spread), _finite(exponent)
         return self._add(lambda: C.llama_sampler_init_temp_ext(*numbers))
 
     def dist(self) -> SamplerChain:
-        """Draws from the distribution."""
+        """Selects at random, by the probabilities."""
         return self._add_seeded(lambda seed: C.llama_sampler_init_dist(_seed(seed)))
 
     def greedy(self) -> SamplerChain:
-        """Takes the likeliest token."""
+        """Selects the likeliest token."""
         return self._add(C.llama_sampler_init_greedy)
 
     def mirostat(self, tau: float, eta: float, seed: int) -> SamplerChain:
-        """Draws such that the surprise stays at `tau`; has random numbers of its own from `seed`."""
+        """Selects at random so that the surprise stays near `tau`. Has a random generator, seeded once with `seed`."""
         _finite(tau), _finite(eta)
         return self._drop()._add(
             lambda: C.llama_sampler_init_mirostat(self._n_vocab, _seed(seed), tau, eta, _MIROSTAT_M)
         )
 
     def mirostat_v2(self, tau: float, eta: float, seed: int) -> SamplerChain:
-        """Likewise, by the second, simpler method."""
+        """Mirostat version 2: simpler, otherwise the same."""
         _finite(tau), _finite(eta)
         return self._add(lambda: C.llama_sampler_init_mirostat_v2(_seed(seed), tau, eta))
 
     def adaptive_p(self, target: float, decay: float, seed: int) -> SamplerChain:
-        """Draws tokens of about the probability `target`; has random numbers of its own from `seed`."""
+        """Selects tokens with a probability near `target`. Has a random generator, seeded once with `seed`."""
         _finite(target), _finite(decay)
         return self._add(lambda: C.llama_sampler_init_adaptive_p(target, decay, _seed(seed)))
 
@@ -146,16 +152,16 @@ class SamplerChain:
         return self
 
     def accept(self, token: int) -> None:
-        """Notes a token of the sequence: the prompt's, and then each one taken, whoever sampled it."""
+        """Adds a token to the chain's history: first those of the prompt, then each new token of the sequence."""
         for sampler in self._open():
             if _is_native(sampler):
                 C.llama_sampler_accept(sampler, token)
 
     def sample(self, logits: npt.NDArray[np.float32], seed: int = 0) -> int:
-        """Chooses a token from float32[n_vocab], which is not changed; 32 bits of `seed` decide which.
+        """Samples a token from float32[n_vocab], which is not changed, with 32 bits of `seed`.
 
-        Raises `OutOfRange` for a row of another size, `LlamaError` when no token can be chosen (all logits -inf, or
-        one of them NaN or +inf).
+        Raises `OutOfRange` for a row of another size, `LlamaError` when no token can be sampled (all logits are -inf,
+        or one is NaN or +inf).
         """
         samplers = self._open()
         if logits.shape != (self._n_vocab,):
@@ -180,10 +186,10 @@ class SamplerChain:
                 _apply(sampler, array, seed)
         if not 0 <= array.selected < array.size:
             raise LlamaError("no token can be sampled: the chain has left none")
-        chosen = array.data[array.selected]
-        if not math.isfinite(chosen.logit):
-            raise LlamaError(f"no token can be sampled: the samplers have made this row's logits {chosen.logit}")
-        token: int = chosen.id
+        selected = array.data[array.selected]
+        if not math.isfinite(selected.logit):
+            raise LlamaError(f"no token can be sampled: the samplers have made this row's logits {selected.logit}")
+        token: int = selected.id
         return token
 
     def _open(self) -> list[Any]:
@@ -192,7 +198,7 @@ class SamplerChain:
         return self._samplers
 
     def close(self) -> None:
-        """Frees the samplers. Closing again does nothing."""
+        """Frees the samplers. A second call does nothing."""
         samplers, self._samplers = self._samplers, None
         for sampler in samplers or ():
             if _is_native(sampler):
@@ -210,12 +216,12 @@ def _is_native(sampler: Any) -> bool:
 
 
 def _drop_impossible(candidates: npt.NDArray[Any], array: Any) -> None:
-    """Takes out logits whose probability is 0 in float32: a sampler that takes its logarithm would sort by NaN."""
+    """Removes candidates whose probability is 0 in float32: samplers that take its logarithm would sort by NaN."""
     address = ctypes.addressof(array.data.contents)
     first = (address - candidates.ctypes.data) // _CANDIDATE.itemsize
-    left = candidates[first : first + array.size]
-    possible = left[left["logit"] > left["logit"].max() - _UNDERFLOW]
-    left[: len(possible)] = possible
+    remaining = candidates[first : first + array.size]
+    possible = remaining[remaining["logit"] > remaining["logit"].max() - _UNDERFLOW]
+    remaining[: len(possible)] = possible
     array.size = len(possible)
 
 
@@ -223,13 +229,13 @@ def _apply(sampler: Any, array: Any, seed: int) -> None:
     if _is_native(sampler):
         C.llama_sampler_apply(sampler, ctypes.byref(array))
         return
-    made = sampler(seed)
-    C.llama_sampler_apply(made, ctypes.byref(array))
-    C.llama_sampler_free(made)
+    seeded = sampler(seed)
+    C.llama_sampler_apply(seeded, ctypes.byref(array))
+    C.llama_sampler_free(seeded)
 
 
 def _seed(seed: int) -> int:
-    """32 bits; llama.cpp takes 2**32 - 1 for "random"."""
+    """32 bits without 2**32 - 1, which llama.cpp interprets as "random"."""
     return seed % (2**32 - 1)
 
 

@@ -1,8 +1,8 @@
-"""Finds out, before a model is loaded, whether this build of llama.cpp crashes on this CPU.
+"""Checks, before a model is loaded, whether this build of llama.cpp crashes on this CPU.
 
-A build made by GCC without -fno-dse dies with SIGSEGV in its AMX code, and one made for another CPU with SIGILL, at the
-first decode. That would take the user's process down, so a child process tries it on tiny quantised models. The verdict
-is kept for each library build and CPU.
+At the first decode, a build made by GCC without -fno-dse dies with SIGSEGV in its AMX code, and a build made for
+another CPU dies with SIGILL. So a child process decodes tiny quantised models first. Its verdict is cached for each
+library build and CPU.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _CRASHES = {getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, na
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the child process showed."""
+    """The result of the child process."""
 
     fast_path_works: bool
     """The CPU path with repacked weights (`use_extra_bufts=True`)."""
     plain_path_works: bool
     detail: str
-    """How the child ended where it failed."""
+    """How the child ended if it failed."""
     is_certain: bool = True
-    """False when the child may have failed for a passing reason (a hang, no memory): it is asked again next time."""
+    """False if the failure may be temporary (a timeout, no memory): such a verdict is not cached."""
 
 
 def safe_use_extra_bufts() -> bool:
-    """Whether weights may be repacked for this CPU. Warns when not; raises `LibraryError` when nothing works."""
+    """Whether weights may be repacked for this CPU. Logs a warning if not; raises `LibraryError` if nothing works."""
     verdict = check()
     if verdict.fast_path_works:
         return True
@@ -65,24 +65,24 @@ def safe_use_extra_bufts() -> bool:
 
 @functools.cache
 def check() -> Verdict:
-    """The verdict for the installed library on this CPU, from the cache where it is known."""
+    """The verdict for the installed library on this CPU, cached on disk."""
     path = user_cache_path("cppbatch") / "selfcheck" / f"{_key()}.json"
     try:
         return Verdict(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # not there, or not readable as a verdict: find out
-        verdict = _find_out()
+    except (OSError, ValueError, TypeError):  # not cached, or not readable as a verdict
+        verdict = _run_check()
     if not verdict.is_certain:
         return verdict
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(verdict)))
     except OSError as error:
-        log.info("the self-check's verdict cannot be kept: %s", error)
+        log.info("the self-check's verdict cannot be cached: %s", error)
     return verdict
 
 
 def _key() -> str:
-    """Names the library build and the CPU."""
+    """A hash of the library files and the CPU: the name of the cache file."""
     library = Path(library_path())
     files = sorted(library.parent.iterdir()) if library.parent.is_dir() else []
     stamps = [(f.name, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())]
@@ -97,8 +97,8 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _find_out() -> Verdict:
-    from cppbatch.models.synthetic import LlamaShape, write_llama  # needed once a machine: not worth its import time
+def _run_check() -> Verdict:
+    from cppbatch.models.synthetic import LlamaShape, write_llama  # imported here: needed once per machine
 
     with tempfile.TemporaryDirectory(prefix="cppbatch-selfcheck-") as folder:
         shape = LlamaShape(n_layer=1, n_embd=256, n_head=4, n_head_kv=4, n_ff=512)
@@ -123,7 +123,7 @@ def child_command(models: list[Path], *, use_extra_bufts: bool) -> list[str]:
 
 
 def _run_child(models: list[Path], *, use_extra_bufts: bool) -> _Failure | None:
-    """None when the child decoded every model, else how it ended."""
+    """Runs the child: None if it decoded every model, else how it ended."""
     command = child_command(models, use_extra_bufts=use_extra_bufts)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)

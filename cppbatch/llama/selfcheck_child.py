@@ -1,4 +1,4 @@
-"""The self-check's child process: decodes each model's few tokens, many at once and singly, and may crash."""
+"""The self-check's child process: decodes some tokens with each model, many at once and one alone. It may crash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cppbatch.llama import Batch, Context, Model
 
 
 def main() -> None:
-    """`selfcheck_child USE_EXTRA_BUFTS MODEL...`: exit code 0 when every model gave finite logits."""
+    """`selfcheck_child USE_EXTRA_BUFTS MODEL...`: exit code 0 if all logits of every model are finite."""
     use_extra_bufts, *paths = sys.argv[1:]
     for path in paths:
         model = Model(path, n_gpu_layers=0, use_extra_bufts=use_extra_bufts == "1")

@@ -25,10 +25,10 @@ _SPECIAL = b"\xff"  # llguidance's prefix for special tokens
 
 
 class Vocab:
-    """The vocabulary of a loaded model. Thread-safe; valid as long as its model is open."""
+    """The vocabulary of a loaded model. Thread-safe; valid until the model is closed."""
 
     def __init__(self, handle: Any, model_name: str) -> None:
-        if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # tokenising would abort the process
+        if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # llama_tokenize would abort the process
             raise ModelError(f"{model_name} has no tokenizer in it, so it cannot read or write text")
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_SPM and not _has_all_bytes(handle):
             raise ModelError(f"{model_name} has no tokens for single bytes, so an unknown character would crash it")
@@ -36,26 +36,26 @@ class Vocab:
         self._splits_by_regex = C.llama_vocab_type(handle) == _VOCAB_TYPE_BPE
         self.n_tokens: int = C.llama_vocab_n_tokens(handle)
         self.bos: int = C.llama_vocab_bos(handle)
-        """Id of the beginning-of-sequence token, -1 if there is none; likewise `eos` and `eot`."""
+        """Id of the beginning-of-sequence token, -1 if there is none; the same applies to `eos` and `eot`."""
         self.eos: int = C.llama_vocab_eos(handle)
         self.eot: int = C.llama_vocab_eot(handle)
         fill_in = (C.llama_vocab_fim_pre(handle), C.llama_vocab_fim_suf(handle), C.llama_vocab_fim_mid(handle))
         self.fill_in: tuple[int, int, int] | None = None if -1 in fill_in else fill_in
-        """Ids of the tokens before the prefix, the suffix and the middle, for models that can fill in."""
+        """Ids of the fill-in-the-middle tokens before prefix, suffix and middle; None if the model has none."""
         self.fill_in_files: tuple[int, int] = (C.llama_vocab_fim_rep(handle), C.llama_vocab_fim_sep(handle))
-        """Ids of the tokens before a repository's name and a file's; -1 where there is none."""
+        """Ids of the fill-in-the-middle tokens before the name of a repository and of a file; -1 if there is none."""
         self.adds_bos: bool = C.llama_vocab_get_add_bos(handle)
-        self._between_pair, self._after_pair = _pair_marks(handle)
+        self._pair_separator, self._pair_end = _pair_special_tokens(handle)
         is_eog, text_of = C.llama_vocab_is_eog, C.llama_vocab_get_text
         texts = [text_of(handle, token) for token in range(self.n_tokens)]
         drops_spaces = C.llama_vocab_type(handle) in (_VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM)
         self.longest_piece: int = max(_MAX_WORD_BYTES if drops_spaces else 1, *map(len, texts))
-        """Bytes of text that one token stands for at most."""
-        self._parts, self._plain_parts = _text_parts(handle, texts)
+        """The most bytes of text that one token represents."""
+        self._special_splitter, self._plain_splitter = _splitters(handle, texts)
         self.eog = frozenset(token for token in range(self.n_tokens) if is_eog(handle, token))
-        """Ids of every token that ends a generation."""
+        """Ids of all tokens that end a generation."""
         self.suppressed = _suppressed(handle)
-        """Ids that the model's file says must never come."""
+        """Ids that must never be sampled, according to the model file."""
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._grammar_tokenizer: Any = None
         self._dry_samplers: OrderedDict[tuple[object, ...], DrySampler] = OrderedDict()
@@ -69,14 +69,14 @@ class Vocab:
         parse_special: bool = True,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> npt.NDArray[np.int32]:
-        """The ids of `text`, int32[n].
+        """The token ids of `text`, int32[n].
 
-        `add_special` adds BOS (or EOS) where the model wants it; `parse_special` reads "<|im_start|>" and the like
-        as the one token they name. A text that already starts with BOS does not get a second one. With BPE,
-        a run of thousands of characters without a space is tokenised in parts.
-        `cancelled` is asked between the parts of a long text. Raises `RequestCancelled`, `OutOfRange`.
+        `add_special` adds BOS or EOS if the model uses them, but no second BOS to a text that begins with it.
+        `parse_special` reads the text of a special token, for example "<|im_start|>", as that token. With BPE, a run of
+        thousands of characters without a space is tokenised in parts.
+        `cancelled` is called between the parts of a long text. Raises `RequestCancelled`, `OutOfRange`.
         """
-        parts = (self._parts if parse_special else self._plain_parts).of(text)
+        parts = (self._special_splitter if parse_special else self._plain_splitter).split(text)
         pieces = [piece for part in parts for piece in (split_long_runs(part) if self._splits_by_regex else [part])]
         if len(pieces) == 1:
             tokens = self._tokenize(text, add_special, parse_special)
@@ -96,33 +96,33 @@ class Vocab:
         return tokens
 
     def tokenize_pair(self, query: str, document: str) -> npt.NDArray[np.int32]:
-        """The ids of two texts as rerankers read them: BOS, query, EOS, SEP, document, EOS, int32[n].
+        """The input of a reranker: BOS, query, EOS, SEP, document, EOS as token ids, int32[n].
 
-        Of these marks, those that the vocabulary says it adds; in the texts no such mark is read as one token.
+        Only the special tokens that the vocabulary adds are used. Special tokens in the texts are read as plain text.
         """
         before = [self.bos] if self.adds_bos else []
         texts = [self.tokenize(text, add_special=False, parse_special=False) for text in (query, document)]
-        parts = (before, texts[0], self._between_pair, texts[1], self._after_pair)
+        parts = (before, texts[0], self._pair_separator, texts[1], self._pair_end)
         return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> npt.NDArray[np.int32]:
         raw = text.encode("utf-8", "replace")
         if len(raw) > _INT32_MAX:
             raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {_INT32_MAX}")
-        room = len(raw) + 2
+        size = len(raw) + 2
         while True:
-            out = np.empty(room, np.int32)
+            out = np.empty(size, np.int32)
             pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-            n = C.llama_tokenize(self.handle, raw, len(raw), pointer, room, add_special, parse_special)
+            n = C.llama_tokenize(self.handle, raw, len(raw), pointer, size, add_special, parse_special)
             if n == -_INT32_MAX - 1:
                 raise LlamaError("the text has too many tokens to count")
             if n >= 0:
                 tokens: npt.NDArray[np.int32] = out[:n].copy()
                 return tokens
-            room = -n  # some vocabularies need more tokens than bytes
+            size = -n  # some vocabularies need more tokens than bytes
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token, possibly half a UTF-8 character; empty for control tokens, unless `special`."""
+        """The bytes of a token, possibly part of a UTF-8 character. Control tokens are empty, unless `special`."""
         piece = self._pieces.get((token, special))
         if piece is None:
             if not 0 <= token < self.n_tokens:
@@ -131,15 +131,15 @@ class Vocab:
         return piece
 
     def text(self, token: int) -> str:
-        """A token as text, control tokens included ("<|im_end|>"); "" for a token the model does not have (-1)."""
+        """The text of a token, also of control tokens ("<|im_end|>"); "" for an id outside the vocabulary (-1)."""
         return self.piece(token, special=True).decode("utf-8", "replace") if 0 <= token < self.n_tokens else ""
 
     def is_user_defined(self, token: int) -> bool:
-        """Whether the token was added to the vocabulary by hand, as `<tool_call>` and the like are."""
+        """Whether the token was added to the vocabulary by hand, for example `<tool_call>`."""
         return bool(C.llama_vocab_get_attr(self.handle, token) & C.LLAMA_TOKEN_ATTR_USER_DEFINED)
 
     def for_grammars(self) -> Any:
-        """The vocabulary as an `llguidance.LLTokenizer`, made at the first call."""
+        """The vocabulary as an `llguidance.LLTokenizer`, made by the first call."""
         with self._lock:
             if self._grammar_tokenizer is None:
                 self._grammar_tokenizer = self._make_grammar_tokenizer()
@@ -167,7 +167,7 @@ class Vocab:
     def dry_sampler(
         self, *, multiplier: float, base: float, allowed_length: int, last_n: int, breakers: tuple[str, ...]
     ) -> DrySampler:
-        """A DRY sampler to clone; those used last are kept, as looking up the breakers takes a while."""
+        """A DRY sampler, to be cloned. An LRU cache keeps 16, because looking up the sequence breakers is slow."""
         key = multiplier, base, allowed_length, last_n, breakers
         with self._lock:
             if key not in self._dry_samplers:
@@ -185,13 +185,13 @@ class Vocab:
             return self._dry_samplers[key]
 
     def _piece(self, token: int, *, special: bool) -> bytes:
-        room = 64
+        size = 64
         while True:
-            buffer = ctypes.create_string_buffer(room)
-            n = C.llama_token_to_piece(self.handle, token, buffer, room, 0, special)
+            buffer = ctypes.create_string_buffer(size)
+            n = C.llama_token_to_piece(self.handle, token, buffer, size, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
-            room = -n
+            size = -n
 
     @property
     def handle(self) -> Any:
@@ -201,12 +201,12 @@ class Vocab:
         return self._handle
 
     def close(self) -> None:
-        """Called by the model when it goes: the vocabulary is part of it."""
+        """Called by the model before it frees the vocabulary."""
         self._handle = self._grammar_tokenizer = None
 
 
-def _text_parts(handle: Any, texts: list[bytes]) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
-    """For texts in which special tokens are read, and for those in which only tokens are that users have defined."""
+def _splitters(handle: Any, texts: list[bytes]) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
+    """Splitters for tokenising with `parse_special`, and without it (then only user-defined tokens are special)."""
     special, defined = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN, C.LLAMA_TOKEN_ATTR_USER_DEFINED
     attributes = [C.llama_vocab_get_attr(handle, token) for token in range(len(texts))]
 
@@ -222,11 +222,10 @@ def _text_parts(handle: Any, texts: list[bytes]) -> tuple[SpecialTokenSplitter, 
     return of_kind(special | defined), of_kind(defined)
 
 
-def _pair_marks(handle: Any) -> tuple[list[int], list[int]]:
-    """What comes between two texts, and after them.
+def _pair_special_tokens(handle: Any) -> tuple[list[int], list[int]]:
+    """The special tokens between the two texts of a pair, and after the second one.
 
-    BERT's own vocabularies have no EOS. SEP ends each text there, the second one too, as the models were trained;
-    llama.cpp's server leaves that last one out.
+    BERT vocabularies have no EOS: SEP ends both texts, as in training. (llama.cpp's server omits the last SEP.)
     """
     sep, eos = C.llama_vocab_sep(handle), C.llama_vocab_eos(handle)
     if C.llama_vocab_type(handle) == _VOCAB_TYPE_WPM:
@@ -242,7 +241,7 @@ def _suppressed(handle: Any) -> frozenset[int]:
 
 
 def _has_all_bytes(handle: Any) -> bool:
-    """Whether a SentencePiece vocabulary can spell every byte; llama.cpp aborts the process on one it cannot."""
+    """Whether a SentencePiece vocabulary has all byte tokens; llama.cpp aborts the process if it needs a missing one."""
     missing = {f"<0x{byte:02X}>".encode() for byte in range(256)}
     for token in range(C.llama_vocab_n_tokens(handle)):
         missing.discard(C.llama_vocab_get_text(handle, token))

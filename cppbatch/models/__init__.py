@@ -1,1 +1,1 @@
-"""Finding, fetching and inspecting GGUF files. Loads no llama.cpp."""
+"""Finding, downloading, inspecting and writing GGUF files. Does not load llama.cpp."""

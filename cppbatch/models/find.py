@@ -1,4 +1,4 @@
-"""Which GGUF file to use, and whether a file can be one at all."""
+"""The folder of models, the files of a model, and a first check of a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def models_folder() -> Path:
-    """Where models are kept: $CPPBATCH_MODELS, else ./models if there is one, else the user's data folder."""
+    """The folder of models: $CPPBATCH_MODELS, else ./models if it exists, else the user's data folder."""
     if named := os.environ.get("CPPBATCH_MODELS"):
         return Path(named).expanduser()
     here = Path("models")
@@ -25,12 +25,12 @@ def models_folder() -> Path:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The GGUF models of a folder, sorted by name; a model split into parts counts once, by its first part."""
+    """The GGUF models of a folder, sorted by name. A split model is listed once, as its first part."""
     return sorted(path for path in folder.glob("*.gguf") if not _LATER_PART.search(path.name))
 
 
 def model_parts(path: Path) -> list[Path]:
-    """The files of a model, given its first or only one."""
+    """All files of a model, from the path of its first or only one."""
     first = _FIRST_PART.match(path.name)
     if not first:
         return [path]
@@ -39,7 +39,7 @@ def model_parts(path: Path) -> list[Path]:
 
 
 def check_file(path: Path) -> Path:
-    """The path, if it names a GGUF file with weights in it. Raises `ModelError` saying what it is instead."""
+    """Returns `path` if it is a GGUF file with weights; raises `ModelError` that says what it is instead."""
     if not path.exists():
         raise ModelError(f"there is no file {path}. `cppbatch models list` shows the models that are here")
     if not path.is_file():

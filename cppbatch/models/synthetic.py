@@ -1,7 +1,7 @@
-"""GGUF files with random weights: no download, written in a moment, text without meaning.
+"""Writes GGUF files with random weights: no download, ready in a moment, text without meaning.
 
-For the self-check (does the library compute on this machine without crashing?), for tests, and for measuring
-speed at real sizes. Only the Llama architecture is built here; `Weight` and `write_gguf` serve others too.
+They serve the self-check (does this build of the library crash here?), tests, and speed measurements at real sizes.
+Only the Llama architecture is built here; `Weight` and `write_gguf` work for other architectures too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gguf.quants import quantize
 from cppbatch.errors import ModelError
 from cppbatch.models.inspect import read_gguf
 
-QUANTS = {  # what `quant` may be, and the file type written to the metadata
+QUANTS = {  # the values of `quant`, with the file type that is written to the metadata
     "F32": gguf.LlamaFileType.ALL_F32,
     "F16": gguf.LlamaFileType.MOSTLY_F16,
     "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
@@ -38,31 +38,30 @@ FIRST_BYTE = 5  # the id of <0x00>; the other 255 bytes follow
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _WORDS = "the that this they and are was for you not with have from said what when will one all can"
 _PAIRS = "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri"
-_DRAWN = 1 << 22  # random values drawn per tensor; larger ones repeat them, which makes 8B shapes bearable
+_MAX_RANDOM = 1 << 22  # random values per tensor; larger tensors repeat them, or 8B shapes would take too long
 
 
 @dataclass(frozen=True)
-class Vocab:
-    """A vocabulary, SentencePiece's unless `copied` says more: three lists with one entry per token id."""
+class GgufVocab:
+    """A vocabulary: three lists with one entry per token id. SentencePiece, unless `copied` contains another kind."""
 
     pieces: list[str]
     scores: list[float]  # empty for kinds that have none
     types: list[int]  # gguf.TokenType
     copied: dict[str, Any] = field(default_factory=dict)
-    """All else of another file's tokeniser, `GGUFReader`'s fields by name: kind, merges, special ids, chat template."""
+    """The other metadata of a copied tokeniser: `GGUFReader` fields by name (kind, merges, special ids, template)."""
 
     def ids(self, *types: int) -> list[int]:
         """The token ids of these types."""
         return [i for i, t in enumerate(self.types) if t in types]
 
 
-def byte_vocab(size: int = 512) -> Vocab:
+def byte_vocab(size: int = 512) -> GgufVocab:
     """A vocabulary of `size` tokens in which every text tokenises and comes back unchanged.
 
-    In order: 5 special tokens, 256 bytes, printable ASCII, a few English words with their prefixes, letter
-    pairs, then made-up words that fill up to `size` (a model can say them, the tokeniser does not find them).
-    Other characters become several byte tokens. Raises ValueError for a `size` below 462 or
-    above 231,987.
+    In order: 5 special tokens, 256 bytes, printable ASCII, a few English words with their prefixes, letter pairs, then
+    made-up words up to `size` (a model can generate them; the tokeniser does not use them). Other characters become
+    several byte tokens. Raises ValueError for a `size` below 462 or above 231,987.
     """
     special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     kinds = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * 4
@@ -77,19 +76,19 @@ def byte_vocab(size: int = 512) -> Vocab:
     pieces += itertools.islice(made_up, max(missing, 0))
     if len(special) + len(raw) + len(pieces) != size:
         raise ValueError(f"a vocabulary of {size} tokens: must be 462 to 231987")
-    return Vocab(
+    return GgufVocab(
         pieces=special + raw + pieces,
         scores=[0.0] * (len(special) + len(raw)) + [-float(rank) for rank in range(len(pieces))],
         types=[*kinds, *[gguf.TokenType.BYTE] * len(raw), *[gguf.TokenType.NORMAL] * len(pieces)],
     )
 
 
-def copied_vocab(path: Path, size: int | None = None) -> Vocab:
-    """The vocabulary of another GGUF file, so that a model tokenises as that one and has its chat template.
+def copied_vocab(path: Path, size: int | None = None) -> GgufVocab:
+    """The vocabulary and chat template of another GGUF file.
 
-    Filled up to `size` tokens (None: as many as a Llama 3 has, if there are fewer) with unused ones, which no text
-    contains and `write_llama`'s models hardly say. Raises `ModelError` for a file without a vocabulary of one of the
-    kinds `COPIED_KINDS`, ValueError for a `size` that is too small.
+    It is padded to `size` tokens (None: at least `LLAMA3_VOCAB`) with unused tokens, which no text contains and which
+    models of `write_llama` hardly ever generate. Raises `ModelError` if the file has no vocabulary of one of the
+    `COPIED_KINDS`, ValueError if `size` is too small.
     """
     reader = read_gguf(path)
     fields = {name: value for name, value in reader.fields.items() if name.startswith("tokenizer.")}
@@ -104,7 +103,7 @@ def copied_vocab(path: Path, size: int | None = None) -> Vocab:
     if n_more < 0:
         raise ValueError(f"a vocabulary of {size} tokens: {path} has {len(pieces)}, and none can be left out")
     scores, types = (fields.pop(f"tokenizer.ggml.{name}", None) for name in ("scores", "token_type"))
-    return Vocab(
+    return GgufVocab(
         pieces=pieces + [f"<|unused_{i}|>" for i in range(n_more)],
         scores=scores.contents() + [-1e6] * n_more if scores else [],
         types=(types.contents() if types else [gguf.TokenType.NORMAL] * len(pieces)) + [gguf.TokenType.UNUSED] * n_more,
@@ -113,12 +112,12 @@ def copied_vocab(path: Path, size: int | None = None) -> Vocab:
 
 
 COPIED_KINDS = {"gpt2": "byte-level BPE (gpt2)", "llama": "SentencePiece (llama)"}
-"""Whose vocabularies `copied_vocab` takes, by what GGUF calls them: in these no unused token is found in a text."""
+"""The kinds of vocabularies that `copied_vocab` accepts, by GGUF's names: their unused tokens never match a text."""
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The sizes of a Llama model. Raises ValueError where they do not fit together."""
+    """The sizes of a Llama model. Raises ValueError if they do not fit together."""
 
     n_layer: int = 2
     n_embd: int = 64
@@ -128,7 +127,7 @@ class LlamaShape:
     n_ctx_train: int = 4096
     rope_base: float = 10_000.0
     tied: bool = False
-    """The token embedding is the output matrix too, as in many small models."""
+    """Whether the token embedding is also the output matrix, as in many small models."""
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_embd", "n_head", "n_head_kv", "n_ff", "n_ctx_train", "rope_base"):
@@ -148,13 +147,13 @@ SHAPES = {
         n_layer=32, n_embd=4096, n_head=32, n_head_kv=8, n_ff=14_336, n_ctx_train=131_072, rope_base=500_000.0
     ),
 }
-"""The sizes of Llama 3.2 1B and Llama 3.1 8B; both have `LLAMA3_VOCAB` tokens."""
+"""The sizes of Llama 3.2 1B and Llama 3.1 8B. Both have `LLAMA3_VOCAB` tokens."""
 
 LLAMA3_VOCAB = 128_256
 
 
 class Weight(NamedTuple):
-    """One tensor to write: normally distributed values, or all `mean` where `std` is 0."""
+    """One tensor to write: normally distributed values, or the constant `mean` if `std` is 0."""
 
     name: str
     shape: tuple[int, ...]  # (n,), or (outputs, inputs), numpy's order: the reverse of ggml's ne
@@ -164,7 +163,7 @@ class Weight(NamedTuple):
 
 
 def matrix(name: str, outputs: int, inputs: int, gain: float = 1.0, zero_rows: Sequence[int] = ()) -> Weight:
-    """A random (outputs, inputs) matrix that multiplies the size of its input by about `gain`."""
+    """A random (outputs, inputs) matrix that multiplies the norm of its input by about `gain`."""
     return Weight(f"{name}.weight", (outputs, inputs), std=gain / math.sqrt(inputs), zero_rows=zero_rows)
 
 
@@ -180,16 +179,15 @@ def write_llama(
     quant: str = "F32",
     seed: int = 0,
     chat_template: str | None = None,
-    vocab: Vocab | None = None,
+    vocab: GgufVocab | None = None,
     silent: Sequence[int] = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED),
 ) -> Path:
-    """Write a random Llama model to `path` and return it; the same arguments give the same bytes.
+    """Writes a random Llama model to `path` and returns it. The same arguments produce the same bytes.
 
-    `quant` is the type of the matrices, a key of `QUANTS`; vectors stay F32. To reach llama.cpp's repacked and
-    AMX kernels take n_embd and n_ff as multiples of 256, and leave the vocabulary at 512. `vocab` is
-    `byte_vocab()` unless given. Tokens of the types in `silent` have logit 0, far below the highest ones: so
-    greedy text does not end by chance. Raises ValueError for an unknown `quant` or a size that is not a
-    multiple of its block (32), OSError where the file cannot be written.
+    `quant`: the type of the matrices, a key of `QUANTS`; vectors stay F32. llama.cpp's repacked and AMX kernels need
+    n_embd and n_ff to be multiples of 256, and a vocabulary of 512. `vocab`: None for `byte_vocab()`. Tokens of the
+    types in `silent` have logit 0, far below the highest ones, so greedy text does not end by chance. Raises ValueError
+    for an unknown `quant` or a size that is not a multiple of its block (32), OSError if the file cannot be written.
     """
     shape = shape or LlamaShape()
     vocab = vocab or byte_vocab()
@@ -211,7 +209,7 @@ def write_llama(
 
 
 LORA_TARGETS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-"""The matrices of a Llama layer, which adapters change."""
+"""The matrices of a Llama layer that an adapter changes."""
 
 
 def write_lora(
@@ -224,9 +222,9 @@ def write_lora(
     targets: Sequence[str] = LORA_TARGETS,
     arch: str = "llama",
 ) -> Path:
-    """Write a random LoRA adapter for a Llama model of this shape to `path` and return it.
+    """Writes a random LoRA adapter for a Llama model of this shape to `path` and returns it.
 
-    What it adds to each of the `targets` multiplies the size of its input by about `gain`, at scale 1.
+    At scale 1, the matrix that it adds to each of the `targets` multiplies the norm of its input by about `gain`.
     """
     shape = shape or LlamaShape()
     n_kv = shape.n_embd // shape.n_head * shape.n_head_kv
@@ -246,10 +244,11 @@ def write_lora(
     return write_gguf(path, writer, weights, seed=seed)
 
 
-def add_vocab(writer: Any, vocab: Vocab) -> None:
-    """Put a vocabulary into a GGUFWriter's metadata.
+def add_vocab(writer: Any, vocab: GgufVocab) -> None:
+    """Adds a vocabulary to the metadata of a GGUFWriter.
 
-    A `byte_vocab` with a BOS in front and no space added, so text comes back; a copied one as it was.
+    With a `byte_vocab`, BOS but no space is added in front of a text, so that it comes back unchanged. A copied
+    vocabulary keeps its own settings.
     """
     writer.add_token_list(vocab.pieces)
     writer.add_token_types(vocab.types)
@@ -271,9 +270,9 @@ def add_vocab(writer: Any, vocab: Vocab) -> None:
 def write_gguf(
     path: str | os.PathLike[str], writer: Any, weights: Iterable[Weight], *, quant: str = "F32", seed: int = 0
 ) -> Path:
-    """Write `writer`'s metadata and the weights to `path`, with one tensor in memory at a time.
+    """Writes the metadata of `writer` and the weights to `path`, with one tensor in memory at a time.
 
-    `writer` is a GGUFWriter that nothing has been written from yet. Raises as `write_llama` does.
+    `writer`: a GGUFWriter that has not written anything yet. Raises the same exceptions as `write_llama`.
     """
     weights = list(weights)
     n_bytes = [_n_bytes(weight, quant) for weight in weights]
@@ -293,8 +292,8 @@ def write_gguf(
     return Path(path)
 
 
-def llama_bytes(shape: LlamaShape, vocab: Vocab, quant: str) -> int:
-    """How large the weights are that `write_llama` would write. Raises as it does."""
+def llama_bytes(shape: LlamaShape, vocab: GgufVocab, quant: str) -> int:
+    """The size of the weights that `write_llama` would write, in bytes. Raises the same exceptions."""
     return sum(_n_bytes(weight, quant) for weight in _llama_weights(shape, vocab, ()))
 
 
@@ -312,25 +311,25 @@ def _kind(weight: Weight, quant: str) -> Any:
 
 
 def _values(weight: Weight, kind: Any, rng: np.random.Generator) -> npt.NDArray[Any]:
-    """The tensor as it lies in the file: rows of floats, or of quantised blocks as bytes."""
+    """The tensor in the format of the file: rows of floats, or of quantised blocks as uint8."""
     if weight.std == 0.0:
         return np.asarray(quantize(np.full(weight.shape, weight.mean, np.float32), kind))
     rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
-    n_drawn = min(rows, max(1, _DRAWN // columns))
-    drawn = rng.standard_normal((n_drawn, columns), dtype=np.float32)
-    drawn *= np.float32(weight.std)
-    drawn += np.float32(weight.mean)
-    part = quantize(drawn, kind)
+    n_random = min(rows, max(1, _MAX_RANDOM // columns))
+    random = rng.standard_normal((n_random, columns), dtype=np.float32)
+    random *= np.float32(weight.std)
+    random += np.float32(weight.mean)
+    part = quantize(random, kind)
     block = GGML_QUANT_SIZES[kind][1] if part.dtype == np.uint8 else 1
     out = np.empty((rows, part.shape[1]), part.dtype)
-    for turn, start in enumerate(range(0, rows, n_drawn)):  # turned by a block each time: no two rows alike
-        out[start : start + n_drawn] = np.roll(part, turn * block, axis=1)[: rows - start]
+    for shift, start in enumerate(range(0, rows, n_random)):  # repeats are shifted by a block: no two rows are equal
+        out[start : start + n_random] = np.roll(part, shift * block, axis=1)[: rows - start]
     out[list(weight.zero_rows)] = 0
     return out
 
 
-def _llama_weights(shape: LlamaShape, vocab: Vocab, silent: Sequence[int]) -> Iterable[Weight]:
-    """The gains keep text varied: attention that picks a few tokens, and layers that outweigh the embedding."""
+def _llama_weights(shape: LlamaShape, vocab: GgufVocab, silent: Sequence[int]) -> Iterable[Weight]:
+    """The gains keep generated text varied: attention selects a few tokens, and layers outweigh the embedding."""
     n_embd, n_vocab = shape.n_embd, len(vocab.pieces)
     n_kv = n_embd // shape.n_head * shape.n_head_kv
     if shape.tied:

@@ -13,7 +13,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import EngineConfig, LocalEngine
-from cppbatch.models.synthetic import Vocab, byte_vocab, write_lora
+from cppbatch.models.synthetic import GgufVocab, byte_vocab, write_lora
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
 from tests import tiny_models
@@ -365,11 +365,11 @@ async def test_a_conversation_as_its_prompt(http: Http) -> None:
 # --- filling in -------------------------------------------------------------------------------------------------------
 
 
-def with_fill_in_tokens(*names: str) -> Vocab:
+def with_fill_in_tokens(*names: str) -> GgufVocab:
     """The byte vocabulary with these control tokens in place of its last words."""
     vocab = byte_vocab()
     n = len(vocab.pieces) - len(names)
-    return Vocab(
+    return GgufVocab(
         pieces=[*vocab.pieces[:n], *names],
         scores=vocab.scores,
         types=[*vocab.types[:n], *[gguf.TokenType.CONTROL] * len(names)],

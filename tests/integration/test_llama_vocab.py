@@ -92,7 +92,7 @@ def test_parts_give_the_tokens_of_the_whole(request: pytest.FixtureRequest, name
     vocab = request.getfixturevalue(name)
     whole = [vocab._tokenize(text, True, parse).tolist() for parse in (True, False)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_splitting, "_PART", 8)
+        patch.setattr(text_splitting, "_MIN_PART", 8)
         parts = [vocab.tokenize(text, parse_special=parse).tolist() for parse in (True, False)]
     if whole[0][:2] == [vocab.bos] * 2 and vocab.adds_bos:
         whole[0] = whole[0][1:]

@@ -106,7 +106,7 @@ def test_fetching_writes_nothing_but_news_on_stderr(folder, packaged, capsys):
     pull.pull_default()
     out, err = capsys.readouterr()
     assert out == ""
-    assert "fetching the default model tiny.gguf" in err
+    assert "downloading the default model tiny.gguf" in err
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
