@@ -241,7 +241,7 @@ def _suppressed(handle: Any) -> frozenset[int]:
 
 
 def _has_all_bytes(handle: Any) -> bool:
-    """Whether a SentencePiece vocabulary has all byte tokens; llama.cpp aborts the process if it needs a missing one."""
+    """Whether a SentencePiece vocabulary has all byte tokens; llama.cpp aborts the process where one is missing."""
     missing = {f"<0x{byte:02X}>".encode() for byte in range(256)}
     for token in range(C.llama_vocab_n_tokens(handle)):
         missing.discard(C.llama_vocab_get_text(handle, token))
