@@ -1,7 +1,7 @@
 """Top-k, top-p, min-p, temperature and random sampling, for all rows of a step at once.
 
-The distribution is that of llama.cpp's samplers in their default order (tests/integration/test_random_sampling.py compares
-20,000 samples of each): the filters see the logits before temperature. Only tokens above a floor are examined, below
+The distribution is that of llama.cpp's samplers in their default order: the filters see the logits before temperature.
+tests/integration/test_random_sampling.py compares 20,000 samples of each. Only tokens above a floor are examined, below
 which no token can pass the filters: about fifty of 49,152 logits.
 """
 
