@@ -28,7 +28,7 @@ import aiohttp
 import numpy as np
 import psutil
 
-from cppbatch.bench.load.stream import Failure, Reading
+from cppbatch.bench.load.completion_stream import CompletionStream, RequestFailure
 from cppbatch.models.pull import choose_model
 
 COLUMNS = (
@@ -223,15 +223,15 @@ async def normal_load(url: str, until: Callable[[], bool]) -> Load:
             n += 1
             prompt = f"Stream {i} tells story {n} of {os.getpid()}:"
             body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "stream": True, "ignore_eos": True, "temperature": 0}
-            reading = Reading()
+            reading = CompletionStream()
             try:
                 async with session.post(f"{url}/v1/completions", json=body) as answer:
                     if answer.status != 200:
-                        raise Failure(f"status {answer.status}", (await answer.text())[:200])
+                        raise RequestFailure(f"status {answer.status}", (await answer.text())[:200])
                     async for data in answer.content.iter_any():
                         reading.feed(data, time.perf_counter())
                 reading.finish(time.perf_counter())
-            except (Failure, aiohttp.ClientError, asyncio.TimeoutError) as error:
+            except (RequestFailure, aiohttp.ClientError, asyncio.TimeoutError) as error:
                 load.failures.append(f"{type(error).__name__}: {error}")
             load.gaps.extend(reading.gaps)
 

@@ -20,7 +20,7 @@ from statistics import mean, median
 from time import perf_counter
 
 from cppbatch import GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.bench.load.words import text
+from cppbatch.bench.prompts import random_text
 from cppbatch.models.pull import choose_model
 
 PLACES, LENGTHS = 16, (20, 100, 400)
@@ -40,7 +40,7 @@ class Background:
         fewest = 1  # at first, so that they do not end together
         while True:
             n = next(self._numbers)
-            prompt = f"{n}. {text(self._rng, self._rng.randint(*BACKGROUND_PROMPT))}"
+            prompt = f"{n}. {random_text(self._rng, self._rng.randint(*BACKGROUND_PROMPT))}"
             params = SamplingParams(max_tokens=self._rng.randint(fewest, BACKGROUND_NEW[1]), ignore_eos=True)
             fewest = BACKGROUND_NEW[0]
             request = GenerationRequest(id=f"b{n}", prompt=prompt, params=params, priority=self._priority)
@@ -55,7 +55,7 @@ class Background:
 
 async def ask(engine: LocalEngine, rng: Random, n_prompt: int, n: int) -> tuple[float, float]:
     """A request of a few tokens: its TTFT, and how much of that it waited for a place."""
-    prompt = f"{n}: {text(rng, n_prompt - 2)}"
+    prompt = f"{n}: {random_text(rng, n_prompt - 2)}"
     request = GenerationRequest(id=f"i{n}", prompt=prompt, params=SamplingParams(max_tokens=4, ignore_eos=True))
     began, first = perf_counter(), 0.0
     async for event in engine.submit(request):

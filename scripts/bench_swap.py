@@ -18,8 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from cppbatch.bench.machine import this_machine
-from cppbatch.bench.report import Column, Report
-from cppbatch.bench.spread import Spread
+from cppbatch.bench.report import Column, Report, Spread
 from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.errors import CppBatchError

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from cppbatch.bench.children import Child, Outcome, free_port, run_bounded
+from cppbatch.bench.child_process import ChildProcess, CommandResult, free_port, run_with_timeout
 from cppbatch.bench.machine import Machine
 from cppbatch.bench.markdown import markdown, markdown_table, read_report
 from cppbatch.bench.report import Column, Report
@@ -103,19 +103,21 @@ class Page:
     def seconds_gone(self) -> float:
         return time.monotonic() - self._began
 
-    def part(self, title: str, command: Command, seconds: float, show: Callable[[Outcome], str]) -> str | None:
+    def part(self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str]) -> str | None:
         """A section: the command, and what `show` makes of its output. None when it failed."""
         self.add(f"### {title}")
         return self.run(title, command, seconds, show)
 
-    def run(self, title: str, command: Command, seconds: float, show: Callable[[Outcome], str]) -> str | None:
+    def run(self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str]) -> str | None:
         """The same without a heading."""
         if self.seconds_left() < LEAST_SECONDS:
             self.add_failure("not begun, because the time for the whole report (--minutes) is over")
             return None
         print(f"{self.seconds_gone():4.0f} s  {title}", file=sys.stderr, flush=True)
         self.add(as_typed(command))
-        outcome = run_bounded(list(map(str, command)), min(seconds, self.seconds_left()), env=environment(), cwd=ROOT)
+        outcome = run_with_timeout(
+            list(map(str, command)), min(seconds, self.seconds_left()), env=environment(), cwd=ROOT
+        )
         if outcome.failure:
             self.add_failure(outcome.failure, outcome.output)
             return None
@@ -227,7 +229,7 @@ class Measurement:
         """Whether it is ready for requests; the page says why not."""
         self.page.add(as_typed(command))
         try:
-            server = stack.enter_context(Child(list(map(str, command)), env=environment(), cwd=ROOT))
+            server = stack.enter_context(ChildProcess(list(map(str, command)), env=environment(), cwd=ROOT))
         except OSError as error:
             self.page.add_failure(f"{name} could not be started: {error}")
             return False
@@ -254,7 +256,7 @@ class Measurement:
 
     def _throughput(
         self, batch_sizes: tuple[int, ...], layouts: str, kinds: str, sampling: str
-    ) -> tuple[Command, Callable[[Outcome], str]]:
+    ) -> tuple[Command, Callable[[CommandResult], str]]:
         sizes, file = self.sizes, self.folder / f"{kinds}-{sampling}.json"
         command = [*CPPBATCH, "bench", "throughput", "-m", self.model, "-ngl", self.gpu_layers]
         command += ["-B", numbers(batch_sizes), "--layouts", layouts, "--flash-attns", "on", "--sampling", sampling]
@@ -286,7 +288,7 @@ def with_phases(report: Report) -> str:
     return f"{markdown(report)}\n\n{markdown(split)}"
 
 
-def its_table(outcome: Outcome) -> str:
+def its_table(outcome: CommandResult) -> str:
     """The lines of a table that llama.cpp's tools print, which is Markdown already."""
     lines = [line for line in outcome.output.splitlines() if line.startswith("|")]
     if not lines:
@@ -299,7 +301,7 @@ def about_machine(page: Page) -> None:
     page.add("## Machine and build")
     machines: list[Machine] = []
 
-    def show(outcome: Outcome) -> str:
+    def show(outcome: CommandResult) -> str:
         machine = msgspec.json.decode(outcome.output.strip().splitlines()[-1], type=Machine)
         machines.append(machine)
         return markdown_table(["", ""], [[name, told(value)] for name, value in msgspec.to_builtins(machine).items()])

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cppbatch.bench.report import Report, cell
-from cppbatch.bench.spread import Spread
+from cppbatch.bench.report import Report, Spread, format_cell
 
 
 def read_report(path: Path) -> Report:
@@ -30,7 +29,7 @@ def _spreads(value: Any) -> Any:
 def markdown(report: Report) -> str:
     """Its table, with the notes below it. Servers, which have many figures, stand side by side."""
     head = [column.title for column in report.columns]
-    body = [[cell(row.get(column.key), column.digits) for column in report.columns] for row in report.rows]
+    body = [[format_cell(row.get(column.key), column.digits) for column in report.columns] for row in report.rows]
     if report.kind == "serve":
         body = [list(line) for line in zip(head, *body, strict=True)]
         head = ["", *(row["server"] for row in report.rows)]

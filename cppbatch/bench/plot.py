@@ -24,7 +24,7 @@ def check_plotting(path: Path) -> None:
         raise ConfigError(f"--plot {path}: its ending must be one of {', '.join(sorted(kinds))}")
 
 
-def canvas(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
+def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
     """A figure titled as the report, with so many axes side by side. No display is needed."""
     from matplotlib.figure import Figure
 
@@ -36,7 +36,7 @@ def canvas(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
     return figure, list(axes)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Raises `ConfigError` where it cannot be written."""
     try:
         figure.savefig(path)

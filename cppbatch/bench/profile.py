@@ -27,7 +27,7 @@ _FLAGS = {
 }  # fmt: skip
 
 
-class Tuned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of an `EngineConfig` that were chosen."""
 
     n_parallel: int
@@ -49,7 +49,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cores: int
     conditions: dict[str, str]
     """Settings that it was measured with and says nothing about otherwise."""
-    settings: Tuned
+    settings: TunedSettings
     measured: dict[str, float]
     """What they reached, for the reader."""
 
@@ -74,7 +74,7 @@ def conditions(config: EngineConfig) -> dict[str, str]:
     return {name: str(getattr(config, name)) for name in _CONDITIONS}
 
 
-def save_profile(config: EngineConfig, settings: Tuned, measured: dict[str, float]) -> Path:
+def save_profile(config: EngineConfig, settings: TunedSettings, measured: dict[str, float]) -> Path:
     """Writes it, whole or not at all, in place of an older one. Raises `ConfigError` where that cannot be."""
     path, machine = profile_path(config), this_machine(with_llama=False)
     profile = Profile(
@@ -126,7 +126,7 @@ def as_flags(settings: Mapping[str, object]) -> str:
     return " ".join(f"{_FLAGS[name]} {value}" for name, value in settings.items())
 
 
-def _changes(settings: Tuned, config: EngineConfig, given: Collection[str]) -> dict[str, object]:
+def _changes(settings: TunedSettings, config: EngineConfig, given: Collection[str]) -> dict[str, object]:
     """-np and -c belong together: who gives one of them decides about both."""
     ours = set(given) | ({"n_parallel", "n_ctx"} if {"n_parallel", "n_ctx"} & set(given) else set())
     found = msgspec.structs.asdict(settings)

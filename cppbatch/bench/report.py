@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,27 @@ from rich.table import Table
 from rich.text import Text
 
 from cppbatch.bench.machine import Machine
-from cppbatch.bench.spread import Spread
 from cppbatch.errors import ConfigError
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """The median of some measurements, and the least and the largest of them."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Of at least one value."""
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), ordered[0], ordered[-1])
+
+    def text(self, digits: int) -> str:
+        """`142.1 ±3.0`: the median and half of the range; without that where there was one measurement."""
+        if self.low == self.high:
+            return f"{self.median:.{digits}f}"
+        return f"{self.median:.{digits}f} ±{(self.high - self.low) / 2:.{digits}f}"
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -48,7 +69,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             is_text = all(isinstance(row.get(column.key), str) for row in self.rows)
             table.add_column(column.title, justify="left" if is_text else "right")
         for row in self.rows:
-            table.add_row(*(Text(cell(row.get(column.key), column.digits)) for column in self.columns))
+            table.add_row(*(Text(format_cell(row.get(column.key), column.digits)) for column in self.columns))
         return table
 
     def write_json(self, path: Path) -> None:
@@ -59,7 +80,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--json {path} cannot be written: {error.strerror}. Name another file") from error
 
 
-def cell(value: Any, digits: int) -> str:
+def format_cell(value: Any, digits: int) -> str:
     """A row's value, as tables show it."""
     if value is None:
         return "-"

@@ -5,26 +5,70 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from cppbatch.bench.bare import Prompts, Speeds, bare_loop
-from cppbatch.bench.inputs import check_can_run, random_prompt
 from cppbatch.bench.machine import this_machine
-from cppbatch.bench.report import Column, Report
-from cppbatch.bench.spread import Spread
+from cppbatch.bench.prompts import check_can_run, random_prompt
+from cppbatch.bench.report import Column, Report, Spread
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import PHASES
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.runtime import Runtime, load_model, open_runtime
+from cppbatch.engine.runtime import Computation, Runtime, load_model, open_runtime
 from cppbatch.errors import ConfigError
 from cppbatch.llama import Batch
 
-KINDS = {
+Prompts = list[npt.NDArray[np.int32]]
+
+
+class Speeds(NamedTuple):
+    """Tokens/s over all sequences: reading prompts, and writing."""
+
+    prefill: float
+    decode: float
+
+
+def bare_loop(context: Computation, batch: Batch, prompts: Prompts, n_new: int) -> Speeds:
+    """Reads the prompts in full steps, then feeds each sequence a fixed token n_new - 1 times; samples nothing.
+
+    The context must be empty, and is empty again afterwards. Prompts are of one length.
+    """
+    began = perf_counter()
+    _read(context, batch, prompts)
+    read = perf_counter()
+    rows, n_prompt = list(range(len(prompts))), len(prompts[0])
+    token = int(prompts[0][0])
+    for position in range(n_prompt, n_prompt + n_new - 1):
+        batch.clear()
+        batch.add_rows([token] * len(rows), [position] * len(rows), rows)
+        context.decode(batch)
+    ended = perf_counter()
+    for seq_id in rows:
+        context.remove(seq_id)
+    return Speeds(len(rows) * n_prompt / (read - began), len(rows) * (n_new - 1) / (ended - read))
+
+
+def _read(context: Computation, batch: Batch, prompts: Prompts) -> None:
+    batch.clear()
+    for seq_id, prompt in enumerate(prompts):
+        at = 0
+        while at < len(prompt):
+            n = min(len(prompt) - at, batch.capacity - batch.n_tokens)
+            batch.add_run(prompt[at : at + n], at, seq_id, n_logits=int(at + n == len(prompt)))
+            at += n
+            if batch.n_tokens == batch.capacity:
+                context.decode(batch)
+                batch.clear()
+    if batch.n_tokens:
+        context.decode(batch)
+
+
+REQUEST_KINDS = {
     "greedy": SamplingParams(temperature=0),
     "sampled": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0),
     "defaults": SamplingParams(),
@@ -74,7 +118,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Turn:
+class PairedRun:
     """The engine once, and the bare loop once."""
 
     engine: Speeds
@@ -118,13 +162,13 @@ def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes) -> Itera
         draw = np.random.default_rng(n)
         prompts = [random_prompt(draw, sizes.prompt_tokens, runtime.info.n_vocab) for _ in range(n)]
         for name in sizes.kinds:
-            params = msgspec.structs.replace(KINDS[name], ignore_eos=True)
+            params = msgspec.structs.replace(REQUEST_KINDS[name], ignore_eos=True)
             few = min(sizes.new_tokens, _WARM_UP)
             engine_loop(engine, prompts, params, few), bare_loop(runtime.context, batch, prompts, few)
             turns = []
             for _ in range(sizes.repeats):
                 speeds, phases = engine_loop(engine, prompts, params, sizes.new_tokens)
-                turns.append(Turn(speeds, bare_loop(runtime.context, batch, prompts, sizes.new_tokens), phases))
+                turns.append(PairedRun(speeds, bare_loop(runtime.context, batch, prompts, sizes.new_tokens), phases))
             yield {"batch_size": n, "kind": name, **_figures(turns)}
 
 
@@ -149,7 +193,7 @@ def engine_loop(
     return speeds, {phase: (after.step_seconds[phase] - before.step_seconds[phase]) / n_steps for phase in PHASES}
 
 
-def _figures(turns: list[Turn]) -> dict[str, Any]:
+def _figures(turns: list[PairedRun]) -> dict[str, Any]:
     """Ratios are of the two loops of one turn, so that what disturbs both does not count."""
     figures: dict[str, Any] = {}
     for name in Speeds._fields:

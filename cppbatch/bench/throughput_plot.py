@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.bench.plot import canvas
+from cppbatch.bench.plot import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from cppbatch.bench.report import Report
 
 
-def draw_throughput(report: Report) -> Figure:
+def plot_throughput(report: Report) -> Figure:
     """A line for each layout, flash attention setting and kind of requests, the engine's solid, the bare one dashed."""
-    figure, (speed, split) = canvas(report, 2)
+    figure, (speed, split) = new_figure(report, 2)
     for name, rows in _lines(report.rows).items():
         sizes = [row["batch_size"] for row in rows]
         (line,) = speed.plot(sizes, [row["decode"].median for row in rows], "o-", label=name)

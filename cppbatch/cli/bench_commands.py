@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cppbatch.bench.lengths import Lengths
+from cppbatch.bench.prompts import Lengths
 from cppbatch.cli.report_options import Draw, report_options
 from cppbatch.cli.values import lengths
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cppbatch.bench.load.compare import Progress
-    from cppbatch.bench.load.plan import Load
+    from cppbatch.bench.load.compare_servers import Progress
     from cppbatch.bench.load.target import Target
+    from cppbatch.bench.load.workload import LoadSettings
     from cppbatch.bench.report import Report
 
 _SIZES = {  # of each workload, in tokens: its prompts, its outputs
@@ -110,13 +110,13 @@ def serve(urls: tuple[str, ...], label: str | None, **settings: Any) -> tuple[Re
     cppbatch bench serve --url http://127.0.0.1:8080
     cppbatch bench serve --url ours=http://127.0.0.1:8080 --url other=http://127.0.0.1:8090 --plot both.png
     """
-    from cppbatch.bench.load.compare import compare
-    from cppbatch.bench.load.picture import draw
+    from cppbatch.bench.load.compare_servers import compare_servers
+    from cppbatch.bench.load.load_plot import plot_load
 
     targets, load = _targets(urls, label), _load(**settings)
     with _progress(load) as progress:
-        report = compare(targets, load, progress)
-    return report, draw
+        report = compare_servers(targets, load, progress)
+    return report, plot_load
 
 
 def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:
@@ -144,14 +144,13 @@ def _load(
     rate: float | None,
     seed: int | None,
     **others: Any,
-) -> Load:
-    from cppbatch.bench.load.plan import Load
-    from cppbatch.bench.load.workload import Workload
+) -> LoadSettings:
+    from cppbatch.bench.load.workload import LoadSettings, Workload
 
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate and --concurrency exclude each other: at a rate, nobody waits for answers")
     prompt, output = _SIZES[workload]
-    return Load(
+    return LoadSettings(
         workload=Workload(
             kind=workload,
             n_requests=n_requests,
@@ -169,7 +168,7 @@ def _load(
 
 
 @contextlib.contextmanager
-def _progress(load: Load) -> Iterator[Progress]:
+def _progress(load: LoadSettings) -> Iterator[Progress]:
     """A line that says where it is, on stderr, if that is a terminal. It is drawn seldom: this is a measurement."""
     from rich.console import Console
     from rich.text import Text

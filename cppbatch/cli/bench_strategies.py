@@ -40,10 +40,10 @@ def strategies(
     config: EngineConfig, names: tuple[str, ...], max_wait_ms: float, bucket: int, repeats: int, **work: Any
 ) -> tuple[Report, Draw]:
     """Compares ways to schedule the same requests: one by one, interleaved, in batches, and continuously."""
-    from cppbatch.bench.strategies.draw import draw_strategies
-    from cppbatch.bench.strategies.measure import Strategies, measure_strategies
-    from cppbatch.bench.strategies.workload import Workload
+    from cppbatch.bench.strategies.compare_strategies import StrategyComparison, compare_strategies
+    from cppbatch.bench.strategies.offline_workload import OfflineWorkload
+    from cppbatch.bench.strategies.strategies_plot import plot_strategies
 
-    compared = Strategies(names=names, max_wait_ms=max_wait_ms, bucket=bucket, repeats=repeats)
-    report = measure_strategies(config, compared, Workload(**work), partial(click.echo, err=True))
-    return report, draw_strategies
+    compared = StrategyComparison(names=names, max_wait_ms=max_wait_ms, bucket=bucket, repeats=repeats)
+    report = compare_strategies(config, compared, OfflineWorkload(**work), partial(click.echo, err=True))
+    return report, plot_strategies

@@ -48,6 +48,6 @@ _CHOSEN_HERE = (
 def throughput(config: EngineConfig, **sizes: Any) -> tuple[Report, Draw]:
     """Measures prefill and decode tokens/s beside a bare loop over llama_decode, and where the time of a step goes."""
     from cppbatch.bench.throughput import Sizes, measure_throughput
-    from cppbatch.bench.throughput_plot import draw_throughput
+    from cppbatch.bench.throughput_plot import plot_throughput
 
-    return measure_throughput(config, Sizes(**sizes), partial(click.echo, err=True)), draw_throughput
+    return measure_throughput(config, Sizes(**sizes), partial(click.echo, err=True)), plot_throughput

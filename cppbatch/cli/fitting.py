@@ -63,6 +63,6 @@ def _with_profile(config: EngineConfig) -> EngineConfig:
 
 
 def _check(config: EngineConfig, deployment: Deployment | None) -> None:
-    from cppbatch.bench.memory.check import check_memory
+    from cppbatch.bench.memory.memory_check import check_memory
 
     check_memory(config, deployment.configs if deployment else lambda one: [one])

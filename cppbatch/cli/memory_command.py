@@ -24,11 +24,11 @@ def memory(config: EngineConfig, load: bool) -> tuple[Report, Draw]:
 
     --plot draws that against the context and against parallelism.
     """
-    from cppbatch.bench.memory.report import draw_memory, memory_report, with_measured
+    from cppbatch.bench.memory.memory_report import memory_report, plot_memory, with_measured
 
     report = memory_report(config)
     if load:
-        from cppbatch.bench.memory.measure import measure
+        from cppbatch.bench.memory.measure_memory import measure_memory
 
-        report = with_measured(report, measure(config))
-    return report, draw_memory
+        report = with_measured(report, measure_memory(config))
+    return report, plot_memory

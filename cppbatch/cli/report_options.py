@@ -50,9 +50,9 @@ def report_options(command: Command) -> Command:
         if json_file:
             report.write_json(json_file)
         if plot_file:
-            from cppbatch.bench.plot import save
+            from cppbatch.bench.plot import save_figure
 
-            save(draw(report), plot_file)
+            save_figure(draw(report), plot_file)
 
     wrapped: Command = with_report
     return wrapped

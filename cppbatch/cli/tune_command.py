@@ -35,8 +35,8 @@ def tune(
     gets as many cells as -c / -np are. `serve` and `generate` use the profile that comes of it.
     """
     from cppbatch.bench.profile import save_profile
-    from cppbatch.bench.tune.report import draw_tuning, tuning_report
     from cppbatch.bench.tune.tuner import Tuner, check_limits
+    from cppbatch.bench.tune.tuning_report import plot_tuning, tuning_report
 
     check_limits(target_latency_ms, max_minutes)
     console = Console(stderr=True)
@@ -51,7 +51,7 @@ def tune(
         ).run()
     report = tuning_report(tuning)
     if dry_run:
-        return report, draw_tuning
+        return report, plot_tuning
     path = save_profile(config, tuning.settings(), tuning.figures())
     click.echo(f"written: {path}; serve and generate use it from now on", err=True)
-    return report, draw_tuning
+    return report, plot_tuning

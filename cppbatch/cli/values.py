@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from cppbatch.bench.lengths import Lengths
+from cppbatch.bench.prompts import Lengths
 
 Callback = Callable[[click.Context, click.Parameter, str], tuple[str, ...]]
 

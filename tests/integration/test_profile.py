@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from cppbatch.bench.profile import Tuned, profile_path, save_profile, use_profile
+from cppbatch.bench.profile import TunedSettings, profile_path, save_profile, use_profile
 from cppbatch.config import EngineConfig
 
-TUNED = Tuned(n_parallel=8, n_ctx=8192, kv_layout="per-sequence", flash_attn="off", n_ubatch=256, n_threads=2)
+TUNED = TunedSettings(n_parallel=8, n_ctx=8192, kv_layout="per-sequence", flash_attn="off", n_ubatch=256, n_threads=2)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def config(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_profile_gives_what_the_user_has_not(config: EngineConfig) -> None:
     used, line = use_profile(config, given=())
-    assert {name: getattr(used, name) for name in Tuned.__struct_fields__} == msgspec.structs.asdict(TUNED)
+    assert {name: getattr(used, name) for name in TunedSettings.__struct_fields__} == msgspec.structs.asdict(TUNED)
     assert line
     assert "-np 8 -c 8192 --kv-layout per-sequence -fa off -ub 256 -t 2; --no-profile leaves it out" in line
     mine = replace(config, n_ubatch=64)

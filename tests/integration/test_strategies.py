@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.bench.lengths import Lengths
+from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.strategies import STRATEGIES
-from cppbatch.bench.strategies.measure import Strategies, measure_strategies
-from cppbatch.bench.strategies.play import play
-from cppbatch.bench.strategies.workload import Workload
+from cppbatch.bench.strategies.compare_strategies import StrategyComparison, compare_strategies
+from cppbatch.bench.strategies.offline_workload import OfflineWorkload
+from cppbatch.bench.strategies.strategy_runner import run_workload
 from cppbatch.config import EngineConfig
 from tests.unit.test_strategies import KNOWN
 
@@ -20,8 +20,8 @@ def test_a_comparison_has_a_row_for_each_strategy_with_the_same_texts(tiny_llama
     config = EngineConfig(
         model_path=str(tiny_llama), n_parallel=4, n_threads=1, flash_attn="off", cache_type_k="f32", cache_type_v="f32"
     )
-    work = Workload(n_requests=9, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(2, 24))
-    report = measure_strategies(config, Strategies(repeats=2), work)
+    work = OfflineWorkload(n_requests=9, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(2, 24))
+    report = compare_strategies(config, StrategyComparison(repeats=2), work)
     rows = {row["strategy"]: row for row in report.rows}
     assert tuple(rows) == STRATEGIES
     assert rows["sequential"]["speedup"].median == 1
@@ -33,10 +33,10 @@ def test_a_comparison_has_a_row_for_each_strategy_with_the_same_texts(tiny_llama
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_all_strategies_give_the_same_greedy_texts_on_float_weights(tiny_llama: Path, layout: str) -> None:
     settings = {"n_threads": 1, "flash_attn": "off", "kv_layout": layout, "n_ctx": 512, "n_parallel": 4}
-    drawn = Workload(n_requests=8, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(4, 24)).jobs(462)
+    drawn = OfflineWorkload(n_requests=8, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(4, 24)).jobs(462)
     texts = {}
     for name, policy in KNOWN.items():
         with BatchInferenceEngine(tiny_llama, prefix_cache=False, policy=policy, **settings) as engine:
-            texts[name] = play(engine, drawn).tokens
+            texts[name] = run_workload(engine, drawn).tokens
     assert all(text == texts["sequential"] for text in texts.values())
     assert len(set(map(tuple, texts["sequential"]))) == len(drawn)

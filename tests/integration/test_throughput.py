@@ -10,9 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.bench.bare import bare_loop
-from cppbatch.bench.inputs import random_prompt
-from cppbatch.bench.throughput import KINDS, Sizes, engine_loop, measure_throughput
+from cppbatch.bench.prompts import random_prompt
+from cppbatch.bench.throughput import REQUEST_KINDS, Sizes, bare_loop, engine_loop, measure_throughput
 from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import PHASES
@@ -52,10 +51,10 @@ def test_the_engine_s_speed_is_of_full_batches() -> None:
 
 
 def test_every_kind_of_requests_has_a_row_for_each_batch_size_layout_and_attention(tiny_llama: Path) -> None:
-    sizes = Sizes(batch_sizes=(1, 3), kinds=tuple(KINDS), prompt_tokens=8, new_tokens=4, repeats=2)
+    sizes = Sizes(batch_sizes=(1, 3), kinds=tuple(REQUEST_KINDS), prompt_tokens=8, new_tokens=4, repeats=2)
     report = measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes)
     seen = [(row["kv_layout"], row["flash_attn"], row["batch_size"], row["kind"]) for row in report.rows]
-    assert len(seen) == len(set(seen)) == 2 * 2 * 2 * len(KINDS)
+    assert len(seen) == len(set(seen)) == 2 * 2 * 2 * len(REQUEST_KINDS)
     for row in report.rows:
         assert tuple(row["phases_ms"]) == PHASES
         assert row["decode"].median > 0
@@ -119,7 +118,7 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(
 
 
 def test_the_help_names_every_kind_of_requests() -> None:
-    assert ", ".join(KINDS) in " ".join(run("throughput", "--help").output.split())
+    assert ", ".join(REQUEST_KINDS) in " ".join(run("throughput", "--help").output.split())
 
 
 def test_a_model_that_gives_vectors_is_refused(tiny_reranker: Path) -> None:

@@ -10,19 +10,21 @@ from click.testing import CliRunner
 
 from cppbatch.bench.profile import profiles_folder
 from cppbatch.bench.tune import tuner
-from cppbatch.bench.tune.points import Task, measure_point
+from cppbatch.bench.tune.measurement import MeasurementTask, measure_in_child
 from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
 
 
 def test_a_process_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
     config = EngineConfig(model_path=str(tmp_path / "none.gguf"))
-    assert "there is no model file" in (measure_point(Task(config=config, seconds=0.1), 60).error or "")
+    assert "there is no model file" in (measure_in_child(MeasurementTask(config=config, seconds=0.1), 60).error or "")
 
 
 def test_speed_is_of_the_tokens_that_came_not_of_the_sequences_that_there_might_be(tiny_llama: Path) -> None:
     config = EngineConfig(model_path=str(tiny_llama), n_ctx=160, n_parallel=4, n_batch=4, n_threads=1)
-    point = measure_point(Task(config=config, seconds=0.05), 60)  # the first has ended before the last is read
+    point = measure_in_child(
+        MeasurementTask(config=config, seconds=0.05), 60
+    )  # the first has ended before the last is read
     assert not point.error
     assert 0 <= point.tokens_per_s * point.inter_token_ms / 1000 < 3.5
 

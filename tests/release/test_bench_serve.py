@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.bench.lengths import Lengths
 from cppbatch.bench.load.workload import Workload
+from cppbatch.bench.prompts import Lengths
 from cppbatch.cli.main import cli
 from cppbatch.llama import Model
 from cppbatch.server.app import create_app
@@ -70,7 +70,8 @@ def test_our_own_server_gives_all_tokens_and_no_repeat_finds_its_prompts_cached(
 
 
 def test_the_client_does_not_load_llama_cpp() -> None:
-    code = "import sys, cppbatch.bench.load.compare, cppbatch.bench.load.picture; print('llama_cpp' in sys.modules)"
+    modules = "cppbatch.bench.load.compare_servers, cppbatch.bench.load.load_plot"
+    code = f"import sys, {modules}; print('llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cppbatch.bench.children import Child, free_port, run_bounded
+from cppbatch.bench.child_process import ChildProcess, free_port, run_with_timeout
 from cppbatch.bench.machine import this_machine
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
@@ -134,11 +134,11 @@ def python(program: str) -> list[str]:
 
 
 def test_a_child_that_ends_well_gives_its_output_and_others_their_reason() -> None:
-    well = run_bounded(python("import sys; print('one', flush=True); print('two', file=sys.stderr)"), 30)
+    well = run_with_timeout(python("import sys; print('one', flush=True); print('two', file=sys.stderr)"), 30)
     assert (well.output, well.failure) == ("one\ntwo\n", None)
-    badly = run_bounded(python("print('so far', flush=True); raise SystemExit(3)"), 30)
+    badly = run_with_timeout(python("print('so far', flush=True); raise SystemExit(3)"), 30)
     assert (badly.output, badly.failure) == ("so far\n", "it ended with exit code 3")
-    missing = run_bounded(["no-such-program-anywhere"], 30)
+    missing = run_with_timeout(["no-such-program-anywhere"], 30)
     assert missing.failure
     assert missing.failure.startswith("it could not be started: ")
 
@@ -147,7 +147,7 @@ def test_a_child_that_runs_out_of_time_is_gone_with_all_it_started_and_its_outpu
     program = (
         "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
     )
-    outcome = run_bounded(python(program), 1.5)
+    outcome = run_with_timeout(python(program), 1.5)
     assert outcome.failure == "it was stopped after its time limit of 2 s"
     assert outcome.seconds < 10
     grandchild = int(outcome.output)
@@ -156,8 +156,8 @@ def test_a_child_that_runs_out_of_time_is_gone_with_all_it_started_and_its_outpu
 
 def test_a_server_that_never_answers_or_ends_is_not_waited_for_longer_than_told() -> None:
     url = f"http://127.0.0.1:{free_port()}/health"
-    with Child(python("import time; time.sleep(60)")) as child:
+    with ChildProcess(python("import time; time.sleep(60)")) as child:
         assert child.wait_for(url, 0.5) == "was not ready after 0 s"
-    with Child(python("raise SystemExit('no')")) as child:
+    with ChildProcess(python("raise SystemExit('no')")) as child:
         assert child.wait_for(url, 30) == "ended with exit code 1"
         assert child.output() == "no\n"

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cppbatch.bench.memory import check
+from cppbatch.bench.memory import memory_check
 from cppbatch.cli.main import cli
 from cppbatch.errors import ConfigError
 from tests.server_process import ServerProcess
 
 
 def test_generate_is_refused_and_can_insist(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "free_host_memory", lambda: 2**20)
+    monkeypatch.setattr(memory_check, "free_host_memory", lambda: 2**20)
     sizes = ["-c", "512", "-np", "2", "-t", "1"]
     arguments = ["generate", "-m", str(tiny_llama), *sizes, "-p", "ab", "-n", "2", "--no-profile"]
     refused = CliRunner().invoke(cli, arguments)

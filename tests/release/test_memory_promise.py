@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from cppbatch.bench.memory import survey_child
+from cppbatch.bench.memory import memory_estimate_child
 from cppbatch.bench.memory.buffers import Buffer, read_buffers
-from cppbatch.bench.memory.measure import Taken
-from cppbatch.bench.memory.survey import Footprint, survey
+from cppbatch.bench.memory.measure_memory import MeasuredMemory
+from cppbatch.bench.memory.memory_estimate import Footprint, estimate_memory
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_model, make_context
 from cppbatch.errors import EstimateFailed, OutOfRange
@@ -53,19 +53,19 @@ def test_every_kind_of_model_takes_what_is_predicted(kind: str, request: pytest.
     configs = [replace(small, pooling=pooling), replace(small, n_parallel=40, n_ctx=8192, pooling=pooling)]
     if not pooling:
         configs += [replace(small, kv_layout="per-sequence"), replace(small, n_ubatch=512, flash_attn="off")]
-    assert_predicted(configs, survey(configs).footprints)
+    assert_predicted(configs, estimate_memory(configs).footprints)
 
 
 def test_every_type_of_cells_takes_what_is_predicted(default_model: Path) -> None:
     small = EngineConfig(model_path=str(default_model), n_ctx=2048, n_parallel=4)
     configs = [replace(small, cache_type_k=t, cache_type_v=t) for t in ("f16", "bf16", "q8_0", "q4_0", "f32")]
     configs += [replace(each, kv_layout="per-sequence") for each in configs[:3]]
-    assert_predicted(configs, survey(configs).footprints)
+    assert_predicted(configs, estimate_memory(configs).footprints)
 
 
 def test_more_cells_than_are_simulated_are_extrapolated(default_model: Path) -> None:
     million = EngineConfig(model_path=str(default_model), n_ctx=1 << 20)
-    one, four = survey([million, replace(million, n_ctx=1 << 22)]).footprints
+    one, four = estimate_memory([million, replace(million, n_ctx=1 << 22)]).footprints
     assert sizes(four.buffers)["cells"] == 4 * sizes(one.buffers)["cells"] == 4 * (23040 << 20)
     assert four.sequence_cells == 4 * one.sequence_cells
 
@@ -73,26 +73,26 @@ def test_more_cells_than_are_simulated_are_extrapolated(default_model: Path) -> 
 def test_recurrent_states_that_would_be_too_much_for_a_trial_are_extrapolated(
     tiny_mamba: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(survey_child, "_MOST_STATE_BYTES", 200_000)
+    monkeypatch.setattr(memory_estimate_child, "_MOST_STATE_BYTES", 200_000)
     config = EngineConfig(model_path=str(tiny_mamba), n_ctx=4096, n_parallel=64, n_threads=1)
-    [footprint] = survey_child.footprints([config])
+    [footprint] = memory_estimate_child.footprints([config])
     assert sizes(footprint.buffers)["states"] == pytest.approx(really(config)["states"], rel=0.05)
 
 
 GROWTH = """
 import sys, msgspec
-from cppbatch.bench.memory.measure import measure
+from cppbatch.bench.memory.measure_memory import measure
 from cppbatch.config import EngineConfig
 print(msgspec.json.encode(measure(msgspec.json.decode(sys.argv[1], type=EngineConfig))).decode())
 """
 
 
-def taken(config: EngineConfig) -> Taken:
+def taken(config: EngineConfig) -> MeasuredMemory:
     """Measured in a process of its own."""
     command = [sys.executable, "-c", GROWTH, msgspec.json.encode(config).decode()]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    return msgspec.json.decode(done.stdout, type=Taken)
+    return msgspec.json.decode(done.stdout, type=MeasuredMemory)
 
 
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
@@ -102,7 +102,7 @@ def test_what_16_sequences_take_more_than_one_is_predicted_to_5_percent(layout: 
         model_path=str(default_model), n_ubatch=64, kv_layout=layout, prefix_cache=False, swap_space=0
     )
     one, many = (replace(config, n_parallel=n, n_ctx=256 * n) for n in (1, 16))
-    before, after = survey([one, many]).footprints
+    before, after = estimate_memory([one, many]).footprints
     predicted = sizes(after.buffers).total() - sizes(before.buffers).total()
     measured_one, measured_many = taken(one), taken(many)
     allocated = sizes(measured_many.buffers).total() - sizes(measured_one.buffers).total()
@@ -125,4 +125,4 @@ def test_a_simulated_model_has_nothing_to_compute_with(tiny_llama: Path) -> None
 def test_a_process_that_dies_says_how(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EstimateFailed, match="ended with code 1: it says nothing"):
-        survey([EngineConfig(model_path=str(tiny_llama))])
+        estimate_memory([EngineConfig(model_path=str(tiny_llama))])

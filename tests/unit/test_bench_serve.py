@@ -8,14 +8,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from cppbatch.bench.lengths import Lengths
 from cppbatch.bench.load.arrivals import closed_loop
-from cppbatch.bench.load.client import Client, Outcome, Server
-from cppbatch.bench.load.compare import compare
-from cppbatch.bench.load.plan import Load
-from cppbatch.bench.load.side_by_side import LoadReport
-from cppbatch.bench.load.target import Target, look
-from cppbatch.bench.load.workload import Request, Workload
+from cppbatch.bench.load.compare_servers import compare_servers
+from cppbatch.bench.load.load_client import LoadClient, RequestOutcome, TargetServer
+from cppbatch.bench.load.load_report import LoadReport
+from cppbatch.bench.load.target import Target, probe_server
+from cppbatch.bench.load.workload import LoadRequest, LoadSettings, Workload
+from cppbatch.bench.prompts import Lengths
 from cppbatch.cli.main import cli
 from cppbatch.errors import ConfigError, UnusableServer
 from tests.fake_openai import FakeOpenAI, on_a_thread
@@ -27,19 +26,19 @@ def nobody_looks(_label: str, _repeat: int, _n_done: int) -> None:
     pass
 
 
-def server_at(url: object) -> Server:
-    return Server(label="fake", url=str(url).rstrip("/"), model="fake")
+def server_at(url: object) -> TargetServer:
+    return TargetServer(label="fake", url=str(url).rstrip("/"), model="fake")
 
 
-async def send_all(fake: FakeOpenAI, n: int = 5, n_clients: int = 1, timeout: float = 10) -> list[Outcome]:
+async def send_all(fake: FakeOpenAI, n: int = 5, n_clients: int = 1, timeout: float = 10) -> list[RequestOutcome]:
     """`n` requests of 4 tokens, from some clients."""
     outcomes = []
-    async with TestServer(fake.app()) as http, Client(server_at(http.make_url("")), timeout) as client:
+    async with TestServer(fake.app()) as http, LoadClient(server_at(http.make_url("")), timeout) as client:
 
-        async def send(request: Request, due: float) -> None:
+        async def send(request: LoadRequest, due: float) -> None:
             outcomes.append(await client.send(request, due))
 
-        await closed_loop([Request("a b c", 4)] * n, send, n_clients)
+        await closed_loop([LoadRequest("a b c", 4)] * n, send, n_clients)
     return outcomes
 
 
@@ -98,8 +97,8 @@ async def test_usage_that_is_less_than_what_came_is_not_believed() -> None:
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, 3, False)] * 2
 
 
-def a_load(workload: Workload = FIXED, **settings: Any) -> Load:
-    return Load(**{"workload": workload, "concurrency": 3, "warmup": 2, "repeats": 2, "seed": 7} | settings)
+def a_load(workload: Workload = FIXED, **settings: Any) -> LoadSettings:
+    return LoadSettings(**{"workload": workload, "concurrency": 3, "warmup": 2, "repeats": 2, "seed": 7} | settings)
 
 
 def shown(report: LoadReport) -> str:
@@ -115,7 +114,7 @@ def test_servers_are_measured_in_turn_with_the_same_prompts_and_compared() -> No
     quick, slow = FakeOpenAI(between=0.005), FakeOpenAI(between=0.02, has_usage=False)
     seen: list[tuple[str, int]] = []
     with on_a_thread(quick.app()) as one, on_a_thread(slow.app()) as other:
-        report = compare(
+        report = compare_servers(
             [Target("quick", one), Target("slow", other)],
             a_load(),
             lambda label, repeat, _: seen.append((label, repeat)),
@@ -138,7 +137,7 @@ def test_servers_are_measured_in_turn_with_the_same_prompts_and_compared() -> No
 
 def test_failures_and_early_ends_stand_under_the_table() -> None:
     with on_a_thread(FakeOpenAI(faults={4: "HTTP 500"}).app()) as url:
-        report = compare([Target("fake", url)], a_load(repeats=1), nobody_looks)
+        report = compare_servers([Target("fake", url)], a_load(repeats=1), nobody_looks)
     assert report.rows[0]["failures"] == {"HTTP 500": 1}
     assert "fake: 1 of 6 requests failed: HTTP 500 (out of luck)" in shown(report)
 
@@ -153,9 +152,9 @@ async def test_a_strict_server_gets_only_the_fields_it_knows() -> None:
 NOBODY = Target("nobody", "http://127.0.0.1:9")
 
 
-async def look_at(http: TestServer, **given: Any) -> Server:
+async def look_at(http: TestServer, **given: Any) -> TargetServer:
     settings = {"model": None, "endpoint": "completions", "api_key": None, "timeout": 5} | given
-    return await look(Target("fake", str(http.make_url("")).rstrip("/")), **settings)
+    return await probe_server(Target("fake", str(http.make_url("")).rstrip("/")), **settings)
 
 
 UNUSABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -181,7 +180,7 @@ async def test_a_web_server_of_another_kind_is_told_as_well() -> None:
         with pytest.raises(UnusableServer, match="no OpenAI-compatible server: GET /v1/models gave status 404"):
             await look_at(http)
     with pytest.raises(UnusableServer, match=r"cannot be reached \(Connection refused\): start the server"):
-        await look(NOBODY, model=None, endpoint="completions", api_key=None, timeout=5)
+        await probe_server(NOBODY, model=None, endpoint="completions", api_key=None, timeout=5)
 
 
 def test_addresses_are_read_as_people_write_them() -> None:

@@ -8,8 +8,7 @@ import msgspec
 
 from cppbatch.bench.machine import this_machine
 from cppbatch.bench.markdown import markdown, markdown_table, read_report
-from cppbatch.bench.report import Column, Report
-from cppbatch.bench.spread import Spread
+from cppbatch.bench.report import Column, Report, Spread
 
 REPORT = Report(
     kind="throughput",

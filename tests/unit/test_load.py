@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cppbatch.bench.lengths import Lengths
-from cppbatch.bench.load.arrivals import open_loop, poisson
-from cppbatch.bench.load.client import Outcome, Server
-from cppbatch.bench.load.results import Run, row
-from cppbatch.bench.load.stream import Failure, Reading
-from cppbatch.bench.load.workload import Request, Workload
-from cppbatch.bench.report import cell
+from cppbatch.bench.load.arrivals import open_loop, poisson_arrivals
+from cppbatch.bench.load.completion_stream import CompletionStream, RequestFailure
+from cppbatch.bench.load.load_client import RequestOutcome, TargetServer
+from cppbatch.bench.load.load_results import ServerRun, server_row
+from cppbatch.bench.load.workload import LoadRequest, Workload
+from cppbatch.bench.prompts import Lengths
+from cppbatch.bench.report import format_cell
 from cppbatch.errors import ConfigError
 
 MIXED = Workload(kind="mixed", n_requests=24, prompt_tokens=Lengths(8, 128), output_tokens=Lengths(4, 32))
@@ -65,8 +65,8 @@ def test_sizes_that_no_work_has_are_refused(sizes: dict[str, Any]) -> None:
 
 
 def test_poisson_arrivals_are_seeded_and_keep_to_the_rate() -> None:
-    times = poisson(2000, 50, seed=1, repeat=0)
-    assert times == poisson(2000, 50, seed=1, repeat=0) != poisson(2000, 50, seed=1, repeat=1)
+    times = poisson_arrivals(2000, 50, seed=1, repeat=0)
+    assert times == poisson_arrivals(2000, 50, seed=1, repeat=0) != poisson_arrivals(2000, 50, seed=1, repeat=1)
     assert times[0] == 0
     assert times == sorted(times)
     assert 1900 / 50 < times[-1] < 2100 / 50
@@ -80,13 +80,13 @@ def hold_up() -> None:
 async def test_an_open_loop_waits_for_no_answer_and_counts_from_when_a_request_was_due() -> None:
     sent: list[tuple[float, float]] = []
 
-    async def send(_request: Request, due: float) -> None:
+    async def send(_request: LoadRequest, due: float) -> None:
         sent.append((due - began, perf_counter() - due))
         hold_up()
         await asyncio.sleep(0.3)
 
     began = perf_counter()
-    await open_loop([Request("a", 1)] * 4, send, [0, 0.01, 0.02, 0.03])
+    await open_loop([LoadRequest("a", 1)] * 4, send, [0, 0.01, 0.02, 0.03])
     assert perf_counter() - began < 0.3 * 4
     assert [due for due, _ in sent] == pytest.approx([0, 0.01, 0.02, 0.03], abs=0.01)
     assert sent[3][1] > 0.1  # its lateness counts
@@ -97,7 +97,7 @@ def stream(*events: str) -> bytes:
 
 
 def test_times_are_those_of_the_texts_of_each_completion() -> None:
-    reading = Reading()
+    reading = CompletionStream()
     reading.feed(stream('{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'), 1.0)
     reading.feed(stream('{"choices":[{"index":0,"delta":{"reasoning_content":"hm"}}]}'), 2.0)
     reading.feed(stream('{"choices":[{"index":1,"delta":{"content":"b"}}]}'), 2.5)
@@ -113,7 +113,7 @@ def test_a_stream_reads_the_same_however_it_is_cut() -> None:
         '{"choices":[{"text":"é"}]}', '{"choices":[],"usage":{"completion_tokens":7}}', "[DONE]"
     )
     for size in range(1, 40):
-        reading = Reading()
+        reading = CompletionStream()
         for i in range(0, len(data), size):
             reading.feed(data[i : i + size], float(i))
         reading.finish(0)
@@ -122,20 +122,20 @@ def test_a_stream_reads_the_same_however_it_is_cut() -> None:
         assert reading.usage.completion_tokens == 7
 
 
-def made_up(ttft: float, **fields: Any) -> Outcome:
-    return Outcome(time_to_first_token=ttft, end_to_end=ttft + 1, gaps=[0.01, 0.03], output_tokens=3, **fields)
+def made_up(ttft: float, **fields: Any) -> RequestOutcome:
+    return RequestOutcome(time_to_first_token=ttft, end_to_end=ttft + 1, gaps=[0.01, 0.03], output_tokens=3, **fields)
 
 
-def a_run(outcomes: list[Outcome], seconds: float = 10) -> Run:
-    server = Server(label="fake", url="http://someone:secret@127.0.0.1:1", model="fake")
-    return Run(server=server, repeat=0, n_requests=101, outcomes=outcomes, seconds=seconds, is_whole=True)
+def a_run(outcomes: list[RequestOutcome], seconds: float = 10) -> ServerRun:
+    server = TargetServer(label="fake", url="http://someone:secret@127.0.0.1:1", model="fake")
+    return ServerRun(server=server, repeat=0, n_requests=101, outcomes=outcomes, seconds=seconds, is_whole=True)
 
 
 def test_rates_percentiles_and_goodput_are_right() -> None:
     done = [made_up(i / 100, prompt_tokens=7, cached_tokens=i % 2) for i in range(101)]  # 0 to 1 s
-    failed = Outcome(failure=Failure("HTTP 500", "full"))
+    failed = RequestOutcome(failure=RequestFailure("HTTP 500", "full"))
     slow = a_run([*done, failed], seconds=20)
-    figures = row([a_run([*done, failed]), slow, a_run([*done, failed])], bound_ms=250)
+    figures = server_row([a_run([*done, failed]), slow, a_run([*done, failed])], bound_ms=250)
     for name, expected in {
         "requests": 306, "failed": 3, "failures": {"HTTP 500": 3}, "url": "http://127.0.0.1:1",
         "ttft_ms_p50": 500, "ttft_ms_p95": 950, "ttft_ms_p99": 990, "inter_token_ms_p50": 20, "end_to_end_s_p95": 1.95,
@@ -149,7 +149,7 @@ def test_rates_percentiles_and_goodput_are_right() -> None:
 
 
 def test_what_was_not_measured_is_none() -> None:
-    figures = row([a_run([Outcome(failure=Failure("timeout"))])], bound_ms=None)
+    figures = server_row([a_run([RequestOutcome(failure=RequestFailure("timeout"))])], bound_ms=None)
     assert figures["output_tokens_per_second"].median == 0
     assert [figures[name] for name in ("ttft_ms_p50", "total_tokens_per_second", "goodput_per_second")] == [None] * 3
-    assert cell(figures["ttft_ms_p50"], 1) == "-"
+    assert format_cell(figures["ttft_ms_p50"], 1) == "-"

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cppbatch.bench.memory import check
+from cppbatch.bench.memory import memory_check
 from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.check import alternatives, check_memory
-from cppbatch.bench.memory.host import free_host_memory
-from cppbatch.bench.memory.plan import demands
-from cppbatch.bench.memory.survey import Device, Footprint, Survey
+from cppbatch.bench.memory.memory_check import alternatives, check_memory
+from cppbatch.bench.memory.memory_demand import free_host_memory, memory_demands
+from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import MAPPED
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, EstimateFailed
@@ -32,14 +31,14 @@ def footprint(config: EngineConfig) -> Footprint:
     return Footprint(buffers=[Buffer("weights", MAPPED, GIB), Buffer("cells", place, size)], n_layers=8)
 
 
-def survey(configs: list[EngineConfig]) -> Survey:
-    return Survey([footprint(config) for config in configs], [GPU])
+def survey(configs: list[EngineConfig]) -> MemoryEstimate:
+    return MemoryEstimate([footprint(config) for config in configs], [GPU])
 
 
 @pytest.fixture
 def with_memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(check, "survey", survey)
-    monkeypatch.setattr(check, "free_host_memory", lambda: 9 * GIB)
+    monkeypatch.setattr(memory_check, "estimate_memory", survey)
+    monkeypatch.setattr(memory_check, "free_host_memory", lambda: 9 * GIB)
     return monkeypatch
 
 
@@ -63,14 +62,14 @@ def test_a_gpu_that_is_too_small_is_named_and_fewer_layers_on_it_are_offered(wit
     ) as refused:
         check_memory(replace(CONFIG))
     assert "-ngl" not in str(refused.value)  # on the host there is not enough either
-    with_memory.setattr(check, "free_host_memory", lambda: 64 * GIB)
+    with_memory.setattr(memory_check, "free_host_memory", lambda: 64 * GIB)
     with pytest.raises(ConfigError, match="or with -ngl 7"):
         check_memory(CONFIG)
 
 
 def test_several_workers_need_it_several_times_but_share_the_file(with_memory: pytest.MonkeyPatch) -> None:
     on_host = replace(CONFIG, n_ctx=4096, n_gpu_layers=0)
-    assert [(d.firm, d.mapped) for d in demands(survey([on_host] * 3), 9 * GIB)] == [(12 * GIB, GIB)]
+    assert [(d.firm, d.mapped) for d in memory_demands(survey([on_host] * 3), 9 * GIB)] == [(12 * GIB, GIB)]
     with pytest.raises(ConfigError, match=r"memory by 3 workers .* fit with -c 2048"):
         check_memory(on_host, lambda config: [config] * 3)
 
@@ -83,10 +82,10 @@ def test_weights_that_would_be_read_again_and_again_are_a_warning(
 
 
 def test_an_estimate_that_fails_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(configs: list[EngineConfig]) -> Survey:
+    def fail(configs: list[EngineConfig]) -> MemoryEstimate:
         raise EstimateFailed("the process ended with code -6")
 
-    monkeypatch.setattr(check, "survey", fail)
+    monkeypatch.setattr(memory_check, "estimate_memory", fail)
     check_memory(CONFIG)
     assert "not checked: the process ended with code -6" in caplog.text
 
@@ -94,14 +93,15 @@ def test_an_estimate_that_fails_stops_nobody(monkeypatch: pytest.MonkeyPatch, ca
 def test_a_model_that_cannot_be_opened_is_left_to_the_loading(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(check, "survey", lambda configs: Survey([Footprint(error="it is damaged")], []))
+    damaged = MemoryEstimate([Footprint(error="it is damaged")], [])
+    monkeypatch.setattr(memory_check, "estimate_memory", lambda configs: damaged)
     check_memory(CONFIG)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_device_that_does_not_tell_is_not_held_against_anybody() -> None:
     silent = replace(GPU, free=0, total=0)
-    assert all(demand.will_fit for demand in demands(Survey([footprint(CONFIG)], [silent]), 9 * GIB))
+    assert all(demand.will_fit for demand in memory_demands(MemoryEstimate([footprint(CONFIG)], [silent]), 9 * GIB))
 
 
 def test_all_that_is_offered_takes_less_and_can_be_set() -> None:

@@ -9,14 +9,13 @@ from functools import partial
 import pytest
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.bench.lengths import Lengths
+from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.strategies import STRATEGIES
-from cppbatch.bench.strategies.concurrent import Concurrent
-from cppbatch.bench.strategies.known import policies
-from cppbatch.bench.strategies.play import play
-from cppbatch.bench.strategies.sequential import Sequential
-from cppbatch.bench.strategies.static import Static, padded, padding_of
-from cppbatch.bench.strategies.workload import Job, Workload
+from cppbatch.bench.strategies.compare_strategies import make_schedulers
+from cppbatch.bench.strategies.offline_workload import OfflineWorkload, TimedRequest
+from cppbatch.bench.strategies.serial_schedulers import ConcurrentScheduler, SequentialScheduler
+from cppbatch.bench.strategies.static_scheduler import StaticScheduler, padding_tokens, round_up
+from cppbatch.bench.strategies.strategy_runner import run_workload
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.errors import ConfigError
 from tests.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, reference
@@ -25,7 +24,7 @@ Policy = Callable[..., Scheduler]
 
 PROMPTS, NEW = [3, 9, 1, 14, 2, 20, 5, 7, 11, 4], [5, 1, 9, 2, 17, 3, 8, 4, 12, 6]
 
-KNOWN = policies(max_wait_s=0.0, bucket=8)
+KNOWN = make_schedulers(max_wait_s=0.0, bucket=8)
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 
@@ -47,9 +46,9 @@ def engine_with(
     return fake_engine(n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, unified=unified, policy=policy)
 
 
-def jobs(prompts: Sequence[int] = PROMPTS, new: Sequence[int] = NEW) -> list[Job]:
+def jobs(prompts: Sequence[int] = PROMPTS, new: Sequence[int] = NEW) -> list[TimedRequest]:
     return [
-        Job(0.0, [(7 * i + 3 * k) % N_VOCAB for k in range(n)], m)
+        TimedRequest(0.0, [(7 * i + 3 * k) % N_VOCAB for k in range(n)], m)
         for i, (n, m) in enumerate(zip(prompts, new, strict=True))
     ]
 
@@ -72,7 +71,7 @@ def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unif
     engine = engine_with(KNOWN[name], unified=unified)
     expected = [reference(job.prompt, greedy(job.n_new, ignore_eos=True))[0] for job in jobs()]
     for _ in range(2):  # the second time with what the first has left behind
-        assert play(engine, jobs()).tokens == expected
+        assert run_workload(engine, jobs()).tokens == expected
         engine.kv.check()
         assert engine.kv.n_used == 0
 
@@ -80,7 +79,7 @@ def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unif
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_without_padding_each_token_is_computed_once(name: str) -> None:
     engine = engine_with(KNOWN[name])
-    play(engine, jobs())
+    run_workload(engine, jobs())
     needed = sum(PROMPTS) + sum(NEW) - len(NEW)  # nobody computes the last token
     assert (n_computed(engine) == needed) == (name != "static-padded")
 
@@ -104,7 +103,7 @@ def test_a_cancelled_request_leaves_no_trace(name: str, unified: bool) -> None:
 
 
 def test_sequential_never_has_two_sequences_at_once() -> None:
-    engine = engine_with(Sequential)
+    engine = engine_with(SequentialScheduler)
     for i, job in enumerate(jobs()):
         engine.add_request(job.prompt, greedy(job.n_new, ignore_eos=True), request_id=str(i))
     ended = []
@@ -116,7 +115,7 @@ def test_sequential_never_has_two_sequences_at_once() -> None:
 
 
 def test_concurrent_runs_many_and_computes_one_a_step() -> None:
-    engine = engine_with(Concurrent)
+    engine = engine_with(ConcurrentScheduler)
     for i in range(4):
         add(engine, str(i), 3, 6)
     engine.step()
@@ -127,7 +126,7 @@ def test_concurrent_runs_many_and_computes_one_a_step() -> None:
 
 
 def test_concurrent_gives_everybody_a_turn_before_anybody_has_a_second() -> None:
-    engine = engine_with(Concurrent)
+    engine = engine_with(ConcurrentScheduler)
     for i in range(3):
         add(engine, str(i), 3, 6)
     told = [event.request_id for _ in range(7) for event in engine.step()]
@@ -138,7 +137,7 @@ def test_concurrent_gives_everybody_a_turn_before_anybody_has_a_second() -> None
 
 
 def test_concurrent_reads_a_prompt_longer_than_a_step_in_turns_too() -> None:
-    engine = engine_with(Concurrent, n_batch=8)
+    engine = engine_with(ConcurrentScheduler, n_batch=8)
     add(engine, "long", 20, 2)
     add(engine, "short", 3, 2)
     drain(engine)
@@ -147,7 +146,7 @@ def test_concurrent_reads_a_prompt_longer_than_a_step_in_turns_too() -> None:
 
 @pytest.mark.parametrize("bucket", [0, 8])
 def test_nobody_joins_a_batch_and_its_places_stay_taken_until_all_of_it_has_ended(bucket: int) -> None:
-    engine = engine_with(partial(Static, max_wait_s=0.0, bucket=bucket))
+    engine = engine_with(partial(StaticScheduler, max_wait_s=0.0, bucket=bucket))
     for name, n_new in {"a": 2, "b": 4, "c": 9}.items():
         add(engine, name, 3, n_new)
     while not engine.running:
@@ -166,7 +165,7 @@ def test_nobody_joins_a_batch_and_its_places_stay_taken_until_all_of_it_has_ende
 
 def test_a_batch_starts_when_it_is_full() -> None:
     clock = Clock()
-    engine = engine_with(partial(Static, max_wait_s=1e9, clock=clock), n_parallel=3)
+    engine = engine_with(partial(StaticScheduler, max_wait_s=1e9, clock=clock), n_parallel=3)
     for name in "ab":
         add(engine, name, 3, 2)
         engine.step()
@@ -179,7 +178,7 @@ def test_a_batch_starts_when_it_is_full() -> None:
 
 def test_a_batch_starts_when_its_first_request_has_waited_long_enough() -> None:
     clock = Clock()
-    engine = engine_with(partial(Static, max_wait_s=5.0, clock=clock))
+    engine = engine_with(partial(StaticScheduler, max_wait_s=5.0, clock=clock))
     add(engine, "a", 3, 3)
     arrived = engine._scheduler.waiting[0].arrived_at
     clock.now = arrived + 4.9
@@ -193,7 +192,7 @@ def test_a_batch_starts_when_its_first_request_has_waited_long_enough() -> None:
 
 
 def test_a_batch_decodes_when_all_its_prompts_are_read() -> None:
-    engine = engine_with(partial(Static, max_wait_s=0.0), n_batch=16, n_parallel=3)
+    engine = engine_with(partial(StaticScheduler, max_wait_s=0.0), n_batch=16, n_parallel=3)
     for name in "abc":
         add(engine, name, 12, 3)
     drain(engine)
@@ -202,24 +201,24 @@ def test_a_batch_decodes_when_all_its_prompts_are_read() -> None:
 
 
 def test_padding_fills_prompts_up_to_the_bucket_that_holds_the_longest() -> None:
-    assert [padded(n, 64) for n in (1, 64, 65)] == [64, 64, 128]
-    assert padding_of([10, 100, 128], 64) == 3 * 128 - 238
-    assert padding_of([10, 100, 129], 64) == 3 * 192 - 239
-    assert padding_of([10, 100, 129], 0) == 0
+    assert [round_up(n, 64) for n in (1, 64, 65)] == [64, 64, 128]
+    assert padding_tokens([10, 100, 128], 64) == 3 * 128 - 238
+    assert padding_tokens([10, 100, 129], 64) == 3 * 192 - 239
+    assert padding_tokens([10, 100, 129], 0) == 0
 
 
 @LAYOUTS
 @pytest.mark.parametrize("n_batch", [64, 8])
 def test_a_padded_batch_computes_a_rectangle_of_prompts_and_one_of_rows(n_batch: int, unified: bool) -> None:
-    engine = engine_with(partial(Static, max_wait_s=0.0, bucket=8), n_batch=n_batch, unified=unified)
+    engine = engine_with(partial(StaticScheduler, max_wait_s=0.0, bucket=8), n_batch=n_batch, unified=unified)
     prompts, new = [3, 9, 1, 14], [5, 1, 9, 2]
-    play(engine, jobs(prompts, new))
+    run_workload(engine, jobs(prompts, new))
     assert n_computed(engine) == 4 * 16 + 4 * (max(new) - 1)
     assert engine.stats().decode_rows == sum(new) - 4  # those that somebody has asked for
 
 
 def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() -> None:
-    work = Workload(n_requests=200, prompt_tokens=Lengths(4, 32), new_tokens=Lengths(1, 64), rate=10.0, seed=3)
+    work = OfflineWorkload(n_requests=200, prompt_tokens=Lengths(4, 32), new_tokens=Lengths(1, 64), rate=10.0, seed=3)
     drawn = work.jobs(N_VOCAB)
     assert drawn == work.jobs(N_VOCAB)
     assert {len(job.prompt) for job in drawn} <= set(range(4, 33))
@@ -227,7 +226,7 @@ def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() 
     assert sum(job.n_new < 8 for job in drawn) > 80
     assert drawn[0].at == 0
     assert 10 < drawn[-1].at < 40  # 200 at 10 a second
-    assert {job.at for job in Workload(n_requests=5).jobs(N_VOCAB)} == {0.0}
+    assert {job.at for job in OfflineWorkload(n_requests=5).jobs(N_VOCAB)} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -240,12 +239,12 @@ def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() 
 )  # fmt: skip
 def test_a_bad_workload_is_refused_with_its_flag(settings: dict[str, object], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
-        Workload(**settings)  # type: ignore[arg-type]
+        OfflineWorkload(**settings)  # type: ignore[arg-type]
 
 
 def test_times_count_from_when_a_request_was_due() -> None:
     engine = engine_with(Scheduler)
-    spaced = [Job(0.02 * i, [1, 2, 3], 2) for i in range(5)]
-    played = play(engine, spaced)
+    spaced = [TimedRequest(0.02 * i, [1, 2, 3], 2) for i in range(5)]
+    played = run_workload(engine, spaced)
     assert played.seconds > 0.08
     assert all(0 < first <= last < 0.08 for first, last in zip(played.first_token, played.latency, strict=True))

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.survey import Footprint, Survey
+from cppbatch.bench.memory.memory_estimate import Footprint, MemoryEstimate
 from cppbatch.bench.tune import tuner
-from cppbatch.bench.tune.points import Point, Task
-from cppbatch.bench.tune.search import Speed, doublings, fastest, knee, largest_that
-from cppbatch.bench.tune.tuner import Tuner, Tuning, check_limits
+from cppbatch.bench.tune.measurement import Measurement, MeasurementTask
+from cppbatch.bench.tune.search import Speed, doublings, fastest, knee, largest_fitting
+from cppbatch.bench.tune.tuner import Tuner, TuningResult, check_limits
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
 
@@ -51,7 +51,7 @@ def test_the_largest_that_fits_is_found_with_few_trials(limit: int) -> None:
         asked.append(n)
         return n <= limit
 
-    assert largest_that(fits, 1, 64) == (min(limit, 64) or None)
+    assert largest_fitting(fits, 1, 64) == (min(limit, 64) or None)
     assert len(asked) <= 8
     assert len(set(asked)) == len(asked)
 
@@ -76,7 +76,7 @@ def test_targets_and_times_must_make_sense() -> None:
             check_limits(target, minutes)
 
 
-def machine(task: Task, timeout: float) -> Point:
+def machine(task: MeasurementTask, timeout: float) -> Measurement:
     """Fastest with one thread, per-sequence streams, flash attention off and -ub 256; no gain beyond 8 sequences."""
     config = task.config
     speed = 100.0 * min(config.n_parallel, 8)
@@ -84,7 +84,7 @@ def machine(task: Task, timeout: float) -> Point:
     speed *= 1.2 if config.flash_attn == "off" else 1
     speed *= 1.1 if config.n_threads == 1 else 1
     reading = 1000.0 if config.n_ubatch == 256 else 900.0
-    return Point(
+    return Measurement(
         tokens_per_s=speed, inter_token_ms=1000 * config.n_parallel / speed, prompt_tokens_per_s=reading, steps=9
     )
 
@@ -94,11 +94,11 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Room for so many sequences by the estimate."""
 
     def room(n: int) -> None:
-        def survey(configs: list[EngineConfig]) -> Survey:
+        def survey(configs: list[EngineConfig]) -> MemoryEstimate:
             needs = [[Buffer("cells", "CPU", config.n_parallel)] for config in configs]
-            return Survey([Footprint(buffers=buffers, n_ctx_train=1024) for buffers in needs], [])
+            return MemoryEstimate([Footprint(buffers=buffers, n_ctx_train=1024) for buffers in needs], [])
 
-        monkeypatch.setattr(tuner, "survey", survey)
+        monkeypatch.setattr(tuner, "estimate_memory", survey)
         monkeypatch.setattr(tuner, "free_host_memory", lambda: n)
         monkeypatch.setattr(tuner, "_threads", lambda config: [2, 1, 4])
 
@@ -107,8 +107,8 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def tuned(
-    config: EngineConfig = CONFIG, measure: Callable[[Task, float], Point] = machine, **options: object
-) -> Tuning:
+    config: EngineConfig = CONFIG, measure: Callable[[MeasurementTask, float], Measurement] = machine, **options: object
+) -> TuningResult:
     settings = {"most_parallel": 64, "seconds": 60.0, "measure": measure, **options}
     return Tuner(config, **settings).run()  # type: ignore[arg-type]
 
@@ -126,9 +126,9 @@ def test_every_setting_is_found() -> None:
 
 @pytest.mark.usefixtures("memory_for")
 def test_cells_grow_with_parallelism_unless_they_are_given() -> None:
-    def scales(task: Task, timeout: float) -> Point:
+    def scales(task: MeasurementTask, timeout: float) -> Measurement:
         n = task.config.n_parallel
-        return Point(tokens_per_s=100.0 * n, inter_token_ms=10, prompt_tokens_per_s=1000, steps=9)
+        return Measurement(tokens_per_s=100.0 * n, inter_token_ms=10, prompt_tokens_per_s=1000, steps=9)
 
     assert tuned(measure=scales).settings().n_ctx == 64 * 1024
     given = tuned(EngineConfig(model_path="model.gguf", n_ctx=20), measure=scales, given={"n_ctx"}).settings()
@@ -146,7 +146,7 @@ def test_streams_that_could_not_hold_the_longest_text_are_not_tried() -> None:
 def test_a_disturbed_measurement_does_not_end_the_curve() -> None:
     tries: list[int] = []
 
-    def disturbed(task: Task, timeout: float) -> Point:
+    def disturbed(task: MeasurementTask, timeout: float) -> Measurement:
         n = task.config.n_parallel
         tries.append(n)
         point = machine(task, timeout)
@@ -162,7 +162,7 @@ def test_what_the_user_has_given_stays() -> None:
     given = {"n_parallel", "flash_attn", "n_ubatch", "n_threads", "kv_layout"}
     config = EngineConfig(model_path="model.gguf", n_parallel=3, n_ctx=999, flash_attn="on", n_ubatch=64, n_threads=4)
     found = tuned(config, given=given)
-    assert found.settings() == tuner.Tuned(
+    assert found.settings() == tuner.TunedSettings(
         n_parallel=3, n_ctx=999, kv_layout="auto", flash_attn="on", n_ubatch=64, n_threads=4
     )
 
@@ -177,8 +177,8 @@ def test_quantised_values_are_never_tried_without_flash_attention() -> None:
 def test_memory_bounds_parallelism_by_estimate_and_by_trying(memory_for: Callable[[int], None]) -> None:
     memory_for(5)  # so 4 of the doublings
 
-    def only_three_load(task: Task, timeout: float) -> Point:
-        return machine(task, timeout) if task.config.n_parallel <= 3 else Point(error="out of memory")
+    def only_three_load(task: MeasurementTask, timeout: float) -> Measurement:
+        return machine(task, timeout) if task.config.n_parallel <= 3 else Measurement(error="out of memory")
 
     found = tuned(measure=only_three_load)
     assert found.most_parallel == 3
@@ -199,7 +199,7 @@ def test_when_the_time_is_over_what_is_known_is_used(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("memory_for")
 def test_a_model_that_does_not_run_is_an_error_with_the_reason() -> None:
     with pytest.raises(ModelError, match="not even -np 1 -c 16384 runs: it is cursed"):
-        tuned(measure=lambda task, timeout: Point(error="it is cursed"))
+        tuned(measure=lambda task, timeout: Measurement(error="it is cursed"))
 
 
 @pytest.mark.usefixtures("memory_for")

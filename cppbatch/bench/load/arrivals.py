@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from time import perf_counter
 
-from cppbatch.bench.load.workload import Request
+from cppbatch.bench.load.workload import LoadRequest
 
-Send = Callable[[Request, float], Awaitable[None]]
+Send = Callable[[LoadRequest, float], Awaitable[None]]
 """Sends a request; its latencies count from the second given, on the clock of `perf_counter`."""
 
 
-async def closed_loop(requests: Sequence[Request], send: Send, n_clients: int) -> None:
+async def closed_loop(requests: Sequence[LoadRequest], send: Send, n_clients: int) -> None:
     """`n_clients` clients, each of which sends its next request as soon as it has its answer."""
     left = iter(requests)
 
@@ -25,7 +25,7 @@ async def closed_loop(requests: Sequence[Request], send: Send, n_clients: int) -
     await asyncio.gather(*(client() for _ in range(n_clients)))
 
 
-async def open_loop(requests: Sequence[Request], send: Send, times: Sequence[float]) -> None:
+async def open_loop(requests: Sequence[LoadRequest], send: Send, times: Sequence[float]) -> None:
     """Each request at its time, in seconds from now.
 
     Its latency counts from then, even if this process is late: else a server that slows the client down would look
@@ -33,14 +33,14 @@ async def open_loop(requests: Sequence[Request], send: Send, times: Sequence[flo
     """
     began = perf_counter()
 
-    async def at(request: Request, due: float) -> None:
+    async def at(request: LoadRequest, due: float) -> None:
         await asyncio.sleep(due - perf_counter())
         await send(request, due)
 
     await asyncio.gather(*(at(request, began + time) for request, time in zip(requests, times, strict=True)))
 
 
-def poisson(n: int, rate: float, seed: int, repeat: int) -> list[float]:
+def poisson_arrivals(n: int, rate: float, seed: int, repeat: int) -> list[float]:
     """When `n` requests arrive, in seconds, `rate` of them a second on average; the first at 0."""
     rng = Random(f"{seed}/{repeat}/arrivals")
     return [0.0, *itertools.accumulate(rng.expovariate(rate) for _ in range(n - 1))]

@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from cppbatch.bench.load.client import Client, Endpoint, Server, authorization
-from cppbatch.bench.load.stream import Failure, error_text
-from cppbatch.bench.load.workload import Request
+from cppbatch.bench.load.completion_stream import RequestFailure, error_text
+from cppbatch.bench.load.load_client import LoadClient, TargetServer, authorization
+from cppbatch.bench.load.workload import Endpoint, LoadRequest
 from cppbatch.errors import ConfigError, UnusableServer
 
 _DROPPABLE = ("ignore_eos", "stream_options")
@@ -43,10 +43,14 @@ class Target(msgspec.Struct, frozen=True):
         return cls(label or url.authority.rpartition("@")[2], address.rstrip("/").removesuffix("/v1"))
 
 
-async def look(target: Target, *, model: str | None, endpoint: Endpoint, api_key: str | None, timeout: float) -> Server:
+async def probe_server(
+    target: Target, *, model: str | None, endpoint: Endpoint, api_key: str | None, timeout: float
+) -> TargetServer:
     """The server, once it has answered a request of two tokens. Raises `UnusableServer`, which says what to do."""
     names = await _models(target, api_key)
-    server = Server(label=target.label, url=target.url, model=model or names[0], endpoint=endpoint, api_key=api_key)
+    server = TargetServer(
+        label=target.label, url=target.url, model=model or names[0], endpoint=endpoint, api_key=api_key
+    )
     while failure := await _try(server, timeout):
         refused = next((name for name in _DROPPABLE if name in str(failure) and name not in server.unknown), None)
         if failure.status not in (400, 422) or refused is None:
@@ -55,9 +59,9 @@ async def look(target: Target, *, model: str | None, endpoint: Endpoint, api_key
     return server
 
 
-async def _try(server: Server, timeout: float) -> Failure | None:
-    async with Client(server, timeout) as client:
-        return (await client.send(Request("The sky is", max_tokens=2), perf_counter())).failure
+async def _try(server: TargetServer, timeout: float) -> RequestFailure | None:
+    async with LoadClient(server, timeout) as client:
+        return (await client.send(LoadRequest("The sky is", max_tokens=2), perf_counter())).failure
 
 
 async def _models(target: Target, api_key: str | None) -> list[str]:
@@ -100,7 +104,7 @@ def _names(body: bytes) -> list[str] | None:
         return None
 
 
-def _explain(server: Server, names: list[str], failure: Failure) -> str:
+def _explain(server: TargetServer, names: list[str], failure: RequestFailure) -> str:
     here = _called(server.label, server.url)
     if failure.status in (401, 403):
         return f"{here} {_about_key(server.api_key, failure.status)}"

@@ -8,15 +8,15 @@ from typing import Literal
 
 import msgspec
 
-from cppbatch.bench.lengths import Lengths
-from cppbatch.bench.load.words import text
+from cppbatch.bench.prompts import Lengths, random_text
 from cppbatch.errors import ConfigError
 
 Kind = Literal["mixed", "fixed", "shared-prefix", "fan-out"]
 SamplesBy = Literal["requests", "n"]
+Endpoint = Literal["completions", "chat"]
 
 
-class Request(msgspec.Struct, frozen=True):
+class LoadRequest(msgspec.Struct, frozen=True):
     """One request. `seed` means that its text is sampled, None that it is greedy."""
 
     prompt: str
@@ -58,25 +58,25 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             sizes = f"{sizes}, {self.samples} samples of each{by}"
         return f"{self.kind}: {sizes}"
 
-    def requests(self, seed: int, repeat: int) -> list[Request]:
+    def requests(self, seed: int, repeat: int) -> list[LoadRequest]:
         """The same for the same arguments; other repeats have other prompts, of the same lengths in another order."""
         if self.kind == "fan-out":
             return list(self._fanned_out(seed, repeat))
-        prefix = text(_rng(seed, repeat, "prefix"), self.prefix_tokens)
+        prefix = random_text(_rng(seed, repeat, "prefix"), self.prefix_tokens)
         return [
-            Request(f"{prefix} {own}".strip(), max_tokens)
+            LoadRequest(f"{prefix} {own}".strip(), max_tokens)
             for own, max_tokens in self._prompts(self.n_requests, seed, repeat)
         ]
 
-    def _fanned_out(self, seed: int, repeat: int) -> Iterator[Request]:
+    def _fanned_out(self, seed: int, repeat: int) -> Iterator[LoadRequest]:
         """As many prompts as give `n_requests` samples, at least."""
         n_prompts = -(-self.n_requests // self.samples)
         for i, (prompt, max_tokens) in enumerate(self._prompts(n_prompts, seed, repeat)):
             seeds = [1 + i * self.samples + j for j in range(self.samples)]
             if self.samples_by == "n":
-                yield Request(prompt, max_tokens, n=self.samples, seed=seeds[0])
+                yield LoadRequest(prompt, max_tokens, n=self.samples, seed=seeds[0])
             else:
-                yield from (Request(prompt, max_tokens, seed=each) for each in seeds)
+                yield from (LoadRequest(prompt, max_tokens, seed=each) for each in seeds)
 
     def _prompts(self, n: int, seed: int, repeat: int) -> Iterator[tuple[str, int]]:
         """Texts, and how many tokens are to follow."""
@@ -85,13 +85,47 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         for each in lengths:
             order.shuffle(each)
         for i, (n_prompt, n_output) in enumerate(zip(*lengths, strict=True)):
-            yield text(_rng(seed, repeat, i), n_prompt), n_output
+            yield random_text(_rng(seed, repeat, i), n_prompt), n_output
 
 
-def warm_up(workload: Workload, n: int, seed: int) -> list[Request]:
+def warm_up(workload: Workload, n: int, seed: int) -> list[LoadRequest]:
     """`n` requests of such sizes, whose prompts no repeat has."""
     return workload.requests(seed, repeat=-1)[:n]
 
 
 def _rng(seed: int, repeat: int, what: object) -> Random:
     return Random(f"{seed}/{repeat}/{what}")
+
+
+class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is sent, and how. Raises `ConfigError`."""
+
+    workload: Workload
+    concurrency: int = 16
+    """Clients of the closed loop."""
+    rate: float | None = None
+    """Requests a second, in an open loop; None: a closed loop."""
+    endpoint: Endpoint = "completions"
+    model: str | None = None
+    """None: the first that each server has."""
+    api_key: str | None = None
+    warmup: int = 4
+    """Requests to each server before all else."""
+    repeats: int = 3
+    seed: int
+    latency_bound_ms: float | None = None
+    """Requests whose first text came within it are good ones."""
+    timeout: float = 300
+    """Seconds for a request."""
+
+    def __post_init__(self) -> None:
+        counts = [("--concurrency", self.concurrency, 1), ("--repeats", self.repeats, 1), ("--warmup", self.warmup, 0)]
+        for flag, value, least in counts:
+            if value < least:
+                raise ConfigError(f"{flag} is {value}; it must be {least} or more")
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("--api-key has characters that no header can have, such as the end of a line")
+        above_zero = {"--rate": self.rate, "--timeout": self.timeout, "--latency-bound-ms": self.latency_bound_ms}
+        for flag, number in above_zero.items():
+            if number is not None and not 0 < number < float("inf"):
+                raise ConfigError(f"{flag} is {number:g}; it must be above 0")

@@ -17,7 +17,7 @@ MAPPED = "CPU_Mapped"
 """The place of weights that are used as they lie in the file."""
 
 
-class InFile(Protocol):
+class TensorInfo(Protocol):
     """A tensor in a GGUF file (`cppbatch.llama.gguf_header.Tensor`)."""
 
     @property
@@ -28,7 +28,7 @@ class InFile(Protocol):
     def n_bytes(self) -> int: ...
 
 
-def weight_buffers(lines: Sequence[str], parts: Iterable[Sequence[InFile]]) -> list[Buffer]:
+def weight_buffers(lines: Sequence[str], parts: Iterable[Sequence[TensorInfo]]) -> list[Buffer]:
     """The buffers of the weights, from the log of a simulated load and the tensors of each of the model's files.
 
     Of what stays in a file, all from the first to the last tensor is mapped. Tensors that llama.cpp does not load
@@ -45,7 +45,7 @@ def weight_buffers(lines: Sequence[str], parts: Iterable[Sequence[InFile]]) -> l
     has_output = any(tensor.name == "output.weight" for tensors in files for tensor in tensors)
     sizes: Counter[str] = Counter()
     for tensors in files:
-        mapped: list[InFile] = []
+        mapped: list[TensorInfo] = []
         for tensor in tensors:
             for place in placed.get(tensor.name, set()) if placed else _by_layer(tensor.name, layers, has_output):
                 if place == MAPPED:

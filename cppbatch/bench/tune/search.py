@@ -24,7 +24,7 @@ class Speed(msgspec.Struct, frozen=True):
     """Time between two tokens of one sequence, the median."""
 
 
-def largest_that(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+def largest_fitting(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     """The largest number from `low` to `high` that fits, if all below one that fits do too; None: not even `low`.
 
     Asks for `high` first, which mostly settles it, then halves what is left.

@@ -10,12 +10,11 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from cppbatch.bench.memory.host import free_host_memory
-from cppbatch.bench.memory.plan import demands
-from cppbatch.bench.memory.survey import Survey, survey
-from cppbatch.bench.profile import Tuned
-from cppbatch.bench.tune.points import Point, Task, measure_point
-from cppbatch.bench.tune.search import Speed, doublings, fastest, is_worth_it, knee, largest_that
+from cppbatch.bench.memory.memory_demand import free_host_memory, memory_demands
+from cppbatch.bench.memory.memory_estimate import MemoryEstimate, estimate_memory
+from cppbatch.bench.profile import TunedSettings
+from cppbatch.bench.tune.measurement import Measurement, MeasurementTask, measure_in_child
+from cppbatch.bench.tune.search import Speed, doublings, fastest, is_worth_it, knee, largest_fitting
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 
@@ -26,11 +25,11 @@ _PARALLEL = 16  # at which threads, layouts and flash attention are compared, if
 _PROMPT = 1024  # tokens, by which -ub is chosen
 _UBATCHES = (512, 256, 128, 1024)  # the default first: others must be faster
 
-Measure = Callable[[Task, float], Point]
+Measure = Callable[[MeasurementTask, float], Measurement]
 Say = Callable[[str], None]
 
 
-class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured, and what comes of it."""
 
     config: EngineConfig
@@ -45,9 +44,9 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     """That memory has room for, or as many as were asked for."""
     notes: list[str]
 
-    def settings(self) -> Tuned:
+    def settings(self) -> TunedSettings:
         """For a profile."""
-        return Tuned(**{name: getattr(self.config, name) for name in Tuned.__struct_fields__})
+        return TunedSettings(**{name: getattr(self.config, name) for name in TunedSettings.__struct_fields__})
 
     def figures(self) -> dict[str, float]:
         """What these settings reach, rounded for a reader."""
@@ -68,7 +67,7 @@ class Tuner:
         most_parallel: int,
         target_ms: float | None = None,
         seconds: float,
-        measure: Measure = measure_point,
+        measure: Measure = measure_in_child,
         say: Say = lambda line: None,
     ) -> None:
         """`given`: settings that are decided.
@@ -89,7 +88,7 @@ class Tuner:
         self._notes: list[str] = []
         self._last_error = ""
 
-    def run(self) -> Tuning:
+    def run(self) -> TuningResult:
         """Raises `ModelError` when nothing works, with the reason."""
         most = self._most_parallel()
         here = self._with_parallel(min(_PARALLEL, most))
@@ -104,7 +103,7 @@ class Tuner:
         reading: float | None = None
         if "n_ubatch" not in self._given:
             config, reading = self._ubatch(config)
-        return Tuning(
+        return TuningResult(
             config=config,
             speed=chosen,
             prompt_tokens_per_s=reading,
@@ -133,7 +132,7 @@ class Tuner:
                 errors[n] = point.error
             return point.error is None
 
-        found = largest_that(loads, sizes[0], most)
+        found = largest_fitting(loads, sizes[0], most)
         if found is None:
             least = self._with_parallel(sizes[0])
             raise ModelError(f"not even -np {least.n_parallel} -c {least.n_ctx} runs: {errors[sizes[0]]}")
@@ -144,7 +143,7 @@ class Tuner:
     def _by_estimate(self, sizes: list[int]) -> int:
         self._say("asking llama.cpp what it would allocate")
         try:
-            answer = survey([self._with_parallel(n) for n in sizes])
+            answer = estimate_memory([self._with_parallel(n) for n in sizes])
         except EstimateFailed as error:
             self._notes.append(f"memory was tried out without an estimate: {error}")
             return sizes[-1]
@@ -152,7 +151,10 @@ class Tuner:
             raise ModelError(answer.footprints[0].error)
         self._n_ctx_train = answer.footprints[0].n_ctx_train
         free = free_host_memory()
-        fits = [all(d.will_fit for d in demands(Survey([each], answer.devices), free)) for each in answer.footprints]
+        fits = [
+            all(d.will_fit for d in memory_demands(MemoryEstimate([each], answer.devices), free))
+            for each in answer.footprints
+        ]
         return max((n for n, ok in zip(sizes, fits, strict=True) if ok), default=sizes[0])
 
     def _layouts(self, config: EngineConfig, most: int) -> list[dict[str, Any]]:
@@ -220,16 +222,16 @@ class Tuner:
 
     def _point(
         self, what: str, setting: str, config: EngineConfig, *, seconds: float = _SECONDS, prompt_tokens: int = 0
-    ) -> Point:
+    ) -> Measurement:
         """Measured, or with an error once the time is over."""
         now = monotonic()
         if now >= self._end:
             if _TIME_OVER not in self._notes:
                 self._notes.append(_TIME_OVER)
             self._last_error = "there was no time left; raise --max-minutes"
-            return Point(error=self._last_error)
+            return Measurement(error=self._last_error)
         self._say(f"{what}: {setting} ({now - self._start:.0f} of at most {self._end - self._start:.0f} s)")
-        task = Task(config=config, seconds=seconds, prompt_tokens=prompt_tokens)
+        task = MeasurementTask(config=config, seconds=seconds, prompt_tokens=prompt_tokens)
         point = self._measure(task, min(_LONGEST_POINT_S, max(_SHORTEST_POINT_S, self._end - now)))
         self._last_error = point.error or self._last_error
         self._points.append({"what": what, "setting": setting, **msgspec.structs.asdict(point)})

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cppbatch.bench.machine import this_machine
-from cppbatch.bench.plot import canvas
+from cppbatch.bench.plot import new_figure
 from cppbatch.bench.profile import as_flags
 from cppbatch.bench.report import Column, Report
 from cppbatch.bench.tune.search import LEAST_GAIN
-from cppbatch.bench.tune.tuner import Tuning
+from cppbatch.bench.tune.tuner import TuningResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def tuning_report(tuning: Tuning) -> Report:
+def tuning_report(tuning: TuningResult) -> Report:
     """Each setting that was measured, and at the end what was chosen."""
     chosen = msgspec.structs.asdict(tuning.settings())
     speed = tuning.speed
@@ -49,10 +49,10 @@ def tuning_report(tuning: Tuning) -> Report:
     )
 
 
-def draw_tuning(report: Report) -> Figure:
+def plot_tuning(report: Report) -> Figure:
     """Throughput and latency against parallelism, with the choice marked."""
     curve, chosen = report.settings["curve"], report.settings["speed"]
-    figure, (left, right) = canvas(report, 2)
+    figure, (left, right) = new_figure(report, 2)
     sizes = [each["n_parallel"] for each in curve]
     for axes, key, label in (
         (left, "tokens_per_s", "tokens/s of all sequences"),

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from cppbatch.bench.memory.host import free_host_memory
-from cppbatch.bench.memory.plan import HOST, Demand, demands, gib, where
-from cppbatch.bench.memory.survey import Footprint, Survey, survey
+from cppbatch.bench.memory.memory_demand import HOST, Demand, format_gib, free_host_memory, memory_demands, where
+from cppbatch.bench.memory.memory_estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.bench.memory.weights import MAPPED
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, EstimateFailed
@@ -30,14 +29,14 @@ def check_memory(config: EngineConfig, engines: Engines = lambda config: [config
     Never stops what would load for a reason of its own: when the estimate fails, a warning says why.
     """
     try:
-        found = survey(engines(config))
+        found = estimate_memory(engines(config))
     except EstimateFailed as error:
         log.warning("whether the model fits into memory was not checked: %s", error)
         return
     if failed := next((each.error for each in found.footprints if each.error), None):
         log.info("whether the model fits into memory was not checked: %s", failed)  # loading it will say so too
         return
-    needed = demands(found, free_host_memory())
+    needed = memory_demands(found, free_host_memory())
     if short := [each for each in needed if not each.will_fit]:
         raise ConfigError(_refusal(config, short, found, engines))
     for each in needed:
@@ -45,35 +44,35 @@ def check_memory(config: EngineConfig, engines: Engines = lambda config: [config
             log.warning(
                 "the weights will not stay in memory: %s are free, %s needed beside %s of weights, and these will be "
                 "read from the file again and again. Take a smaller model, or lower -c or -np",
-                *map(gib, (each.free, each.firm, each.mapped)),
+                *map(format_gib, (each.free, each.firm, each.mapped)),
             )
 
 
-def _refusal(config: EngineConfig, short: list[Demand], found: Survey, engines: Engines) -> str:
+def _refusal(config: EngineConfig, short: list[Demand], found: MemoryEstimate, engines: Engines) -> str:
     worst = max(short, key=lambda each: each.firm - each.free)
     place = "the host's memory" if worst.where == HOST else worst.where
     workers = f" by {len(found.footprints)} workers" if len(found.footprints) > 1 else ""
     message = (
-        f"-c {config.n_ctx} -np {config.n_parallel} needs {gib(worst.firm)} of {place}{workers} "
-        f"({_parts(found.footprints[0], worst.where, found)}), and {gib(worst.free)} are free there"
+        f"-c {config.n_ctx} -np {config.n_parallel} needs {format_gib(worst.firm)} of {place}{workers} "
+        f"({_parts(found.footprints[0], worst.where, found)}), and {format_gib(worst.free)} are free there"
     )
     fitting = _that_fit(config, worst.where, found, engines)
     advice = f"It would fit with {', or with '.join(fitting)}" if fitting else "Take a smaller model or quantisation"
     return f"{message}. {advice}. {_INSIST}"
 
 
-def _parts(footprint: Footprint, where_: str, found: Survey) -> str:
+def _parts(footprint: Footprint, where_: str, found: MemoryEstimate) -> str:
     there = [b for b in footprint.buffers if b.place != MAPPED and where(b, found.devices) == where_]
     largest = sorted(there, key=lambda buffer: -buffer.n_bytes)[:3]
-    return ", ".join(f"{buffer.kind} {gib(buffer.n_bytes)}" for buffer in largest)
+    return ", ".join(f"{buffer.kind} {format_gib(buffer.n_bytes)}" for buffer in largest)
 
 
-def _that_fit(config: EngineConfig, place: str, found: Survey, engines: Engines) -> list[str]:
+def _that_fit(config: EngineConfig, place: str, found: MemoryEstimate, engines: Engines) -> list[str]:
     """Of each kind of change the smallest one that helps, as flags."""
     groups = list(alternatives(config, n_layers=found.footprints[0].n_layers if place != HOST else 0))
     asked = [engines(changed) for group in groups for _, changed in group]
     try:
-        answers = iter(survey([one for several in asked for one in several]).footprints)
+        answers = iter(estimate_memory([one for several in asked for one in several]).footprints)
     except EstimateFailed as error:
         log.info("what would fit was not found out: %s", error)
         return []
@@ -81,7 +80,7 @@ def _that_fit(config: EngineConfig, place: str, found: Survey, engines: Engines)
     fits: dict[EngineConfig, bool] = {}
     for (_, changed), several in zip((each for group in groups for each in group), asked, strict=True):
         parts = [next(answers) for _ in several]
-        needed = demands(Survey(parts, found.devices), free)
+        needed = memory_demands(MemoryEstimate(parts, found.devices), free)
         fits[changed] = all(each.will_fit for each in needed) and not any(part.error for part in parts)
     return [flags for group in groups if (flags := next((f for f, changed in group if fits[changed]), None))]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -16,7 +18,7 @@ from typing import NamedTuple
 import psutil
 
 
-class Outcome(NamedTuple):
+class CommandResult(NamedTuple):
     """What became of a command."""
 
     seconds: float
@@ -26,7 +28,7 @@ class Outcome(NamedTuple):
     """Why it is not to be trusted; None: it ended well."""
 
 
-class Child:
+class ChildProcess:
     """A command that runs until it ends or the `with` block does; then it and all it has started are gone."""
 
     def __init__(
@@ -74,7 +76,7 @@ class Child:
         self._process.kill()
         self._process.wait()
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> ChildProcess:
         return self
 
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -82,21 +84,21 @@ class Child:
         self._folder.cleanup()
 
 
-def run_bounded(
+def run_with_timeout(
     command: Sequence[str | Path], seconds: float, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> Outcome:
+) -> CommandResult:
     """Runs a command for so long at most. Never raises for what it does."""
     began = time.monotonic()
     try:
-        with Child(command, env=env, cwd=cwd) as child:
+        with ChildProcess(command, env=env, cwd=cwd) as child:
             code = child.wait(seconds)
             output = child.output()
     except OSError as error:
-        return Outcome(0.0, "", f"it could not be started: {error}")
+        return CommandResult(0.0, "", f"it could not be started: {error}")
     took = time.monotonic() - began
     if code is None:
-        return Outcome(took, output, f"it was stopped after its time limit of {seconds:.0f} s")
-    return Outcome(took, output, f"it ended with exit code {code}" if code else None)
+        return CommandResult(took, output, f"it was stopped after its time limit of {seconds:.0f} s")
+    return CommandResult(took, output, f"it ended with exit code {code}" if code else None)
 
 
 def free_port() -> int:
@@ -104,3 +106,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def run_module(module: str, question: bytes, seconds: float) -> subprocess.CompletedProcess[bytes]:
+    """Runs `python -m module` with the question as its input. What it answers is on its standard output.
+
+    Raises `subprocess.TimeoutExpired` after so many seconds, and then it is gone; OSError where none can be started.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", module],
+        input=question,
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger's account of an abort takes seconds
+        capture_output=True,
+        timeout=seconds,
+        check=False,
+    )

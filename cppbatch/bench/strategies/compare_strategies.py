@@ -5,24 +5,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from cppbatch.bench.inputs import check_can_run
 from cppbatch.bench.machine import this_machine
-from cppbatch.bench.report import Column, Report
-from cppbatch.bench.spread import Spread
+from cppbatch.bench.prompts import check_can_run
+from cppbatch.bench.report import Column, Report, Spread
 from cppbatch.bench.strategies import STRATEGIES
-from cppbatch.bench.strategies.known import policies
-from cppbatch.bench.strategies.play import Played, play
-from cppbatch.bench.strategies.static import padded
-from cppbatch.bench.strategies.workload import Job, Workload
+from cppbatch.bench.strategies.offline_workload import OfflineWorkload, TimedRequest
+from cppbatch.bench.strategies.serial_schedulers import ConcurrentScheduler, SequentialScheduler
+from cppbatch.bench.strategies.static_scheduler import StaticScheduler, round_up
+from cppbatch.bench.strategies.strategy_runner import WorkloadRun, run_workload
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.runtime import Runtime, load_runtime
+from cppbatch.engine.scheduler import Scheduler
 from cppbatch.errors import ConfigError
+
+
+def make_schedulers(*, max_wait_s: float, bucket: int) -> dict[str, Callable[..., Scheduler]]:
+    """A scheduler for each of STRATEGIES, for `BatchInferenceEngine(policy=...)`."""
+    return {
+        "sequential": SequentialScheduler,
+        "concurrent": ConcurrentScheduler,
+        "static-padded": partial(StaticScheduler, max_wait_s=max_wait_s, bucket=bucket),
+        "static-ragged": partial(StaticScheduler, max_wait_s=max_wait_s),
+        "continuous": Scheduler,
+    }
+
 
 _WARM_UP = 4  # tokens of each request
 
@@ -40,7 +53,7 @@ _COLUMNS = [
 ]
 
 
-class Strategies(msgspec.Struct, frozen=True, kw_only=True):
+class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
     """What to compare. Raises `ConfigError` for settings out of range."""
 
     names: tuple[str, ...] = STRATEGIES
@@ -58,21 +71,24 @@ class Strategies(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{flag} is {getattr(self, name)}; it must be at least 1")
 
 
-def measure_strategies(
-    config: EngineConfig, compared: Strategies, work: Workload, tell: Callable[[str], object] = lambda line: None
+def compare_strategies(
+    config: EngineConfig,
+    compared: StrategyComparison,
+    work: OfflineWorkload,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> Report:
     """Measures; `tell` gets a line for each run. `config`'s n_ctx is not used: the cells suffice for the requests.
 
     Raises `ConfigError`, and what an engine raises.
     """
-    longest = padded(work.prompt_tokens.high, compared.bucket) + work.new_tokens.high
+    longest = round_up(work.prompt_tokens.high, compared.bucket) + work.new_tokens.high
     config = msgspec.structs.replace(
         config, n_ctx=config.n_parallel * longest, max_queue=max(config.max_queue, work.n_requests), prefix_cache=False
     )
     runtime = load_runtime(config)
     try:
         check_can_run(runtime.info, work.prompt_tokens.high, work.new_tokens.high)
-        played = play_all(config, runtime, compared, work.jobs(runtime.info.n_vocab), tell)
+        played = run_all(config, runtime, compared, work.jobs(runtime.info.n_vocab), tell)
     finally:
         runtime.close()
     info = runtime.info
@@ -96,12 +112,16 @@ def measure_strategies(
     )
 
 
-def play_all(
-    config: EngineConfig, runtime: Runtime, compared: Strategies, jobs: list[Job], tell: Callable[[str], object]
-) -> dict[str, list[Played]]:
+def run_all(
+    config: EngineConfig,
+    runtime: Runtime,
+    compared: StrategyComparison,
+    jobs: list[TimedRequest],
+    tell: Callable[[str], object],
+) -> dict[str, list[WorkloadRun]]:
     """Each strategy's runs. They take turns, so that all see the same machine; the runtime stays open."""
     shared = replace(runtime, close=lambda: None)
-    known = policies(max_wait_s=compared.max_wait_ms / 1000, bucket=compared.bucket)
+    known = make_schedulers(max_wait_s=compared.max_wait_ms / 1000, bucket=compared.bucket)
     with contextlib.ExitStack() as stack:
         engines = {}
         for name in compared.names:
@@ -109,17 +129,17 @@ def play_all(
             engines[name] = stack.enter_context(engine)
             engine.survives_failures = False
         few = [replace(job, at=0.0, n_new=min(job.n_new, _WARM_UP)) for job in jobs[: config.n_parallel]]
-        play(engines[compared.names[-1]], few)
-        played: dict[str, list[Played]] = {name: [] for name in engines}
+        run_workload(engines[compared.names[-1]], few)
+        played: dict[str, list[WorkloadRun]] = {name: [] for name in engines}
         for turn in range(compared.repeats):
             for name, engine in engines.items():
-                played[name].append(play(engine, jobs))
+                played[name].append(run_workload(engine, jobs))
                 tell(f"{turn + 1}/{compared.repeats} {name}: {played[name][-1].tokens_per_second:.1f} tok/s")
     return played
 
 
-def _row(name: str, runs: Sequence[Played], sequential: Sequence[Played] | None) -> dict[str, Any]:
-    def of(figure: Callable[[Played], float]) -> Spread:
+def _row(name: str, runs: Sequence[WorkloadRun], sequential: Sequence[WorkloadRun] | None) -> dict[str, Any]:
+    def of(figure: Callable[[WorkloadRun], float]) -> Spread:
         return Spread.of(map(figure, runs))
 
     row: dict[str, Any] = {
@@ -142,5 +162,5 @@ def _row(name: str, runs: Sequence[Played], sequential: Sequence[Played] | None)
     return row
 
 
-def _arrival(work: Workload) -> str:
+def _arrival(work: OfflineWorkload) -> str:
     return f"{work.rate:g} a second" if work.rate else "all at once"

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from cppbatch.bench.inputs import random_prompt
-from cppbatch.bench.lengths import Lengths
+from cppbatch.bench.prompts import Lengths, random_prompt
 from cppbatch.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Job:
+class TimedRequest:
     """One request."""
 
     at: float
@@ -22,7 +21,7 @@ class Job:
     n_new: int
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
+class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
     """Raises `ConfigError` for sizes out of range."""
 
     n_requests: int = 48
@@ -42,7 +41,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         if self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
 
-    def jobs(self, n_vocab: int) -> list[Job]:
+    def jobs(self, n_vocab: int) -> list[TimedRequest]:
         """The requests in order of arrival; the same for the same workload and vocabulary.
 
         Lengths are log-uniform: half of them lie below the geometric mean of the ends, so a few are long.
@@ -51,7 +50,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         prompts, news = (_drawn(draw, of, n) for of in (self.prompt_tokens, self.new_tokens))
         gaps = draw.exponential(1 / self.rate, n) if self.rate else np.zeros(n)
         at = np.cumsum(gaps) - gaps[0]
-        return [Job(float(at[i]), random_prompt(draw, prompts[i], n_vocab).tolist(), news[i]) for i in range(n)]
+        return [
+            TimedRequest(float(at[i]), random_prompt(draw, prompts[i], n_vocab).tolist(), news[i]) for i in range(n)
+        ]
 
 
 def _drawn(draw: np.random.Generator, of: Lengths, n: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.bench.plot import canvas
+from cppbatch.bench.plot import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,9 +17,9 @@ _TIMES = {
 }  # fmt: skip
 
 
-def draw_strategies(report: Report) -> Figure:
+def plot_strategies(report: Report) -> Figure:
     """Bars for each strategy, with the spread of the runs."""
-    figure, (speed, times) = canvas(report, 2)
+    figure, (speed, times) = new_figure(report, 2)
     names = [row["strategy"] for row in report.rows]
     places = range(len(names))
     values = [row["tokens_per_second"] for row in report.rows]

@@ -15,7 +15,7 @@ from cppbatch.llama import Backend
 _NEW_TOKENS = 4
 
 
-class Taken(msgspec.Struct, frozen=True):
+class MeasuredMemory(msgspec.Struct, frozen=True):
     """What was measured, in bytes."""
 
     buffers: list[Buffer]
@@ -26,7 +26,7 @@ class Taken(msgspec.Struct, frozen=True):
     """How much less each device has free."""
 
 
-def measure(config: EngineConfig) -> Taken:
+def measure_memory(config: EngineConfig) -> MeasuredMemory:
     """Loads the model into this process and lets every sequence work, so that its memory is not only promised."""
     backend, process = Backend.get(), psutil.Process()
     free_before, resident_before = _free(backend), process.memory_info().rss
@@ -41,7 +41,7 @@ def measure(config: EngineConfig) -> Taken:
             engine.embed(prompts)
         else:
             engine.generate(prompts, SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True, temperature=0))
-        return Taken(
+        return MeasuredMemory(
             read_buffers(lines),
             process.memory_info().rss - resident_before,
             {name: free_before[name] - free for name, free in _free(backend).items()},

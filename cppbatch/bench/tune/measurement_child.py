@@ -10,7 +10,7 @@ from time import perf_counter
 
 import msgspec
 
-from cppbatch.bench.tune.points import Point, Task
+from cppbatch.bench.tune.measurement import Measurement, MeasurementTask
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import CppBatchError, ModelError
@@ -21,27 +21,27 @@ _WARM_UP = 2  # steps that do not count
 
 
 def main() -> None:
-    """Reads a `Task` from the standard input, writes a `Point` to the standard output."""
+    """Reads a `MeasurementTask` from the standard input, writes a `Measurement` to the standard output."""
     with contextlib.suppress(OSError):  # Linux: if memory runs out, let it be this process's end and nobody else's
         Path("/proc/self/oom_score_adj").write_text("1000")
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasurementTask)
     try:
         with BatchInferenceEngine(task.config) as engine:
             point = _measured(engine, task)
     except CppBatchError as error:
-        point = Point(error=str(error))
+        point = Measurement(error=str(error))
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(point))
 
 
-def _measured(engine: BatchInferenceEngine, task: Task) -> Point:
+def _measured(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement:
     if engine.info.pooling:
         raise ModelError(f"{engine.info.name} gives vectors: a step's texts are all there is to its batch")
     engine.generate([_prompt(engine, 1, 16)], SamplingParams(max_tokens=2, ignore_eos=True))  # pages come into memory
     reading = _reading_speed(engine, task.prompt_tokens) if task.prompt_tokens else 0.0
     if not task.seconds and task.prompt_tokens:
-        return Point(prompt_tokens_per_s=reading, kv_layout=engine.info.kv_layout)
+        return Measurement(prompt_tokens_per_s=reading, kv_layout=engine.info.kv_layout)
     steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
-    return Point(
+    return Measurement(
         inter_token_ms=1000 * statistics.median(seconds for seconds, _ in steps),
         tokens_per_s=statistics.median(tokens / seconds for seconds, tokens in steps),
         prompt_tokens_per_s=reading,

@@ -6,11 +6,11 @@ import subprocess
 
 import msgspec
 
-from cppbatch.bench.ask import ask
+from cppbatch.bench.child_process import run_module
 from cppbatch.config import EngineConfig
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class MeasurementTask(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure."""
 
     config: EngineConfig
@@ -20,7 +20,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Of one prompt, whose reading is measured too."""
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured, or why it could not be."""
 
     inter_token_ms: float = 0.0
@@ -34,16 +34,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-def measure_point(task: Task, timeout: float) -> Point:
+def measure_in_child(task: MeasurementTask, timeout: float) -> Measurement:
     """Never raises but for an interrupt; a process that takes longer than `timeout` seconds is ended."""
     try:
-        done = ask("cppbatch.bench.tune.points_child", msgspec.json.encode(task), timeout)
+        done = run_module("cppbatch.bench.tune.measurement_child", msgspec.json.encode(task), timeout)
     except subprocess.TimeoutExpired:
-        return Point(error=f"not done within {timeout:.0f} s")
+        return Measurement(error=f"not done within {timeout:.0f} s")
     except OSError as error:
-        return Point(error=f"no process can be started: {error}")
+        return Measurement(error=f"no process can be started: {error}")
     try:
-        return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=Point)
+        return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=Measurement)
     except msgspec.DecodeError:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["without a word"]
-        return Point(error=f"ended with code {done.returncode}: {last[0]}")
+        return Measurement(error=f"ended with code {done.returncode}: {last[0]}")

@@ -10,7 +10,7 @@ import psutil
 from msgspec.structs import replace
 
 from cppbatch.bench.memory.buffers import Buffer, read_buffers
-from cppbatch.bench.memory.survey import Device, Footprint, Survey
+from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import weight_buffers
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_model, make_context
@@ -25,14 +25,14 @@ _FLOAT = 4
 
 
 def main() -> None:
-    """Reads a list of `EngineConfig` from the standard input, writes a `Survey` to the standard output."""
+    """Reads a list of `EngineConfig` from the standard input, writes a `MemoryEstimate` to the standard output."""
     configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
     devices = [
         Device(device.name, device.description, device.memory_free, device.memory_total)
         for device in Backend.get().devices()
         if "GPU" in device.kind
     ]
-    answer = Survey(list(footprints(configs)), devices)
+    answer = MemoryEstimate(list(footprints(configs)), devices)
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer))
 
 

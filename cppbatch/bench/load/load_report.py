@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from cppbatch.bench.load.notes import notes
-from cppbatch.bench.load.plan import Load
-from cppbatch.bench.load.results import Run, columns, row
+from cppbatch.bench.load.load_results import ServerRun, server_row, table_columns
+from cppbatch.bench.load.workload import LoadSettings
 from cppbatch.bench.machine import this_machine
-from cppbatch.bench.report import Report, cell
-from cppbatch.bench.spread import Spread
+from cppbatch.bench.report import Report, Spread, format_cell
 
 
 class LoadReport(Report, frozen=True, kw_only=True):
@@ -32,7 +31,7 @@ class LoadReport(Report, frozen=True, kw_only=True):
         for column in self.columns:
             values = [each[column.key] for each in self.rows]
             ratios = [_ratio(value, values[0]) for value in values[1:]]
-            table.add_row(column.title, *(Text(cell(value, column.digits)) for value in values), *ratios)
+            table.add_row(column.title, *(Text(format_cell(value, column.digits)) for value in values), *ratios)
         page = Table.grid()
         page.add_row(Text(self.title))
         page.add_row(table)
@@ -41,7 +40,7 @@ class LoadReport(Report, frozen=True, kw_only=True):
         return page
 
 
-def side_by_side(runs: Sequence[Run], load: Load, n_servers: int) -> LoadReport:
+def make_load_report(runs: Sequence[ServerRun], load: LoadSettings, n_servers: int) -> LoadReport:
     """Of at least one run in which a request has ended."""
     sentences = _how_to_read(load)
     servers = {run.server.label: run.server for run in runs}
@@ -49,8 +48,8 @@ def side_by_side(runs: Sequence[Run], load: Load, n_servers: int) -> LoadReport:
     rows = []
     for label in servers:
         if told := _worth_telling([run for run in runs if run.server.label == label]):
-            rows.append(row(told, load.latency_bound_ms))
-            sentences += notes(told)
+            rows.append(server_row(told, load.latency_bound_ms))
+            sentences += server_notes(told)
     n_finished, n_wanted = sum(run.is_whole for run in runs), load.repeats * n_servers
     if n_finished < n_wanted:
         sentences.append(f"Interrupted: {n_finished} of {n_wanted} runs were finished.")
@@ -60,24 +59,24 @@ def side_by_side(runs: Sequence[Run], load: Load, n_servers: int) -> LoadReport:
         title=f"Load ({load.workload})\n{_how(load, runs[0].n_requests)}",
         machine=this_machine(with_llama=False),
         settings=settings,
-        columns=columns(rows),
+        columns=table_columns(rows),
         rows=rows,
         notes=sentences,
     )
 
 
-def _how(load: Load, n_requests: int) -> str:
+def _how(load: LoadSettings, n_requests: int) -> str:
     arrivals = f"{load.rate:g} a second" if load.rate else f"{load.concurrency} at once"
     times = f", {load.repeats} times" if load.repeats > 1 else ""
     return f"requests: {n_requests}, {arrivals}{times}, seed {load.seed}"
 
 
-def _worth_telling(runs: Sequence[Run]) -> list[Run]:
+def _worth_telling(runs: Sequence[ServerRun]) -> list[ServerRun]:
     """Of one server's: the finished ones, else what there is of the only one."""
     return [run for run in runs if run.is_whole] or [run for run in runs if run.outcomes]
 
 
-def _how_to_read(load: Load) -> list[str]:
+def _how_to_read(load: LoadSettings) -> list[str]:
     sentences = ["TTFT: until the first text came. inter-token: between two pieces of a text."]
     if load.latency_bound_ms:
         sentences.append(f"Goodput: requests whose TTFT is at most {load.latency_bound_ms:g} ms.")
@@ -90,3 +89,34 @@ def _ratio(value: Any, first: Any) -> str:
     if isinstance(value, Spread) and isinstance(first, Spread) and first.median:
         return f"{value.median / first.median:.2f}"
     return ""
+
+
+_BUSY = 0.5  # of a core, by the client
+_MERGED = 0.9  # pieces a token
+
+
+def server_notes(runs: Sequence[ServerRun]) -> Iterator[str]:
+    """Sentences about one server's runs."""
+    label, server = runs[0].server.label, runs[0].server
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    done = [outcome for outcome in outcomes if not outcome.failure]
+    if not runs[-1].is_whole:
+        ended = f"{len(outcomes)} of {runs[-1].n_requests} requests had ended"
+        yield f"{label}: interrupted when {ended}; the others count for nothing"
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
+    for kind, n in Counter(failure.kind for failure in failures).most_common():
+        first = next(failure for failure in failures if failure.kind == kind)
+        yield f"{label}: {n} of {len(outcomes)} requests failed: {kind} ({first})"
+    if any(not outcome.has_usage for outcome in done):
+        yield f"{label} sends no usage, or too low a one: each piece of text counts as a token"
+    elif sum(outcome.n_pieces for outcome in done) < _MERGED * sum(outcome.output_tokens for outcome in done):
+        yield f"{label} sends several tokens in a piece of text: inter-token times are those between pieces"
+    if server.unknown:
+        yield f"{label} refuses {' and '.join(server.unknown)}: requests are sent without"
+    if n_early := sum(outcome.ended_early for outcome in done):
+        yield f"{label}: {n_early} of {len(done)} texts ended before their length"
+    if n_again := sum(outcome.asked_again for outcome in outcomes):
+        yield f"{label} closed kept-alive connections: {n_again} requests were sent twice"
+    if any(run.client_seconds > _BUSY * run.seconds for run in runs):
+        share = max(run.client_seconds / run.seconds for run in runs)
+        yield f"{label}: the client took {100 * share:.0f}% of a core; it may be what is measured"

@@ -6,20 +6,18 @@ import asyncio
 from collections.abc import Mapping
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 import msgspec
 
-from cppbatch.bench.load.stream import Failure, Reading, error_text
-from cppbatch.bench.load.workload import Request
-
-Endpoint = Literal["completions", "chat"]
+from cppbatch.bench.load.completion_stream import CompletionStream, RequestFailure, error_text
+from cppbatch.bench.load.workload import Endpoint, LoadRequest
 
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
-class Server(msgspec.Struct, frozen=True, kw_only=True):
+class TargetServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server that takes such requests."""
 
     label: str
@@ -35,7 +33,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         """Where requests go."""
         return self.url + _PATHS[self.endpoint]
 
-    def body(self, request: Request) -> bytes:
+    def body(self, request: LoadRequest) -> bytes:
         """In JSON. The text is as long as asked for, on servers that know `ignore_eos`."""
         fields: dict[str, Any] = {
             "model": self.model,
@@ -56,10 +54,10 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode({name: value for name, value in fields.items() if name not in self.unknown})
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class RequestOutcome(msgspec.Struct, kw_only=True):
     """What came of a request. Times are in seconds."""
 
-    failure: Failure | None = None
+    failure: RequestFailure | None = None
     time_to_first_token: float = 0
     """To the first text, from when the request was sent or due."""
     gaps: list[float] = []
@@ -80,10 +78,10 @@ class Outcome(msgspec.Struct, kw_only=True):
     """The server closed the kept-alive connection on which it was sent first."""
 
 
-class Client:
+class LoadClient:
     """Any number of connections to one server, kept alive. Use it as an asynchronous context manager."""
 
-    def __init__(self, server: Server, timeout: float) -> None:
+    def __init__(self, server: TargetServer, timeout: float) -> None:
         """`timeout`: seconds for a whole request."""
         self._server = server
         headers = {"Content-Type": "application/json", **authorization(server.api_key)}
@@ -97,16 +95,16 @@ class Client:
             connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=limit, headers=headers
         )
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> LoadClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._kept_alive.close()
         await self._fresh.close()
 
-    async def send(self, request: Request, due: float) -> Outcome:
+    async def send(self, request: LoadRequest, due: float) -> RequestOutcome:
         """One streamed request. Times count from `due`, on the clock of `perf_counter`."""
-        outcome, reading = Outcome(), Reading()
+        outcome, reading = RequestOutcome(), CompletionStream()
         try:
             async with await self._post(self._server.body(request), outcome) as response:
                 await _check(response)
@@ -114,19 +112,21 @@ class Client:
                     reading.feed(data, perf_counter())
             ended = perf_counter()
             reading.finish(ended)
-        except Failure as failure:
+        except RequestFailure as failure:
             outcome.failure = failure
         except asyncio.TimeoutError:
-            outcome.failure = Failure("timeout", f"no whole answer within {self._fresh.timeout.total:g} s (--timeout)")
+            outcome.failure = RequestFailure(
+                "timeout", f"no whole answer within {self._fresh.timeout.total:g} s (--timeout)"
+            )
         except aiohttp.ClientConnectorError as error:
-            outcome.failure = Failure("no connection", str(error))
+            outcome.failure = RequestFailure("no connection", str(error))
         except (aiohttp.ClientError, OSError) as error:
-            outcome.failure = Failure("connection closed", str(error))
+            outcome.failure = RequestFailure("connection closed", str(error))
         else:
             _fill(outcome, request, reading, due, ended)
         return outcome
 
-    async def _post(self, body: bytes, outcome: Outcome) -> aiohttp.ClientResponse:
+    async def _post(self, body: bytes, outcome: RequestOutcome) -> aiohttp.ClientResponse:
         """A server may close a kept-alive connection just when a request is on its way: clients send that anew."""
         seen = SimpleNamespace(reused=False)
         try:
@@ -149,12 +149,12 @@ async def _note_reuse(_session: object, context: SimpleNamespace, _params: objec
 
 async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
-        raise Failure(f"HTTP {response.status}", error_text(await response.read()), response.status)
+        raise RequestFailure(f"HTTP {response.status}", error_text(await response.read()), response.status)
     if response.content_type != "text/event-stream":
-        raise Failure("no stream", f"the answer is {response.content_type}, not a stream of events")
+        raise RequestFailure("no stream", f"the answer is {response.content_type}, not a stream of events")
 
 
-def _fill(outcome: Outcome, request: Request, reading: Reading, due: float, ended: float) -> None:
+def _fill(outcome: RequestOutcome, request: LoadRequest, reading: CompletionStream, due: float, ended: float) -> None:
     assert reading.first is not None
     outcome.time_to_first_token = reading.first - due
     outcome.end_to_end = ended - due

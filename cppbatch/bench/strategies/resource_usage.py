@@ -16,7 +16,7 @@ log = logging.getLogger("cppbatch.bench")
 _EVERY_S = 0.1  # the driver itself looks at a GPU no more often
 
 
-class Usage:
+class ResourceUsage:
     """A context manager; the figures are there when it is left.
 
     `cpu_percent`: of the cores that this process may use, by this process; threads that spin count as working.
@@ -27,7 +27,7 @@ class Usage:
     cpu_percent: float
     gpu_percent: float | None
 
-    def __enter__(self) -> Usage:
+    def __enter__(self) -> ResourceUsage:
         self._gpus = _gpus()
         self._seen: list[float] = []
         self._over = threading.Event()

@@ -6,13 +6,41 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
-from cppbatch.bench.strategies.padding import Padding
+import numpy as np
+
 from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.scheduler import Chunk, Scheduler, StepPlan, in_batch_order
 from cppbatch.engine.sequence import Seq, SeqStatus
 
 
-class Static(Scheduler):
+class Padding:
+    """A sequence that nobody waits for. What is computed of it costs what a prompt does, and is dropped again."""
+
+    def __init__(self, kv: KVPool) -> None:
+        self._kv = kv
+        # With one token more than can be computed, so that it never comes to want logits.
+        request = GenerationRequest(id="padding", prompt=[0], cache_prompt=False)
+        self._sequence = Seq(request, np.zeros(kv.n_ctx + 1, np.int32), max_new=0, seed=0, now=0.0)
+
+    def chunk(self, n: int, adapters: AdapterSet) -> Chunk:
+        """So many tokens for the next step. A seq_id and that many cells must be free."""
+        self._sequence.adapters = adapters
+        self._kv.admit(self._sequence)
+        return self._sequence, n
+
+    def drop(self) -> None:
+        """Frees what the last step computed."""
+        if self._sequence.seq_id >= 0:
+            self._kv.release(self._sequence, keep=False)
+
+    def restart(self) -> None:
+        """The pool has forgotten it."""
+        self._sequence.restarted()
+
+
+class StaticScheduler(Scheduler):
     """A batch starts when all places are taken or its first request has waited for `max_wait_s`. Nobody joins it.
 
     All its prompts are read, then all of it decodes. The place of one that has ended stays empty until the batch is
@@ -45,7 +73,7 @@ class Static(Scheduler):
         if not self._batch and self._is_due():
             self._batch = self.waiting[: self._n_parallel]
             self._places = len(self._batch)
-            self._owed = padding_of([s.n_tokens for s in self._batch], self._bucket)
+            self._owed = padding_tokens([s.n_tokens for s in self._batch], self._bucket)
         return super().plan()
 
     def remove(self, sequence: Seq) -> None:
@@ -104,13 +132,13 @@ class Static(Scheduler):
         return chunks
 
 
-def padding_of(lengths: list[int], bucket: int) -> int:
+def padding_tokens(lengths: list[int], bucket: int) -> int:
     """Tokens that fill prompts of these lengths up to the next multiple of `bucket` that holds the longest."""
     if not bucket:
         return 0
-    return len(lengths) * padded(max(lengths), bucket) - sum(lengths)
+    return len(lengths) * round_up(max(lengths), bucket) - sum(lengths)
 
 
-def padded(n: int, bucket: int) -> int:
+def round_up(n: int, bucket: int) -> int:
     """The next multiple of `bucket`."""
     return -(-n // bucket) * bucket

@@ -10,7 +10,7 @@ import msgspec
 _SHOWN = 300  # characters of an error
 
 
-class Failure(Exception):
+class RequestFailure(Exception):
     """A request came to nothing. `kind` is what it is counted under; the message tells more."""
 
     def __init__(self, kind: str, message: str = "", status: int | None = None) -> None:
@@ -40,7 +40,7 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     """As OpenAI's."""
 
     prompt_tokens: int | None = None
@@ -50,14 +50,14 @@ class Usage(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     error: Any = None
 
 
 _DECODER = msgspec.json.Decoder(_Chunk)
 
 
-class Reading:
+class CompletionStream:
     """What has come of one request's stream so far. Times are in seconds, on the clock of whoever calls `feed`."""
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class Reading:
         self.gaps: list[float] = []
         """Between two pieces of text of the same choice."""
         self.n_pieces = 0
-        self.usage: Usage | None = None
+        self.usage: TokenUsage | None = None
         self._rest = b""
         self._last: dict[int, float] = {}  # choice: when its last piece came
         self._ended = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises `Failure` for what is no chunk of a completion."""
+        """Raises `RequestFailure` for what is no chunk of a completion."""
         for payload in self._payloads(data):
             if payload == b"[DONE]":
                 self._ended = True
@@ -80,12 +80,12 @@ class Reading:
                 self._take(payload, now)
 
     def finish(self, now: float) -> None:
-        """Raises `Failure` if that was not a whole completion."""
+        """Raises `RequestFailure` if that was not a whole completion."""
         self.feed(b"\n", now)
         if not self._ended:
-            raise Failure("stream cut short", "the stream ended without a finish_reason or [DONE]")
+            raise RequestFailure("stream cut short", "the stream ended without a finish_reason or [DONE]")
         if self.first is None:
-            raise Failure("empty answer", "the stream ended without any text")
+            raise RequestFailure("empty answer", "the stream ended without any text")
 
     def _payloads(self, data: bytes) -> Iterator[bytes]:
         """Of the lines that are whole now."""
@@ -99,9 +99,9 @@ class Reading:
         try:
             chunk = _DECODER.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Failure("unreadable answer", f"{error}: {error_text(payload)}") from error
+            raise RequestFailure("unreadable answer", f"{error}: {error_text(payload)}") from error
         if chunk.error:
-            raise Failure("error in the stream", error_text(payload))
+            raise RequestFailure("error in the stream", error_text(payload))
         self.usage = chunk.usage or self.usage
         for choice in chunk.choices:
             self._ended |= choice.finish_reason is not None

@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
+import psutil
 
 from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.survey import Device, Footprint, Survey
+from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import MAPPED
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_host_memory(cgroups: Path = _CGROUPS) -> int:
+    """Bytes that processes can still have: the system's, or a container's where that has less.
+
+    What caches files counts as free, and so does swap space.
+    """
+    system = psutil.virtual_memory().available + psutil.swap_memory().free
+    limit, used = _number(cgroups / "memory.max"), _number(cgroups / "memory.current")
+    if limit is None or used is None:
+        return int(system)
+    return int(min(system, max(0, limit - used + _cached(cgroups / "memory.stat"))))
+
+
+def _number(file: Path) -> int | None:
+    """None without such a file, and where it says "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _cached(file: Path) -> int:
+    """Bytes of files that a container keeps in memory and would give up."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+
 
 HOST = "host"
 _GIB = 2**30
@@ -37,7 +71,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return self.will_fit and self.firm + self.mapped > self.free > 0
 
 
-def demands(survey: Survey, host_free: int) -> list[Demand]:
+def memory_demands(survey: MemoryEstimate, host_free: int) -> list[Demand]:
     """What all engines of a survey need together, the host first.
 
     Processes share the pages of a file that they map. `host_free`: bytes.
@@ -70,6 +104,6 @@ def where(buffer: Buffer, devices: Sequence[Device]) -> str:
     return next((d.name for d in devices if buffer.place == d.name or buffer.place.startswith(f"{d.name}_")), HOST)
 
 
-def gib(n_bytes: int) -> str:
+def format_gib(n_bytes: int) -> str:
     """For messages."""
     return f"{n_bytes / _GIB:.2f} GiB" if n_bytes >= _GIB / 10 else f"{n_bytes / 2**20:.1f} MiB"

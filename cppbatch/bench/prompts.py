@@ -1,8 +1,55 @@
-"""Prompts that look like English: common words, most of them one token in any model's vocabulary."""
+"""How long prompts and outputs are."""
 
 from __future__ import annotations
 
 from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.errors import ConfigError
+
+
+class Lengths(NamedTuple):
+    """From `low` to `high` tokens; both may occur."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
+
+    def check(self, flag: str) -> None:
+        """Raises `ConfigError`, which names the flag, for what cannot be."""
+        if not 1 <= self.low <= self.high:
+            raise ConfigError(f"{flag} is {self.low}-{self.high}; it must rise, from 1 on")
+
+    def spread(self, n: int) -> list[int]:
+        """`n` lengths at equal ratios from the lowest to the highest: the same total for every seed."""
+        ratio = self.high / self.low
+        return [round(self.low * ratio ** (i / max(n - 1, 1))) for i in range(n)]
+
+
+_FIRST_TOKEN = 10  # those before are special in most vocabularies
+
+
+def random_prompt(draw: np.random.Generator, n_tokens: int, n_vocab: int) -> npt.NDArray[np.int32]:
+    """int32[n_tokens] of token ids. No two begin alike, and what they say is nothing: speed does not depend on it."""
+    return draw.integers(min(_FIRST_TOKEN, n_vocab - 1), n_vocab, n_tokens, dtype=np.int32)
+
+
+def check_can_run(info: ModelInfo, n_prompt: int, n_new: int) -> None:
+    """Raises `ConfigError` for a model that gives vectors, and where such requests are longer than it allows."""
+    if info.pooling:
+        raise ConfigError(f"{info.name} gives vectors; this measures models that generate text. Name another one (-m)")
+    if n_prompt + n_new > info.max_sequence:
+        raise ConfigError(
+            f"{n_prompt} prompt tokens and {n_new} new ones are {n_prompt + n_new}; {info.name} takes "
+            f"{info.max_sequence}. Lower --prompt-tokens or --new-tokens"
+        )
+
 
 _WORDS = (
     "the of and to in is that it was for on are with they be at one have this from had not but what all were when "
@@ -25,7 +72,7 @@ _SENTENCE = (6, 14)  # words
 _COMMA = 0.08  # after a word
 
 
-def text(rng: Random, n_tokens: int) -> str:
+def random_text(rng: Random, n_tokens: int) -> str:
     """Sentences of about `n_tokens` tokens: each word and each mark is counted as one."""
     pieces: list[str] = []
     n_left = 0  # words until the full stop

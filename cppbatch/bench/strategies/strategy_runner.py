@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
-from cppbatch.bench.strategies.usage import Usage
-from cppbatch.bench.strategies.workload import Job
+from cppbatch.bench.strategies.offline_workload import TimedRequest
+from cppbatch.bench.strategies.resource_usage import ResourceUsage
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import GenerationFailed
@@ -16,7 +16,7 @@ _PAUSE_S = 0.001  # while nobody runs: before it is seen whether anybody has com
 
 
 @dataclass(frozen=True)
-class Played:
+class WorkloadRun:
     """What one engine made of the jobs. Lists are in the jobs' order, times in seconds from a job's arrival."""
 
     seconds: float
@@ -34,7 +34,7 @@ class Played:
         return sum(map(len, self.tokens)) / self.seconds
 
 
-def play(engine: BatchInferenceEngine, jobs: list[Job]) -> Played:
+def run_workload(engine: BatchInferenceEngine, jobs: list[TimedRequest]) -> WorkloadRun:
     """Runs the jobs, greedily and to their full length, each from the moment when it is due.
 
     One that is due in the midst of a step is added behind it; that wait counts. Raises `GenerationFailed` for a job
@@ -45,7 +45,7 @@ def play(engine: BatchInferenceEngine, jobs: list[Job]) -> Played:
     late, first_token, latency = [0.0] * n, [0.0] * n, [0.0] * n
     coming = deque(enumerate(jobs))
     before = engine.stats()
-    with Usage() as usage:
+    with ResourceUsage() as usage:
         began = perf_counter()
         while coming or engine.has_work:
             while coming and coming[0][1].at <= (now := perf_counter() - began):
@@ -67,7 +67,7 @@ def play(engine: BatchInferenceEngine, jobs: list[Job]) -> Played:
         seconds = perf_counter() - began
     after = engine.stats()
     rows, steps = after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps
-    return Played(
+    return WorkloadRun(
         seconds=seconds,
         tokens=tokens,
         first_token=first_token,

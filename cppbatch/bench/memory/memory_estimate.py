@@ -6,7 +6,7 @@ import subprocess
 
 import msgspec
 
-from cppbatch.bench.ask import ask
+from cppbatch.bench.child_process import run_module
 from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.config import EngineConfig
 from cppbatch.errors import EstimateFailed
@@ -35,7 +35,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class Survey(msgspec.Struct, frozen=True):
+class MemoryEstimate(msgspec.Struct, frozen=True):
     """Footprints in the order of the settings that were asked for, and where they would be."""
 
     footprints: list[Footprint]
@@ -43,24 +43,24 @@ class Survey(msgspec.Struct, frozen=True):
     """GPUs; what they have free is what they had while the child used none of it but what a process takes there."""
 
 
-def survey(configs: list[EngineConfig]) -> Survey:
+def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:
     """What each of these engines would take by itself. Allocates next to nothing, and takes 0.3 s and more.
 
     Raises `EstimateFailed` when the child process does not answer.
     """
     unique = list(dict.fromkeys(configs))
     try:
-        done = ask("cppbatch.bench.memory.survey_child", msgspec.json.encode(unique), _TIMEOUT_S)
+        done = run_module("cppbatch.bench.memory.memory_estimate_child", msgspec.json.encode(unique), _TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise EstimateFailed(f"llama.cpp has not said in {_TIMEOUT_S} s what it would allocate") from None
     except OSError as error:
         raise EstimateFailed(f"a process to ask llama.cpp in cannot be started: {error}") from error
     try:
-        answer = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=Survey)
+        answer = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=MemoryEstimate)
     except msgspec.DecodeError:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
         raise EstimateFailed(
             f"the process that asks llama.cpp what it would allocate ended with code {done.returncode}: {last[0]}"
         ) from None
     by_config = dict(zip(unique, answer.footprints, strict=True))
-    return Survey([by_config[config] for config in configs], answer.devices)
+    return MemoryEstimate([by_config[config] for config in configs], answer.devices)

@@ -10,9 +10,8 @@ import msgspec
 import numpy as np
 from yarl import URL
 
-from cppbatch.bench.load.client import Outcome, Server
-from cppbatch.bench.report import Column
-from cppbatch.bench.spread import Spread
+from cppbatch.bench.load.load_client import RequestOutcome, TargetServer
+from cppbatch.bench.report import Column, Spread
 
 PERCENTILES = (50, 95, 99)
 
@@ -32,13 +31,13 @@ _LATENCIES = (
 )
 
 
-class Run(msgspec.Struct, kw_only=True):
+class ServerRun(msgspec.Struct, kw_only=True):
     """One server under the whole load, once. It may be under way still."""
 
-    server: Server
+    server: TargetServer
     repeat: int
     n_requests: int
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestOutcome] = []
     """Of the requests that have ended."""
     seconds: float = 0
     """From the first request to the last answer."""
@@ -47,7 +46,7 @@ class Run(msgspec.Struct, kw_only=True):
     is_whole: bool = False
 
 
-def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+def table_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     """What the table shows of these rows."""
     shown = [
         Column("requests", "requests"),
@@ -60,7 +59,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
         Column("goodput_per_second", "goodput, requests/s", digits=2),
         Column("cached_percent", "prompts from cache, %"),
     ]
-    shown += [column for column in optional if any(row[column.key] is not None for row in rows)]
+    shown += [column for column in optional if any(server_row[column.key] is not None for server_row in rows)]
     for latency in _LATENCIES:
         for p in PERCENTILES:
             title = f"{latency.title}: p{p}" if p == PERCENTILES[0] else f"p{p}"
@@ -68,7 +67,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     return shown
 
 
-def row(runs: Sequence[Run], bound_ms: float | None) -> dict[str, Any]:
+def server_row(runs: Sequence[ServerRun], bound_ms: float | None) -> dict[str, Any]:
     """All figures of one server, of at least one run."""
     server, outcomes = runs[0].server, [outcome for run in runs for outcome in run.outcomes]
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
@@ -84,7 +83,7 @@ def row(runs: Sequence[Run], bound_ms: float | None) -> dict[str, Any]:
     }
 
 
-def _figures(run: Run, bound_ms: float | None) -> dict[str, float | None]:
+def _figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
     """Of one run. None is what was not measured."""
     done = [outcome for outcome in run.outcomes if not outcome.failure]
     output = sum(outcome.output_tokens for outcome in done)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.bench.load.results import PERCENTILES
-from cppbatch.bench.plot import canvas
-from cppbatch.bench.spread import Spread
+from cppbatch.bench.load.load_results import PERCENTILES
+from cppbatch.bench.plot import new_figure
+from cppbatch.bench.report import Spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 _SHADES = (1.0, 0.6, 0.3)  # of the percentiles
 
 
-def draw(report: Report) -> Figure:
+def plot_load(report: Report) -> Figure:
     """Bars with their range over the repeats: output tokens/s, TTFT, inter-token time."""
-    figure, (speed, ttft, gaps) = canvas(report, 3)
+    figure, (speed, ttft, gaps) = new_figure(report, 3)
     labels = [row["server"] for row in report.rows]
     places = range(len(labels))
     spreads = [row["output_tokens_per_second"] for row in report.rows]

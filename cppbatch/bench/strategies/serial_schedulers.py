@@ -1,12 +1,23 @@
-"""Many requests take turns, token by token, and none shares a decode with another."""
+"""One request after the other."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import SeqStatus
 
 
-class Concurrent(Scheduler):
+class SequentialScheduler(Scheduler):
+    """The engine's own policy with one place: a step is a piece of one prompt, or one row."""
+
+    def __init__(self, kv: KVPool, *, n_parallel: int, **settings: Any) -> None:
+        del n_parallel
+        super().__init__(kv, n_parallel=1, **settings)
+
+
+class ConcurrentScheduler(Scheduler):
     """Interleaves: each step is one sequence's, its whole prompt or its next token, in turn.
 
     That is what threads over one model do: everybody gets on, and nobody gains from the others' being there.

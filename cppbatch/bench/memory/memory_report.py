@@ -10,12 +10,11 @@ from msgspec.structs import replace
 
 from cppbatch.bench.machine import this_machine
 from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.host import free_host_memory
-from cppbatch.bench.memory.measure import Taken
-from cppbatch.bench.memory.plan import HOST, Demand, demands, gib, where
-from cppbatch.bench.memory.survey import Device, Footprint, Survey, survey
+from cppbatch.bench.memory.measure_memory import MeasuredMemory
+from cppbatch.bench.memory.memory_demand import HOST, Demand, format_gib, free_host_memory, memory_demands, where
+from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate, estimate_memory
 from cppbatch.bench.memory.weights import MAPPED
-from cppbatch.bench.plot import canvas
+from cppbatch.bench.plot import new_figure
 from cppbatch.bench.report import Column, Report
 from cppbatch.config import MAX_SEQ_IDS, EngineConfig
 from cppbatch.errors import ModelError
@@ -33,9 +32,9 @@ _PLANNED = ("process", "engine")  # llama.cpp logs no such thing
 
 def memory_report(config: EngineConfig) -> Report:
     """What the engine would take, beside what is free. Raises `EstimateFailed`, `ModelError`."""
-    found = survey([config])
+    found = estimate_memory([config])
     footprint = _sound(found)[0]
-    needed = demands(found, free_host_memory())
+    needed = memory_demands(found, free_host_memory())
     return Report(
         kind="memory",
         title=f"Memory of -c {config.n_ctx} -np {config.n_parallel}, {footprint.kv_layout}",
@@ -48,20 +47,21 @@ def memory_report(config: EngineConfig) -> Report:
     )
 
 
-def with_measured(report: Report, taken: Taken, devices: Sequence[Device] = ()) -> Report:
+def with_measured(report: Report, taken: MeasuredMemory, devices: Sequence[Device] = ()) -> Report:
     """The report with what was measured beside it."""
     measured: Counter[tuple[str, str]] = Counter()
     for buffer in taken.buffers:
         measured[_NAMES[buffer.kind], _where(buffer, devices)] += buffer.n_bytes
     rows = [_with_measured(row, measured.get((row["what"], row["where"]))) for row in report.rows]
     firm = sum(round(row["predicted_mib"] * _MIB) for row in report.rows if row["kind"] != "process")
-    notes = [f"this process grew by {gib(taken.process)} of {gib(firm)}: what no token has needed yet is not there"]
-    notes += [f"{name} has {gib(n)} less free" for name, n in taken.devices.items()]
+    grown = f"{format_gib(taken.process)} of {format_gib(firm)}"
+    notes = [f"this process grew by {grown}: what no token has needed yet is not there"]
+    notes += [f"{name} has {format_gib(n)} less free" for name, n in taken.devices.items()]
     columns = [*report.columns, Column("measured_mib", "measured", 1), Column("difference", "difference %", 1)]
     return replace(report, columns=columns, rows=rows, notes=[*report.notes, *notes])
 
 
-def draw_memory(report: Report) -> Figure:
+def plot_memory(report: Report) -> Figure:
     """Memory against context, and against parallelism with as many cells for each sequence; asks llama.cpp anew."""
     config: EngineConfig = report.settings["config"]
     contexts = [config.n_ctx * part // 8 for part in range(1, 17) if config.n_ctx * part // 8 >= config.n_parallel]
@@ -69,8 +69,8 @@ def draw_memory(report: Report) -> Figure:
     parallel = [n for n in (1 << i for i in range(9)) if n <= min(MAX_SEQ_IDS, config.n_batch, 4 * config.n_parallel)]
     by_context = [replace(config, n_ctx=n) for n in contexts]
     by_parallel = [replace(config, n_parallel=n, n_ctx=n * each) for n in parallel]
-    found = _sound(survey([*by_context, *by_parallel]))
-    figure, (left, right) = canvas(report, 2)
+    found = _sound(estimate_memory([*by_context, *by_parallel]))
+    figure, (left, right) = new_figure(report, 2)
     _areas(left, contexts, found[: len(contexts)])
     left.set_xlabel(f"-c, with -np {config.n_parallel}")
     _areas(right, parallel, found[len(contexts) :])
@@ -86,7 +86,7 @@ def _areas(axes: Any, sizes: list[int], footprints: list[Footprint]) -> None:
     axes.set_ylabel("MiB")
 
 
-def _sound(found: Survey) -> list[Footprint]:
+def _sound(found: MemoryEstimate) -> list[Footprint]:
     for footprint in found.footprints:
         if footprint.error:
             raise ModelError(footprint.error)
@@ -129,10 +129,10 @@ def _with_measured(row: dict[str, Any], n_bytes: int | None) -> dict[str, Any]:
 
 
 def _verdict(demand: Demand) -> str:
-    file = f", and {gib(demand.mapped)} of the file" if demand.mapped else ""
+    file = f", and {format_gib(demand.mapped)} of the file" if demand.mapped else ""
     fits = "will fit" if demand.will_fit else "will NOT fit"
     slow = "; but the weights will not stay in memory" if demand.will_be_slow else ""
-    return f"{demand.where}: {gib(demand.firm)}{file}; {gib(demand.free)} free: {fits}{slow}"
+    return f"{demand.where}: {format_gib(demand.firm)}{file}; {format_gib(demand.free)} free: {fits}{slow}"
 
 
 def _limits(config: EngineConfig) -> str:

@@ -6,60 +6,59 @@ import asyncio
 from collections.abc import Callable, Sequence
 from time import perf_counter, process_time
 
-from cppbatch.bench.load.arrivals import closed_loop, open_loop, poisson
-from cppbatch.bench.load.client import Client
-from cppbatch.bench.load.plan import Load
-from cppbatch.bench.load.results import Run
-from cppbatch.bench.load.side_by_side import LoadReport, side_by_side
-from cppbatch.bench.load.target import Target, look
-from cppbatch.bench.load.workload import Request, warm_up
+from cppbatch.bench.load.arrivals import closed_loop, open_loop, poisson_arrivals
+from cppbatch.bench.load.load_client import LoadClient
+from cppbatch.bench.load.load_report import LoadReport, make_load_report
+from cppbatch.bench.load.load_results import ServerRun
+from cppbatch.bench.load.target import Target, probe_server
+from cppbatch.bench.load.workload import LoadRequest, LoadSettings, warm_up
 
 Progress = Callable[[str, int, int], None]
 """A server's label, the repeat (-1: the warm-up), and how many of its requests have ended."""
 
 
-def compare(targets: Sequence[Target], load: Load, progress: Progress) -> LoadReport:
+def compare_servers(targets: Sequence[Target], load: LoadSettings, progress: Progress) -> LoadReport:
     """Puts the same load on these servers in turn, repeat by repeat; the prompts of each repeat are new.
 
     Raises `UnusableServer` before any load. Ctrl-C ends it early: what was measured until then is in the report.
     """
-    runs: list[Run] = []
+    runs: list[ServerRun] = []
     try:
         asyncio.run(_measure(targets, load, runs, progress))
     except KeyboardInterrupt:
         if not any(run.outcomes for run in runs):
             raise
-    return side_by_side(runs, load, len(targets))
+    return make_load_report(runs, load, len(targets))
 
 
-async def _measure(targets: Sequence[Target], load: Load, runs: list[Run], progress: Progress) -> None:
+async def _measure(targets: Sequence[Target], load: LoadSettings, runs: list[ServerRun], progress: Progress) -> None:
     servers = [
-        await look(target, model=load.model, endpoint=load.endpoint, api_key=load.api_key, timeout=load.timeout)
+        await probe_server(target, model=load.model, endpoint=load.endpoint, api_key=load.api_key, timeout=load.timeout)
         for target in targets
     ]
     for server in servers:
-        run = Run(server=server, repeat=-1, n_requests=load.warmup)
+        run = ServerRun(server=server, repeat=-1, n_requests=load.warmup)
         await _run(run, warm_up(load.workload, load.warmup, load.seed), load, progress)
     for repeat in range(load.repeats):
         requests = load.workload.requests(load.seed, repeat)
         for server in servers:
-            runs.append(Run(server=server, repeat=repeat, n_requests=len(requests)))
+            runs.append(ServerRun(server=server, repeat=repeat, n_requests=len(requests)))
             await _run(runs[-1], requests, load, progress)
 
 
-async def _run(run: Run, requests: Sequence[Request], load: Load, progress: Progress) -> None:
+async def _run(run: ServerRun, requests: Sequence[LoadRequest], load: LoadSettings, progress: Progress) -> None:
     """Fills in the run, also when it is cancelled."""
     progress(run.server.label, run.repeat, 0)
     began, computed = perf_counter(), process_time()
-    async with Client(run.server, load.timeout) as client:
+    async with LoadClient(run.server, load.timeout) as client:
 
-        async def send(request: Request, due: float) -> None:
+        async def send(request: LoadRequest, due: float) -> None:
             run.outcomes.append(await client.send(request, due))
             progress(run.server.label, run.repeat, len(run.outcomes))
 
         try:
             if load.rate and run.repeat >= 0:
-                times = poisson(len(requests), load.rate, load.seed, run.repeat)
+                times = poisson_arrivals(len(requests), load.rate, load.seed, run.repeat)
                 await open_loop(requests, send, times)
             else:
                 await closed_loop(requests, send, load.concurrency)
