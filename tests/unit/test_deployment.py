@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from cppbatch.cli.serve_command import serve
+from cppbatch.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -21,7 +20,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 NO_FLAG = {"CPPBATCH_MODELS", "CPPBATCH_CONFIG", "CPPBATCH_BACKEND", "CPPBATCH_WHEELS"}
 """Environment variables that belong to no flag of `cppbatch serve`."""
 
-OPTIONS = {option.envvar: option for option in serve.params if option.envvar}
+OPTIONS = {option.envvar: option for option in cli.commands["serve"].params if option.envvar}
 
 
 @pytest.fixture
