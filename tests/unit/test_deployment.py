@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from cppbatch.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
