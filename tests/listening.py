@@ -46,7 +46,9 @@ async def listening(
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Listener]:
     address = Address(port=0, tls=tls)
-    async with await listen(app, address, most=most, idle_timeout=idle_timeout, head_timeout=head_timeout) as listener:
+    async with await listen(
+        app, address, max_open=most, idle_timeout=idle_timeout, head_timeout=head_timeout
+    ) as listener:
         yield listener
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @fitted
 def serve(config: EngineConfig, deployment: Deployment, settings: ServerSettings, address: Address) -> None:
     """Serves a model over HTTP with an OpenAI-compatible API."""
-    from cppbatch.server.serve import serve as run
+    from cppbatch.server.run_server import run_server as run
 
     say(f"loading {config.model_path} ...")
     asyncio.run(run(config, deployment, settings, address, say=say))

@@ -1,36 +1,98 @@
-"""The last steps before a request is worked on: its body is read, and it takes one of the places there are."""
+"""Whether a request is served: the server's state, the size of its body, and the number of requests at once."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import Iterator
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import EngineClosed, InvalidRequest
+from cppbatch.server.api_errors import ApiError, error_response
 from cppbatch.server.connections import connection_of, reading
 from cppbatch.server.keys import KEY
 from cppbatch.server.limits import Slots
 from cppbatch.server.serving import SERVING
 
+_ALWAYS_SERVED = frozenset({"/health", "/v1/health", "/ready", "/metrics"})
+_WITHOUT_BODY = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
+_STREAMED_BODIES = ((hdrs.METH_POST, "/v1/files"),)  # written to disk by their handlers while they are read
+
+
+class InFlight:
+    """The number of requests that are being answered."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.draining = False
+        """The server is shutting down and takes no new requests."""
+        self._none_left = asyncio.Event()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Counts a request while it is being answered."""
+        self.n += 1
+        try:
+            yield
+        finally:
+            self.n -= 1
+            if self.n == 0:
+                self._none_left.set()
+
+    async def drain(self, seconds: float) -> int:
+        """Takes no new requests and waits for the last one, at most for `seconds`. Returns the number of requests that
+        have not ended by then."""
+        self.draining = True
+        if self.n:
+            self._none_left.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._none_left.wait(), seconds)
+        return self.n
+
+
+IN_FLIGHT = web.AppKey("in_flight", InFlight)
 SLOTS = web.AppKey("slots", Slots)
 
-_WITHOUT_BODY = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
-_IN_PIECES = ((hdrs.METH_POST, "/v1/files"),)  # bodies that are for the disk: their handlers read them
+
+@web.middleware
+async def availability_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses requests with status 503 while the model loads, after the engine has failed, and during shutdown."""
+    if request.path in _ALWAYS_SERVED or request.method == hdrs.METH_OPTIONS:
+        return await handler(request)
+    state = request.app[SERVING].client.health()
+    in_flight = request.app[IN_FLIGHT]
+    if state.status == "loading":
+        return _unavailable(request, f"the model is still loading ({state.progress:.0%}); try again soon", "loading")
+    if request.method in (hdrs.METH_GET, hdrs.METH_HEAD):  # these start no work, so the states below allow them
+        return await handler(request)
+    if in_flight.draining:
+        return _unavailable(request, "the server is going down", "shutting_down")
+    if not state.takes_requests:
+        raise EngineClosed(f"the engine takes no requests: it is {state.status}")
+    with in_flight.one():
+        return await handler(request)
+
+
+def _unavailable(request: web.Request, message: str, code: str) -> web.Response:
+    response = error_response(request, ApiError(503, message, "server_error", code=code))
+    response.headers["Retry-After"] = "1"
+    return response
 
 
 @web.middleware
 async def admission_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuses bodies that are too large, and more requests at once than the limits allow.
+    """Reads the body, and refuses bodies that are too large and more requests at once than the limits allow.
 
-    A client that is slow to send its body takes nobody's place meanwhile.
+    A request takes a slot only when its body has been read, so a client that sends it slowly holds none.
     """
     connection = connection_of(request)
     with contextlib.ExitStack() as held:
         if request.method not in _WITHOUT_BODY:
             if (encoding := request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()) != "identity":
                 raise InvalidRequest("Content-Encoding", f"is {encoding!r:.40}; send the body as it is")
-            if (request.method, request.path) not in _IN_PIECES:
+            if (request.method, request.path) not in _STREAMED_BODIES:
                 with reading(request):
                     await _read_body(request, request.app[SERVING].limits.max_body_mb)
             held.enter_context(request.app[SLOTS].one(request.get(KEY) or request.remote or ""))
@@ -39,12 +101,12 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
         return await handler(request)
 
 
-async def _read_body(request: web.Request, most_mb: int) -> None:
-    """aiohttp keeps it for whoever asks again. A body that says its length is refused unread."""
-    most = most_mb << 20
-    message = f"the request's body is larger than {most_mb} MiB, the most that this server takes (--max-body-mb)"
-    if request.content_length is not None and request.content_length > most:
-        raise web.HTTPRequestEntityTooLarge(most, request.content_length, text=message)
+async def _read_body(request: web.Request, max_mb: int) -> None:
+    """Reads the body, which aiohttp keeps. A body whose Content-Length is too large is refused unread."""
+    max_bytes = max_mb << 20
+    message = f"the request's body is larger than {max_mb} MiB, the most that this server takes (--max-body-mb)"
+    if request.content_length is not None and request.content_length > max_bytes:
+        raise web.HTTPRequestEntityTooLarge(max_bytes, request.content_length, text=message)
     try:
         await request.read()
     except web.HTTPRequestEntityTooLarge as error:

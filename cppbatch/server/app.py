@@ -1,4 +1,4 @@
-"""The aiohttp application."""
+"""The aiohttp application: routes and middlewares."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.server import figures, lifecycle
-from cppbatch.server.admission import SLOTS, admission_middleware
+from cppbatch.server import openapi, status
+from cppbatch.server.admission import IN_FLIGHT, SLOTS, InFlight, admission_middleware, availability_middleware
 from cppbatch.server.anthropic import routes as anthropic
 from cppbatch.server.api_errors import error_middleware
 from cppbatch.server.batches import routes as batches
@@ -17,25 +17,38 @@ from cppbatch.server.cors import allow_origins
 from cppbatch.server.files import routes as files
 from cppbatch.server.generate import routes as generate
 from cppbatch.server.keys import key_middleware
-from cppbatch.server.lifecycle import IN_FLIGHT, InFlight, availability_middleware
 from cppbatch.server.limits import Slots
 from cppbatch.server.llama_server import routes as llama_server
 from cppbatch.server.logs import access_middleware, add_request_id
-from cppbatch.server.metrics import METRICS, ServerMetrics, metrics_middleware
 from cppbatch.server.openai import routes as openai
 from cppbatch.server.responses import routes as responses
+from cppbatch.server.server_metrics import METRICS, ServerMetrics, metrics_middleware
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, Storage
 from cppbatch.server.vectors import routes as vectors
 
+_ROUTES = (
+    status.routes,
+    openapi.routes,
+    openai.routes,
+    responses.routes,
+    anthropic.routes,
+    vectors.routes,
+    generate.routes,
+    llama_server.routes,
+    files.routes,
+    batches.routes,
+)
+
 
 def create_app(
     client: EngineClient, settings: ServerSettings | None = None, storage: Storage | None = None
 ) -> web.Application:
-    """The application that serves this engine. Without settings: for everybody, with the usual limits.
+    """The application that serves an engine.
 
-    Without storage it keeps no files and takes no batches; else the application closes it.
+    Without `settings` it requires no API key and has the default limits. Without `storage` it stores no files and runs
+    no batches; otherwise the application closes the storage.
     """
     settings = settings or ServerSettings()
     app = web.Application(middlewares=_middlewares(settings), client_max_size=settings.limits.max_body)
@@ -44,8 +57,8 @@ def create_app(
     app[IN_FLIGHT] = InFlight()
     app[SLOTS] = Slots(settings.limits)
     app[STORAGE] = storage or Storage()
-    for family in (lifecycle, figures, openai, responses, anthropic, vectors, generate, llama_server, files, batches):
-        app.add_routes(family.routes)
+    for routes in _ROUTES:
+        app.add_routes(routes)
     app.cleanup_ctx.append(batches_at_work)
     app.on_response_prepare.append(add_request_id)
     if settings.cors_origins:
@@ -54,7 +67,7 @@ def create_app(
 
 
 def _middlewares(settings: ServerSettings) -> list[Middleware]:
-    """What a request passes on its way to its handler, first to last."""
+    """The middlewares that a request passes on its way to its handler, the outermost first."""
     keys = [key_middleware(settings.keys)] if settings.keys else []
     return [
         metrics_middleware,

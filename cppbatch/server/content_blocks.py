@@ -1,4 +1,4 @@
-"""A message in parts that follow one another, as the APIs want it that show text, thoughts and calls side by side."""
+"""An assistant message as a sequence of content blocks, for APIs that show text, reasoning and calls in their order."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelt
 
 
 @dataclass(slots=True)
-class Part:
-    """A stretch of text or of thoughts, or a call."""
+class ContentBlock:
+    """A stretch of text, a stretch of reasoning, or a tool call."""
 
     index: int
-    """Its place in the message."""
+    """Its position in the message."""
     kind: Literal["text", "reasoning", "call"]
     text: str = ""
     """Of a call: its arguments, as JSON."""
     call_id: str = ""
     name: str = ""
-    """Of the tool that is called."""
+    """The name of the called tool."""
 
 
-class Change(NamedTuple):
-    """News of a part: each is opened once, is added to, and is closed before the next one is opened."""
+class BlockChange(NamedTuple):
+    """A change of a block. Each block starts once, grows, and stops before the next one starts."""
 
-    step: Literal["opened", "added", "closed"]
-    part: Part
+    step: Literal["start", "delta", "stop"]
+    block: ContentBlock
     text: str = ""
-    """What is added."""
+    """The text that a delta adds."""
 
 
-class Parts:
-    """One message, while its pieces come. A call's arguments are told before the next part begins."""
+class ContentBlocks:
+    """The blocks of one message while it is generated."""
 
     def __init__(self) -> None:
-        self.all: list[Part] = []
-        self._open: Part | None = None
+        self.all: list[ContentBlock] = []
+        self._open: ContentBlock | None = None
 
-    def read(self, pieces: Iterable[Delta]) -> list[Change]:
-        """What the pieces change."""
-        changes: list[Change] = []
-        for piece in pieces:
-            if isinstance(piece, ToolCallStart):
-                changes += self._begin(Part(len(self.all), "call", call_id=piece.id, name=piece.name))
-            elif piece.text:
-                changes += self._add(piece)
+    def read(self, deltas: Iterable[Delta]) -> list[BlockChange]:
+        """Adds the deltas to the blocks."""
+        changes: list[BlockChange] = []
+        for delta in deltas:
+            if isinstance(delta, ToolCallStart):
+                changes += self._start(ContentBlock(len(self.all), "call", call_id=delta.id, name=delta.name))
+            elif delta.text:
+                changes += self._add(delta)
         return changes
 
-    def close(self) -> list[Change]:
-        """Closes the part that is open, if one is."""
-        closed = [Change("closed", self._open)] if self._open else []
+    def close(self) -> list[BlockChange]:
+        """Stops the open block, if there is one."""
+        stopped = [BlockChange("stop", self._open)] if self._open else []
         self._open = None
-        return closed
+        return stopped
 
-    def _add(self, piece: TextDelta | ReasoningDelta | ArgumentsDelta) -> list[Change]:
-        changes: list[Change] = []
-        kind: Literal["text", "reasoning"] = "reasoning" if isinstance(piece, ReasoningDelta) else "text"
-        if not isinstance(piece, ArgumentsDelta) and (self._open is None or self._open.kind != kind):
-            changes = self._begin(Part(len(self.all), kind))
-        part = self.all[-1]
-        part.text += piece.text
-        return [*changes, Change("added", part, piece.text)]
+    def _add(self, delta: TextDelta | ReasoningDelta | ArgumentsDelta) -> list[BlockChange]:
+        changes: list[BlockChange] = []
+        kind: Literal["text", "reasoning"] = "reasoning" if isinstance(delta, ReasoningDelta) else "text"
+        if not isinstance(delta, ArgumentsDelta) and (self._open is None or self._open.kind != kind):
+            changes = self._start(ContentBlock(len(self.all), kind))
+        block = self.all[-1]
+        block.text += delta.text
+        return [*changes, BlockChange("delta", block, delta.text)]
 
-    def _begin(self, part: Part) -> list[Change]:
-        closed = self.close()
-        self._open = part
-        self.all.append(part)
-        return [*closed, Change("opened", part)]
+    def _start(self, block: ContentBlock) -> list[BlockChange]:
+        stopped = self.close()
+        self._open = block
+        self.all.append(block)
+        return [*stopped, BlockChange("start", block)]

@@ -1,4 +1,4 @@
-"""Lets the web pages of other origins use the server from a browser. Off unless origins are named."""
+"""Cross-origin requests from web pages. Off unless origins are given."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from aiohttp import hdrs, web
 
 from cppbatch.errors import ConfigError
 
-_EXPOSED = ("X-Request-Id", "Retry-After")  # what a page may read beside the plain headers
-_SECONDS_TO_REMEMBER = 600
+_EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")  # what pages may read beside the safelisted headers
+_MAX_AGE = 600  # seconds for which browsers may cache a preflight response
 
 
 def check_origin(origin: str) -> str:
-    """Raises `ConfigError` for what browsers never send as their origin."""
+    """Raises `ConfigError` for a string that browsers never send as an origin."""
     parts = urlsplit(origin)
     if origin != "*" and (not parts.scheme or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
         raise ConfigError(f"--cors-origin is {origin!r}; it must be like https://example.org, with no path, or *")
@@ -23,9 +23,9 @@ def check_origin(origin: str) -> str:
 
 
 def allow_origins(app: web.Application, origins: Iterable[str]) -> None:
-    """Answers preflight requests for every route, and adds the headers to what the routes answer."""
-    # No credentials: keys come in a header, and a cookie means nothing here.
-    options = {"allow_headers": "*", "expose_headers": _EXPOSED, "max_age": _SECONDS_TO_REMEMBER}
+    """Answers preflight requests of every route, and adds the CORS headers to its responses."""
+    # No credentials: API keys come in a header, and cookies are not used.
+    options = {"allow_headers": "*", "expose_headers": _EXPOSED_HEADERS, "max_age": _MAX_AGE}
     cors = aiohttp_cors.setup(app, defaults=dict.fromkeys(origins, options))
     for route in list(app.router.routes()):
         cors.add(route)
@@ -33,5 +33,5 @@ def allow_origins(app: web.Application, origins: Iterable[str]) -> None:
 
 
 async def _vary(_request: web.Request, response: web.StreamResponse) -> None:
-    """A cache must not give one origin the answer to another."""
+    """Keeps caches from serving one origin's response to another."""
     response.headers.add(hdrs.VARY, hdrs.ORIGIN)

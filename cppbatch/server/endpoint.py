@@ -1,4 +1,4 @@
-"""A route as the OpenAPI document has it."""
+"""The description of a route for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,53 +10,59 @@ Json = dict[str, Any]
 
 REFS = "#/components/schemas/{name}"
 TEXT: Json = {"type": "string"}
-_FRAME: Json = {
+_SERVER_SENT_EVENT: Json = {
     "type": "object",
-    "description": "With `stream`: a server-sent event. Its data is JSON, or at the end [DONE] where the API has that",
+    "description": "With `stream`: a server-sent event. Its data is JSON; the last data of OpenAI's streams is [DONE]",
     "properties": {"data": TEXT},
     "required": ["data"],
 }
-GENERATING = (400, 401, 404, 413, 429, 500, 503)
-"""What may become of a request for text, beside success."""
-ASKING = (401, 503)
-"""What may become of a request that only asks."""
+GENERATION_ERRORS = (400, 401, 404, 413, 429, 500, 503)
+"""The error statuses of a route that uses the engine."""
+QUERY_ERRORS = (401, 503)
+"""The error statuses of a route that only reports something."""
 
 
 class Endpoint(NamedTuple):
-    """`answer`: the schema of its success, by media type."""
+    """One route of the OpenAPI document."""
 
     summary: str
-    answer: dict[str, Json]
+    content: dict[str, Json]
+    """The schema of a successful response, by media type."""
     errors: tuple[int, ...] = ()
+    """The statuses of error responses."""
     body: type | None = None
+    """The type of the JSON request body."""
     types: tuple[type, ...] = ()
-    """Those that the answer's schemas refer to."""
+    """The types that `content` refers to."""
     unavailable: type = ErrorResponse
-    """What a 503 has."""
+    """The body of a 503."""
     error: type = ErrorResponse
-    """What the other errors have."""
+    """The body of the other errors."""
     query: type | None = None
-    """The fields of its query."""
+    """The fields of the query string."""
     form: Json | None = None
-    """The schema of a body that is a form."""
+    """The schema of a request body that is a form."""
 
 
-def ref(kind: type) -> Json:
+def schema_ref(kind: type) -> Json:
     """A reference to a type's schema."""
     return {"$ref": REFS.format(name=kind.__name__)}
 
 
-def json(schema: Json) -> dict[str, Json]:
-    """An answer in JSON."""
+def json_content(schema: Json) -> dict[str, Json]:
+    """Content in JSON."""
     return {"application/json": schema}
 
 
-def asking(summary: str, answer: type, errors: tuple[int, ...] = ASKING, *, query: type | None = None) -> Endpoint:
-    """A route that tells something."""
-    return Endpoint(summary, json(ref(answer)), errors, types=(answer,), query=query)
+def query_endpoint(
+    summary: str, response: type, errors: tuple[int, ...] = QUERY_ERRORS, *, query: type | None = None
+) -> Endpoint:
+    """A route that reports something."""
+    return Endpoint(summary, json_content(schema_ref(response)), errors, types=(response,), query=query)
 
 
-def generating(summary: str, body: type, answer: type, *, streams: bool = True) -> Endpoint:
-    """A route that computes something."""
-    stream = {"text/event-stream": _FRAME} if streams else {}
-    return Endpoint(summary, {**json(ref(answer)), **stream}, GENERATING, body, types=(answer,))
+def generation_endpoint(summary: str, body: type, response: type, *, streams: bool = True) -> Endpoint:
+    """A route that uses the engine."""
+    stream = {"text/event-stream": _SERVER_SENT_EVENT} if streams else {}
+    content = {**json_content(schema_ref(response)), **stream}
+    return Endpoint(summary, content, GENERATION_ERRORS, body, types=(response,))

@@ -1,4 +1,4 @@
-"""API keys: who may use the server, and by which short name the logs know them."""
+"""API keys: which requests are authorised, and the short label of each key in the logs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from cppbatch.errors import ConfigError
 from cppbatch.server.api_errors import ApiError, error_response
 
 KEY = web.RequestKey("api_key", str)
-"""`request[KEY]`: the label of the key that a request came with; absent when no keys are asked for."""
+"""`request[KEY]`: the label of the request's key; absent when the server requires no keys."""
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready"})
 
-_USABLE = re.compile(r"[\x21-\x7e]+")  # what goes into a header as it is
+_USABLE = re.compile(r"[\x21-\x7e]+")  # characters that a header can contain unescaped
 _LABEL_LENGTH = 8
 
 
 class Keys:
-    """The keys that are let in. Only their digests are kept."""
+    """The valid keys. Only their digests are stored."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
-        """Raises `ConfigError` for a key that no client could send; the message does not repeat it."""
+        """Raises `ConfigError` for a key that no client could send; the message does not contain the key."""
         self._digests: list[bytes] = []
         for i, key in enumerate(keys, 1):
             if not _USABLE.fullmatch(key):
@@ -38,7 +38,7 @@ class Keys:
         return bool(self._digests)
 
     def label_of(self, given: str) -> str | None:
-        """The short name of a key that is one of these, else None. Takes as long for any key that is given."""
+        """The label of a valid key, otherwise None. Takes the same time for every key."""
         digest, found = _digest(given), False
         for known in self._digests:
             found |= hmac.compare_digest(known, digest)
@@ -46,7 +46,7 @@ class Keys:
 
 
 def read_keys(path: str) -> list[str]:
-    """The keys in a file, one a line; empty lines and those that begin with # are none. Raises `ConfigError`."""
+    """Reads keys from a file, one per line. Skips empty lines and lines that begin with #. Raises `ConfigError`."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -59,7 +59,7 @@ def read_keys(path: str) -> list[str]:
 
 
 def key_middleware(keys: Keys) -> Middleware:
-    """Refuses requests without one of the keys, except for `OPEN_PATHS` and what browsers ask before they send one."""
+    """Refuses requests without a valid key, except for `OPEN_PATHS` and CORS preflight requests."""
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -75,7 +75,7 @@ def key_middleware(keys: Keys) -> Middleware:
 
 
 def _given(request: web.Request) -> list[str]:
-    """The keys that a request has: as a bearer token, as OpenAI's clients send it, or alone, as Anthropic's do."""
+    """The keys of a request: a bearer token as sent by OpenAI's clients, and `x-api-key` as sent by Anthropic's."""
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     alone = request.headers.get("x-api-key")
     return [*([token.strip()] if scheme.lower() == "bearer" else []), *([alone] if alone is not None else [])]

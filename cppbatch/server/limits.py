@@ -1,4 +1,4 @@
-"""What one request, and one client, may ask of the server."""
+"""Limits for one request and for one client."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ import msgspec
 
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.api_errors import TooManyRequests
-from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
+from cppbatch.server.sampling_fields import MAX_CHOICES, SamplingFields
 
-_MOST = 2**31 - 1
-_MOST_PROMPTS = 65_536
+_MAX = 2**31 - 1
+_MAX_PROMPTS = 65_536
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Names are those of the flags. Raises `ConfigError` for values out of range."""
+    """The fields have the names of the flags. Raises `ConfigError` for values out of range."""
 
     max_body_mb: int = 16
-    """MiB of a request's body. 16 hold a prompt of millions of tokens."""
+    """MiB of a request's body. 16 MiB are enough for a prompt of millions of tokens."""
     max_file_mb: int = 1024
-    """MiB of a file that is uploaded."""
-    max_n: int = MOST_CHOICES
+    """MiB of an uploaded file."""
+    max_n: int = MAX_CHOICES
     """Completions of one prompt."""
     max_prompts_per_batch: int = 256
-    """Prompts, or settings of one prompt, in a `/generate/batch`; prompts in a `/completion`."""
+    """Items of a `/generate/batch`; prompts of a `/completion`."""
     max_tokens: int | None = None
-    """Tokens of one completion; also for requests that name no number. None: as many as the context holds."""
+    """Tokens of one completion, and the default of `max_tokens`. None: as many as the context holds."""
     request_timeout: float | None = None
-    """Seconds that a request may take; a request's own `timeout` may be shorter. None: no limit."""
+    """Seconds that a request may take; its own `timeout` may be shorter. None: no limit."""
     max_concurrent: int = 0
-    """Requests that are answered at once; 0: as many as come (the engine's queue has its own limit)."""
+    """Requests answered at once; 0: no limit (the engine's queue has its own)."""
     max_concurrent_per_key: int = 0
-    """As many of one API key, or, without keys, of one address; 0: no limit."""
+    """Requests of one API key answered at once, or of one address if there are no keys; 0: no limit."""
     idle_timeout: float = 60
-    """Seconds without a byte after which a client that should send its body, or read its answer, is cut off."""
+    """Seconds after which a client that neither sends its body nor reads its response is disconnected."""
 
     def __post_init__(self) -> None:
         self._check("max_body_mb", 1, 4096)
         self._check("max_file_mb", 1, 1 << 20)
-        self._check("max_n", 1, MOST_CHOICES)
-        self._check("max_prompts_per_batch", 1, _MOST_PROMPTS)
-        self._check("max_concurrent", 0, _MOST)
-        self._check("max_concurrent_per_key", 0, _MOST)
+        self._check("max_n", 1, MAX_CHOICES)
+        self._check("max_prompts_per_batch", 1, _MAX_PROMPTS)
+        self._check("max_concurrent", 0, _MAX)
+        self._check("max_concurrent_per_key", 0, _MAX)
         self._check("idle_timeout", 0.1, 86400)
         if self.max_tokens is not None:
-            self._check("max_tokens", 1, _MOST)
+            self._check("max_tokens", 1, _MAX)
         if self.request_timeout is not None:
             self._check("request_timeout", 0.1, 86400)
 
@@ -63,7 +63,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_body_mb << 20
 
     def check(self, body: SamplingFields) -> None:
-        """Raises `InvalidRequest` for a request that asks for more than it may."""
+        """Raises `InvalidRequest` for a request that asks for more than the limits allow."""
         for field in ("n", "n_cmpl", "best_of"):
             self._refuse_more(field, getattr(body, field, None), self.max_n, "--max-n")
         for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"):
@@ -73,19 +73,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if asked is not None and limit is not None and asked > limit:
             raise InvalidRequest(field, f"is {asked}; this server allows {limit} ({flag})")
 
-    def default_tokens(self, usual: int | None) -> int | None:
-        """`max_tokens` of a request that names none, where `usual` is the endpoint's own default."""
-        given = [tokens for tokens in (usual, self.max_tokens) if tokens is not None]
+    def default_tokens(self, endpoint_default: int | None) -> int | None:
+        """`max_tokens` of a request without it. None: as many as the context holds."""
+        given = [tokens for tokens in (endpoint_default, self.max_tokens) if tokens is not None]
         return min(given, default=None)
 
     def timeout(self, asked: float | None) -> float | None:
-        """The `timeout` of a request that asked for this one."""
+        """The timeout of a request that asks for this one; None: no limit."""
         given = [seconds for seconds in (asked, self.request_timeout) if seconds is not None]
         return min(given, default=None)
 
 
 class Slots:
-    """The requests that are being answered, of all clients and of each."""
+    """Counts the requests that are being answered, in total and by client."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -94,7 +94,7 @@ class Slots:
 
     @contextlib.contextmanager
     def one(self, client: str) -> Iterator[None]:
-        """Takes a place for one request of this client. Raises `TooManyRequests`."""
+        """A slot for one request of this client. Raises `TooManyRequests`."""
         most, most_of_one = self._limits.max_concurrent, self._limits.max_concurrent_per_key
         if most and self._all >= most:
             raise TooManyRequests(f"{most} requests are being answered, the most at once (--max-concurrent); try later")
@@ -111,4 +111,4 @@ class Slots:
             self._all -= 1
             self._of[client] -= 1
             if not self._of[client]:
-                del self._of[client]  # addresses come and go
+                del self._of[client]  # otherwise entries of old addresses would pile up

@@ -1,4 +1,4 @@
-"""Where the server listens: the address, TLS, and what aiohttp is told about connections."""
+"""The listening socket: address, TLS, and aiohttp's settings for connections."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from cppbatch.errors import ConfigError
 from cppbatch.server.connections import HEAD_SECONDS, Connection, Connections
 
 _KEEPALIVE_SECONDS = 75  # between requests; longer than the usual proxy keeps its own
-_LINGER_SECONDS = 2  # to read on after a refusal, so that the client gets to see it
-_LONGEST_HEADER = 8190  # bytes; there may be 128 of them
-_GOODBYE_SECONDS = 2  # for last answers to leave when the server goes down
-_BACKLOG = 128  # asyncio accepts as many at once, and they may not use up the files
+_LINGER_SECONDS = 2  # reading goes on after an early refusal, so that the client receives it
+_MAX_HEADER = 8190  # bytes of one header; a request may have 128
+_SHUTDOWN_SECONDS = 2  # for the last responses to be sent
+_BACKLOG = 128  # asyncio accepts this many at once, and they must not use up the file descriptors
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to listen."""
+    """The address to listen on."""
 
     host: str = "127.0.0.1"
     port: int = 8080
-    """0: any free one."""
+    """0: any free port."""
     tls: ssl.SSLContext | None = None
 
 
 class Listener:
-    """A server that listens. `async with` closes it."""
+    """A listening server. `async with` closes it."""
 
     def __init__(self, runner: web.AppRunner, server: asyncio.Server, watch: asyncio.Task[None], tls: bool) -> None:
         self._runner, self._server, self._watch, self._tls = runner, server, watch, tls
 
     @property
     def url(self) -> str:
-        """Where to reach it."""
+        """The server's URL."""
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{'https' if self._tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -48,7 +48,7 @@ class Listener:
         return all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts)
 
     async def close(self) -> None:
-        """Ends every connection; answers have a moment to leave."""
+        """Closes every connection, once responses have had a moment to be sent."""
         self._server.close()
         await self._runner.cleanup()
         self._watch.cancel()
@@ -63,24 +63,24 @@ class Listener:
 
 
 async def listen(
-    app: web.Application, address: Address, *, most: int, idle_timeout: float, head_timeout: float = HEAD_SECONDS
+    app: web.Application, address: Address, *, max_open: int, idle_timeout: float, head_timeout: float = HEAD_SECONDS
 ) -> Listener:
-    """Listens for an application, with at most so many connections. Raises `ConfigError` if the address is taken."""
+    """Serves the application, with at most `max_open` connections. Raises `ConfigError` if the address is in use."""
     runner = web.AppRunner(
         app,
-        handler_cancellation=True,  # a client that goes away cancels its request, streamed or not
-        access_log=None,  # server/logs.py has its own
-        auto_decompress=False,  # 0.3 MB may become 300: `admission_middleware` refuses them
+        handler_cancellation=True,  # a closed connection cancels its request, streamed or not
+        access_log=None,  # server/logs.py has one
+        auto_decompress=False,  # 0.3 MB may become 300 MB, so `admission_middleware` refuses compressed bodies
         keepalive_timeout=_KEEPALIVE_SECONDS,
         lingering_time=_LINGER_SECONDS,
-        max_line_size=_LONGEST_HEADER,
-        max_field_size=_LONGEST_HEADER,
-        shutdown_timeout=_GOODBYE_SECONDS,
+        max_line_size=_MAX_HEADER,
+        max_field_size=_MAX_HEADER,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     await runner.setup()
     http = runner.server
     assert http is not None  # set up
-    connections = Connections(most, idle_timeout=idle_timeout, head_timeout=head_timeout)
+    connections = Connections(max_open, idle_timeout=idle_timeout, head_timeout=head_timeout)
     try:
         server = await asyncio.get_running_loop().create_server(
             lambda: Connection(connections, http()),
@@ -101,14 +101,16 @@ async def listen(
 
 
 def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
-    """For a server with this certificate; its key may be in the same file. Raises `ConfigError`."""
+    """The TLS context for a certificate, whose key may be in the same file; None without one. Raises `ConfigError`."""
     if not certfile:
         if keyfile:
             raise ConfigError("--ssl-keyfile is of no use without --ssl-certfile, the certificate that it belongs to")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(certfile, keyfile, password="")  # a key with a password would ask at the terminal
+        context.load_cert_chain(
+            certfile, keyfile, password=""
+        )  # otherwise OpenSSL asks for the password at the terminal
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = f"{certfile} and {keyfile}" if keyfile else certfile
         raise ConfigError(f"cannot use the TLS certificate in {files} ({_reason(error)})") from error
@@ -116,7 +118,7 @@ def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | N
 
 
 def _reason(error: Exception) -> str:
-    """OpenSSL has a reason to give for few of them."""
+    """A readable reason; most of OpenSSL's errors have none."""
     if isinstance(error, ssl.SSLError):
         reasons = {"KEY_VALUES_MISMATCH": "the key does not belong to the certificate"}
         without_password = "they must be a certificate and its key without a password, as PEM"

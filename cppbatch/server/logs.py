@@ -1,4 +1,4 @@
-"""The server's log: one line a request, every line with the id of the request that it is about, as text or JSON."""
+"""The server's log, as text or JSON: one line per request; every line names the request it belongs to."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ LogFormat = Literal["text", "json"]
 access_log = logging.getLogger("cppbatch.access")
 
 _HEADER = "X-Request-Id"
-_ANTHROPICS_HEADER = "request-id"  # where Anthropic's clients look for it
+_ANTHROPIC_HEADER = "request-id"  # Anthropic's clients read this one
 _ID = web.RequestKey("request_id", str)
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_CLIENT_GONE = 499  # nginx's number for it; nobody gets to see it as an answer
+_CLIENT_CLOSED = 499  # nginx's status for requests whose client closed the connection; only in the log
 _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 
 
 def set_up(log_format: LogFormat, *, verbose: bool) -> None:
-    """Sends what is logged to stderr: requests, what becomes of batches, and warnings; when verbose, everything."""
+    """Logs requests, the progress of batches, and warnings to stderr; with `verbose`, everything."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(_with_request_id)
     logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose else logging.WARNING, force=True)
-    for told in (access_log, logging.getLogger("cppbatch.jobs")):
-        told.setLevel(logging.INFO)
-    logging.getLogger("aiohttp.server").addFilter(_in_one_line)
+    for logger in (access_log, logging.getLogger("cppbatch.jobs")):
+        logger.setLevel(logging.INFO)
+    logging.getLogger("aiohttp.server").addFilter(_shorten_http_errors)
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-03-01 12:03:41.512 WARNING cppbatch.server: what it says [request id]`."""
+    """`2026-03-01 12:03:41.512 WARNING cppbatch.server: message [request id]`."""
 
     default_msec_format = "%s.%03d"
 
@@ -57,7 +57,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
@@ -71,7 +71,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)  # in ASCII, so that no text can break a line
+        return json.dumps(line, default=str)  # in ASCII, so no text can contain a line break
 
 
 def _with_request_id(record: logging.LogRecord) -> bool:
@@ -79,18 +79,18 @@ def _with_request_id(record: logging.LogRecord) -> bool:
     return True
 
 
-def _in_one_line(record: logging.LogRecord) -> bool:
-    """Bytes that are no HTTP are the client's mistake: aiohttp would show where in its parser they were found out."""
+def _shorten_http_errors(record: logging.LogRecord) -> bool:
+    """Reduces aiohttp's tracebacks about malformed HTTP, which is the client's error, to a one-line warning."""
     if record.exc_info and isinstance(error := record.exc_info[1], HttpProcessingError):
         record.levelno, record.levelname = logging.WARNING, "WARNING"
         record.msg = "refused a request that is no HTTP (%s)"
-        record.args = (type(error).__name__,)  # not its message, which quotes the bytes: they may be part of a key
+        record.args = (type(error).__name__,)  # not its message, which quotes bytes that may be part of a key
         record.exc_info = None
     return True
 
 
 def request_id(request: web.Request) -> str:
-    """The id of a request: what its client calls it, if that can be shown, else one of ours."""
+    """The id of a request: the client's `X-Request-Id` if it is printable, otherwise a new one."""
     if _ID not in request:
         given = request.headers.get(_HEADER, "")
         request[_ID] = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
@@ -98,14 +98,14 @@ def request_id(request: web.Request) -> str:
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """For `Application.on_response_prepare`: every response names its request."""
-    response.headers[_HEADER] = response.headers[_ANTHROPICS_HEADER] = request_id(request)
+    """For `Application.on_response_prepare`: adds the request's id to every response."""
+    response.headers[_HEADER] = response.headers[_ANTHROPIC_HEADER] = request_id(request)
 
 
 @web.middleware
 async def access_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Logs each request when it has been answered, or its client is gone."""
-    _current.set(request_id(request))  # aiohttp handles each request in a context of its own
+    """Logs each request when it has been answered, or its client has closed the connection."""
+    _current.set(request_id(request))  # aiohttp handles each request in its own context
     started = time.perf_counter()
     status, n_bytes = 500, None
     try:
@@ -114,7 +114,7 @@ async def access_middleware(request: web.Request, handler: Handler) -> web.Strea
         n_bytes = response.content_length  # None for a stream
         return response
     except (asyncio.CancelledError, ConnectionError):
-        status = _CLIENT_GONE
+        status = _CLIENT_CLOSED
         raise
     finally:
         sent = request.writer.output_size if n_bytes is None else n_bytes
@@ -124,7 +124,7 @@ async def access_middleware(request: web.Request, handler: Handler) -> web.Strea
 def _log_access(request: web.Request, status: int, n_bytes: int, seconds: float) -> None:
     fields = {
         "method": request.method,
-        "path": request.rel_url.raw_path,  # still quoted, and without the query: neither can break or fill the line
+        "path": request.rel_url.raw_path,  # percent-encoded, without the query: cannot break or flood the line
         "status": status,
         "seconds": round(seconds, 4),
         "bytes": n_bytes,

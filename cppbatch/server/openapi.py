@@ -1,4 +1,4 @@
-"""The OpenAPI document: what every route takes and gives, from the types that read and write it."""
+"""The OpenAPI document: what every route takes and returns, from the types that read and write it."""
 
 from __future__ import annotations
 
@@ -6,54 +6,49 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from cppbatch import __version__
-from cppbatch.cluster.engine_client import Health
-from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
+from cppbatch.server import status
 from cppbatch.server.anthropic.endpoints import ENDPOINTS as ANTHROPIC
 from cppbatch.server.batches.endpoints import ENDPOINTS as BATCHES
-from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json, ref
+from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
 from cppbatch.server.files.endpoints import ENDPOINTS as FILES
 from cppbatch.server.generate.endpoints import ENDPOINTS as GENERATE
 from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
 from cppbatch.server.openai.endpoints import ENDPOINTS as OPENAI
 from cppbatch.server.responses.endpoints import ENDPOINTS as RESPONSES
-from cppbatch.server.sampling_fields import MOST_CHOICES, SamplingFields
-from cppbatch.server.shapes import ReadyAnswer, ServerFigures
+from cppbatch.server.sampling_fields import MAX_CHOICES, SamplingFields
 from cppbatch.server.vectors.endpoints import ENDPOINTS as VECTORS
 
 Json = dict[str, Any]
 
 _STATUS = {
-    400: "The request is malformed, or asks for what cannot be; `param` names the field",
-    401: "The server wants an API key, and the request has none that it knows",
-    404: "There is nothing of this name",
-    409: "It cannot be done in the state that things are in",
-    413: "The body is larger than the server takes",
-    429: "As many requests wait or are answered as may; Retry-After says when to come again",
+    400: "The request is malformed, or asks for something impossible; `param` names the field",
+    401: "The server requires an API key, and the request has no valid one",
+    404: "There is no object of this name",
+    409: "The request conflicts with the current state",
+    413: "The body is larger than the server allows",
+    429: "The queue is full, or too many requests are being answered; Retry-After says when to try again",
     500: "The engine could not finish the request",
-    503: "The model is still loading, the server is going down, the engine is no more, or no files are kept",
+    503: "The model is still loading, the server is shutting down, the engine has failed, or no files are stored",
     507: "The disk is full, or cannot be written",
 }
 
-_STATS = {"anyOf": [{"allOf": [ref(EngineStats), ref(ServerFigures)]}, ref(ServerFigures)]}
+routes = web.RouteTableDef()
+
+
+@routes.get("/openapi.json")
+async def openapi(_request: web.Request) -> web.Response:
+    """The OpenAPI document."""
+    return web.Response(body=document(), content_type="application/json")
+
 
 ENDPOINTS = {
-    ("get", "/health"): Endpoint(
-        "200 when requests are served, 503 with the state when not; needs no API key", json(ref(Health)), (503,),
-        unavailable=Health,
-    ),
-    ("get", "/ready"): Endpoint(
-        "200 when a request that comes now is taken, 503 when not; needs no API key", json(ref(ReadyAnswer)), (503,),
-        unavailable=ReadyAnswer,
-    ),
-    ("get", "/stats"): Endpoint(
-        "Counters, the last minute, and each worker", json(_STATS), (401, 503), types=(EngineStats, ServerFigures)
-    ),
-    ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": TEXT}, (401,)),
-    ("get", "/openapi.json"): Endpoint("This document", json({"type": "object"}), (401, 503)),
+    **status.ENDPOINTS,
+    ("get", "/openapi.json"): Endpoint("This document", json_content({"type": "object"}), (401, 503)),
     **OPENAI,
     **RESPONSES,
     **ANTHROPIC,
@@ -62,8 +57,8 @@ ENDPOINTS = {
     **FILES,
     **BATCHES,
     **LLAMA_SERVER,
-}  # fmt: skip
-"""By method and path, as the routes have them; tests/integration/test_openapi.py compares them."""
+}
+"""All routes by method and path. tests/integration/test_openapi.py compares them with the application's routes."""
 
 
 @lru_cache(maxsize=1)
@@ -85,17 +80,17 @@ def document() -> bytes:
                 "schemas": _schemas(),
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             },
-            "security": [{}, {"key": []}],  # keys are asked for where the server was given some
+            "security": [{}, {"key": []}],  # a server without API keys requires none
         }
     )
 
 
 def _operation(path: str, endpoint: Endpoint) -> Json:
-    answers: Json = {"200": {"description": "Success", "content": _content(endpoint.answer)}}
-    for status in endpoint.errors:
-        kind = endpoint.unavailable if status == 503 else endpoint.error
-        answers[str(status)] = {"description": _STATUS[status], "content": _content(json(ref(kind)))}
-    operation: Json = {"summary": endpoint.summary, "responses": answers}
+    responses: Json = {"200": {"description": "Success", "content": _content(endpoint.content)}}
+    for code in endpoint.errors:
+        kind = endpoint.unavailable if code == 503 else endpoint.error
+        responses[str(code)] = {"description": _STATUS[code], "content": _content(json_content(schema_ref(kind)))}
+    operation: Json = {"summary": endpoint.summary, "responses": responses}
     parameters = [{"name": "id", "in": "path", "required": True, "schema": TEXT}] if "{id}" in path else []
     if endpoint.query:
         (fields,) = msgspec.json.schema(endpoint.query)["$defs"].values()
@@ -105,19 +100,19 @@ def _operation(path: str, endpoint: Endpoint) -> Json:
     if endpoint.form:
         operation["requestBody"] = {"required": True, "content": _content({"multipart/form-data": endpoint.form})}
     if endpoint.body:
-        operation["requestBody"] = {"required": True, "content": _content(json(ref(endpoint.body)))}
+        operation["requestBody"] = {"required": True, "content": _content(json_content(schema_ref(endpoint.body)))}
     return operation
 
 
 def _content(schemas: dict[str, Json]) -> Json:
-    return {kind: {"schema": schema} for kind, schema in schemas.items()}
+    return {media_type: {"schema": schema} for media_type, schema in schemas.items()}
 
 
 def _schemas() -> Json:
     """The schemas of all types, with the ranges that `SamplingParams` and `GenerationRequest` check."""
     bodies = [endpoint.body for endpoint in ENDPOINTS.values() if endpoint.body]
-    answers = [kind for each in ENDPOINTS.values() for kind in (*each.types, each.unavailable, each.error)]
-    _, schemas = msgspec.json.schema_components([*bodies, *answers], ref_template=REFS)
+    responses = [kind for each in ENDPOINTS.values() for kind in (*each.types, each.unavailable, each.error)]
+    _, schemas = msgspec.json.schema_components([*bodies, *responses], ref_template=REFS)
     for body in bodies:
         if issubclass(body, SamplingFields):
             for name, (low, high) in _ranges(body).items():
@@ -126,7 +121,7 @@ def _schemas() -> Json:
 
 
 def _ranges(body: type[SamplingFields]) -> dict[str, tuple[float, float]]:
-    """By the names that the client uses."""
+    """The range of each numeric field, by the client's name of the field."""
     known: dict[str, tuple[float, float]] = {**RANGES, **INTEGER_RANGES, **OPTIONAL_INTEGER_RANGES, **OPTION_RANGES}
     ranges = {name: bounds for name, bounds in known.items() if name in body.__struct_fields__}
     aliases = {alias: known[ours] for ours, alias in body._ALIASES.items() if ours in known}
@@ -136,7 +131,7 @@ def _ranges(body: type[SamplingFields]) -> dict[str, tuple[float, float]]:
         **ranges,
         **aliases,
         **dict.fromkeys(tokens, (0.0, INT32_MAX)),
-        **dict.fromkeys(("n", "best_of"), (1.0, MOST_CHOICES)),
+        **dict.fromkeys(("n", "best_of"), (1.0, MAX_CHOICES)),
     }
 
 

@@ -1,4 +1,4 @@
-"""Request bodies: JSON to the family's types."""
+"""Request bodies: from JSON to typed structs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cppbatch.json_bounds import excess
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_LARGE = 1 << 18  # bytes, from which on a body is parsed on another thread
+_LARGE = 1 << 18  # bytes; larger bodies are parsed on another thread
 
 
 async def read_json(request: web.Request, kind: type[Body]) -> Body:
-    """A request's body as one of our types. A large one is parsed on another thread, so that nobody else waits.
+    """A request's body as a struct. A large body is parsed on another thread, so that other requests need not wait.
 
     Raises `InvalidRequest` naming the field at fault.
     """
@@ -30,7 +30,8 @@ async def read_json(request: web.Request, kind: type[Body]) -> Body:
 
 
 def parse(body: bytes, kind: type[Body]) -> Body:
-    """Reads a request's JSON. Raises `InvalidRequest` naming the field at fault."""
+    """Parses JSON. Raises `InvalidRequest` naming the field at fault, also for JSON that is too deep or has too many
+    values (`json_bounds`)."""
     if too_much := excess(body):
         raise InvalidRequest("body", too_much)
     try:
@@ -42,9 +43,9 @@ def parse(body: bytes, kind: type[Body]) -> Body:
 
 
 def convert(value: Any, kind: type[Body], field: str = "", *, from_text: bool = False) -> Body:
-    """What was read from JSON as one of our types. Raises `InvalidRequest` naming the field (within `field`).
+    """Decoded JSON as a struct. Raises `InvalidRequest` naming the field at fault (within `field`).
 
-    `from_text`: of a query or a form, where numbers are texts too.
+    `from_text`: the value is from a query string or a form, where numbers are strings.
     """
     try:
         return msgspec.convert(value, kind, strict=not from_text)
@@ -56,7 +57,7 @@ def convert(value: Any, kind: type[Body], field: str = "", *, from_text: bool = 
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
-    """msgspec's "Expected `float`, got `str` - at `$.temperature`" with the field on its own."""
+    """msgspec's "Expected `float`, got `str` - at `$.temperature`", with the field separated."""
     message, _, path = str(error).partition(" - at `$")
     field = path.rstrip("`").removeprefix(".")
     if not field and (missing := re.search(r"missing required field `(\w+)`", message)):
@@ -65,8 +66,8 @@ def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
 
 
 def _not_json(body: bytes, error: Exception) -> InvalidRequest:
-    """Python's json writes NaN and Infinity, which JSON does not have: name the field that is one."""
-    with contextlib.suppress(ValueError):  # really not JSON
+    """Names the field that is NaN or Infinity, which Python's json writes although JSON has neither."""
+    with contextlib.suppress(ValueError):  # not JSON in other ways too
         fields = json.loads(body) if len(body) <= _LARGE else None
         for name, value in fields.items() if isinstance(fields, dict) else ():
             if isinstance(value, float) and not math.isfinite(value):

@@ -14,8 +14,8 @@ from aiohttp import web
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.server.api_errors import api_error, json_response, openai_error
-from cppbatch.server.metrics import METRICS, endpoint_of
 from cppbatch.server.run_requests import Event, run_requests
+from cppbatch.server.server_metrics import METRICS, endpoint_of
 from cppbatch.server.serving import SERVING
 
 Json = dict[str, Any]

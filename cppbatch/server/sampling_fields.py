@@ -11,7 +11,7 @@ from cppbatch.engine.params import GRAMMARS, INT32_MAX, SamplingParams
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 
 
 class StreamOptions(msgspec.Struct):
@@ -204,8 +204,8 @@ def _by_number(lora: list[LoraScale]) -> dict[int, float]:
 
 def _count(field: str, given: int | None) -> int:
     n = 1 if given is None else given
-    if not 1 <= n <= MOST_CHOICES:
-        raise InvalidRequest(field, f"is {n}; it must be from 1 to {MOST_CHOICES}")
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequest(field, f"is {n}; it must be from 1 to {MAX_CHOICES}")
     return n
 
 

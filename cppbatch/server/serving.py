@@ -1,4 +1,4 @@
-"""What every handler needs to turn a request's body into the engine's requests."""
+"""The engine and the settings of this server, and how a request's body becomes engine requests."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from cppbatch.server.settings import ServerSettings
 Json = dict[str, Any]
 Prompt = str | list[int]
 
-_MOST_TOOLS = 1024  # OpenAI's API takes 128
-_MOST_SEQUENCES = 1024
+_MAX_TOOLS = 1024  # OpenAI's API takes 128
+_MAX_SEQUENCES = 1024
 
 
 def new_id(prefix: str) -> str:
-    """A new id for a response, such as `cmpl-…`."""
+    """A new id of a response, such as `cmpl-…`."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
 class Serving:
-    """The engine and the rules of this server."""
+    """The engine and the settings of this server."""
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
         self.client = client
@@ -47,7 +47,7 @@ class Serving:
 
     @property
     def limits(self) -> Limits:
-        """What one request may ask for."""
+        """The limits for one request and one client."""
         return self.settings.limits
 
     @property
@@ -57,53 +57,35 @@ class Serving:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that the model answers to, its own one first."""
+        """The names of the model: its own, then the aliases."""
         return (self.info.name, *self.settings.aliases)
 
+    @property
+    def template(self) -> str | None:
+        """The chat template: --chat-template, or the model's own. None: ChatML."""
+        return self.settings.chat_template or self.info.chat_template
+
     def check(self, body: SamplingFields) -> None:
-        """Raises `InvalidRequest` for a model that is not here, and for more than the limits allow."""
+        """Raises `InvalidRequest` for an unknown model, and for more than the limits allow."""
         self.check_model(body.model)
         self.limits.check(body)
 
     def check_model(self, name: str | None) -> None:
-        """Raises `InvalidRequest` for a model that is not here."""
+        """Raises `InvalidRequest` for an unknown model. None is the loaded model."""
         if name is not None and name not in self.names:
-            here = ", ".join(map(repr, self.names))
-            raise ModelNotFound(f"there is no {name!r} here; this server has {here} (--alias adds names)")
-
-    @property
-    def template(self) -> str | None:
-        """The chat template in use: --chat-template, or the model's own. None: ChatML."""
-        return self.settings.chat_template or self.info.chat_template
+            known = ", ".join(map(repr, self.names))
+            raise ModelNotFound(f"there is no {name!r} here; this server has {known} (--alias adds names)")
 
     def check_size(self, field: str, messages: Sequence[object], tools: Sequence[object] | None) -> None:
-        """Raises `InvalidRequest` for more messages (in this field) than the context has tokens, and for too many
-        tools."""
+        """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools.
+
+        `field`: the client's name of the messages.
+        """
         most = self.info.max_sequence
         if len(messages) > most:
             raise InvalidRequest(field, f"has {len(messages):,} messages; the context holds {most:,} tokens")
-        if tools and len(tools) > _MOST_TOOLS:
-            raise InvalidRequest("tools", f"has {len(tools):,} tools; {_MOST_TOOLS:,} may be")
-
-    def engine_requests(
-        self, body: SamplingFields, name: str, prompts: Sequence[Prompt], params: SamplingParams
-    ) -> list[GenerationRequest]:
-        """An engine request for each completion of each prompt, prompt by prompt; their ids begin with `name`.
-
-        Raises `InvalidRequest` when there are too many.
-        """
-        n = body.n_candidates
-        if len(prompts) * n > _MOST_SEQUENCES:
-            message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MOST_SEQUENCES}"
-            raise InvalidRequest("prompt", message)
-        options = body.options() | {"timeout": self.limits.timeout(body.timeout), "fit": not body.names_length}
-        each = expand([params], n, ranked=n > body.n_choices)
-        requests = []
-        for p, prompt in enumerate(prompts):
-            first = GenerationRequest(id=f"{name}-{p * n}", prompt=prompt, params=each[0], **options)
-            # `replaced` does not check again: 128 choices would parse a large schema 128 times.
-            requests += [first, *(replaced(first, id=f"{name}-{p * n + i}", params=each[i]) for i in range(1, n))]
-        return requests
+        if tools and len(tools) > _MAX_TOOLS:
+            raise InvalidRequest("tools", f"has {len(tools):,} tools; {_MAX_TOOLS:,} may be")
 
     async def prepare_chat(
         self,
@@ -114,30 +96,63 @@ class Serving:
         schema: Json | bool | None,
         variables: Json,
         continue_final_message: bool | None = None,
+        field_names: dict[str, str] | None = None,
     ) -> PreparedChat:
-        """`ChatFormat.prepare`, on another thread: templates are programs, and conversations may be long."""
-        chat = await self._format()
-        return await asyncio.to_thread(
-            chat.prepare,
-            messages,
-            tools=tools,
-            choice=choice,
-            schema=schema,
-            variables=variables,
-            continue_final_message=continue_final_message,
-        )
+        """`ChatFormat.prepare` on another thread, because rendering a long conversation takes time.
 
-    async def _format(self) -> ChatFormat:
-        """How the model holds conversations. Raises `InvalidRequest` when its template is broken."""
+        `field_names`: the client's names for parts of field names, replaced one after the other in errors. None: the
+        client uses OpenAI's chat completions. Raises `InvalidRequest`.
+        """
+        try:
+            chat = await self._chat_format()
+            return await asyncio.to_thread(
+                chat.prepare,
+                messages,
+                tools=tools,
+                choice=choice,
+                schema=schema,
+                variables=variables,
+                continue_final_message=continue_final_message,
+            )
+        except InvalidRequest as error:
+            if not field_names:
+                raise
+            field = error.field
+            for ours, theirs in field_names.items():
+                field = field.replace(ours, theirs)
+            raise InvalidRequest(field, error.message) from error
+
+    def engine_requests(
+        self, body: SamplingFields, name: str, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[GenerationRequest]:
+        """An engine request for each completion of each prompt, prompt by prompt. Their ids begin with `name`.
+
+        Raises `InvalidRequest` when there are too many.
+        """
+        n = body.n_candidates
+        if len(prompts) * n > _MAX_SEQUENCES:
+            message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MAX_SEQUENCES}"
+            raise InvalidRequest("prompt", message)
+        options = body.options() | {"timeout": self.limits.timeout(body.timeout), "fit": not body.names_length}
+        each = expand([params], n, ranked=n > body.n_choices)
+        requests = []
+        for p, prompt in enumerate(prompts):
+            first = GenerationRequest(id=f"{name}-{p * n}", prompt=prompt, params=each[0], **options)
+            # `replaced` does not validate again: 128 choices would parse a large schema 128 times.
+            requests += [first, *(replaced(first, id=f"{name}-{p * n + i}", params=each[i]) for i in range(1, n))]
+        return requests
+
+    async def _chat_format(self) -> ChatFormat:
+        """The model's chat format, created with the first chat. Raises `InvalidRequest` for a broken template."""
         if self._chat is None:
             template = ChatTemplate(self.template, bos=self.info.bos, eos=self.info.eos)
-            self._chat = ChatFormat(template, await self._ids_of(ChatFormat(template).markers))
+            self._chat = ChatFormat(template, await self._token_ids(ChatFormat(template).markers))
         return self._chat
 
-    async def _ids_of(self, markers: tuple[str, ...]) -> dict[str, int]:
-        """Of those that are one token each."""
-        known = [(marker, await self.client.tokenize(marker, add_special=False)) for marker in markers]
-        return {marker: tokens[0].id for marker, tokens in known if len(tokens) == 1}
+    async def _token_ids(self, markers: tuple[str, ...]) -> dict[str, int]:
+        """The token ids of the markers that are a single token each."""
+        tokenized = [(marker, await self.client.tokenize(marker, add_special=False)) for marker in markers]
+        return {marker: tokens[0].id for marker, tokens in tokenized if len(tokens) == 1}
 
 
 SERVING = web.AppKey("serving", Serving)

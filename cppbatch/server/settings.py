@@ -1,4 +1,4 @@
-"""What the server is told, beside the engine's own settings."""
+"""The server's settings; those of the engine are in `cppbatch.config`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from cppbatch.server.cors import check_origin
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
 
-_LONGEST_DRAIN = 86400
+_MAX_DRAIN = 86400
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises `ConfigError` for values that are out of range, each with the flag that it belongs to."""
+    """Raises `ConfigError` for values out of range, naming the flag."""
 
     keys: Keys = Keys()
-    """Those that are let in; none: everybody is."""
+    """The valid API keys; empty: no key is required."""
     limits: Limits = Limits()
     cors_origins: tuple[str, ...] = ()
-    """The origins whose pages may use the server from a browser; `*`: all."""
+    """The origins whose web pages may use the server; `*`: all."""
     aliases: tuple[str, ...] = ()
-    """Further names that the model answers to, for clients whose model name is fixed."""
+    """Further names of the model, for clients with a fixed model name."""
     drain_timeout: float = 30
-    """Seconds that running requests have to end in when the server goes down."""
+    """Seconds that running requests have to finish when the server shuts down."""
     chat_template: str | None = None
-    """The template itself; None: the model's own."""
+    """The text of a chat template; None: the model's own."""
 
     data_dir: Path | None = None
-    """Where files and batches are kept; None: in the user's own folder for data, if that can be."""
+    """The folder for files and batches; None: the user's data folder, if it can be used."""
 
     def __post_init__(self) -> None:
         for origin in self.cors_origins:
             check_origin(origin)
-        if not 0 <= self.drain_timeout <= _LONGEST_DRAIN:
-            raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be from 0 to {_LONGEST_DRAIN} seconds")
+        if not 0 <= self.drain_timeout <= _MAX_DRAIN:
+            raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be from 0 to {_MAX_DRAIN} seconds")

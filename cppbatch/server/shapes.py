@@ -1,39 +1,10 @@
-"""The shapes of answers that are no family's own."""
+"""The types of OpenAI's models."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
-
-from cppbatch.cluster.engine_client import WorkerState
-from cppbatch.server.recent import LastMinute
-
-
-class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /ready`."""
-
-    ready: bool
-    status: str
-    """draining, or as in /health."""
-
-
-class BatchFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The batches that have not ended, and the lines of those that were begun."""
-
-    open: int
-    lines: int
-    completed: int
-    failed: int
-
-
-class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What `GET /stats` has beside the sums over all engines (`EngineStats`), which are missing while none answers."""
-
-    last_minute: LastMinute
-    workers: list[WorkerState]
-    batches: BatchFigures | None
-    """None: this server keeps none."""
 
 
 class ModelWorker(msgspec.Struct, frozen=True, kw_only=True):

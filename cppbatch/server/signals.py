@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP for asyncio: the first asks for an orderly end, a second one ends the process at once."""
+"""SIGINT, SIGTERM and SIGHUP in asyncio: the first signal asks for an orderly end, a second one ends the process."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import asyncio
 import os
 import signal
 
-AT_ONCE = 130
-"""The exit code of a process that a second signal has ended."""
+IMMEDIATE_EXIT_CODE = 130
+"""The exit code of a process that a second signal ended."""
 
 
-def on_signals(stop: asyncio.Event) -> None:
-    """Sets the event at SIGINT, SIGTERM or SIGHUP, and ends the process when one of the first two comes again.
+def set_on_signals(stop: asyncio.Event) -> None:
+    """Sets the event on SIGINT, SIGTERM or SIGHUP. A second SIGINT or SIGTERM ends the process.
 
-    A terminal that is closed sends SIGHUP, often twice. Where it is ignored (nohup) it stays so.
+    Closing a terminal sends SIGHUP, often twice. Where SIGHUP is ignored (nohup), it stays ignored.
     """
     loop = asyncio.get_running_loop()
 
     def received() -> None:
         if stop.is_set():
-            os._exit(AT_ONCE)  # a second signal: now, whatever a thread is doing
+            os._exit(IMMEDIATE_EXIT_CODE)  # at once, even while other threads are busy
         stop.set()
 
     for name in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""Where a server keeps files and batches, if it does."""
+"""The storage of files and batches, if the server has one."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from cppbatch.jobs.batch_manager import BatchManager
 from cppbatch.jobs.data_folder import open_data_folder
 from cppbatch.server.api_errors import NoStorage
 from cppbatch.server.batches.work import URLS
-from cppbatch.server.shapes import BatchFigures
+from cppbatch.server.server_stats import BatchStats
 
 log = logging.getLogger("cppbatch.server")
 
 RETRY_S = 30.0
-"""How often a full disk is looked at again."""
+"""Seconds between two looks at a full disk."""
 
 
 class Storage:
-    """Without `batches`, every request that needs them is told why there are none."""
+    """The batches of this server. Without them, requests for files and batches are refused with the reason."""
 
     def __init__(
         self, batches: BatchManager | None = None, *, error: StorageError | None = None, folder: Path | None = None
     ) -> None:
-        """`error`: why there are none, if any were wanted. `folder`: where there may be some later."""
+        """`error`: why the data folder cannot be used. `folder`: the folder to try again while its disk is full."""
         self.batches = batches
         self.error = error
         self._folder = folder
@@ -36,11 +36,11 @@ class Storage:
 
     @property
     def missing(self) -> str:
-        """Why there are no batches, for clients."""
+        """Why there are no batches, in words for clients."""
         return f"this server keeps no files: {self.error.public if self.error else 'start it with --data-dir'}"
 
     async def opened(self) -> BatchManager | None:
-        """The batches, as soon as there is room for them on the disk; None if that would not help."""
+        """Waits while the disk is full. Returns the batches, or None if there are none for another reason."""
         while self.batches is None and isinstance(self.error, DiskFull) and self._folder:
             await asyncio.sleep(RETRY_S)
             if self._stopped:
@@ -54,12 +54,12 @@ class Storage:
                 log.warning("there is room in %s again: files and batches are kept", self._folder)
         return self.batches
 
-    def figures(self) -> BatchFigures | None:
-        """What it does just now."""
+    def stats(self) -> BatchStats | None:
+        """The open batches now; None without batches."""
         if self.batches is None:
             return None
         counts = [batch.request_counts for batch in self.batches.open_batches]
-        return BatchFigures(
+        return BatchStats(
             open=len(counts),
             lines=sum(each.total for each in counts),
             completed=sum(each.completed for each in counts),
@@ -67,7 +67,7 @@ class Storage:
         )
 
     async def stop(self) -> None:
-        """Leaves all batches as they are, for the next start."""
+        """Stops work on all batches; it continues after the next start."""
         self._stopped = True
         if self.batches:
             await self.batches.stop()
@@ -77,7 +77,7 @@ STORAGE = web.AppKey("storage", Storage)
 
 
 def batches_of(request: web.Request) -> BatchManager:
-    """Raises `NoStorage`."""
+    """The batches of the request's server. Raises `NoStorage`."""
     storage = request.app[STORAGE]
     if storage.batches is None:
         raise NoStorage(storage.missing)
@@ -85,8 +85,11 @@ def batches_of(request: web.Request) -> BatchManager:
 
 
 def open_storage(data_dir: Path | None) -> Storage:
-    """Opens the data folder. Raises `StorageError` if that was chosen and cannot be used, unless there is just no room
-    in it; the user's own one, which nobody has chosen, may be in use by another server."""
+    """Opens the data folder.
+
+    Raises `StorageError` if `data_dir` cannot be used for another reason than a full disk. The default folder may be
+    in use by another server; then this one has no storage.
+    """
     folder = data_dir or user_data_path("cppbatch")
     try:
         return Storage(BatchManager(open_data_folder(folder), URLS))

@@ -20,7 +20,7 @@ from cppbatch.errors import ConfigError
 from cppbatch.jobs.batch_records import File
 from cppbatch.server import listener as listener_module
 from cppbatch.server.app import create_app
-from cppbatch.server.connections import most_connections
+from cppbatch.server.connections import max_connections
 from cppbatch.server.listener import Listener, tls_context
 from cppbatch.server.storage import open_storage
 from tests.listening import HeldEngine, Streams, connect, ended, head, listening, post, until
@@ -164,7 +164,7 @@ async def test_when_all_connections_are_busy_a_new_one_is_closed(engine: HeldEng
 def test_the_cap_leaves_files_for_the_process() -> None:
     import resource
 
-    most = most_connections()
+    most = max_connections()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == hard
     assert 0 < most <= 8192

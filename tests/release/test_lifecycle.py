@@ -19,8 +19,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch.cluster.engine_client import Health
 from cppbatch.errors import ConfigError
+from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app
-from cppbatch.server.lifecycle import IN_FLIGHT
 from cppbatch.server.settings import ServerSettings
 from tests.listening import HeldEngine, until
 from tests.server_process import ServerProcess

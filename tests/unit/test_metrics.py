@@ -12,8 +12,8 @@ from cppbatch.engine.histogram import ROWS, SECONDS, Bins, merged
 from cppbatch.engine.metrics import EngineStats, Metrics, RecentSteps, add_up
 from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage
 from cppbatch.engine.rolling_window import Window, percentile
-from cppbatch.server.metrics import ServerMetrics
-from cppbatch.server.recent import Recent
+from cppbatch.server.server_metrics import ServerMetrics
+from cppbatch.server.server_stats import RecentCompletions
 from tests.fakes import drain, fake_engine, greedy
 
 
@@ -140,7 +140,7 @@ def usage(total: float, first: float = 0.5) -> RequestUsage:
 
 def test_the_last_minute_has_the_completions_that_ended_in_it() -> None:
     clock = Clock()
-    recent = Recent(clock)
+    recent = RecentCompletions(clock)
     assert recent.last_minute(None).requests == 0
     assert recent.last_minute(None).total_seconds.p50 is None
     recent.add(usage(100))
@@ -157,7 +157,7 @@ def test_the_last_minute_has_the_completions_that_ended_in_it() -> None:
 
 async def test_merged_events_count_a_gap_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("cppbatch.server.metrics.perf_counter", clock)
+    monkeypatch.setattr("cppbatch.server.server_metrics.perf_counter", clock)
 
     async def events() -> AsyncGenerator[tuple[int, GenerationEvent], None]:
         for index, seconds, n_tokens in ((0, 2.0, 1), (1, 1.0, 3), (0, 0.5, 5), (1, 0.0, 0), (0, 0.02, 1)):

@@ -6,7 +6,6 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.server.anthropic.conversation import conversation
 from cppbatch.server.anthropic.replies import MessageReply
 from cppbatch.server.anthropic.schemas import CountTokensRequest, MessagesRequest
-from cppbatch.server.chat import naming
 from cppbatch.server.response import PreparedRequest
 from cppbatch.server.serving import Serving
 
@@ -38,7 +37,7 @@ async def prompt_tokens(body: CountTokensRequest, serving: Serving) -> int:
 async def _turn(body: CountTokensRequest, serving: Serving) -> PreparedChat:
     serving.check_size("messages", body.messages, body.tools)
     messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
-    with naming(_NAMES):
-        return await serving.prepare_chat(
-            messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables()
-        )
+    variables = body.template_variables()
+    return await serving.prepare_chat(
+        messages, tools=tools, choice=choice, schema=schema, variables=variables, field_names=_NAMES
+    )

@@ -7,8 +7,8 @@ import msgspec
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.api_errors import anthropic_error, api_error
-from cppbatch.server.chat import Assistant
-from cppbatch.server.content_blocks import Change, Part, Parts
+from cppbatch.server.assistant_output import AssistantOutput
+from cppbatch.server.content_blocks import BlockChange, ContentBlock, ContentBlocks
 from cppbatch.server.response import Json, ResponseBuilder, ServerSentEvent
 from cppbatch.server.serving import new_id
 
@@ -21,8 +21,8 @@ class MessageReply(ResponseBuilder):
         self.id = new_id("msg_")
         self._model = model
         self._most = most
-        self._assistant = Assistant(turn)
-        self._parts = Parts()
+        self._assistant = AssistantOutput(turn)
+        self._parts = ContentBlocks()
 
     def build(self, completions: list[list[GenerationEvent]]) -> Json:
         """As in `ResponseBuilder`."""
@@ -48,7 +48,7 @@ class MessageReply(ResponseBuilder):
         """As in `ResponseBuilder`."""
         return [ServerSentEvent(anthropic_error(api_error(error)), "error")]
 
-    def _read(self, event: GenerationEvent) -> list[Change]:
+    def _read(self, event: GenerationEvent) -> list[BlockChange]:
         """What an event changes."""
         changes = self._parts.read(self._assistant.read(event))
         return [*changes, *self._parts.close()] if event.finish_reason else changes
@@ -92,7 +92,7 @@ class MessageReply(ResponseBuilder):
         }
 
 
-def _block(part: Part) -> Json:
+def _block(part: ContentBlock) -> Json:
     if part.kind == "text":
         return {"type": "text", "text": part.text}
     if part.kind == "reasoning":
@@ -100,7 +100,7 @@ def _block(part: Part) -> Json:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _arguments(part)}
 
 
-def _arguments(part: Part) -> Json | None:
+def _arguments(part: ContentBlock) -> Json | None:
     """The arguments of a call, None if they are not whole."""
     try:
         return msgspec.json.decode(part.text or "{}", type=Json)
@@ -108,12 +108,12 @@ def _arguments(part: Part) -> Json | None:
         return None
 
 
-def _block_frame(change: Change) -> ServerSentEvent:
+def _block_frame(change: BlockChange) -> ServerSentEvent:
     step, part, text = change
-    if step == "opened":
-        empty = Part(part.index, part.kind, call_id=part.call_id, name=part.name)
+    if step == "start":
+        empty = ContentBlock(part.index, part.kind, call_id=part.call_id, name=part.name)
         return _frame("content_block_start", index=part.index, content_block=_block(empty))
-    if step == "closed":
+    if step == "stop":
         return _frame("content_block_stop", index=part.index)
     if part.kind == "text":
         delta = {"type": "text_delta", "text": text}

@@ -8,7 +8,7 @@ import msgspec
 
 from cppbatch.chat.tools import ToolChoice, ToolChoiceMode
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.chat import effort_variables
+from cppbatch.server.assistant_output import effort_variables
 from cppbatch.server.sampling_fields import SamplingFields, SingleAnswerFields
 
 Json = dict[str, Any]

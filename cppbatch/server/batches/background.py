@@ -12,8 +12,8 @@ from cppbatch.engine.request import BACKGROUND
 from cppbatch.errors import CppBatchError
 from cppbatch.jobs.active_batch import BatchResources
 from cppbatch.server.batches.work import BatchWork
-from cppbatch.server.metrics import METRICS
 from cppbatch.server.run_requests import Event, target_concurrency
+from cppbatch.server.server_metrics import METRICS
 from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import STORAGE
 

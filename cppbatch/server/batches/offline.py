@@ -22,7 +22,7 @@ from cppbatch.server.batches.work import BatchWork
 from cppbatch.server.run_requests import Event, target_concurrency
 from cppbatch.server.serving import Serving
 from cppbatch.server.settings import ServerSettings
-from cppbatch.server.signals import on_signals
+from cppbatch.server.signals import set_on_signals
 
 _LOOK_S = 0.5
 
@@ -78,7 +78,7 @@ async def run_offline(
     whatever loading raises; what was answered until then is on the disk.
     """
     stop = asyncio.Event()
-    on_signals(stop)
+    set_on_signals(stop)
     input_windows = offline.chunks()
     until_stop = takewhile(lambda _: not stop.is_set(), input_windows)
     first = await asyncio.to_thread(_first_open, until_stop, offline.journal)  # a signal is heard meanwhile

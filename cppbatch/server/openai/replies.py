@@ -9,7 +9,7 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.engine.best_of import mean_logprob
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
-from cppbatch.server.chat import Assistant
+from cppbatch.server.assistant_output import AssistantOutput
 from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
 from cppbatch.server.response import DONE, Json, ResponseBuilder, ServerSentEvent
 from cppbatch.server.response_logprobs import ChatLogprobs, CompletionLogprobs, chat_token_logprobs, completion_logprobs
@@ -138,13 +138,13 @@ class ChatReply(ChoicesReply):
         super().__init__(body, model, prefix="chatcmpl-", kind="chat.completion")
         self._wants_logprobs = bool(body.wants_logprobs)
         self._turn = turn
-        self._assistants: dict[int, Assistant] = {}
+        self._assistants: dict[int, AssistantOutput] = {}
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`: the first chunk of a choice names the role, the last one has the finish reason."""
         frames = []
         if index not in self._assistants:
-            self._assistants[index] = Assistant(self._turn)
+            self._assistants[index] = AssistantOutput(self._turn)
             frames.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}))
         pieces = self._assistants[index].read(event)
         logprobs = event.logprobs or None  # of all the event's tokens, those of tags too
@@ -156,7 +156,7 @@ class ChatReply(ChoicesReply):
         return frames
 
     def _body(self, index: int, events: list[GenerationEvent]) -> Json:
-        assistant = self._assistants[index] = Assistant(self._turn)
+        assistant = self._assistants[index] = AssistantOutput(self._turn)
         for event in events:
             assistant.read(event)
         said = assistant.message

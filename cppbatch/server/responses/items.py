@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cppbatch.engine.request import TokenLogprob
-from cppbatch.server.content_blocks import Change, Part
+from cppbatch.server.content_blocks import BlockChange, ContentBlock
 from cppbatch.server.response import Json
 from cppbatch.server.response_logprobs import ChatTokenLogprob, chat_token_logprobs
 from cppbatch.server.serving import new_id
@@ -14,7 +14,7 @@ _PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 class Item:
     """One part of the message as an output item."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: ContentBlock) -> None:
         self.part = part
         self.status = "in_progress"
         self.logprobs: list[ChatTokenLogprob] = []
@@ -82,7 +82,7 @@ class Items:
         return [item.shown() for item in self._all]
 
     def change(
-        self, changes: list[Change], logprobs: list[TokenLogprob] | None = None, status: str = "completed"
+        self, changes: list[BlockChange], logprobs: list[TokenLogprob] | None = None, status: str = "completed"
     ) -> list[Json]:
         """The API's events for what has changed. `logprobs`: of the tokens that this has come from; those of thoughts
         and calls are shown nowhere. `status`: of items that are over now."""
@@ -90,10 +90,10 @@ class Items:
             self._logprobs += chat_token_logprobs(logprobs or [])
         events: list[Json] = []
         for step, part, text in changes:
-            if step == "opened":
+            if step == "start":
                 self._all.append(Item(part))
                 events += self._all[-1].opened()
-            elif step == "added":
+            elif step == "delta":
                 events.append(self._all[-1].added(text, self._logprobs))
                 self._logprobs = []
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cppbatch.server.chat import naming
 from cppbatch.server.response import PreparedRequest
 from cppbatch.server.responses.conversation import conversation
 from cppbatch.server.responses.replies import ResponseReply
@@ -20,10 +19,10 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
     body.check_stateless()
     serving.check_size("input", body.input if isinstance(body.input, list) else [], body.tools)
     messages, tools, choice, schema = conversation(body), body.functions(), body.choice(), body.schema()
-    with naming(_NAMES):
-        turn = await serving.prepare_chat(
-            messages, tools=tools, choice=choice, schema=schema, variables=body.template_variables()
-        )
+    variables = body.template_variables()
+    turn = await serving.prepare_chat(
+        messages, tools=tools, choice=choice, schema=schema, variables=variables, field_names=_NAMES
+    )
     params = body.params(max_tokens=serving.limits.default_tokens(None), **turn.params)
     reply = ResponseReply(body, body.model or serving.info.name, turn, params)
     requests = serving.engine_requests(body, reply.id, [turn.prompt], params)

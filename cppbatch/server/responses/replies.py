@@ -10,8 +10,8 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.api_errors import api_error
-from cppbatch.server.chat import Assistant
-from cppbatch.server.content_blocks import Parts
+from cppbatch.server.assistant_output import AssistantOutput
+from cppbatch.server.content_blocks import ContentBlocks
 from cppbatch.server.response import Json, ResponseBuilder, ServerSentEvent
 from cppbatch.server.responses.items import Items
 from cppbatch.server.responses.schemas import ResponsesRequest, ResponseToolChoice
@@ -26,8 +26,8 @@ class ResponseReply(ResponseBuilder):
         self.id = new_id("resp_")
         self._created = int(time.time())
         self._echo = _echo(body, model, params)
-        self._assistant = Assistant(turn)
-        self._parts = Parts()
+        self._assistant = AssistantOutput(turn)
+        self._parts = ContentBlocks()
         self._items = Items(wants_logprobs=body.wants_logprobs)
         self._n_frames = 0
 

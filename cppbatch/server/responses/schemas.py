@@ -9,7 +9,7 @@ import msgspec
 from cppbatch.chat.tools import TOOL_CHOICE_MODES, ToolChoice
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.chat import effort_variables
+from cppbatch.server.assistant_output import effort_variables
 from cppbatch.server.sampling_fields import SamplingFields, SingleAnswerFields
 
 Json = dict[str, Any]

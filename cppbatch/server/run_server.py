@@ -1,4 +1,4 @@
-"""The life of `cppbatch serve`: listen, load, serve, drain."""
+"""Runs `cppbatch serve`: listen, load the model, serve, drain."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from aiohttp import web
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.config import EngineConfig
+from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app
-from cppbatch.server.connections import most_connections
-from cppbatch.server.lifecycle import IN_FLIGHT
+from cppbatch.server.connections import max_connections
 from cppbatch.server.listener import Address, Listener, listen
 from cppbatch.server.settings import ServerSettings
-from cppbatch.server.signals import AT_ONCE, on_signals
+from cppbatch.server.signals import IMMEDIATE_EXIT_CODE, set_on_signals
 from cppbatch.server.storage import open_storage
 
 log = logging.getLogger("cppbatch.server")
@@ -27,16 +27,16 @@ log = logging.getLogger("cppbatch.server")
 Say = Callable[[str], None]
 
 
-async def serve(
+async def run_server(
     config: EngineConfig, deployment: Deployment, settings: ServerSettings, address: Address, *, say: Say
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then finishes what runs. A second signal ends the process at once.
+    """Serves until SIGINT or SIGTERM, then finishes the running requests. A second signal ends the process at once.
 
-    Listens while the model loads (/health tells how far), and while it drains. `say` gets the lines for the person at
-    the terminal. Raises `ConfigError` when the address is taken, and whatever loading raises.
+    The server listens while the model loads (`/health` shows the progress) and while it drains. `say` prints a line for
+    the user at the terminal. Raises `ConfigError` when the address is in use, and what loading the model raises.
     """
     stop = asyncio.Event()
-    on_signals(stop)
+    set_on_signals(stop)
     storage = open_storage(settings.data_dir)
     engine = deployment.start(config)
     app = create_app(engine, settings, storage)
@@ -49,19 +49,19 @@ async def serve(
         log.warning("no files and no batches are kept: %s. Or start this server with another --data-dir", storage.error)
     async with listener:
         try:
-            await _loaded(engine, stop)
-            gc.freeze()  # what is there by now stays: collecting garbage need not look at it
+            await _wait_until_loaded(engine, stop)
+            gc.freeze()  # the objects that exist now stay for good, so garbage collection need not visit them
             _announce(engine, listener, settings, say)
             await stop.wait()
-            await storage.stop()  # what its batches have not done is done after the next start
+            await storage.stop()  # unfinished batches continue after the next start
             await _drain(app, settings.drain_timeout, say)
         finally:
-            await engine.close()  # before the connections: whoever still waits for an answer is told
+            await engine.close()  # before the connections, so that requests still running get an error
 
 
 async def _listen(app: web.Application, settings: ServerSettings, address: Address) -> Listener:
     idle_timeout = settings.limits.idle_timeout
-    listener = await listen(app, address, most=most_connections(), idle_timeout=idle_timeout)
+    listener = await listen(app, address, max_open=max_connections(), idle_timeout=idle_timeout)
     if not (listener.is_private or settings.keys):
         log.warning(
             "anybody who can reach %s may use this server: give it an --api-key, or --host 127.0.0.1", listener.url
@@ -69,12 +69,12 @@ async def _listen(app: web.Application, settings: ServerSettings, address: Addre
     return listener
 
 
-async def _loaded(engine: EngineClient, stop: asyncio.Event) -> None:
-    """Waits for the model. A signal meanwhile ends the process: there is no request to finish."""
+async def _wait_until_loaded(engine: EngineClient, stop: asyncio.Event) -> None:
+    """Waits for the model. A signal meanwhile ends the process: there are no requests to finish."""
     loading, stopping = asyncio.ensure_future(engine.loaded()), asyncio.ensure_future(stop.wait())
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
-        os._exit(AT_ONCE)  # not by returning: the loading thread is deep in llama.cpp and would be waited for
+        os._exit(IMMEDIATE_EXIT_CODE)  # a normal exit would wait for the loading thread, which is deep in llama.cpp
     stopping.cancel()
     loading.result()
 
@@ -90,7 +90,7 @@ def _announce(engine: EngineClient, listener: Listener, settings: ServerSettings
 
 
 async def _drain(app: web.Application, seconds: float, say: Say) -> None:
-    """Takes no new requests and waits until those that are being answered are done."""
+    """Takes no new requests and waits for the running ones, at most for `seconds`."""
     in_flight = app[IN_FLIGHT]
     if in_flight.n:
         say(f"finishing {in_flight.n} request(s), for {seconds:g} s at most; Ctrl-C again stops at once")

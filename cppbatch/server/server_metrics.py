@@ -1,0 +1,255 @@
+"""The metrics of `GET /metrics`: counters of HTTP requests and completions, and the state of each worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from itertools import accumulate
+from time import perf_counter
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cppbatch.cluster.engine_client import WorkerState
+from cppbatch.engine.histogram import Histogram as EngineHistogram
+from cppbatch.engine.metrics import EngineStats
+from cppbatch.engine.request import GenerationEvent, RequestUsage
+from cppbatch.server.run_requests import Event
+from cppbatch.server.server_stats import BatchStats, RecentCompletions
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Buckets in seconds: until the first token; between tokens; of whole completions.
+_WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_COMPLETION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+class ServerMetrics:
+    """The metrics of one application."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        by_endpoint = ["endpoint"]
+        self.http_requests = Counter(
+            "cppbatch_http_requests",
+            "HTTP requests by status of the response. disconnected: the client closed the connection before its end",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "cppbatch_requests_in_flight",
+            "Generation requests that are being answered, including those in the queue",
+            by_endpoint,
+            registry=registry,
+        )
+        self.completions = Counter(
+            "cppbatch_completions",
+            "Completions that ended; a request with n has several. cancelled: the client closed the connection",
+            ["endpoint", "finish_reason"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "cppbatch_prompt_tokens", "Prompt tokens of completions that ended", by_endpoint, registry=registry
+        )
+        self.cached_prompt_tokens = Counter(
+            "cppbatch_cached_prompt_tokens",
+            "Those of the prompt tokens that came from the prefix cache",
+            by_endpoint,
+            registry=registry,
+        )
+        self.generated_tokens = Counter(
+            "cppbatch_generated_tokens", "Generated tokens, counted as they come", by_endpoint, registry=registry
+        )
+        self.open_batches = Gauge("cppbatch_batches_open", "Batch jobs that have not ended", registry=registry)
+        self.batch_lines = Gauge(
+            "cppbatch_batch_lines", "Lines of open batch jobs: all, completed, failed", ["state"], registry=registry
+        )
+        self.first_token = self._histogram("time_to_first_token", "From the request to its first token", _WAIT_BUCKETS)
+        self.gap = self._histogram("inter_token", "From one token to the next", _GAP_BUCKETS)
+        self.queue = self._histogram("queue_time", "From arrival in the engine to the first step", _WAIT_BUCKETS)
+        self.completion_time = self._histogram(
+            "completion_time", "From the request to the end of the text", _COMPLETION_BUCKETS
+        )
+        self.recent = RecentCompletions()
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"cppbatch_{name}_seconds", text, ["endpoint"], registry=self._registry, buckets=buckets)
+
+    def set_batches(self, batches: BatchStats) -> None:
+        """Sets the gauges of open batch jobs."""
+        self.open_batches.set(batches.open)
+        for state, n in (("all", batches.lines), ("completed", batches.completed), ("failed", batches.failed)):
+            self.batch_lines.labels(state).set(n)
+
+    def page(self, workers: list[WorkerState]) -> bytes:
+        """All metrics in Prometheus' text format, with the present state of the workers."""
+        return generate_latest(self._registry) + generate_latest(WorkerMetrics(workers))
+
+    async def observe(self, events: AsyncGenerator[Event, None], endpoint: str, n: int) -> AsyncGenerator[Event, None]:
+        """Yields the events of a request's `n` completions unchanged, and counts them."""
+        observer = _RequestObserver(self, endpoint)
+        self.in_flight.labels(endpoint).inc()
+        try:
+            async with contextlib.aclosing(events):
+                async for index, event in events:
+                    observer.record(index, event)
+                    yield index, event
+        except (GeneratorExit, asyncio.CancelledError):  # the client closed the connection
+            self.completions.labels(endpoint, "cancelled").inc(n - observer.n_ended)
+            raise
+        finally:
+            self.in_flight.labels(endpoint).dec()
+
+
+class _RequestObserver:
+    """Counts the events of one generation request."""
+
+    def __init__(self, metrics: ServerMetrics, endpoint: str) -> None:
+        self.n_ended = 0
+        self._metrics, self._endpoint = metrics, endpoint
+        self._began = perf_counter()
+        self._last_token_at: dict[int, float] = {}  # by completion
+        self._tokens = metrics.generated_tokens.labels(endpoint)
+        self._gap = metrics.gap.labels(endpoint)
+
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """Counts an event that has come now."""
+        now = perf_counter()
+        if n := len(event.tokens):
+            self._tokens.inc(n)
+            if index in self._last_token_at:
+                for _ in range(n):  # the tokens of a merged event are taken as evenly spaced
+                    self._gap.observe((now - self._last_token_at[index]) / n)
+            else:
+                self._metrics.first_token.labels(self._endpoint).observe(now - self._began)
+            self._last_token_at[index] = now
+        if event.finish_reason:
+            self.n_ended += 1
+            self._metrics.completions.labels(self._endpoint, event.finish_reason.value).inc()
+            self._metrics.completion_time.labels(self._endpoint).observe(now - self._began)
+            if event.usage:
+                self._record_usage(event.usage)
+
+    def _record_usage(self, usage: RequestUsage) -> None:
+        metrics, endpoint = self._metrics, self._endpoint
+        metrics.prompt_tokens.labels(endpoint).inc(usage.prompt_tokens)
+        metrics.cached_prompt_tokens.labels(endpoint).inc(usage.cached_tokens)
+        metrics.queue.labels(endpoint).observe(usage.queue_seconds)
+        metrics.recent.add(usage)
+
+
+METRICS = web.AppKey("metrics", ServerMetrics)
+
+
+@web.middleware
+async def metrics_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Counts every response by its status. The outermost middleware, so it also sees responses of the others."""
+    status = "disconnected"
+    try:
+        response = await handler(request)
+        status = str(response.status)
+        return response
+    finally:
+        request.app[METRICS].http_requests.labels(endpoint_of(request), status).inc()
+
+
+def endpoint_of(request: web.Request) -> str:
+    """The path pattern of the request's route, which keeps the number of labels fixed; `other` without a route."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource else "other"
+
+
+# --- workers --------------------------------------------------------------------------------------------------------
+
+_GAUGES = {
+    "running": "Requests that are being computed",
+    "waiting": "Requests in the engine's queue",
+    "swapped_bytes": "Host memory of swapped-out sequences",
+    "prefix_cache_bytes": "Host memory of cached prefixes",
+    "seq_ids_free": "Sequence ids that neither a running sequence nor a cached prefix has",
+}
+_COUNTERS = {
+    "steps": "Computed steps",
+    "decode_steps": "Steps with at least one decoding sequence",
+    "prompt_tokens": "Prompt tokens computed",
+    "generated_tokens": "Tokens generated",
+    "forced_tokens": "Of those, tokens that a grammar determined without a decode for each",
+    "prefix_queries": "Requests that looked up their prompt in the prefix cache",
+    "prefix_hits": "Requests that found a prefix there",
+    "prefix_hit_tokens": "Prompt tokens that came from the prefix cache",
+    "swaps": "Sequences that were swapped out to host memory",
+    "recomputes": "Sequences that were preempted and computed again",
+}
+_HISTOGRAMS = {
+    "batch_size": ("batch_sizes", "Decoding sequences in a step, of the steps that had any"),
+    "step_seconds": ("step_times", "Time of a step"),
+    "decode_seconds": ("decode_times", "Time of its llama_decode"),
+    "sample_seconds": ("sample_times", "Time of its sampling"),
+}
+
+
+class WorkerMetrics(Collector):
+    """The present state of the workers. A worker that does not respond has only the metrics of `_states`."""
+
+    def __init__(self, workers: list[WorkerState]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of all workers."""
+        responding = [(worker.name, worker.stats) for worker in self._workers if worker.stats]
+        yield from self._states()
+        for name, text in _GAUGES.items():
+            yield _gauge(name, text, ((worker, getattr(stats, name)) for worker, stats in responding))
+        for name, text in _COUNTERS.items():
+            yield _counter(name, text, ((worker, getattr(stats, name)) for worker, stats in responding))
+        yield _cells(responding)
+        for name, (field, text) in _HISTOGRAMS.items():
+            yield _histogram(name, text, ((worker, getattr(stats, field)) for worker, stats in responding))
+
+    def _states(self) -> Iterator[Metric]:
+        up = ((worker.name, float(worker.health.status == "ok")) for worker in self._workers)
+        yield _gauge("up", "1: the worker computes; 0: it loads, restarts, or has failed", up)
+        in_flight = ((worker.name, worker.in_flight) for worker in self._workers)
+        yield _gauge("in_flight", "Requests that the worker was given and that have not ended", in_flight)
+        restarts = ((worker.name, worker.restarts) for worker in self._workers)
+        yield _counter("restarts", "How often the worker died and was started again", restarts)
+
+
+def _gauge(name: str, text: str, values: Iterable[tuple[str, float]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"cppbatch_worker_{name}", text, labels=["worker"])
+    for worker, value in values:
+        family.add_metric([worker], value)
+    return family
+
+
+def _counter(name: str, text: str, values: Iterable[tuple[str, float]]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"cppbatch_worker_{name}", text, labels=["worker"])
+    for worker, value in values:
+        family.add_metric([worker], value)
+    return family
+
+
+def _cells(responding: list[tuple[str, EngineStats]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(
+        "cppbatch_worker_kv_cells",
+        "KV cells by state. used: of running sequences; cached: of prefixes that are kept for later requests",
+        labels=["worker", "state"],
+    )
+    for worker, stats in responding:
+        free = stats.kv_cells - stats.kv_cells_used - stats.kv_cells_cached
+        for state, value in (("used", stats.kv_cells_used), ("cached", stats.kv_cells_cached), ("free", free)):
+            family.add_metric([worker, state], value)
+    return family
+
+
+def _histogram(name: str, text: str, values: Iterable[tuple[str, EngineHistogram]]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(f"cppbatch_worker_{name}", text, labels=["worker"])
+    for worker, histogram in values:
+        bounds = [*map(str, histogram.bounds), "+Inf"]
+        family.add_metric([worker], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum)
+    return family

@@ -1,0 +1,96 @@
+"""The routes that report on the server itself: /health, /ready, /stats, /metrics, /openapi.json."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.cluster.engine_client import Health
+from cppbatch.engine.metrics import EngineStats
+from cppbatch.errors import EngineClosed
+from cppbatch.server.admission import IN_FLIGHT
+from cppbatch.server.api_errors import json_response
+from cppbatch.server.endpoint import TEXT, Endpoint, json_content, schema_ref
+from cppbatch.server.server_metrics import CONTENT_TYPE, METRICS
+from cppbatch.server.server_stats import ServerStats
+from cppbatch.server.serving import SERVING
+from cppbatch.server.storage import STORAGE
+
+routes = web.RouteTableDef()
+
+
+class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /ready`."""
+
+    ready: bool
+    status: str
+    """draining, or as in /health."""
+
+
+@routes.get("/health")
+@routes.get("/v1/health")
+async def health(request: web.Request) -> web.Response:
+    """503 while the model loads (with its progress) and after the engine has failed or closed; otherwise 200, also
+    while the server drains."""
+    state = request.app[SERVING].client.health()
+    return json_response(state, 200 if state.takes_requests else 503)
+
+
+@routes.get("/ready")
+async def ready(request: web.Request) -> web.Response:
+    """200 when a new request is served, otherwise 503 with the state."""
+    state = request.app[SERVING].client.health()
+    draining = request.app[IN_FLIGHT].draining
+    is_ready = state.takes_requests and not draining
+    status = "draining" if draining else state.status
+    return json_response(ReadyResponse(ready=is_ready, status=status), 200 if is_ready else 503)
+
+
+@routes.get("/stats")
+async def stats(request: web.Request) -> web.Response:
+    """The sums over all engines, the last minute, and each engine by itself."""
+    client = request.app[SERVING].client
+    try:
+        totals = await client.stats()
+    except EngineClosed:  # no engine responds; the rest is still worth reporting
+        totals = None
+    tokens_per_second = totals.recent_steps.tokens_per_second if totals else None
+    server = ServerStats(
+        last_minute=request.app[METRICS].recent.last_minute(tokens_per_second),
+        workers=await client.workers(),
+        batches=request.app[STORAGE].stats(),
+    )
+    return json_response({**(msgspec.structs.asdict(totals) if totals else {}), **msgspec.structs.asdict(server)})
+
+
+@routes.get("/metrics")
+async def metrics(request: web.Request) -> web.Response:
+    """All metrics in Prometheus' text format."""
+    metrics, batches = request.app[METRICS], request.app[STORAGE].stats()
+    if batches:
+        metrics.set_batches(batches)
+    page = metrics.page(await request.app[SERVING].client.workers())
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
+
+
+_STATS = {"anyOf": [{"allOf": [schema_ref(EngineStats), schema_ref(ServerStats)]}, schema_ref(ServerStats)]}
+
+ENDPOINTS = {
+    ("get", "/health"): Endpoint(
+        "200 when requests are served, 503 with the state when not; needs no API key",
+        json_content(schema_ref(Health)),
+        (503,),
+        unavailable=Health,
+    ),
+    ("get", "/v1/health"): Endpoint("As /health", json_content(schema_ref(Health)), (503,), unavailable=Health),
+    ("get", "/ready"): Endpoint(
+        "200 when a new request is served, 503 when not; needs no API key",
+        json_content(schema_ref(ReadyResponse)),
+        (503,),
+        unavailable=ReadyResponse,
+    ),
+    ("get", "/stats"): Endpoint(
+        "Counters, the last minute, and each worker", json_content(_STATS), (401, 503), types=(EngineStats, ServerStats)
+    ),
+    ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": TEXT}, (401,)),
+}
