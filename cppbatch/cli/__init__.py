@@ -1,4 +1,4 @@
-"""The command line. No logic of its own: it reads flags, calls the layers below, and prints."""
+"""The command line: reads flags, calls the other packages, prints. It contains no logic of its own."""
 
 from cppbatch.cli.main import main
 

@@ -1,17 +1,20 @@
-"""`cppbatch bench serve`."""
+"""`cppbatch bench`: throughput, strategies, serve."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cppbatch.bench.prompts import Lengths
+from cppbatch.bench.strategies import STRATEGIES
+from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.report_options import Draw, report_options
-from cppbatch.cli.values import lengths
+from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +23,135 @@ if TYPE_CHECKING:
     from cppbatch.bench.load.workload import LoadSettings
     from cppbatch.bench.report import Report
 
-_SIZES = {  # of each workload, in tokens: its prompts, its outputs
+option = partial(click.option, show_default=True)
+
+
+@click.group()
+def bench() -> None:
+    """Measures this machine: speed, scheduling strategies, servers."""
+
+
+# --- callbacks of options ---------------------------------------------------------------------------------------------
+
+
+def _numbers(_context: click.Context, _option: click.Parameter, given: str) -> tuple[int, ...]:
+    """`1,4,16`, as a tuple of positive integers without duplicates."""
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{given!r}: write numbers from 1, separated by commas, like 1,4,16")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _names_of(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+    """A callback for `one,other`: some of these names, as a tuple without duplicates."""
+
+    def names(_context: click.Context, _option: click.Parameter, given: str) -> tuple[str, ...]:
+        parts = [part.strip() for part in given.split(",")]
+        for part in parts:
+            if part not in known:
+                raise click.BadParameter(f"{part!r}: write some of {', '.join(known)}, separated by commas")
+        return tuple(dict.fromkeys(parts))
+
+    return names
+
+
+def _lengths(_context: click.Context, _option: click.Parameter, given: str | None) -> Lengths | None:
+    """`128` or `16-256`; None if the option is not given."""
+    if given is None:
+        return None
+    parts = given.split("-")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(f"{given!r}: write a number, or a range like 16-256")
+    return Lengths(int(parts[0]), int(parts[-1]))
+
+
+# --- bench throughput -------------------------------------------------------------------------------------------------
+
+_LAYOUTS, _FLASH_ATTNS = ("unified", "per-sequence"), ("on", "off")
+_KINDS = ("greedy", "sampled", "defaults", "penalised", "chain", "json", "logprobs")
+_SET_BY_THROUGHPUT = (
+    "n_ctx",
+    "n_parallel",
+    "flash_attn",
+    "kv_layout",
+    "prefix_cache",
+    "prefix_cache_ram",
+    "max_queue",
+    "swap_space",
+    "target_step_ms",
+    "pooling",
+    "trace",
+)
+
+
+@bench.command()
+@option(
+    "-B", "--batch-sizes", callback=_numbers, default="1,4,8,16", metavar="N,N...",
+    help="Sequences that run at the same time.",
+)  # fmt: skip
+@option(
+    "--layouts", callback=_names_of(_LAYOUTS), default=",".join(_LAYOUTS), metavar="NAME,NAME...", help="KV layouts."
+)  # fmt: skip
+@option(
+    "--flash-attns", callback=_names_of(_FLASH_ATTNS), default=",".join(_FLASH_ATTNS), metavar="on,off",
+    help="With and without flash attention.",
+)  # fmt: skip
+@option(
+    "--kinds", callback=_names_of(_KINDS), default="greedy", metavar="NAME,NAME...",
+    help=f"Kinds of requests: {', '.join(_KINDS)}.",
+)  # fmt: skip
+@option("--prompt-tokens", type=int, default=128, help="Length of each prompt.")
+@option("--new-tokens", type=int, default=64, help="Length of each output.")
+@option("--repeats", type=int, default=3, help="Runs of each measurement, after a warm-up.")
+@report_options
+@partial(engine_options, without=_SET_BY_THROUGHPUT)
+def throughput(config: EngineConfig, **sizes: Any) -> tuple[Report, Draw]:
+    """Measures prefill and decode speed, and where the time of a step goes.
+
+    The tokens/s of a bare loop over llama_decode are shown for comparison.
+    """
+    from cppbatch.bench.throughput import Sizes, measure_throughput
+    from cppbatch.bench.throughput_plot import plot_throughput
+
+    return measure_throughput(config, Sizes(**sizes), partial(click.echo, err=True)), plot_throughput
+
+
+# --- bench strategies -------------------------------------------------------------------------------------------------
+
+_SET_BY_STRATEGIES = ("n_ctx", "max_queue", "swap_space", "prefix_cache", "prefix_cache_ram", "pooling", "trace")
+
+
+@bench.command()
+@option(
+    "--strategies", "names", callback=_names_of(STRATEGIES), default=",".join(STRATEGIES), metavar="NAME,NAME...",
+    help="The strategies to compare.",
+)  # fmt: skip
+@option("--requests", "n_requests", type=int, default=48, help="Requests for each strategy.")
+@option("--prompt-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each prompt.")
+@option("--new-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each output.")
+@option("--rate", type=float, default=0.0, help="Requests that arrive per second; 0: all at once.")
+@option("--max-wait-ms", type=float, default=50.0, help="How long a static batch collects requests.")
+@option("--bucket", type=int, default=64, help="static-padded: prompts are padded to a multiple of this length.")
+@option("--seed", type=int, default=0, help="Seed of lengths, tokens and arrival times.")
+@option("--repeats", type=int, default=3, help="Runs of each strategy.")
+@report_options
+@partial(engine_options, without=_SET_BY_STRATEGIES)
+def strategies(
+    config: EngineConfig, names: tuple[str, ...], max_wait_ms: float, bucket: int, repeats: int, **work: Any
+) -> tuple[Report, Draw]:
+    """Compares ways to schedule the same requests: one by one, interleaved, in batches, and continuously."""
+    from cppbatch.bench.strategies.compare_strategies import StrategyComparison, compare_strategies
+    from cppbatch.bench.strategies.offline_workload import OfflineWorkload
+    from cppbatch.bench.strategies.strategies_plot import plot_strategies
+
+    compared = StrategyComparison(names=names, max_wait_ms=max_wait_ms, bucket=bucket, repeats=repeats)
+    report = compare_strategies(config, compared, OfflineWorkload(**work), partial(click.echo, err=True))
+    return report, plot_strategies
+
+
+# --- bench serve ------------------------------------------------------------------------------------------------------
+
+_SIZES = {  # of each workload, in tokens: prompt, output
     "mixed": (Lengths(32, 512), Lengths(16, 128)),
     "fixed": (Lengths(128, 128), Lengths(64, 64)),
     "shared-prefix": (Lengths(20, 20), Lengths(32, 32)),
@@ -28,83 +159,60 @@ _SIZES = {  # of each workload, in tokens: its prompts, its outputs
 }
 
 
-@click.command("serve")
+@bench.command("serve")
 @click.option(
-    "--url",
-    "urls",
-    multiple=True,
-    required=True,
-    metavar="[NAME=]URL",
-    help="A server, such as http://127.0.0.1:8080. Several are measured in turn and compared with the first.",
-)
-@click.option("--label", help="The server's name in the table, as NAME= does.")
+    "--url", "urls", multiple=True, required=True, metavar="[NAME=]URL",
+    help="A server, such as http://127.0.0.1:8080. Several servers are measured in turn and compared with the first.",
+)  # fmt: skip
+@click.option("--label", help="The server's name in the table, like NAME= in --url.")
+@option(
+    "--workload", type=click.Choice(list(_SIZES)), default="mixed",
+    help="mixed: prompts and outputs of many lengths; fixed: all of one length; shared-prefix: prompts that begin "
+    "alike; fan-out: many samples of each prompt.",
+)  # fmt: skip
+@option(
+    "--requests", "n_requests", type=int, default=48,
+    help="Requests in each repeat; with fan-out, samples in each repeat.",
+)  # fmt: skip
 @click.option(
-    "--workload",
-    type=click.Choice(list(_SIZES)),
-    default="mixed",
-    show_default=True,
-    help="mixed: prompts and outputs of many lengths; fixed: of one; shared-prefix: prompts that begin alike; "
-    "fan-out: many samples of each prompt.",
-)
+    "--concurrency", type=int,
+    help="Clients that each wait for an answer before they send the next request.  [default: 16]",
+)  # fmt: skip
 @click.option(
-    "--requests",
-    "n_requests",
-    type=int,
-    default=48,
-    show_default=True,
-    help="How many in each repeat; with fan-out, how many samples.",
-)
+    "--rate", type=float, metavar="PER_SECOND",
+    help="Instead of --concurrency: send requests at random times, without waiting for answers.",
+)  # fmt: skip
 @click.option(
-    "--concurrency", type=int, help="Clients that wait for their answer before they ask again.  [default: 16]"
-)
+    "--prompt-tokens", callback=_lengths, metavar="N|LOW-HIGH",
+    help="Approximate length of each prompt; with shared-prefix, without the prefix.  [default: the workload's]",
+)  # fmt: skip
 @click.option(
-    "--rate", type=float, metavar="PER_SECOND", help="Instead: requests at random times, whatever the server does."
-)
-@click.option(
-    "--prompt-tokens",
-    callback=lengths,
-    metavar="N|LOW-HIGH",
-    help="Of each prompt, about; with shared-prefix, of what follows the prefix.  [default: the workload's]",
-)
-@click.option(
-    "--output-tokens", callback=lengths, metavar="N|LOW-HIGH", help="Of each answer.  [default: the workload's]"
-)
-@click.option(
-    "--prefix-tokens",
-    type=int,
-    default=580,
-    show_default=True,
-    help="With shared-prefix: how many all prompts have in common.",
-)
-@click.option("--samples", type=int, default=16, show_default=True, help="With fan-out: how many of each prompt.")
-@click.option(
-    "--samples-by",
-    type=click.Choice(["requests", "n"]),
-    default="requests",
-    show_default=True,
-    help="Whether fan-out sends a request for each sample, or one that asks for all with n.",
-)
-@click.option(
-    "--endpoint",
-    type=click.Choice(["completions", "chat"]),
-    default="completions",
-    show_default=True,
+    "--output-tokens", callback=_lengths, metavar="N|LOW-HIGH",
+    help="Length of each output.  [default: the workload's]",
+)  # fmt: skip
+@option("--prefix-tokens", type=int, default=580, help="With shared-prefix: length of the common prefix.")
+@option("--samples", type=int, default=16, help="With fan-out: samples of each prompt.")
+@option(
+    "--samples-by", type=click.Choice(["requests", "n"]), default="requests",
+    help="With fan-out: send a request for each sample, or one request for all samples, with n.",
+)  # fmt: skip
+@option(
+    "--endpoint", type=click.Choice(["completions", "chat"]), default="completions",
     help="/v1/completions or /v1/chat/completions.",
-)
-@click.option("--model", help="Its name there.  [default: the first of /v1/models]")
+)  # fmt: skip
+@click.option("--model", help="The model's name on the server.  [default: the first of /v1/models]")
 @click.option("--api-key", envvar="CPPBATCH_BENCH_API_KEY", show_envvar=True, help="Sent as a bearer token.")
-@click.option("--warmup", type=int, default=4, show_default=True, help="Requests before those that are measured.")
-@click.option("--repeats", type=int, default=3, show_default=True, help="Each with new prompts.")
+@option("--warmup", type=int, default=4, help="Requests before the measurement.")
+@option("--repeats", type=int, default=3, help="Measurements, each with new prompts.")
 @click.option(
-    "--seed",
-    type=int,
-    help="For the same prompts and times again, on servers that were started anew.  [default: random]",
-)
-@click.option("--latency-bound-ms", type=float, help="Count requests whose first text came in time (goodput).")
-@click.option("--timeout", type=float, default=300, show_default=True, help="Seconds that a request may take.")
+    "--seed", type=int,
+    help="Seed of prompts and times, to repeat a measurement after a server's restart.  [default: random]",
+)  # fmt: skip
+@click.option("--latency-bound-ms", type=float, help="Count the requests whose first text came in time (goodput).")
+@option("--timeout", type=float, default=300, help="Seconds that a request may take.")
 @report_options
 def serve(urls: tuple[str, ...], label: str | None, **settings: Any) -> tuple[Report, Draw]:
-    """Puts load on OpenAI-compatible servers, and shows how fast they answer.
+    """Sends requests to OpenAI-compatible servers and measures how fast they answer.
 
     \b
     cppbatch bench serve --url http://127.0.0.1:8080
@@ -127,7 +235,7 @@ def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:
     targets = [Target.read(f"{label}={url}" if label else url) for url in urls]
     for what, values in (("name", [each.label for each in targets]), ("address", [each.url for each in targets])):
         if twice := next((value for value in values if values.count(value) > 1), None):
-            raise ConfigError(f"--url: two servers have the {what} {twice}; give each one of its own")
+            raise ConfigError(f"--url: two servers have the {what} {twice}; each server needs its own")
     return targets
 
 
@@ -148,7 +256,7 @@ def _load(
     from cppbatch.bench.load.workload import LoadSettings, Workload
 
     if rate is not None and concurrency is not None:
-        raise ConfigError("--rate and --concurrency exclude each other: at a rate, nobody waits for answers")
+        raise ConfigError("--rate and --concurrency exclude each other: with --rate, clients do not wait for answers")
     prompt, output = _SIZES[workload]
     return LoadSettings(
         workload=Workload(
@@ -169,12 +277,12 @@ def _load(
 
 @contextlib.contextmanager
 def _progress(load: LoadSettings) -> Iterator[Progress]:
-    """A line that says where it is, on stderr, if that is a terminal. It is drawn seldom: this is a measurement."""
+    """Shows the progress on stderr, if that is a terminal; rarely redrawn, so as not to disturb the measurement."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=True)
-    with console.status("looking at the servers ...", refresh_per_second=2) as status:
+    with console.status("checking the servers ...", refresh_per_second=2) as status:
 
         def show(label: str, repeat: int, n_done: int) -> None:
             what = f"repeat {repeat + 1} of {load.repeats}" if repeat >= 0 else "warming up"

@@ -14,12 +14,12 @@ from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError
 
 Finding = tuple[str, str, str | None]
-"""What was looked at, what was found, and what to do about it (None: it is well)."""
+"""What was checked, what was found, and what to do about it (None: no problem)."""
 
 
 @click.command()
 def doctor() -> None:
-    """Shows versions, devices, the self-check and the model, and what to do about each problem."""
+    """Shows versions, devices, the self-check and the model, and how to fix each problem."""
     console = Console(soft_wrap=True)
     problems = 0
     for name, found, advice in _findings():
@@ -27,13 +27,13 @@ def doctor() -> None:
         if advice:
             problems += 1
             console.print(f"   {'':<12} -> {escape(advice)}")
-    console.print(f"\n{problems} problem{'s' * (problems != 1)}" if problems else "\nall well")
+    console.print(f"\n{problems} problem{'s' * (problems != 1)}" if problems else "\nno problems")
     sys.exit(1 if problems else 0)
 
 
 def _findings() -> Iterator[Finding]:
     yield "cppbatch", f"{cppbatch.__version__}, Python {sys.version.split()[0]}", None
-    yield "threads", f"{available_threads()} compute threads (one for each core this process may use)", None
+    yield "threads", f"{available_threads()} compute threads (one per core that this process may use)", None
     from cppbatch.llama import Backend
     from cppbatch.llama.library import PINNED_VERSION
 
@@ -59,7 +59,7 @@ def _self_check() -> Finding:
     verdict = check()
     if verdict.fast_path_works:
         return "self-check", "this build works on this CPU", None
-    state = "works without its fast path" if verdict.plain_path_works else "does not work"
+    state = "works only without its fast path" if verdict.plain_path_works else "does not work"
     return "self-check", f"this build {state} on this CPU: {verdict.detail}", f"rebuild it: {REINSTALL}"
 
 
@@ -70,10 +70,14 @@ def _model() -> Finding:
     folder = models_folder()
     found = models_in(folder)
     if not found:
-        return "model", f"none in {folder}/", "fetch the default one: cppbatch models pull"
+        return "model", f"none in {folder}/", "download the default model: cppbatch models pull"
     chosen = found[0] if len(found) == 1 else folder / DEFAULT.file_name
     if chosen not in found:
-        return "model", f"{len(found)} in {folder}/; choose one with -m, or the default one is fetched", None
+        return (
+            "model",
+            f"{len(found)} in {folder}/; choose one with -m, or the default model is downloaded",
+            None,
+        )
     try:
         return "model", str(check_file(chosen)), None
     except CppBatchError as error:

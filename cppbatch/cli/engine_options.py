@@ -1,59 +1,77 @@
-"""Options that several commands share, named as llama.cpp users know them."""
+"""Options of the engine, named as in llama.cpp: its settings, where it runs, and the checks before it is loaded."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
+from click.core import ParameterSource
 
 from cppbatch.config import CacheType, EngineConfig, Pooling
 
+if TYPE_CHECKING:
+    from cppbatch.cluster.deployment import Deployment
+
 Command = Callable[..., Any]
+Option = Callable[[Command], Command]
 
 _DEFAULTS = EngineConfig(model_path="")
 
 
-def option(*names: str, env: str, **settings: Any) -> Callable[[Command], Command]:
-    """An option with its environment variable, CPPBATCH_<env>."""
+def option(*names: str, env: str, **settings: Any) -> Option:
+    """An option that can also be set by the environment variable CPPBATCH_<env>."""
     return click.option(*names, envvar=f"CPPBATCH_{env}", show_envvar=True, **{"show_default": True, **settings})
 
 
+def with_options(command: Command, options: Sequence[Option]) -> Command:
+    """Adds options to a command; --help shows them in this order."""
+    for add in reversed(options):
+        command = add(command)
+    return command
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
 def _adapters(_context: object, _option: object, given: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
-    """FILE or FILE=SCALE, each; a file's name may have a = in it."""
     return tuple(_adapter(each) for each in given)
 
 
 def _adapter(given: str) -> tuple[str, float]:
+    """`FILE` or `FILE=SCALE`, as a file and a scale. A file's name may contain a =."""
     path, _, scale = given.rpartition("=")
     if path and not Path(given).is_file():
-        with contextlib.suppress(ValueError):  # no number: part of the name
+        with contextlib.suppress(ValueError):  # not a number: part of the name
             return path, float(scale)
     return given, 1.0
 
 
 _MODEL = option(
     "-m", "--model", env="MODEL", metavar="FILE",
-    help="GGUF file. Without it: the only one in the models folder, else the default model, fetched.",
+    help="GGUF file. Without it: the only one in the models folder, else the default model, which is downloaded.",
 )  # fmt: skip
 
-_ENGINE = [
-    option("-c", "--ctx-size", "n_ctx", env="CTX_SIZE", type=int, default=_DEFAULTS.n_ctx, help="KV cells in all."),
+_SETTINGS = [
+    option(
+        "-c", "--ctx-size", "n_ctx", env="CTX_SIZE", type=int, default=_DEFAULTS.n_ctx,
+        help="KV cells in total, for all sequences.",
+    ),
     option(
         "-np", "--parallel", "n_parallel", env="PARALLEL", type=int, default=_DEFAULTS.n_parallel,
-        help="Sequences that run at once.",
+        help="Sequences that run at the same time.",
     ),
     option(
         "-b", "--batch-size", "n_batch", env="BATCH_SIZE", type=int, default=_DEFAULTS.n_batch,
-        help="Most tokens of one step.",
+        help="Maximum tokens per step.",
     ),
     option(
         "-ub", "--ubatch-size", "n_ubatch", env="UBATCH_SIZE", type=int, default=_DEFAULTS.n_ubatch,
-        help="Tokens computed at once within a step.",
+        help="Tokens that llama.cpp computes at once within a step.",
     ),
     option(
         "-ngl", "--gpu-layers", "n_gpu_layers", env="GPU_LAYERS", type=int, default=_DEFAULTS.n_gpu_layers,
@@ -61,7 +79,7 @@ _ENGINE = [
     ),
     option(
         "-t", "--threads", "n_threads", env="THREADS", type=int, default=_DEFAULTS.n_threads,
-        help="Compute threads; 0: one for each core.",
+        help="Compute threads; 0: one per core.",
     ),
     option(
         "-fa", "--flash-attn", "flash_attn", env="FLASH_ATTN", type=click.Choice(["auto", "on", "off"]),
@@ -70,59 +88,60 @@ _ENGINE = [
     option(
         "--kv-layout", env="KV_LAYOUT", type=click.Choice(["auto", "unified", "per-sequence"]),
         default=_DEFAULTS.kv_layout,
-        help="unified: all sequences share the cells; per-sequence: each has ctx-size / parallel of its own.",
+        help="unified: all sequences share the KV cells; per-sequence: each has its own ctx-size / parallel cells.",
     ),
     option(
         "-ctk", "--cache-type-k", "cache_type_k", env="CACHE_TYPE_K", type=click.Choice(get_args(CacheType)),
-        default=_DEFAULTS.cache_type_k, help="How keys are kept in the KV cache.",
+        default=_DEFAULTS.cache_type_k, help="Data type of keys in the KV cache.",
     ),
     option(
         "-ctv", "--cache-type-v", "cache_type_v", env="CACHE_TYPE_V", type=click.Choice(get_args(CacheType)),
-        default=_DEFAULTS.cache_type_v, help="How values are kept; quantised ones need flash attention.",
+        default=_DEFAULTS.cache_type_v,
+        help="Data type of values in the KV cache; quantised types need flash attention.",
     ),
     option(
         "--sampling", env="SAMPLING", type=click.Choice(["auto", "host", "backend"]), default=_DEFAULTS.sampling,
-        help="backend: the GPU finds the likeliest tokens; host: the CPU; auto: backend where there is a GPU.",
+        help="backend: the GPU selects the likeliest tokens; host: the CPU does; auto: backend if there is a GPU.",
     ),
     option(
         "--prefix-cache/--no-prefix-cache", env="PREFIX_CACHE", default=_DEFAULTS.prefix_cache,
-        help="Compute the common beginning of requests once.",
+        help="Compute the common prefix of requests only once.",
     ),
     option(
         "--prefix-cache-ram", env="PREFIX_CACHE_RAM", type=int, default=_DEFAULTS.prefix_cache_ram,
-        help="MiB of host memory for cached prefixes that had to leave their KV cells.",
+        help="MiB of host memory for cached prefixes that are evicted from their KV cells.",
     ),
     option(
         "--max-queue", env="MAX_QUEUE", type=int, default=_DEFAULTS.max_queue,
-        help="Requests that may wait; more are refused with 429.",
+        help="Maximum waiting requests; further requests are refused with 429.",
     ),
     option(
         "--swap-space", env="SWAP_SPACE", type=int, default=_DEFAULTS.swap_space,
-        help="MiB of host memory for sequences that must give up their KV cells; 0: compute them again.",
+        help="MiB of host memory for sequences that lose their KV cells; 0: compute them again.",
     ),
     option(
         "--lora", env="LORA", metavar="FILE[=SCALE]", multiple=True, callback=_adapters,
-        help="A LoRA adapter, at scale 1 unless told otherwise; may be given several times. Requests may choose.",
+        help="LoRA adapter, with scale 1 by default; may be given several times. Requests can override the scales.",
     ),
     option(
         "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
-        help="How long a step may take while anybody decodes; 0: 2.5 times a step without prompts.",
+        help="Target duration of a step while sequences generate, in ms; 0: 2.5 times a step without prompts.",
     ),
     option(
         "--trace", env="TRACE", metavar="FILE.json", default=_DEFAULTS.trace, show_default=False,
-        help="Write what each step does to this file, for ui.perfetto.dev; for looking into things, it grows fast.",
+        help="Write a trace of every step to this file, for ui.perfetto.dev. For debugging: the file grows fast.",
     ),
     option(
         "--pooling", env="POOLING", type=click.Choice(get_args(Pooling)), default=_DEFAULTS.pooling,
-        help="Give vectors in place of text, pooled like this; embedding models and rerankers do so by themselves.",
+        help="Return embeddings, pooled like this, instead of text. Automatic for embedding models and rerankers.",
     ),
 ]  # fmt: skip
 
 
 def engine_options(command: Command, *, without: Collection[str] = ()) -> Command:
-    """Adds the engine's options; the command gets `config`, an `EngineConfig`, in their place.
+    """Adds the options of the engine's settings. The command gets `config`, an `EngineConfig`.
 
-    `without`: fields of `EngineConfig` that the command chooses by itself; there are no options for these.
+    `without`: fields of `EngineConfig` that the command sets itself; they get no option.
     """
 
     @wraps(command)
@@ -131,19 +150,25 @@ def engine_options(command: Command, *, without: Collection[str] = ()) -> Comman
 
         _set_up_logs(verbose, arguments.pop("log_format", None))
         settings = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
-        EngineConfig(model_path="", **settings)  # complains about flags before a model is fetched
+        EngineConfig(model_path="", **settings)  # raises for wrong values before a model is downloaded
         return command(config=EngineConfig(model_path=str(choose_model(model)), **settings), **arguments)
 
-    wrapped: Command = click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")(with_config)
-    for add in reversed([_MODEL, *_ENGINE]):
-        wrapped = add(wrapped)
+    verbose = click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+    wrapped = with_options(with_config, [_MODEL, *_SETTINGS, verbose])
     options: list[click.Parameter] = wrapped.__click_params__  # type: ignore[attr-defined]  # where click collects them
     options[:] = [each for each in options if each.name not in without]
     return wrapped
 
 
+def given_settings() -> set[str]:
+    """The names of the engine's settings that the user has given, by flag or environment variable."""
+    context = click.get_current_context()
+    given = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    return {name for name in EngineConfig.__struct_fields__ if context.get_parameter_source(name) in given}
+
+
 def _set_up_logs(verbose: bool, log_format: Literal["text", "json"] | None) -> None:
-    """With a `log_format`, as a server's."""
+    """`log_format`: the server's; None for other commands."""
     if log_format:
         from cppbatch.server.logs import set_up
 
@@ -152,3 +177,93 @@ def _set_up_logs(verbose: bool, log_format: Literal["text", "json"] | None) -> N
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
+
+
+# --- where it runs ----------------------------------------------------------------------------------------------------
+
+_DEPLOYMENT = [
+    option(
+        "--workers", env="WORKERS", type=int, default=1,
+        help="Worker processes, each with its own copy of the model and its own KV cache.",
+    ),
+    option(
+        "--devices", env="DEVICES", metavar="0,1,...", default=None,
+        help="GPUs by llama.cpp's numbers, one worker for each. Without it, one worker uses all GPUs.",
+    ),
+    option(
+        "--step-timeout", env="STEP_TIMEOUT", type=float, default=300,
+        help="Seconds without a finished step after which a worker counts as hung and is replaced.",
+    ),
+    option(
+        "--in-process", env="IN_PROCESS", is_flag=True,
+        help="For debugging: run the engine in the server's process. A crash ends both.",
+    ),
+]  # fmt: skip
+
+
+def deployment_options(command: Command) -> Command:
+    """Adds the options of worker processes. The command gets `deployment`, a `Deployment`."""
+
+    @wraps(command)
+    def with_deployment(
+        workers: int, devices: str | None, step_timeout: float, in_process: bool, **arguments: Any
+    ) -> Any:
+        from cppbatch.cluster.deployment import Deployment
+
+        deployment = Deployment(
+            workers=workers, devices=_device_numbers(devices), step_timeout=step_timeout, in_process=in_process
+        )
+        return command(deployment=deployment, **arguments)
+
+    return with_options(with_deployment, _DEPLOYMENT)
+
+
+def _device_numbers(devices: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(device) for device in devices.split(",")) if devices else ()
+    except ValueError:
+        message = f"{devices!r} is not a list of numbers like 0,1"
+        raise click.BadParameter(message, param_hint="--devices") from None
+
+
+# --- before it is loaded ----------------------------------------------------------------------------------------------
+
+_PROFILE_AND_MEMORY = [
+    option(
+        "--profile/--no-profile", "use_profile", env="PROFILE", default=True,
+        help="For settings that are not given, use those that `cppbatch tune` found.",
+    ),
+    option(
+        "--memory-check/--no-memory-check", "memory_check", env="MEMORY_CHECK", default=True,
+        help="Refuse to start if the settings need more memory than is free.",
+    ),
+]  # fmt: skip
+
+
+def profile_and_memory_options(command: Command) -> Command:
+    """Adds --no-profile and --no-memory-check. The command gets its `config` with the profile's settings, checked."""
+
+    @wraps(command)
+    def with_checked_config(config: EngineConfig, use_profile: bool, memory_check: bool, **arguments: Any) -> Any:
+        if use_profile:
+            config = _with_profile(config)
+        if memory_check:
+            _check_memory(config, arguments.get("deployment"))
+        return command(config=config, **arguments)
+
+    return with_options(with_checked_config, _PROFILE_AND_MEMORY)
+
+
+def _with_profile(config: EngineConfig) -> EngineConfig:
+    from cppbatch.bench.profile import use_profile
+
+    changed, line = use_profile(config, given_settings())
+    if line:
+        click.echo(line, err=True)
+    return changed
+
+
+def _check_memory(config: EngineConfig, deployment: Deployment | None) -> None:
+    from cppbatch.bench.memory.memory_check import check_memory
+
+    check_memory(config, deployment.configs if deployment else lambda one: [one])

@@ -8,8 +8,7 @@ from typing import Any, TextIO
 import click
 import msgspec
 
-from cppbatch.cli.engine_options import engine_options
-from cppbatch.cli.fitting import fitted
+from cppbatch.cli.engine_options import engine_options, profile_and_memory_options
 from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SamplingParams
@@ -23,26 +22,26 @@ from cppbatch.errors import CppBatchError
     "-f",
     "--file",
     type=click.File(encoding="utf-8-sig"),
-    help="A file with one prompt a line; - reads the standard input.",
+    help="File with one prompt per line; - reads the standard input.",
 )
 @sampling_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, in the prompts' order.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line, in the order of the prompts.")
 @engine_options
-@fitted
+@profile_and_memory_options
 def generate(
     config: EngineConfig, prompts: tuple[str, ...], file: TextIO | None, as_json: bool, params: dict[str, Any]
 ) -> None:
-    """Continues prompts, all in one batch."""
-    everything = [*prompts, *_lines(file)]
-    if not everything:
-        raise click.UsageError("no prompt; give -p TEXT (several times, if you like) or -f FILE with one a line")
-    checked = SamplingParams(**params)
+    """Completes prompts, all in one batch."""
+    all_prompts = [*prompts, *_lines(file)]
+    if not all_prompts:
+        raise click.UsageError("no prompt: give -p TEXT (may be repeated), or -f FILE with one prompt per line")
+    sampling_params = SamplingParams(**params)
 
     from cppbatch.engine.engine import BatchInferenceEngine
 
     with BatchInferenceEngine(config) as engine:
-        results = engine.generate(everything, checked, progress=sys.stderr.isatty())
-    for i, (prompt, result) in enumerate(zip(everything, results, strict=True)):
+        results = engine.generate(all_prompts, sampling_params, progress=sys.stderr.isatty())
+    for i, (prompt, result) in enumerate(zip(all_prompts, results, strict=True)):
         if as_json:
             click.echo(msgspec.json.encode({"index": i, "prompt": prompt, **msgspec.to_builtins(result)}))
         else:

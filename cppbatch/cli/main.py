@@ -1,4 +1,4 @@
-"""`cppbatch`: the commands, and how they fail."""
+"""`cppbatch`: the command group, and exit codes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 import cppbatch
 from cppbatch.cli.batch_command import batch
-from cppbatch.cli.bench import bench
+from cppbatch.cli.bench_commands import bench
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.cli.generate_command import generate
 from cppbatch.cli.memory_command import memory
@@ -35,7 +35,7 @@ cli.add_command(doctor)
 
 
 def main() -> None:
-    """The entry point: our own errors are one line on stderr and exit code 2, an interrupt is 130."""
+    """Entry point. A `CppBatchError` is one line on stderr and exit code 2; an interrupt is exit code 130."""
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
@@ -43,7 +43,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output (head, less) has gone
+    except BrokenPipeError:  # the program that reads the output (head, less) has ended
         sys.stderr.close()
         sys.exit(141)
     except CppBatchError as error:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 @click.command()
 @partial(engine_options, without=("trace",))
 @report_options
-@click.option("--load", is_flag=True, help="Load the model then, and show what it really takes beside.")
+@click.option("--load", is_flag=True, help="Then load the model, and show its actual memory use too.")
 def memory(config: EngineConfig, load: bool) -> tuple[Report, Draw]:
-    """Shows what an engine would take of the memory, before it is loaded.
+    """Estimates the memory that an engine needs, without loading the model.
 
-    --plot draws that against the context and against parallelism.
+    --plot shows it over the context size and over the parallel sequences.
     """
     from cppbatch.bench.memory.memory_report import memory_report, plot_memory, with_measured
 

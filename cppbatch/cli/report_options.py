@@ -1,4 +1,4 @@
-"""`--json` and `--plot`, which every benchmark has."""
+"""`--json` and `--plot`, the options of commands that measure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from cppbatch.cli.engine_options import Command, with_options
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,26 +18,29 @@ if TYPE_CHECKING:
 
     from cppbatch.bench.report import Report
 
-_WIDE = 200
+_FILE_WIDTH = 200  # columns, where the output is not a terminal
 
-Command = Callable[..., Any]
 Draw = Callable[["Report"], "Figure"]
+
+_OPTIONS = [
+    click.option(
+        "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
+        help="Write all results to this file.",
+    ),
+    click.option(
+        "--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE.png",
+        help="Plot them into this file (needs cppbatch[plot]).",
+    ),
+]  # fmt: skip
 
 
 def report_options(command: Command) -> Command:
-    """Adds --json and --plot; the command returns its report and the function that draws it, and it is shown here."""
+    """Adds --json and --plot. The command returns its report and the function that draws it; both are shown here."""
 
-    @click.option(
-        "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures to this file."
-    )
-    @click.option(
-        "--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE.png",
-        help="Draw them into this file (needs cppbatch[plot]).",
-    )  # fmt: skip
     @wraps(command)
     def with_report(json_file: Path | None, plot_file: Path | None, **arguments: Any) -> None:
         for path in filter(None, (json_file, plot_file)):
-            if not path.absolute().parent.is_dir():  # before hours of measuring
+            if not path.absolute().parent.is_dir():  # checked now: the measurement may take hours
                 raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
         if plot_file:
             from cppbatch.bench.plot import check_plotting
@@ -45,7 +49,7 @@ def report_options(command: Command) -> Command:
         report, draw = command(**arguments)
         console = Console()
         if not console.is_terminal:
-            console.width = _WIDE  # a file has no edge to break lines at
+            console.width = _FILE_WIDTH
         console.print(report.table())
         if json_file:
             report.write_json(json_file)
@@ -54,5 +58,4 @@ def report_options(command: Command) -> Command:
 
             save_figure(draw(report), plot_file)
 
-    wrapped: Command = with_report
-    return wrapped
+    return with_options(with_report, _OPTIONS)

@@ -1,32 +1,29 @@
-"""How texts are sampled, for commands that have prompts of their own."""
+"""Options of sampling, for commands that run prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import click
 
-Command = Callable[..., Any]
+from cppbatch.cli.engine_options import Command, with_options
 
 _OPTIONS = [
-    click.option("-n", "--n-predict", "max_tokens", type=int, default=None, help="Most tokens for each prompt."),
+    click.option("-n", "--n-predict", "max_tokens", type=int, default=None, help="Maximum tokens per prompt."),
     click.option("--temp", "temperature", type=float, default=None, help="Temperature; 0: greedy."),
-    click.option("--top-k", type=int, default=None, help="Sample among this many likeliest tokens."),
-    click.option("--top-p", type=float, default=None, help="Sample among tokens with this probability together."),
+    click.option("--top-k", type=int, default=None, help="Sample from this many of the likeliest tokens."),
+    click.option("--top-p", type=float, default=None, help="Sample from the likeliest tokens up to this probability."),
     click.option(
-        "--min-p", type=float, default=None, help="Drop tokens less than this times as likely as the likeliest."
+        "--min-p", type=float, default=None, help="Drop tokens less than this times as likely as the likeliest token."
     ),
-    click.option("--repeat-penalty", "repetition_penalty", type=float, default=None, help="Lowers recent tokens."),
+    click.option("--repeat-penalty", "repetition_penalty", type=float, default=None, help="Penalty for recent tokens."),
     click.option(
-        "-j", "--json-schema", metavar="JSON", default=None, help="The texts are JSON of this schema; {} for any."
+        "-j", "--json-schema", metavar="JSON", default=None, help="Write JSON of this schema; {} for any JSON."
     ),
-    click.option("--grammar", metavar="TEXT", default=None, help="The texts follow this GBNF or Lark grammar."),
-    click.option("-s", "--seed", type=int, default=None, help="Seed; the same one gives the same text."),
-    click.option(
-        "--stop", multiple=True, metavar="TEXT", help="End a text where this comes; may be given several times."
-    ),
+    click.option("--grammar", metavar="TEXT", default=None, help="Write text of this GBNF or Lark grammar."),
+    click.option("-s", "--seed", type=int, default=None, help="Seed; the same seed gives the same text."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Stop at this text; may be given several times."),
 ]  # fmt: skip
 _NAMES = (
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "json_schema", "grammar", "seed",
@@ -35,7 +32,7 @@ _NAMES = (
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds these options; the command gets `params`, those fields of `SamplingParams` that were given."""
+    """Adds the options of sampling. The command gets `params`, the given fields of `SamplingParams`."""
 
     @wraps(command)
     def with_params(**arguments: Any) -> Any:
@@ -45,7 +42,4 @@ def sampling_options(command: Command) -> Command:
             params["stop"] = list(stop)
         return command(params=params, **arguments)
 
-    wrapped: Command = with_params
-    for add in reversed(_OPTIONS):
-        wrapped = add(wrapped)
-    return wrapped
+    return with_options(with_params, _OPTIONS)

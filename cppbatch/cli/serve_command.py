@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cppbatch.cli.deployment_options import deployment_options
-from cppbatch.cli.engine_options import engine_options
-from cppbatch.cli.fitting import fitted
+from cppbatch.cli.engine_options import deployment_options, engine_options, profile_and_memory_options
 from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
 
@@ -21,10 +19,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@server_options  # these first, so that they complain before a model is fetched
+@server_options  # first, so that their errors come before a model is downloaded
 @deployment_options
 @engine_options
-@fitted
+@profile_and_memory_options
 def serve(config: EngineConfig, deployment: Deployment, settings: ServerSettings, address: Address) -> None:
     """Serves a model over HTTP with an OpenAI-compatible API."""
     from cppbatch.server.run_server import run_server as run
@@ -34,6 +32,6 @@ def serve(config: EngineConfig, deployment: Deployment, settings: ServerSettings
 
 
 def say(line: str) -> None:
-    """To the terminal, if it is still there: a server that is left by it (SIGHUP) still finishes what runs."""
+    """Prints a line; ignores a closed terminal: after SIGHUP the server still finishes its requests."""
     with contextlib.suppress(OSError):
         click.echo(line)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from cppbatch.cli.engine_options import engine_options
-from cppbatch.cli.fitting import given_settings
+from cppbatch.cli.engine_options import engine_options, given_settings
 from cppbatch.cli.report_options import Draw, report_options
 from cppbatch.config import EngineConfig
 
@@ -20,19 +19,17 @@ if TYPE_CHECKING:
 @click.command()
 @partial(engine_options, without=("trace",))
 @report_options
-@click.option("--max-parallel", type=click.IntRange(1, 256), default=64, show_default=True, help="Try no larger -np.")
-@click.option(
-    "--target-latency-ms", type=float, default=None, help="A sequence must not wait longer for its next token."
-)
-@click.option("--max-minutes", type=float, default=5, show_default=True, help="How long to measure at most.")
-@click.option("--dry-run", is_flag=True, help="Show the best settings, and write no profile.")
+@click.option("--max-parallel", type=click.IntRange(1, 256), default=64, show_default=True, help="Largest -np to try.")
+@click.option("--target-latency-ms", type=float, default=None, help="Longest time between two tokens of a sequence.")
+@click.option("--max-minutes", type=float, default=5, show_default=True, help="Maximum time for measuring.")
+@click.option("--dry-run", is_flag=True, help="Show the best settings without writing a profile.")
 def tune(
     config: EngineConfig, max_parallel: int, target_latency_ms: float | None, max_minutes: float, dry_run: bool
 ) -> tuple[Report, Draw]:
     """Finds the best settings for this model on this machine.
 
-    Parallelism, KV layout, flash attention, -ub and threads; what is given by a flag is left at that. Each sequence
-    gets as many cells as -c / -np are. `serve` and `generate` use the profile that comes of it.
+    It tunes -np, KV layout, flash attention, -ub and threads; settings given by flags are kept. Each sequence gets
+    -c / -np cells. `serve`, `generate` and `batch` use the resulting profile.
     """
     from cppbatch.bench.profile import save_profile
     from cppbatch.bench.tune.tuner import Tuner, check_limits
@@ -53,5 +50,5 @@ def tune(
     if dry_run:
         return report, plot_tuning
     path = save_profile(config, tuning.settings(), tuning.figures())
-    click.echo(f"written: {path}; serve and generate use it from now on", err=True)
+    click.echo(f"written: {path}; serve, generate and batch use it from now on", err=True)
     return report, plot_tuning

@@ -102,7 +102,7 @@ def test_figures_go_to_a_table_a_file_and_a_picture(command: str, tiny_llama: Pa
         (["throughput", "-ctv", "q8_0"], "give --flash-attns on"),
         (["throughput", "-B", "300"], "256 sequence ids"),
         (["strategies", "--strategies", "static"], "some of sequential, concurrent"),
-        (["strategies", "--new-tokens", "8-x"], "a number, or two like"),
+        (["strategies", "--new-tokens", "8-x"], "a number, or a range like"),
         (["strategies", "--new-tokens", "9-8"], "--new-tokens is 9-8"),
         (["strategies", "--prompt-tokens", "16-5000"], "Lower --prompt-tokens"),
         (["strategies", "--bucket", "0"], "--bucket is 0"),

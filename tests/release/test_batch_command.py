@@ -136,7 +136,7 @@ def test_ctrl_c_says_how_to_go_on(tiny_llama: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=30)[1]
     assert process.returncode == 130
-    assert "the same command goes on" in said
+    assert "run the same command to resume" in said
     n = len(ids_of(out))
     assert 0 < n < 400
     assert f"{n} done, 0 failed" in said
