@@ -94,7 +94,7 @@ class _GrammarVocab:
 
 @dataclass(frozen=True)
 class FakeState:
-    """A sequence in host memory; a byte a token, but 1 MiB in the books, the unit of --swap-space."""
+    """A sequence in host memory; a byte a token, but counted as 1 MiB, the unit of --swap-space."""
 
     tokens: bytes
     n_bytes: int = 1 << 20

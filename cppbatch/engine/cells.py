@@ -1,4 +1,4 @@
-"""How many KV cells are in use when sequences share them: the books of what `seq_cp` and `seq_rm` do in llama.cpp."""
+"""Counts KV cells that sequences share. Mirrors what `seq_cp` and `seq_rm` do in llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Iterable
 class Span:
     """Cells of the positions [start, stop), held by one sequence or shared by several.
 
-    The cells of a sequence are a chain: its last span, that one's parent, and so on to position 0. `refs` counts the
-    sequences and spans that come right after it in a chain.
+    The cells of a sequence are a chain: its last span, the parent of that, and so on down to position 0. `refs` counts
+    the sequences that end with this span and the spans whose parent it is. Two sequences of 15 tokens that share the
+    first 10:
+
+        [0, 10) refs 2  <-  [10, 15) refs 1   first sequence
+                        <-  [10, 15) refs 1   second sequence
     """
 
     __slots__ = ("parent", "refs", "start", "stop")
@@ -22,14 +26,14 @@ class Span:
 
 
 class Cells:
-    """Counts cells. Sequences are known by their last span, `tip` (None: no cells)."""
+    """Counts cells. A sequence is given by its last span, `tip` (None: it has no cells)."""
 
     def __init__(self) -> None:
         self.n_used = 0
-        """Cells that somebody holds."""
+        """Cells that at least one sequence holds."""
 
     def grow(self, tip: Span | None, n: int) -> Span:
-        """`n` cells more for the sequence; they are its own."""
+        """Adds `n` cells that only this sequence holds. Returns its new tip."""
         self.n_used += n
         if tip and tip.refs == 1:
             tip.stop += n
@@ -39,7 +43,7 @@ class Cells:
 
     @staticmethod
     def share(tip: Span | None, n: int) -> Span | None:
-        """Lets another sequence hold the first `n` of the sequence's cells too: the other's tip."""
+        """Another sequence holds the first `n` cells of this one too. Returns the other's tip."""
         if tip is None or n == 0:
             return None
         span = tip
@@ -52,7 +56,7 @@ class Cells:
         return span
 
     def free(self, tip: Span | None) -> None:
-        """The sequence gives up its cells; those that nobody else holds are free."""
+        """The sequence gives up its cells. Those that no other sequence holds become free."""
         while tip:
             tip.refs -= 1
             if tip.refs:
@@ -61,21 +65,21 @@ class Cells:
             tip = tip.parent
 
     def cut(self, tip: Span | None, n: int) -> Span | None:
-        """The sequence keeps its first `n` cells: its new tip."""
+        """The sequence keeps only its first `n` cells. Returns its new tip."""
         kept = self.share(tip, n)
         self.free(tip)
         return kept
 
 
 def n_shared(tip: Span | None) -> int:
-    """How many of the sequence's cells others hold too."""
+    """How many of the sequence's cells other sequences hold too."""
     while tip and tip.refs == 1:
         tip = tip.parent
     return tip.stop if tip else 0
 
 
 def n_held(tips: Iterable[Span | None]) -> int:
-    """Cells that these sequences hold together."""
+    """How many cells these sequences hold together; shared ones count once."""
     seen: set[Span] = set()
     for tip in tips:
         span = tip
@@ -87,14 +91,14 @@ def n_held(tips: Iterable[Span | None]) -> int:
 
 
 def _join(span: Span) -> None:
-    """Makes one span of those before it that are held by nobody else any more, so that chains stay short."""
+    """Merges the span with the parents that only it still refers to, so that chains stay short."""
     while span.parent and span.parent.refs == 1:
         span.start = span.parent.start
         span.parent = span.parent.parent
 
 
 def _split(span: Span, n: int) -> Span:
-    """Cuts a span at position n in two and returns the first part, which only the second one follows yet."""
+    """Splits a span at position `n`. Returns the first part, which so far only the second part refers to."""
     span.parent = Span(span.parent, span.start, n)
     span.start = n
     return span.parent

@@ -1,4 +1,4 @@
-"""Whether the books of the KV cache add up, and are what llama.cpp has."""
+"""Checks that the accounting of the KV cache is consistent and matches llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cppbatch.engine.prefix_cache import CachedPrefix, PrefixCache
 from cppbatch.engine.sequence import Seq
 
 
-class Seen(Protocol):
-    """What can be seen of a memory from outside."""
+class Memory(Protocol):
+    """The part of a llama.cpp context that shows what its memory holds."""
 
     n_seq_max: int
     n_seq_ids: int
@@ -23,29 +23,31 @@ Running = Mapping[int, Seq]
 """Sequences by seq_id."""
 
 
-def check_invariants(memory: Seen, n_used: int, running: Running, cache: PrefixCache, free_ids: Sequence[int]) -> None:
-    """Raises `AssertionError` saying what is wrong: DESIGN.md's invariants of cells and seq_ids."""
+def check_invariants(
+    memory: Memory, n_used: int, running: Running, cache: PrefixCache, free_ids: Sequence[int]
+) -> None:
+    """Raises `AssertionError` when an invariant of cells or seq_ids does not hold (docs/architecture.md)."""
     held = _held(running, cache)
     require(sorted([*held, *free_ids]) == list(range(memory.n_seq_ids)), "a seq_id is lost or held twice")
     require(
-        all(seq_id < memory.n_seq_max for seq_id in running), "a sequence runs under a seq_id that no batch may have"
+        all(seq_id < memory.n_seq_max for seq_id in running), "a sequence runs with a seq_id that no batch may contain"
     )
     for seq_id, holder in held.items():
         n = holder.cells.stop if holder.cells else 0
-        require(holder.seq_id == seq_id, f"seq_id {seq_id} is another one's")
+        require(holder.seq_id == seq_id, f"seq_id {seq_id} is held by the holder of {holder.seq_id}")
         require(n == holder.n_computed, f"seq_id {seq_id} has {n} cells for {holder.n_computed} tokens")
     n_cells = n_held([holder.cells for holder in held.values()])
     require(n_cells == n_used, f"{n_used} cells are used, {n_cells} held")
     in_host = sum(prefix.saved.n_bytes for prefix in cache.in_host if prefix.saved)
-    require(in_host == cache.used_host_bytes <= cache.host_bytes, f"{in_host} bytes are cached")
+    require(in_host == cache.used_host_bytes <= cache.host_bytes, f"{in_host} bytes are cached in host memory")
     for seq_id in range(memory.n_seq_ids):
         n = held[seq_id].n_computed if seq_id in held else 0
         has = memory.last_position(seq_id) + 1
-        require(n == has, f"seq_id {seq_id} has {has} tokens in llama.cpp, {n} in the books")
+        require(n == has, f"seq_id {seq_id} has {has} tokens in llama.cpp, {n} in the accounting")
 
 
-def dump_cells(memory: Seen, n_used: int, running: Running, cache: PrefixCache, free_ids: Sequence[int]) -> str:
-    """Who holds what, for the log."""
+def dump_cells(memory: Memory, n_used: int, running: Running, cache: PrefixCache, free_ids: Sequence[int]) -> str:
+    """The holder of each seq_id, for the log."""
     lines = [f"{n_used} cells used, free seq_ids: {free_ids}"]
     lines += [f"seq_id {i}: {s.id}, {s.n_computed} tokens, {s.status.value}" for i, s in running.items()]
     lines += [f"seq_id {c.seq_id}: cached, {c.n_computed} tokens" for c in cache.in_cells]

@@ -1,4 +1,4 @@
-"""What `auto` means for the KV layout and flash attention. The measurements behind it: docs/architecture.md."""
+"""What `auto` means for the KV layout and flash attention. Measurements: docs/decisions/0006."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from cppbatch.config import EngineConfig, FlashAttention, KvLayout
 
 
 def choose_layout(config: EngineConfig, *, on_gpu: bool, n_ctx_train: int, has_kv_cells: bool) -> KvLayout:
-    """The layout to use.
+    """The layout of the KV cache.
 
-    On a CPU, streams of their own are as fast or faster, because attention reads no cells of others; but a sequence is
-    then limited to n_ctx / n_parallel cells. `auto` takes them where that costs nobody anything: where each stream
-    holds the longest sequence the model knows.
+    On a CPU the per-sequence layout is at least as fast, because attention reads no cells of other sequences, but it
+    limits a sequence to n_ctx / n_parallel cells. `auto` chooses it where that limit is no loss: where it is at least
+    the longest sequence that the model knows.
     """
     if config.kv_layout != "auto":
         return config.kv_layout
@@ -19,12 +19,11 @@ def choose_layout(config: EngineConfig, *, on_gpu: bool, n_ctx_train: int, has_k
 
 
 def choose_flash_attn(config: EngineConfig, layout: KvLayout, *, on_gpu: bool, has_amx: bool) -> FlashAttention:
-    """The flash attention setting for llama.cpp, whose own `auto` is right everywhere but for two cases.
+    """The flash attention setting for llama.cpp. Its own `auto` is right except in two cases:
 
-    Quantised values need it.
-
-    In streams of their own, a CPU with AMX multiplies matrices faster than the flash attention kernel runs. In the
-    unified layout that kernel skips the cells of others, which the plain one does not.
+    - Quantised values need flash attention.
+    - In the per-sequence layout, a CPU with AMX multiplies matrices faster than the flash attention kernel runs. (In
+      the unified layout that kernel is faster: it skips the cells of other sequences.)
     """
     if config.flash_attn == "auto" and config.cache_type_v in ("q8_0", "q4_0"):
         return "on"

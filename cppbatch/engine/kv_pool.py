@@ -1,4 +1,4 @@
-"""Who holds which cells and seq_ids of the KV cache, and what lies in host memory."""
+"""Accounting of the KV cache: which sequences hold which cells and seq_ids, and what is saved in host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cppbatch.errors import LlamaError
 log = logging.getLogger("cppbatch.engine")
 
 CACHED_SHARE = 0.25
-_LEAST_CACHED = 20  # tokens: a shorter prefix is as soon computed as taken
+_MIN_CACHED = 20  # tokens: computing a shorter prefix is as fast as taking it
 
 OUT_OF_MEMORY = (LlamaError, MemoryError)
 
@@ -37,17 +37,21 @@ class Memory(Protocol):
     def clear(self) -> None: ...
     def last_position(self, seq_id: int) -> int: ...
     def save_sequence(self, seq_id: int) -> SavedState: ...
-    def restore_sequence(self, seq_id: int, state: Any) -> None: ...  # one that `save_sequence` gave
+    def restore_sequence(self, seq_id: int, state: Any) -> None: ...  # a state that `save_sequence` returned
 
 
 class KVPool:
     """Cells and seq_ids of one context.
 
-    In the unified layout all sequences share the cells, and may hold the same ones; otherwise each seq_id has
-    `n_ctx_seq` of its own. Planning a step (`admit`, `preempt`, `evict`) changes the books and notes the moves; `apply`
-    then makes them, in that order. `swap_bytes` bounds the host memory for sequences that had to give up their cells;
-    beyond it they are computed again when they resume. `cache_bytes` bounds that for cached prefixes, `cached_share`
-    their part of the cells of a unified layout: attention reads past cells that nobody runs in, which slows all down.
+    In the unified layout all sequences share the cells, and may hold the same ones; in the per-sequence layout each
+    seq_id has `n_ctx_seq` cells of its own.
+
+    Planning a step (`admit`, `preempt`, `ensure_free`) changes the accounting and notes moves: copies, removals, saves
+    and restores in llama.cpp's memory. `apply` makes them in the order in which they were planned.
+
+    `swap_bytes`: host memory for preempted sequences; beyond it they are computed again when they resume.
+    `cache_bytes`: host memory for cached prefixes. `cached_share`: part of the cells of a unified layout that cached
+    prefixes may hold; attention reads past all cells, which slows every row down (docs/decisions/0005).
     """
 
     def __init__(
@@ -59,25 +63,26 @@ class KVPool:
         self.unified = memory.kv_unified
         self._n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
         self._swap_bytes = swap_bytes
-        self._most_cached = cached_share * self._n_cells
+        self._max_cached = cached_share * self._n_cells
         self.n_swaps = self.n_recomputes = 0
-        """Sequences that gave up their cells so far: to host memory, or to be computed again."""
+        """Preempted sequences so far: saved to host memory, and not saved but computed again."""
         self.cache = PrefixCache(sharing, host_bytes=cache_bytes)
         self._reset_accounting()
 
     def _reset_accounting(self) -> None:
         self.swapped_bytes = 0
-        """Host memory that holds swapped-out sequences now."""
+        """Host memory of the sequences that are swapped out now."""
         self._cells = Cells()
-        # Heaps: the lowest is given first, so those in use stay close. Only the first n_seq_max may be in a batch.
+        # Heaps: the lowest is used first, so that seq_ids in use stay close. Only the first n_seq_max may be in a
+        # batch; the others can hold cells of cached prefixes.
         self._free_ids = list(range(self._memory.n_seq_max))
-        self._shelf_ids = list(range(self._memory.n_seq_max, self.n_seq_ids))
+        self._cache_only_ids = list(range(self._memory.n_seq_max, self.n_seq_ids))
         self._running: dict[int, Seq] = {}
         self._moves: list[Callable[[], object]] = []
         self._moving: list[Seq] = []
         self._copied: dict[Seq | CachedPrefix, SavedState] = {}  # within one `apply`
 
-    # --- what there is ------------------------------------------------------------------------------------------
+    # --- counts -------------------------------------------------------------------------------------------------
 
     @property
     def n_used(self) -> int:
@@ -86,23 +91,23 @@ class KVPool:
 
     @property
     def n_cached(self) -> int:
-        """Cells that only cached prefixes hold."""
+        """Cells that only cached prefixes hold; they are freed when cells are needed."""
         return self._cells.n_used - self.n_used
 
     @property
     def n_free(self) -> int:
-        """Cells that nobody holds."""
+        """Cells that no sequence and no cached prefix holds."""
         return self._n_cells - self._cells.n_used
 
     @property
     def n_free_ids(self) -> int:
-        """seq_ids that neither a running sequence nor a cached prefix has."""
-        return len(self._free_ids) + len(self._shelf_ids)
+        """seq_ids that neither a running sequence nor a cached prefix holds."""
+        return len(self._free_ids) + len(self._cache_only_ids)
 
     def can_admit(self, sequence: Seq, match: Match | None, n_more: int, *, without: Sequence[Seq] = ()) -> bool:
-        """Whether a waiting sequence and `n_more` other cells fit, with cached prefixes evicted if need be.
+        """Whether the cells for a waiting sequence and `n_more` others are free, once cached prefixes are evicted.
 
-        `without`: running sequences that would be preempted for it.
+        `match`: the prefix that it would take. `without`: running sequences that would be preempted for it.
         """
         if not self.unified:
             return True
@@ -111,34 +116,34 @@ class KVPool:
         held = n_held([*staying, shared])
         n_new = sequence.n_tokens - (shared.stop if shared else 0)
         self._cells.free(shared)
-        at_first = match.source.n_computed if match and shared is None else 0  # restored whole, before it is cut
+        at_first = match.source.n_computed if match and shared is None else 0  # restored whole, then truncated
         return self._n_cells - held >= max(n_new + n_more, at_first)
 
-    # --- planning: books now, memory in `apply` -----------------------------------------------------------------
+    # --- planning: changes the accounting; `apply` changes the memory -------------------------------------------
 
     def admit(self, sequence: Seq, match: Match | None = None) -> None:
-        """Gives a sequence a seq_id, and what it had when it was swapped out, or else the prefix of `match`."""
+        """Gives a sequence a seq_id, and the state that it had when it was swapped out, or the prefix of `match`."""
         if sequence.saved:
-            self._return(sequence)
+            self._plan_swap_in(sequence)
         elif match is None:
             self._take_id(sequence, None)
-        elif self._takes_over(match):
-            self._take_over(sequence, match)
+        elif self._continues_in_place(match):
+            self._continue_in_place(sequence, match)
         else:
             self._take_prefix(sequence, match)
-        if not sequence.admitted_at:  # not one that resumes
+        if not sequence.admitted_at:  # not for a sequence that resumes
             self.cache.count(sequence, match)
         self.cache.track(sequence)
         sequence.admitted()
 
-    def _return(self, sequence: Seq) -> None:
+    def _plan_swap_in(self, sequence: Seq) -> None:
         self._take_id(sequence, None)
         self.ensure_free(sequence.n_computed)
         sequence.cells = self._cells.grow(None, sequence.n_computed)
         self._move(sequence, partial(self._swap_in, sequence))
 
-    def _take_over(self, sequence: Seq, match: Match) -> None:
-        """The sequence continues a cached prefix in its place."""
+    def _continue_in_place(self, sequence: Seq, match: Match) -> None:
+        """The sequence takes the seq_id and the cells of a cached prefix, truncated to the match."""
         cached, n = match.source, match.n
         assert isinstance(cached, CachedPrefix)
         self.cache.drop(cached)
@@ -161,23 +166,26 @@ class KVPool:
 
     def preempt(self, sequence: Seq) -> None:
         """Takes cells and seq_id from a running sequence, which keeps its tokens and resumes later."""
-        # What others hold too is found again when it resumes; a copy in host memory would take cells of its own.
+        # Cells that other sequences hold too are found again when it resumes; a restored copy would take new cells.
         worth_saving = n_shared(sequence.cells) * 2 < sequence.n_computed
         self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, worth_saving=worth_saving))
         self._give_up(sequence)
         sequence.preempted()
 
     def ensure_free(self, n_free: int, *, keep: object = None) -> bool:
-        """Evicts cached prefixes, the least recently used first, until so many cells are free. Whether they are."""
+        """Evicts cached prefixes, the least recently used first, until `n_free` cells are free.
+
+        `keep`: a prefix that is not evicted. Returns whether the cells are free; True in the per-sequence layout.
+        """
         while self.unified and self.n_free < n_free:
             if not self._evict(keep, for_cells=True):
                 return False
         return True
 
     def _evict(self, keep: object, *, for_cells: bool = False) -> bool:
-        """A cached prefix, not `keep`, leaves its cells for host memory. False when there is none.
+        """Moves the least recently used cached prefix, but not `keep`, to host memory. False when there is none.
 
-        `for_cells`: one that has cells to itself; others would make no room.
+        `for_cells`: one that does not share all of its cells; others would free none.
         """
         for cached in self.cache.in_cells:
             if cached is not keep and not (for_cells and cached.cells and cached.cells.refs > 1):
@@ -196,19 +204,19 @@ class KVPool:
     def _shares_cells(self, match: Match) -> bool:
         return self.cache.sharing == "cells" and match.source.seq_id >= 0
 
-    def _takes_over(self, match: Match) -> bool:
+    def _continues_in_place(self, match: Match) -> bool:
         source = match.source
         if not isinstance(source, CachedPrefix) or source.seq_id < 0:
             return False
         if not self._free_ids and (len(self.cache.in_cells) == 1 or self.cache.sharing == "whole"):
-            return True  # no other seq_id can be had, or only one that another prefix has
+            return True  # no other seq_id is free, or only if another prefix is evicted
         return self.cache.sharing == "copy" and 2 * match.n >= source.n_computed
 
     def _take_id(self, sequence: Seq, keep: object) -> None:
         if not self._free_ids:
             self._evict(keep)
         if self.cache.sharing != "cells" and self._running:
-            # llama.cpp computes neighbouring streams together: one that is only cached must not lie between them.
+            # llama.cpp computes neighbouring streams together: a stream that is only cached must not lie between them.
             between = range(min(self._running), self._free_ids[0])
             in_the_way = [c for c in self.cache.in_cells if c.seq_id in between and c is not keep]
             if in_the_way:
@@ -217,15 +225,15 @@ class KVPool:
         self._running[sequence.seq_id] = sequence
 
     def _move(self, sequence: Seq, move: Callable[[], object]) -> None:
-        """Notes a move that may fail: the sequence computes nothing before it is made."""
+        """Notes a move that may fail. The sequence computes nothing before `apply` has made it."""
         sequence.moving = True
         self._moving.append(sequence)
         self._moves.append(move)
 
-    # --- moving the memory --------------------------------------------------------------------------------------
+    # --- moves in llama.cpp's memory ----------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Makes the moves that were planned."""
+        """Makes the planned moves."""
         for move in self._moves:
             move()
         self._moves.clear()
@@ -235,10 +243,10 @@ class KVPool:
         self._copied.clear()
 
     def _swap_out(self, seq_id: int, sequence: Seq, *, worth_saving: bool) -> None:
-        room = self._swap_bytes - self.swapped_bytes
-        saved = self._saved(seq_id) if worth_saving and room > 0 else None
+        free_bytes = self._swap_bytes - self.swapped_bytes
+        saved = self._saved(seq_id) if worth_saving and free_bytes > 0 else None
         self._memory.remove(seq_id)
-        if saved and saved.n_bytes <= room:
+        if saved and saved.n_bytes <= free_bytes:
             sequence.saved = saved
             self.swapped_bytes += saved.n_bytes
             self.n_swaps += 1
@@ -255,15 +263,15 @@ class KVPool:
         self._drop_saved(sequence)
 
     def _copy(self, source: Seq | CachedPrefix, seq_id: int, saved: SavedState | None, sequence: Seq) -> None:
-        """Copies a prefix by way of host memory: all of it, then cut, as llama.cpp knows no part of a state.
+        """Copies the whole state of the source through host memory, then truncates it to the prefix.
 
-        `seq_id`, `saved`: where the source's memory was when this was planned.
+        `seq_id`, `saved`: the source's memory when this move was planned.
         """
         try:
             state = saved or source.saved or self._copied.get(source)
             if state is None:
                 if seq_id < 0:
-                    raise LlamaError("there was no room for its prefix in host memory")
+                    raise LlamaError("its prefix did not fit into host memory")
                 state = self._copied[source] = self._memory.save_sequence(seq_id)
             self._memory.restore_sequence(sequence.seq_id, state)
             self._memory.remove(sequence.seq_id, sequence.n_computed)
@@ -272,7 +280,7 @@ class KVPool:
             self._recompute(sequence, error)
 
     def _recompute(self, sequence: Seq, error: Exception) -> None:
-        log.warning("%s is computed from its first token: %s", sequence.id, error)
+        log.warning("%s is computed again from its first token: %s", sequence.id, error)
         self._memory.remove(sequence.seq_id)
         self._cells.free(sequence.cells)
         sequence.cells = None
@@ -287,20 +295,20 @@ class KVPool:
         try:
             return self._memory.save_sequence(seq_id)
         except OUT_OF_MEMORY as error:
-            log.warning("the memory of seq_id %d is not kept: %s", seq_id, error)
+            log.warning("the state of seq_id %d cannot be saved: %s", seq_id, error)
             return None
 
-    # --- what a step does ---------------------------------------------------------------------------------------
+    # --- after a step -------------------------------------------------------------------------------------------
 
     def computed(self, sequence: Seq, n: int) -> None:
-        """Notes that a sequence's next `n` pending tokens are in the cache."""
+        """The next `n` pending tokens of a sequence are in the cache."""
         sequence.cells = self._cells.grow(sequence.cells, n)
         sequence.computed(n)
 
     def release(self, sequence: Seq, *, keep: bool) -> None:
-        """A sequence has ended: it holds nothing any more. `keep`: what it computed may be of use to others."""
+        """Frees what a finished sequence holds. `keep`: its tokens become a cached prefix, if that is of use."""
         if sequence.seq_id >= 0:
-            if keep and sequence.n_computed >= _LEAST_CACHED and self.cache.wants(sequence):
+            if keep and sequence.n_computed >= _MIN_CACHED and self.cache.wants(sequence):
                 self._cache(sequence)
             else:
                 self._memory.remove(sequence.seq_id)
@@ -314,36 +322,39 @@ class KVPool:
         self.cache.forget(sequence)
         del self._running[sequence.seq_id]
         sequence.seq_id, sequence.cells = -1, None
-        for useless in self.cache.add(cached):
-            self._forget(useless)
+        for redundant in self.cache.add(cached):
+            self._forget(redundant)
         if cached in self.cache.in_cells:
-            self._settle(cached)
+            self._limit_cached_cells(cached)
         self.apply()
 
-    def _settle(self, cached: CachedPrefix) -> None:
-        """Keeps the cells that are only cached few; one that is too long by itself does not drive the others out."""
-        if self.unified and cached.n_computed > self._most_cached:
+    def _limit_cached_cells(self, cached: CachedPrefix) -> None:
+        """Evicts until cached prefixes hold no more than their share of the cells.
+
+        A new prefix that is too long by itself is evicted at once, and not the others for it.
+        """
+        if self.unified and cached.n_computed > self._max_cached:
             self._move_out(cached)
             return
-        self._shelve(cached)
-        while self.unified and self.n_cached > self._most_cached and self._evict(None):
+        self._move_to_cache_only_id(cached)
+        while self.unified and self.n_cached > self._max_cached and self._evict(None):
             pass
 
-    def _shelve(self, cached: CachedPrefix) -> None:
-        """Moves its cells to a seq_id that cannot run, where there are such."""
+    def _move_to_cache_only_id(self, cached: CachedPrefix) -> None:
+        """Moves the cells to a seq_id that no batch may contain, if there are any, so that its own is free to run."""
         if self.n_seq_ids == self._memory.n_seq_max:
             return
-        if not self._shelf_ids:
+        if not self._cache_only_ids:
             self._evict(cached)
             self.apply()
-        shelf_id = heappop(self._shelf_ids)
-        self._memory.copy(cached.seq_id, shelf_id, 0, cached.n_computed)
+        cache_only_id = heappop(self._cache_only_ids)
+        self._memory.copy(cached.seq_id, cache_only_id, 0, cached.n_computed)
         self._memory.remove(cached.seq_id)
         self._free_id(cached.seq_id)
-        cached.seq_id = shelf_id
+        cached.seq_id = cache_only_id
 
     def _forget(self, cached: CachedPrefix) -> None:
-        """A cached prefix goes for good."""
+        """Removes a cached prefix and frees what it holds."""
         self.cache.drop(cached)
         if cached.seq_id >= 0:
             self._memory.remove(cached.seq_id)
@@ -351,7 +362,7 @@ class KVPool:
             self._free_id(cached.seq_id)
 
     def clear_cache(self) -> None:
-        """Frees all cached prefixes, in cells and in host memory."""
+        """Removes all cached prefixes, in cells and in host memory."""
         for cached in [*self.cache.in_cells, *self.cache.in_host]:
             self._forget(cached)
 
@@ -364,30 +375,30 @@ class KVPool:
         sequence.seq_id = -1
 
     def _free_id(self, seq_id: int) -> None:
-        heappush(self._free_ids if seq_id < self._memory.n_seq_max else self._shelf_ids, seq_id)
+        heappush(self._free_ids if seq_id < self._memory.n_seq_max else self._cache_only_ids, seq_id)
 
     def _drop_saved(self, sequence: Seq) -> None:
         if sequence.saved:
             self.swapped_bytes -= sequence.saved.n_bytes
             sequence.saved = None
 
-    # --- integrity ----------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises `AssertionError` when the books do not add up, or are not what llama.cpp has (DESIGN.md)."""
-        seq_ids = [*self._free_ids, *self._shelf_ids]
+        """Raises `AssertionError` when the accounting is inconsistent or does not match llama.cpp's memory."""
+        seq_ids = [*self._free_ids, *self._cache_only_ids]
         check_invariants(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
         require(self.n_free >= 0, f"{self._cells.n_used} cells are used of {self._n_cells}")
-        require(not self._moves, "the memory is not where the books have it")
+        require(not self._moves, "planned moves were not applied")
         require(0 <= self.swapped_bytes <= self._swap_bytes, f"{self.swapped_bytes} bytes are swapped out")
 
     def dump(self) -> str:
-        """Who holds what, for the log."""
-        seq_ids = [*self._free_ids, *self._shelf_ids]
+        """The holder of each seq_id, for the log."""
+        seq_ids = [*self._free_ids, *self._cache_only_ids]
         return dump_cells(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
 
     def rebuild(self) -> None:
-        """Empties the memory and starts the books anew, trusting none of them: nobody holds anything any more."""
+        """Empties llama.cpp's memory and resets the accounting: no sequence holds anything any more."""
         self._memory.clear()
         self._reset_accounting()
         self.cache.clear()

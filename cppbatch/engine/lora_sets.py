@@ -1,4 +1,4 @@
-"""Which LoRA adapters a request is computed with: only those with the same set may share a step, keys and values."""
+"""LoRA adapter sets: only sequences with the same set may share a step, or keys and values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from cppbatch.engine.params import shown
 from cppbatch.errors import InvalidRequest
 
 AdapterSet = tuple[tuple[int, float], ...]
-"""Adapters by their place, rising, with their scales as float32 has them; none is 0. Empty: the model alone."""
+"""Numbers of adapters in rising order, with their scales rounded to float32; no scale is 0. Empty: no adapter."""
 
 
 def adapter_set(wanted: Mapping[str | int, float] | None, known: Sequence[AdapterInfo]) -> AdapterSet:
-    """The set that a request's `lora` means. Raises `InvalidRequest` for adapters that there are none of."""
+    """The set of a request's `lora`; None: the scales that the engine was started with.
+
+    Raises `InvalidRequest` for an unknown adapter.
+    """
     if wanted is None:
         scales = {i: adapter.scale for i, adapter in enumerate(known)}
     else:
@@ -24,8 +27,8 @@ def adapter_set(wanted: Mapping[str | int, float] | None, known: Sequence[Adapte
         for key, scale in wanted.items():
             number = numbers.get(key) if isinstance(key, str) else key
             if number is None or not 0 <= number < len(known):
-                there = ", ".join(f"{adapter.name!r} ({i})" for i, adapter in enumerate(known))
-                raise InvalidRequest("lora", f"there is no adapter {shown(key)}; there are {there or 'none (--lora)'}")
+                names = ", ".join(f"{adapter.name!r} ({i})" for i, adapter in enumerate(known))
+                raise InvalidRequest("lora", f"there is no adapter {shown(key)}; there are {names or 'none (--lora)'}")
             if number in scales:
                 raise InvalidRequest("lora", f"has the adapter {known[number].name!r} twice, by name and by number")
             scales[number] = scale

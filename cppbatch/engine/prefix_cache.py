@@ -1,4 +1,4 @@
-"""Which prefix a new sequence can take from others, and what finished ones leave behind."""
+"""Which prefix a new sequence takes from another one, and which prefixes of finished sequences are kept."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cppbatch.engine.cells import Span
 from cppbatch.engine.radix_tree import RadixTree, Tokens
 from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 
-_WORTH_WAITING = 24  # tokens: a longer prefix that is being computed is waited for, a shorter one computed again
-_COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # tokens: a shorter prefix is as soon computed
-_COPIED_AT_ONCE = 100  # tokens copied in the time that one takes to compute, cautiously (DESIGN.md: 200)
+_WORTH_WAITING = 24  # tokens: wait for a prefix that another sequence computes if it saves this many more
+_COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # tokens: computing fewer is as fast as sharing, or copying, them
+_COPIED_AT_ONCE = 100  # tokens copied in the time of computing one; a cautious value, measured were about 200
 
 
 class CachedPrefix:
-    """Tokens that a finished sequence has computed: in cells (`seq_id` >= 0) or saved in host memory."""
+    """The computed tokens of a finished sequence: in cells (`seq_id` >= 0) or saved in host memory (`saved`)."""
 
     __slots__ = ("cells", "salt", "saved", "seq_id", "tokens")
 
@@ -29,7 +29,7 @@ class CachedPrefix:
 
     @property
     def n_computed(self) -> int:
-        """How many tokens it has."""
+        """The number of its tokens, all of which are computed."""
         return len(self.tokens)
 
 
@@ -42,9 +42,11 @@ class Match:
 
 
 class PrefixCache:
-    """Running sequences and finished ones by their tokens. Decides; `KVPool` moves the memory.
+    """Finds prefixes among running sequences and cached ones. Decides only: `KVPool` moves the memory.
 
-    `host_bytes`: host memory for what had to leave its cells.
+    `find` chooses the source of a prefix for a new sequence; `add` decides what is redundant when a sequence finishes;
+    the order of `in_cells` and `in_host` decides what is evicted first. `host_bytes`: host memory for prefixes that had
+    to leave their cells.
     """
 
     def __init__(self, sharing: Sharing, *, host_bytes: int) -> None:
@@ -53,30 +55,34 @@ class PrefixCache:
         self.used_host_bytes = 0
         self.queries = self.hits = self.hit_tokens = 0
         self._tree: RadixTree[Seq | CachedPrefix] = RadixTree()
-        # Both with the least recently used first.
+        # Both have the least recently used prefix first: it is evicted first.
         self.in_cells: dict[CachedPrefix, None] = {}
         self.in_host: dict[CachedPrefix, None] = {}
 
     # --- running sequences --------------------------------------------------------------------------------------
 
     def wants(self, sequence: Seq) -> bool:
-        """Whether this sequence takes from the cache and leaves to it."""
+        """Whether this sequence uses the cache: it may take a prefix, and leaves its own."""
         return self.sharing != "none" and sequence.request.cache_prompt
 
     def track(self, sequence: Seq) -> None:
-        """Offers a running sequence's known tokens to others."""
+        """Other sequences may take the known tokens of this running sequence from now on."""
         if self.wants(sequence):
-            tokens = sequence.tokens[: sequence.n_tokens].copy()  # parts of which may outlive the sequence in the tree
+            # A copy, because parts of it may outlive the sequence in the tree.
+            tokens = sequence.tokens[: sequence.n_tokens].copy()
             self._tree.insert(sequence, tokens, sequence.salt)
 
     def forget(self, sequence: Seq) -> None:
-        """Its memory is about to go."""
+        """No other sequence can take tokens of this one any more."""
         self._tree.discard(sequence)
 
     def find(self, sequence: Seq) -> tuple[Match | None, bool]:
-        """The longest prefix that others have computed, and whether it is worth waiting for a longer one.
+        """The best prefix to take now, and whether the sequence should wait because a better one is being computed.
 
-        At least the last token is left to compute: its logits are wanted.
+        The best prefix saves the most tokens, less the cost of taking it. The last token is always computed, because
+        its logits are needed. A sequence waits if another one, which ranks before it, computes a prefix that is at
+        least 24 tokens better. It also waits if the best source is that sequence: sharing later is never slower than
+        computing again. So two equal new prompts, or `n` choices of one, are computed once.
         """
         best, best_gain = None, 0
         ahead, coming = None, 0
@@ -91,25 +97,26 @@ class PrefixCache:
                 best, best_gain = Match(source, usable), usable - self._cost(source)
             if isinstance(source, Seq) and coming < n > source.n_computed and self._comes_first(source, sequence):
                 ahead, coming = source, n
-        # Once part of it is there, the rest is: it comes no later than it could be computed again.
-        on_its_way = best is not None and best.source is ahead
-        if ahead is None or not (on_its_way or coming >= best_gain + _WORTH_WAITING):
+        best_is_ahead = best is not None and best.source is ahead
+        if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING):
             return best, False
         if self.sharing == "whole":
-            ahead.pause_at = min(ahead.pause_at or coming, coming)  # what it has then is what can be copied
+            # Only all of its computed tokens can be copied, so its prefill stops there for a step.
+            ahead.pause_at = min(ahead.pause_at or coming, coming)
         return best, True
 
     @staticmethod
     def _comes_first(source: Seq, sequence: Seq) -> bool:
-        """Whether its prompt is being read, and before the other's would be: else waiting may take for ever."""
+        """Whether `source` computes its prompt and ranks before `sequence`: otherwise the wait might have no end."""
         return source.status is SeqStatus.PREFILL and source.rank < sequence.rank
 
     def _cost(self, source: Seq | CachedPrefix) -> int:
-        """What it costs to take it, in tokens that could be computed instead: all of it is copied, or nothing."""
+        """The cost of taking a prefix, in tokens that could be computed in that time. A copy is of all its tokens."""
         shares_cells = self.sharing == "cells" and source.seq_id >= 0
         return _COST_OF_TAKING if shares_cells else _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE
 
     def _usable(self, source: Seq | CachedPrefix, n: int) -> int:
+        """How many of the first `n` tokens can be taken from the source now."""
         if isinstance(source, Seq) and source.moving:
             return 0
         if self.sharing == "whole":
@@ -117,7 +124,7 @@ class PrefixCache:
         return min(source.n_computed, n)
 
     def count(self, sequence: Seq, match: Match | None) -> None:
-        """Notes that a sequence was admitted, and with which prefix."""
+        """Counts a query and, with a match, a hit. The source is now the most recently used."""
         self.queries += self.wants(sequence)
         if match:
             self.hits += 1
@@ -126,7 +133,7 @@ class PrefixCache:
             self._touch(match.source)
 
     def uncount(self, sequence: Seq) -> None:
-        """What it was to take could not be had."""
+        """Takes back the hit of a sequence whose prefix could not be copied."""
         self.hits -= sequence.n_cached > 0
         self.hit_tokens -= sequence.n_cached
         sequence.n_cached = 0
@@ -135,15 +142,15 @@ class PrefixCache:
         for place in (self.in_cells, self.in_host):
             if isinstance(source, CachedPrefix) and source in place:
                 del place[source]
-                place[source] = None  # the most recently used now
+                place[source] = None  # at the end: the most recently used
 
-    # --- finished ones ------------------------------------------------------------------------------------------
+    # --- cached prefixes ----------------------------------------------------------------------------------------
 
     def add(self, cached: CachedPrefix) -> list[CachedPrefix]:
-        """Keeps what a finished sequence left. Returns those that are of no use now, perhaps itself."""
+        """Adds the prefix of a finished sequence. Returns the prefixes that are redundant now, perhaps this one."""
         self._tree.insert(cached, cached.tokens, cached.salt)
         self.in_cells[cached] = None
-        same_length = self.sharing == "whole"  # a shorter one is a checkpoint of its own there
+        same_length = self.sharing == "whole"  # a shorter prefix stays useful: no part of a longer one can be taken
         in_cells = [other for other in self._tree.covers(cached) if other.seq_id >= 0 and not same_length]
         if any(other.n_computed >= len(cached.tokens) for other in in_cells):
             return [cached]
@@ -151,7 +158,7 @@ class PrefixCache:
         return [other for other in covered if not same_length or len(other.tokens) == len(cached.tokens)]
 
     def drop(self, cached: CachedPrefix) -> None:
-        """Forgets it; its cells are the pool's affair."""
+        """Removes a cached prefix. The caller frees its cells."""
         self._tree.discard(cached)
         self.in_cells.pop(cached, None)
         self.in_host.pop(cached, None)
@@ -160,7 +167,7 @@ class PrefixCache:
             cached.saved = None
 
     def leave_cells(self, cached: CachedPrefix) -> None:
-        """It is on its way to host memory, where it can be found from now on; `keep_in_host` follows."""
+        """The prefix will be saved to host memory, where it can be found from now on. `keep_in_host` follows."""
         del self.in_cells[cached]
         if self.host_bytes:
             self.in_host[cached] = None
@@ -168,7 +175,10 @@ class PrefixCache:
             self.drop(cached)
 
     def keep_in_host(self, cached: CachedPrefix, saved: SavedState | None) -> None:
-        """Takes the memory of what has left its cells, dropping the least recently used for it, or itself."""
+        """Stores the saved state of a prefix that has left its cells.
+
+        Drops the least recently used prefixes until it fits, or this one if it was not saved or can never fit.
+        """
         if saved is None or saved.n_bytes > self.host_bytes:
             self.drop(cached)
             return
@@ -178,7 +188,7 @@ class PrefixCache:
         self.used_host_bytes += saved.n_bytes
 
     def clear(self) -> None:
-        """Forgets everything, running sequences too."""
+        """Removes everything, running sequences too."""
         self.used_host_bytes = 0
         self._tree = RadixTree()
         self.in_cells, self.in_host = {}, {}

@@ -1,4 +1,4 @@
-"""A radix tree over token ids: who holds which prefix."""
+"""A radix tree over token ids: finds the holders (sequences, cached prefixes) that begin with given tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Holder = TypeVar("Holder")
 
 
 class _Node(Generic[Holder]):
-    """One edge of the tree with the node at its end. `holders`: whose tokens go through this whole edge."""
+    """One edge of the tree with the node at its end. `holders`: those whose tokens pass through the whole edge."""
 
     __slots__ = ("children", "edge", "holders")
 
@@ -24,14 +24,14 @@ class _Node(Generic[Holder]):
 
 
 class RadixTree(Generic[Holder]):
-    """Maps token ids, int32[n], to holders. Those of different salts never meet."""
+    """Maps token ids, int32[n], to holders. There is one tree for each salt."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Node[Holder]] = {}
         self._entries: dict[Holder, tuple[Hashable, Tokens]] = {}
 
     def insert(self, holder: Holder, tokens: Tokens, salt: Hashable) -> None:
-        """Notes that `holder` has these tokens, in place of what it had before. They must not change afterwards."""
+        """Adds a holder of these tokens, or replaces its tokens. The array must not change afterwards."""
         self.discard(holder)
         self._entries[holder] = (salt, tokens)
         node = self._roots.setdefault(salt, _Node(tokens[:0]))
@@ -57,7 +57,7 @@ class RadixTree(Generic[Holder]):
         return upper
 
     def discard(self, holder: Holder) -> None:
-        """Forgets a holder, if it is known."""
+        """Removes a holder, if it is in the tree."""
         entry = self._entries.pop(holder, None)
         if entry is None:
             return
@@ -76,7 +76,7 @@ class RadixTree(Generic[Holder]):
         self._merge_along(salt, tokens)
 
     def _merge_along(self, salt: Hashable, tokens: Tokens) -> None:
-        """Makes one edge of two where nobody parts any more, or the tree would grow with every request there was."""
+        """Merges edges where no holders diverge any more. Otherwise the tree would grow with every request."""
         node, at = self._roots.get(salt), 0
         while node and at < len(tokens) and (child := node.children.get(int(tokens[at]))):
             at += len(child.edge)
@@ -93,7 +93,7 @@ class RadixTree(Generic[Holder]):
         return self._entries[holder][1][start:stop]
 
     def matches(self, tokens: Tokens, salt: Hashable) -> Iterator[tuple[Holder, int]]:
-        """Every holder that begins with some of these tokens, and with how many; the longest first."""
+        """Every holder that begins with at least one of these tokens, and how many it begins with; longest first."""
         path = list(self._path(tokens, salt))
         deeper: dict[Holder, None] = {}
         for node, n in reversed(path):
@@ -103,7 +103,7 @@ class RadixTree(Generic[Holder]):
             deeper = node.holders
 
     def _path(self, tokens: Tokens, salt: Hashable) -> Iterator[tuple[_Node[Holder], int]]:
-        """The nodes along these tokens, each with how many tokens match there; none where nothing does."""
+        """The nodes along these tokens, each with the number of tokens that match up to its end."""
         node, at = self._roots.get(salt), 0
         while node and at < len(tokens) and (child := node.children.get(int(tokens[at]))):
             same = _n_common(child.edge, tokens[at:])
@@ -112,20 +112,20 @@ class RadixTree(Generic[Holder]):
             node = child if same == len(child.edge) else None
 
     def covered_by(self, holder: Holder) -> list[Holder]:
-        """The other holders all of whose tokens `holder` begins with."""
+        """The other holders whose tokens are a prefix of the tokens of `holder`."""
         salt, tokens = self._entries[holder]
         found = self.matches(tokens, salt)
         return [other for other, n in found if other is not holder and n == len(self._entries[other][1])]
 
     def covers(self, holder: Holder) -> list[Holder]:
-        """The other holders that begin with all tokens of `holder`."""
+        """The other holders whose tokens begin with all tokens of `holder`."""
         salt, tokens = self._entries[holder]
         found = self.matches(tokens, salt)
         return [other for other, n in found if other is not holder and n == len(tokens)]
 
 
 def _n_common(a: Tokens, b: Tokens) -> int:
-    """How many tokens at their beginning are the same."""
+    """The length of the longest common prefix."""
     n = min(len(a), len(b))
     different = a[:n] != b[:n]
     first = int(different.argmax()) if n else 0

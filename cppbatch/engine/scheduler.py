@@ -1,4 +1,14 @@
-"""Policy: which sequences compute how many tokens in the next step. Touches nothing native."""
+"""Scheduling: which sequences compute how many tokens in the next step. Knows nothing of llama.cpp.
+
+| rule | method |
+|---|---|
+| order of the queue | `Scheduler.add` (rank) |
+| which sequence is admitted | `Scheduler._admit`, `_fits` |
+| which sequence is preempted, when the cells run out | `Scheduler._preempt_until_free` |
+| which sequence is preempted for one of higher priority | `Scheduler._preempt_for` |
+| which prompt is computed first | `Scheduler._prefill` |
+| when background work stops | `Scheduler._in_play` |
+"""
 
 from __future__ import annotations
 
@@ -15,11 +25,11 @@ from cppbatch.engine.prefix_cache import Match
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.step_budget import StepBudget
 
-_MOST_HEADROOM = 32  # tokens a running sequence may grow before the next admission is judged too early
-_FEW = 1000  # deadlines
-_MOST_SCORED = 64  # tokens of a prompt whose every token gets logits: a row of 49,152 takes 192 KiB
-_AGING_S = 10.0  # seconds of waiting that make up for one priority
-_FAIRNESS_FACTOR = 4.0  # times what reading a prompt takes, that shorter ones may arrive later and be read earlier
+_MAX_HEADROOM = 32  # cells kept free for the growth of each running sequence when another one is admitted
+_MAX_STALE_DEADLINES = 1000
+_MAX_SCORED = 64  # prompt tokens a step, when each of them gets a row of logits (192 KiB with a vocabulary of 49,152)
+_AGING_S = 10.0  # seconds of waiting that weigh as much as one step of priority
+_FAIRNESS_FACTOR = 4.0  # how long a prompt may be overtaken by shorter ones, in multiples of its own prefill time
 _MAX_LOOKED_AT = 4  # `PoolingScheduler`: waiting sequences it looks at, in multiples of n_parallel
 
 Chunk = tuple[Seq, int]
@@ -32,43 +42,46 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     """Sequences with the number of pending tokens to compute, in the order of the batch."""
     adapters: AdapterSet = ()
-    """With which all of them compute."""
+    """The LoRA adapters of all these sequences."""
     is_switch: bool = False
-    """Whether those are others than in the step before."""
+    """Whether the step before had other adapters."""
     admitted: list[Seq] = field(default_factory=list)
     n_decode: int = 0
-    """How many of the chunks are decoding; the others prefill."""
+    """How many of the chunks are decode rows; the others are prefill."""
     n_tokens: int = 0
 
     def outputs(self) -> list[Seq]:
-        """The sequences that get a token: those with nothing pending after this step, in the batch's order."""
+        """The sequences that get a token: no token of theirs is pending after this step. In the batch's order."""
         return [sequence for sequence, n in self.chunks if n == sequence.n_pending]
 
     def rows(self) -> list[int]:
-        """Which of the step's rows of logits each of those has: its last one."""
+        """For each sequence of `outputs`, the index of its row among the step's rows of logits: its last one."""
         last = itertools.accumulate(sequence.n_logits(n) for sequence, n in self.chunks)
         return [end - 1 for (sequence, n), end in zip(self.chunks, last, strict=True) if n == sequence.n_pending]
 
     @property
     def scores(self) -> bool:
-        """Whether log-probabilities of a prompt come of it."""
+        """Whether the step computes log-probabilities of a prompt."""
         return any(sequence.is_scored for sequence, _ in self.chunks)
 
 
 class Scheduler:
-    """Decode rows before prefill; admission, prefill and the right to stay by rank: priority, then order of arrival.
+    """First come, first served within a priority; decode rows before prefill.
 
-    Beside running streams every other step reads short prompts first, so that a long one holds up nobody. (Steps of
-    both would cost more: with streams of their own each prompt is a computation of its own over all weights.)
+    Every rule goes by rank: `priority + arrival / 10 s`. The rank of a sequence never changes, and yet it works like a
+    priority that ages, because sequences that arrive later start behind.
 
-    A sequence is admitted when the cells for its uncached tokens are free, with headroom for those that run to grow.
-    When they have grown into each other all the same, the last in rank gives up its cells and resumes before anybody
-    who ranks behind it. So the first always goes on, and as waiting improves a rank, nobody starves. The head of the
-    queue waits for its cells, and those behind it wait with it, so a large request is not starved by small ones; only
-    one that waits for its prefix, which another is computing just then, lets others pass.
-
-    Running sequences compute when their set of LoRA adapters has its turn (`LoraRoundRobin`); others hold their cells.
-    So do those in the background (`BACKGROUND`) while anybody else who ranks before them has no token yet.
+    - Admission: in order of rank, when the cells for the sequence's uncached tokens are free, with headroom for the
+      running sequences to grow. If the first waiting sequence does not fit, those behind it wait too, so small requests
+      cannot starve a large one. A sequence that waits for its prefix, which another one is computing, is passed over.
+    - Preemption: when the cells run out, the running sequence that is last in rank gives up its cells, and resumes
+      before all sequences behind it. So the first one always goes on, and no sequence starves.
+    - Prefill beside decode rows: every other step serves the first prompt in rank, the steps between serve short
+      prompts, so that a long prompt does not hold up the others. (One step for both would cost more: in the
+      per-sequence layout each prompt is a computation of its own over all weights.)
+    - LoRA: running sequences compute when their adapter set has its turn (`LoraRoundRobin`); others hold their cells.
+    - Background: sequences with priority 100 (`BACKGROUND`) stand still while a sequence of another priority, which
+      ranks before them, has no token yet.
     """
 
     def __init__(
@@ -80,21 +93,22 @@ class Scheduler:
         ubatch_tokens: int | None = None,
         target_step_s: float | None = None,
     ) -> None:
-        """`step_tokens`: most of a step. `ubatch_tokens`: what llama.cpp computes at once; more prompt tokens in a step
-        gain nothing, and would let the first of them wait for the last."""
+        """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once; more prompt
+        tokens in a step gain nothing, and the first prompt would wait for the last. `target_step_s`: see `StepBudget`.
+        """
         self._kv = kv
         self._n_parallel = n_parallel
         self._step_tokens = step_tokens
-        self._turns = LoraRoundRobin(StepBudget(step_tokens, target_step_s, ubatch_tokens))
-        self._headroom = max(1, min(_MOST_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
-        # Both in order of rank.
+        self._lora = LoraRoundRobin(StepBudget(step_tokens, target_step_s, ubatch_tokens))
+        self._headroom = max(1, min(_MAX_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
+        # Both lists are in order of rank.
         self.waiting: list[Seq] = []
         self.running: list[Seq] = []
-        self._displaced: set[Seq] = set()  # in this step, in which they do not come back
+        self._just_preempted: set[Seq] = set()  # in this step; they are not admitted in the same step
         self._n_added = 0
         self._is_for_first = False
-        self._timed: dict[int, Seq] = {}  # those with a timeout, by their number of arrival
-        self._deadlines: list[tuple[float, int]] = []  # a heap of times and numbers
+        self._timed: dict[int, Seq] = {}  # sequences with a timeout, by number of arrival
+        self._deadlines: list[tuple[float, int]] = []  # a heap of times and numbers of arrival
 
     @property
     def has_work(self) -> bool:
@@ -104,7 +118,7 @@ class Scheduler:
     def add(self, sequence: Seq) -> None:
         """Queues a new sequence."""
         request = sequence.request
-        # The longer ago it arrived, the better: a constant rank orders all as an ageing priority would.
+        # Lower ranks run first. The arrival time orders sequences as a priority that ages would, and stays constant.
         self._n_added += 1
         sequence.rank = (request.priority + sequence.arrived_at / _AGING_S, self._n_added)
         insort(self.waiting, sequence, key=_rank)
@@ -114,20 +128,20 @@ class Scheduler:
                 heappush(self._deadlines, (sequence.arrived_at + limit, self._n_added))
 
     def remove(self, sequence: Seq) -> None:
-        """Forgets a sequence that has ended, wherever it is."""
+        """Removes a sequence that has ended from the queue, or from the running ones."""
         waits = sequence.status in (SeqStatus.WAITING, SeqStatus.SWAPPED)
         _take(self.waiting if waits else self.running, sequence)
         self._timed.pop(sequence.rank[1], None)
 
     def restart(self, sequences: Iterable[Seq]) -> None:
-        """All of these wait again, in the order they had."""
+        """After the KV cache was emptied: all of these wait again, in order of rank."""
         self.running.clear()
         self.waiting = sorted(sequences, key=_rank)
 
     def expired(self, now: float) -> list[Seq]:
-        """Sequences whose `timeout` has passed, or whose `queue_timeout` while they never ran."""
+        """Sequences whose `timeout` has passed, and those never admitted whose `queue_timeout` has passed."""
         expired = []
-        if len(self._deadlines) > 2 * len(self._timed) + _FEW:  # most are of those that have ended
+        if len(self._deadlines) > 2 * len(self._timed) + _MAX_STALE_DEADLINES:  # most belong to ended sequences
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._timed]
             heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -142,11 +156,11 @@ class Scheduler:
         return expired
 
     def plan(self) -> StepPlan:
-        """The next step. The caller applies it to the memory, then computes every chunk or removes its sequence."""
+        """The next step. The caller applies it (`KVPool.apply`), then computes every chunk or removes its sequence."""
         plan = StepPlan()
         for sequence in self.running:
             sequence.pause_at = 0
-        self._displaced.clear()
+        self._just_preempted.clear()
         self._preempt_until_free()
         plan.admitted = self._admit()
         self._choose(plan)
@@ -154,61 +168,67 @@ class Scheduler:
         return plan
 
     def _choose(self, plan: StepPlan) -> None:
-        """Who of those that run computes how much."""
+        """Fills `plan.chunks`: which of the running sequences compute how many tokens."""
         in_play = self._in_play()
         decoding = [s for s in in_play if s.status is SeqStatus.DECODE and not s.moving]
         prompts = [s for s in in_play if s.status is SeqStatus.PREFILL and not s.moving]
-        self._kv.ensure_free(len(decoding))  # those admitted just now count too: they fit, once what is cached has gone
-        for adapters in self._turns.order(in_play):
+        # Sequences admitted in this step count too. Their cells are free once cached prefixes are evicted.
+        self._kv.ensure_free(len(decoding))
+        for adapters in self._lora.order(in_play):
             rows = [(s, 1) for s in decoding if s.adapters == adapters]
             prefill = self._prefill([s for s in prompts if s.adapters == adapters], adapters, len(rows), decoding)
             plan.chunks = in_batch_order(rows, prefill)
             if plan.chunks:
-                plan.adapters, plan.is_switch, plan.n_decode = adapters, self._turns.take(adapters), len(rows)
+                plan.adapters, plan.is_switch, plan.n_decode = adapters, self._lora.take(adapters), len(rows)
                 break
 
     def _in_play(self) -> list[Seq]:
-        """Those that run, but not background work behind somebody whose first token is still to come."""
+        """The running sequences, without background sequences that rank behind one that has no token yet."""
         first = next((s for s in self.running if not s.is_background and not s.n_generated), None)
         return [s for s in self.running if first is None or not s.is_background or s.rank < first.rank]
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
-        """Takes note of how long a step took, unless planning the graph anew was part of it."""
+        """Learns from the duration of a step. A switch of adapters is left out: llama.cpp plans its graph again."""
         if not plan.is_switch:
-            self._turns.computed(plan.adapters, plan.n_decode, plan.n_tokens - plan.n_decode, seconds)
+            self._lora.computed(plan.adapters, plan.n_decode, plan.n_tokens - plan.n_decode, seconds)
 
     def _prefill(self, prefilling: list[Seq], adapters: AdapterSet, n_decode: int, streams: list[Seq]) -> list[Chunk]:
-        """Pieces of these prompts for what decode rows leave of the step, and all streams' next tokens of the cells.
+        """Pieces of these prompts, as many as the step budget and the free cells allow beside decode rows.
 
-        Background work that stands still is no stream here: when its next tokens find no cells, it gives up its own.
+        `prefilling`: in order of rank, with these `adapters`. `n_decode`: decode rows of this step. `streams`: all
+        decoding sequences, those of other adapter sets included; the cells for their next tokens stay free. Background
+        sequences that stand still are not among them: when their next tokens find no cells, they are preempted.
         """
         if not prefilling:
             return []
         n_streams = len(streams)
         n_urgent = sum(not s.is_background for s in prefilling)
-        # Others' streams are not held up for the sake of many prompts in the background.
+        # Many background prompts weigh no more than one, so that they do not hold up other requests' streams.
         n_prompts = n_urgent or (len(prefilling) if all(s.is_background for s in streams) else 1)
-        step_times = self._turns.budget(adapters)
-        most = step_times.prefill_tokens(n_decode, n_prompts, n_streams - n_decode, background=not n_urgent)
-        budget = min(most, sum(s.n_pending for s in prefilling))
+        step_budget = self._lora.budget(adapters)
+        budget = step_budget.prefill_tokens(n_decode, n_prompts, n_streams - n_decode, background=not n_urgent)
+        budget = min(budget, sum(s.n_pending for s in prefilling))
         if self._kv.unified and not self._kv.ensure_free(n_streams + budget):
             budget = min(budget, self._kv.n_free - n_streams)
-        if n_streams:  # a step has little room: every other one is for the first, those between for short ones
-            first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, step_times.token_s))
+        if n_streams:  # a step has few prompt tokens: every other one serves the first prompt, the others short ones
+            first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, step_budget.token_s))
             self._is_for_first = not self._is_for_first
             prefilling = [first, *others] if self._is_for_first else [*others, first]
         chunks = []
         for sequence in prefilling:
             until = sequence.pause_at if sequence.pause_at > sequence.n_computed else sequence.n_tokens
             n = min(budget, until - sequence.n_computed)
-            n = min(n, _MOST_SCORED) if sequence.is_scored else n
+            n = min(n, _MAX_SCORED) if sequence.is_scored else n
             if n > 0:
                 chunks.append((sequence, n))
                 budget -= n
         return chunks
 
     def _preempt_until_free(self) -> None:
-        """Preempts until every decoding sequence can grow, or, if none decodes, until the first one can go on."""
+        """Preempts the last in rank until every decoding sequence can grow by a cell.
+
+        If none decodes, until a cell is free for the first prompt.
+        """
         while self.running:
             decoding = sum(s.status is SeqStatus.DECODE for s in self.running)
             if self._kv.ensure_free(max(1, decoding)):
@@ -218,28 +238,28 @@ class Scheduler:
     def _preempt(self, sequence: Seq) -> None:
         self.running.remove(sequence)
         self._kv.preempt(sequence)
-        self._displaced.add(sequence)
+        self._just_preempted.add(sequence)
         insort(self.waiting, sequence, key=_rank)
 
     def _admit(self) -> list[Seq]:
-        """Takes in what fits, in order of rank."""
+        """Moves waiting sequences that fit to the running ones, in order of rank."""
         admitted: list[Seq] = []
         at, n_seen = 0, 0
-        while at < len(self.waiting) and n_seen < 2 * self._n_parallel:  # bounded, as many may wait for a prefix
+        while at < len(self.waiting) and n_seen < 2 * self._n_parallel:  # bounded: many may wait for a prefix
             sequence = self.waiting[at]
-            if sequence in self._displaced:
+            if sequence in self._just_preempted:
                 break
             n_seen += 1
-            lower = self._lower(sequence)
+            lower = self._lower_priority(sequence)
             if len(self.running) >= self._n_parallel and not lower:
                 break
             match, wait = (None, False) if sequence.saved else self._kv.cache.find(sequence)
             if wait:
                 at += 1
                 continue
-            if not self._fits(sequence, match) and not self._displace(lower, sequence, match):
-                match = None  # its source would have to stay; without it there may be room
-                if not self._displace(lower, sequence, match):
+            if not self._fits(sequence, match) and not self._preempt_for(sequence, lower, match):
+                match = None  # the source of the prefix would have to stay; without it the sequence may fit
+                if not self._preempt_for(sequence, lower, match):
                     break
             del self.waiting[at]
             insort(self.running, sequence, key=_rank)
@@ -248,7 +268,7 @@ class Scheduler:
         return admitted
 
     def _fits(self, sequence: Seq, match: Match | None) -> bool:
-        """Whether there is a place for it, and cells for its tokens and for everybody's growth."""
+        """Whether fewer than n_parallel run, and the cells for its tokens and the growth of all of them are free."""
         if len(self.running) >= self._n_parallel:
             return False
         if not self.running:
@@ -256,13 +276,16 @@ class Scheduler:
         growth = sum(s.n_pending + self._growth(s) for s in self.running) + self._growth(sequence)
         return self._kv.can_admit(sequence, match, growth)
 
-    def _lower(self, sequence: Seq) -> list[Seq]:
-        """Running sequences that give way to this one: of lower priority, and behind it in rank."""
+    def _lower_priority(self, sequence: Seq) -> list[Seq]:
+        """Running sequences of lower priority that rank behind this one: they may be preempted for it."""
         priority = sequence.request.priority
         return [s for s in self.running if s.request.priority > priority and s.rank > sequence.rank]
 
-    def _displace(self, lower: list[Seq], sequence: Seq, match: Match | None) -> bool:
-        """Lets those of lower priority make room for it. False, and nothing has changed, when that is not enough."""
+    def _preempt_for(self, sequence: Seq, lower: list[Seq], match: Match | None) -> bool:
+        """Preempts sequences of lower priority, the last in rank first, until this one fits.
+
+        Preempts none and returns False, if preempting all of them would not be enough.
+        """
         victims = [s for s in lower if not (match and match.source is s)]
         others = [s for s in self.running if s not in victims]
         if not victims:
@@ -275,7 +298,7 @@ class Scheduler:
         return True
 
     def _growth(self, sequence: Seq) -> int:
-        """Cells to keep free for it, so that it is not preempted as soon as it runs."""
+        """Cells to keep free for the growth of a sequence, so that it is not preempted as soon as it runs."""
         return min(self._headroom, sequence.n_left)
 
 
@@ -305,11 +328,11 @@ class PoolingScheduler(Scheduler):
 
 
 def in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
-    """Decode rows by rising seq_id, with prefill before or behind them, such that they do not touch.
+    """Decode rows by rising seq_id, with prefill before or behind them, so that no prompt joins the rows.
 
-    With streams of their own (per-sequence layout, recurrent models) llama.cpp computes consecutive rising seq_ids
-    together, each as many tokens as the shortest has and over as many cells as the longest has. So the rows must be in
-    order, and a prompt that joined them would cost every row its own length.
+    In the per-sequence layout and in recurrent models llama.cpp computes consecutive rising seq_ids together: as many
+    tokens of each as the shortest has, over as many cells as the longest has. So the rows must be in order, and a
+    prompt whose seq_id follows theirs would cost each row the prompt's cells.
     """
     rows.sort(key=_seq_id)
     prefill.sort(key=_seq_id, reverse=True)
@@ -333,7 +356,8 @@ def _rank(sequence: Seq) -> tuple[float, int]:
 
 
 def _due(sequence: Seq, token_s: float) -> float:
-    """Shorter prompts first, but none is overtaken for ever: arrival, with some times what reading it takes."""
+    """When to compute a prompt, in seconds: arrival plus four times its prefill time. Short prompts overtake long ones,
+    but no prompt is overtaken for ever."""
     return sequence.rank[0] * _AGING_S + _FAIRNESS_FACTOR * sequence.n_pending * token_s
 
 

@@ -115,7 +115,7 @@ def test_rows_that_stand_still_are_no_rows_of_the_steps_that_are_learnt_from() -
     policy.add(NONE, 64)
     for _ in range(4):
         policy.step(cost)
-    times = policy.scheduler._turns.budget(NONE)
+    times = policy.scheduler._lora.budget(NONE)
     assert times.token_s == pytest.approx(0.01)
     assert times._decode_s.of(3) == pytest.approx(0.3)
 

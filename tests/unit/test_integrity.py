@@ -1,4 +1,4 @@
-"""Books that are wrong are found when the engine comes to rest, told, and set right; running texts stay right."""
+"""Wrong accounting is found when the engine comes to rest, logged and rebuilt; running texts stay right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = pytest.mark.parametrize(("unified", "sharing"), [(True, "cells"), (False
 
 
 @KINDS
-def test_cells_that_nobody_knows_of_are_logged_with_a_dump_and_freed(
+def test_cells_outside_the_accounting_are_logged_with_a_dump_and_freed(
     unified: bool, sharing: Sharing, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = fake_engine(unified=unified, sharing=sharing)
@@ -30,7 +30,7 @@ def test_cells_that_nobody_knows_of_are_logged_with_a_dump_and_freed(
     leak.owned[3] += [-1, -2]
     with caplog.at_level(logging.ERROR):
         engine.generate([[2] * 10], greedy(3))
-    assert "seq_id 3 has 2 tokens in llama.cpp, 0 in the books" in caplog.text
+    assert "seq_id 3 has 2 tokens in llama.cpp, 0 in the accounting" in caplog.text
     assert "cells used, free seq_ids" in caplog.text
     assert (leak.n_used, engine.kv.n_used, engine.kv.n_cached) == (0, 0, 0)
     engine.kv.check()

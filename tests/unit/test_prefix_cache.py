@@ -29,7 +29,7 @@ WHOLE = pytest.mark.parametrize("kind", ["whole", "whole in streams"])
 @pytest.fixture(autouse=True)
 def short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that prompts here can be short."""
-    monkeypatch.setattr(kv_pool, "_LEAST_CACHED", 8)
+    monkeypatch.setattr(kv_pool, "_MIN_CACHED", 8)
 
 
 def engine_of(kind: str, *, n_ctx: int = 1024, n_batch: int = 64, **settings: Any) -> BatchInferenceEngine:

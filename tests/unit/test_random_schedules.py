@@ -49,7 +49,7 @@ def small_scale() -> Iterator[None]:
         patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
         patch.setattr(prefix_cache, "_COST_OF_TAKING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
-        patch.setattr(kv_pool, "_LEAST_CACHED", 2)
+        patch.setattr(kv_pool, "_MIN_CACHED", 2)
         yield
 
 

@@ -68,7 +68,7 @@ def test_nobody_decoding_means_large_steps() -> None:
 
 
 def test_a_step_is_no_larger_than_what_is_computed_at_once() -> None:
-    budget = StepBudget(2048, alone=512)
+    budget = StepBudget(2048, max_alone=512)
     run(budget, decode_s=0.05, token_s=1e-5)
     assert budget.prefill_tokens(0, 3) == 512
     assert budget.prefill_tokens(8, 1) > 512, "that is for the target to say"
@@ -117,7 +117,7 @@ def test_prompts_in_a_step_without_streams_hold_up_those_of_other_steps_no_longe
 def test_background_prompts_take_a_fifth_of_a_second_of_a_step_where_that_is_a_piece_worth_computing(
     token_s: float, most: int
 ) -> None:
-    budget = StepBudget(2048, alone=512)
+    budget = StepBudget(2048, max_alone=512)
     assert budget.prefill_tokens(0, 3, background=True) <= 200, "before anything is known"
     budget.observe(0, 100, 100 * token_s)
     assert budget.prefill_tokens(0, 3, background=True) == pytest.approx(most, abs=1)

@@ -129,7 +129,7 @@ def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
         return (0.5 if plan.adapters else 0.1) + 10 * plan.is_switch
 
     policy = Policy()
-    turns = policy.scheduler._turns
+    turns = policy.scheduler._lora
     policy.add(NONE, n_prompt=4)
     policy.add(X, n_prompt=4)
     for _ in range(12 * _TURN):
