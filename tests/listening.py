@@ -7,7 +7,7 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from aiohttp import web
 
@@ -66,15 +66,15 @@ def post(path: str, body: object) -> bytes:
     return head("POST", path, f"Content-Length: {len(data)}") + data
 
 
-async def until(condition: object, seconds: float = 5) -> None:
+async def until(condition: Callable[[], object], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         await asyncio.sleep(0.005)
 
 
-async def ended(reader: asyncio.StreamReader, seconds: float = 5) -> bytes:
-    """What came before the server closed the connection."""
+async def ended(reader: asyncio.StreamReader, seconds: float = 15) -> bytes:
+    """The bytes that came before the server closed the connection; it must, sooner than with its default timeouts."""
     came = bytearray()
 
     async def read() -> None:

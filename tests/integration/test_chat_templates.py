@@ -123,6 +123,7 @@ def test_a_known_name_writes_what_its_models_own_template_does(
     assert text == own
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_twenty_messages_are_rendered_within_five_milliseconds(models_templates: dict[str, ChatTemplate]) -> None:
     turns = [SUM, CALL, RESULT, CLEAR] * 5

@@ -37,7 +37,7 @@ async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
 async def is_served(listener: Listener) -> bool:
     reader, writer = await connect(listener)
     writer.write(head("GET", "/health"))
-    line = await asyncio.wait_for(reader.readline(), 2)
+    line = await asyncio.wait_for(reader.readline(), 30)
     writer.close()
     return b" 200 " in line
 
@@ -47,7 +47,7 @@ async def test_a_connection_without_a_whole_request_head_is_closed(engine: HeldE
     async with listening(create_app(engine), head_timeout=0.2) as listener:
         reader, writer = await connect(listener)
         writer.write(sent)
-        assert await ended(reader, 1) == b""
+        assert await ended(reader) == b""
         assert await is_served(listener)
 
 
@@ -55,7 +55,7 @@ async def test_a_trickle_of_header_bytes_does_not_help(engine: HeldEngine) -> No
     async with listening(create_app(engine), head_timeout=0.3) as listener:
         reader, writer = await connect(listener)
         writer.write(b"GET /health HTTP/1.1\r\nX: ")
-        closing = asyncio.create_task(ended(reader, 2))
+        closing = asyncio.create_task(ended(reader))
         while not closing.done():
             writer.write(b"y")
             await asyncio.sleep(0.02)
@@ -68,12 +68,12 @@ async def test_a_body_that_stalls_is_given_up_and_a_slow_one_is_not(engine: Held
         whole = post("/v1/completions", HELLO)
         reader, writer = await connect(listener)
         writer.write(whole[:-1])
-        assert await ended(reader, 2) == b""
+        assert await ended(reader) == b""
         reader, writer = await connect(listener)
         for i in range(0, len(whole), 8):
             writer.write(whole[i : i + 8])
             await asyncio.sleep(0.01)
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
         writer.close()
 
 
@@ -87,7 +87,7 @@ async def test_a_body_that_trickles_is_given_up(
         reader, writer = await connect(listener)
         kind = "Content-Type: multipart/form-data; boundary=b"
         writer.write(head("POST", path, "Content-Length: 10000", kind))
-        closing = asyncio.create_task(ended(reader, 5))
+        closing = asyncio.create_task(ended(reader))
         while not closing.done():
             writer.write(b"-")
             await asyncio.sleep(0.05)
@@ -102,7 +102,7 @@ async def test_an_upload_that_stalls_is_given_up_and_leaves_nothing(engine: Held
         kind = "Content-Type: multipart/form-data; boundary=b"
         writer.write(head("POST", "/v1/files", "Content-Length: 1000000", kind) + form + b"x" * 300_000)
         await until(lambda: list((tmp_path / "incoming").iterdir()))
-        assert await ended(reader, 2) == b""
+        assert await ended(reader) == b""
         await until(lambda: not list((tmp_path / "incoming").iterdir()))
 
 
@@ -116,7 +116,7 @@ async def test_a_connection_that_is_idle_after_a_request_is_closed(
             writer.write(head("GET", "/health"))
             assert b" 200 " in await reader.readuntil(b"}")
             await asyncio.sleep(0.15)
-        assert await ended(reader, 1) == b""
+        assert await ended(reader) == b""
         writer.close()
 
 
@@ -126,7 +126,7 @@ async def test_a_request_that_takes_long_is_no_idle_connection(engine: HeldEngin
         writer.write(post("/v1/completions", HELLO))
         await asyncio.sleep(0.5)
         engine.go_on.set()
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
         writer.close()
 
 
@@ -137,10 +137,10 @@ async def test_many_silent_connections_lock_nobody_out(engine: HeldEngine) -> No
         await until(lambda: engine.n_held == 1)
         silent = [await connect(listener) for _ in range(300)]
         assert await is_served(listener)
-        gone = [asyncio.create_task(ended(reader, 2)) for reader, _ in silent[:240]]
+        gone = [asyncio.create_task(ended(reader)) for reader, _ in silent[:240]]
         await asyncio.gather(*gone)  # the oldest made room
         engine.go_on.set()
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)  # the one that was busy did not
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)  # the one that was busy did not
         for _, writer in (*silent, (None, busy)):
             writer.close()
 
@@ -152,10 +152,10 @@ async def test_when_all_connections_are_busy_a_new_one_is_closed(engine: HeldEng
             writer.write(post("/v1/completions", HELLO))
         await until(lambda: engine.n_held == 3)
         reader, writer = await connect(listener)
-        assert await ended(reader, 1) == b""
+        assert await ended(reader) == b""
         engine.go_on.set()
         for reader, writer in busy:
-            assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
             writer.close()
         await asyncio.sleep(0.05)
         assert await is_served(listener)
@@ -248,7 +248,7 @@ async def test_a_client_that_reads_slowly_gets_all_of_it(tiny_llama: Path) -> No
         reader, writer = await deaf(listener, body)
         came = b""
         while b"[DONE]" not in came[-100:]:
-            data = await asyncio.wait_for(reader.read(16384), 2)
+            data = await asyncio.wait_for(reader.read(16384), 30)
             assert data, "it was cut off"
             came += data
             await asyncio.sleep(0.005)
@@ -281,7 +281,7 @@ async def test_with_a_certificate_it_speaks_https(engine: HeldEngine, tmp_path: 
                     assert answer.status == 200
                     assert "finish_reason" in await answer.text()
         reader, writer = await connect(listener)  # silent before the handshake
-        assert await ended(reader, 2) == b""
+        assert await ended(reader) == b""
         writer.close()
 
 

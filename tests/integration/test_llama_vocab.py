@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from hypothesis import given, settings
@@ -104,9 +104,9 @@ def test_long_texts_of_special_tokens_take_time_by_their_length(default_vocab: V
 
     def seconds(n: int) -> float:
         text = "<|im_start|>user\nhi<|im_end|>\n" * n
-        began = perf_counter()
+        began = thread_time()
         assert len(default_vocab.tokenize(text)) == 6 * n
-        return perf_counter() - began
+        return thread_time() - began
 
     assert min(seconds(40_000) for _ in range(2)) < 8 * min(seconds(10_000) for _ in range(2))
 

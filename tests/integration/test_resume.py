@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 
@@ -100,7 +99,7 @@ def test_times_count_from_the_first_arrival(engine: BatchInferenceEngine) -> Non
 def test_a_timeout_that_passed_meanwhile_ends_it(engine: BatchInferenceEngine) -> None:
     request = GenerationRequest(id="a", prompt="Hello", params=KINDS["greedy"], timeout=10)
     progress = ResumeState(tokens=[50], age=11.0, first_token_seconds=0)
-    began = perf_counter()
+    steps = engine.stats().steps
     (event,) = run(engine, request, progress)
     assert (event.finish_reason, event.text) == (FinishReason.TIMEOUT, "")
-    assert perf_counter() - began < 5
+    assert engine.stats().steps <= steps + 1

@@ -6,11 +6,14 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+import pytest
+
 from cppbatch import BatchInferenceEngine
 from cppbatch.engine.request import BACKGROUND
 from tests.fakes import greedy
 
 
+@pytest.mark.soak
 def test_a_first_token_comes_nearly_as_early_as_on_an_idle_engine(default_model: Path) -> None:
     """A hundred prompts keep all 16 places busy: less than 1.5 times as long as without them, plus one step."""
     idle, busy, steps = [], [], []

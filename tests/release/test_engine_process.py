@@ -381,10 +381,10 @@ async def test_health_tells_how_far_loading_is_and_nothing_is_taken_meanwhile(ti
 async def test_closing_while_loading_ends_the_worker(tiny_llama: Path) -> None:
     engine = EngineProcess(tiny_llama, **SETTINGS)
     await asyncio.sleep(0.1)
-    await asyncio.wait_for(engine.close(), 5)
+    await asyncio.wait_for(engine.close(), 30)
     assert engine.health().status == "closed"
     with pytest.raises(EngineClosed, match="closed while it loaded"):
-        await asyncio.wait_for(engine.loaded(), 1)
+        await asyncio.wait_for(engine.loaded(), 30)
 
 
 # --- what cannot be sent ----------------------------------------------------------------------------------------------

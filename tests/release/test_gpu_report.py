@@ -5,7 +5,6 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -108,9 +107,7 @@ def test_swapping_and_the_tests_are_there(report: dict[str, str]) -> None:
 
 
 def test_without_peers_and_without_time_every_part_says_why_it_is_empty(tmp_path: Path) -> None:
-    began = time.monotonic()
     sections = gpu_report(tmp_path, "-m", tmp_path / "none.gguf", "--minutes", "0.03")
-    assert time.monotonic() - began < 20
     for name in ("unified", "per-sequence"):
         assert "was not measured: --peers was not given" in sections[f"llama-batched-bench, {name}"]
     for name in ("The engine, and where the time of a step goes", "Swapping 64 tokens", "Tests"):

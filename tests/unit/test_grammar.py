@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -118,17 +118,17 @@ def test_a_schema_that_requires_itself_within_itself_never_ends(schema: Any) -> 
 
 def test_a_schema_of_many_branches_is_looked_at_in_bounded_time() -> None:
     names = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(60)}
-    began = perf_counter()
+    began = thread_time()
     has_finite_instance(
         {"$ref": "#/$defs/0", "$defs": {**names, "60": LOOP | {"properties": {"a": {"$ref": "#/$defs/0"}}}}}
     )
-    assert perf_counter() - began < 5
+    assert thread_time() - began < 5
 
 
 def test_a_schema_whose_references_are_long_is_searched_within_bounds() -> None:
     """It took minutes, beyond all limits: each step may walk a path of tens of thousands of parts."""
     defs: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(14)}
     defs["d14"] = {"$ref": "#/" + "/" * 60_000}
-    began = perf_counter()
+    began = thread_time()
     assert has_finite_instance({"$ref": "#/$defs/d0", "$defs": defs})
-    assert perf_counter() - began < 5  # mostly 0.1 s; it was 77
+    assert thread_time() - began < 5  # mostly 0.1 s; it was 77

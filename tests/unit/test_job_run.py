@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -101,18 +101,20 @@ async def test_cancelled_it_records_what_was_answered(tmp_path: Path) -> None:
         await run
     assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-2", "id-3"]
     for _ in range(4):  # all places are free again
-        await asyncio.wait_for(places.acquire(), 1)
+        await asyncio.wait_for(places.acquire(), 30)
 
 
 async def test_a_run_that_is_cancelled_reads_no_further_and_holds_up_nobody(tmp_path: Path) -> None:
     """As when a million lines that are done already are skipped."""
     journal = opened(tmp_path)
     n_read = 0
+    is_reading, go_on = threading.Event(), threading.Event()
 
     def windows() -> Iterator[list[JobRequest]]:
         nonlocal n_read
         while True:
-            time.sleep(0.8)
+            is_reading.set()
+            assert go_on.wait(60), "the event loop is blocked while a window is read"
             n_read += 1
             yield []
 
@@ -120,16 +122,14 @@ async def test_a_run_that_is_cancelled_reads_no_further_and_holds_up_nobody(tmp_
         return GOOD
 
     run = asyncio.create_task(JobRunner(windows(), journal, work, asyncio.Semaphore(1)).run())
-    await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(is_reading.wait, 60)
     run.cancel()
-    longest, before = 0.0, time.perf_counter()
-    while not run.done():
-        await asyncio.sleep(0.001)
-        now = time.perf_counter()
-        longest, before = max(longest, now - before), now
-    assert run.cancelled()
+    await asyncio.sleep(0.05)  # the loop runs while the read goes on
+    assert n_read == 0
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await run
     assert n_read == 1
-    assert longest < 0.4  # of the 0.7 s that are left of the read
 
 
 async def test_a_disk_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
