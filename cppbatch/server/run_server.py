@@ -16,6 +16,7 @@ from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.config import EngineConfig
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app
+from cppbatch.server.batches.work import URLS
 from cppbatch.server.connections import max_connections
 from cppbatch.server.listener import Address, Listener, listen
 from cppbatch.server.settings import ServerSettings
@@ -37,7 +38,7 @@ async def run_server(
     """
     stop = asyncio.Event()
     set_on_signals(stop)
-    storage = open_storage(settings.data_dir)
+    storage = open_storage(settings.data_dir, URLS)
     engine = deployment.start(config)
     app = create_app(engine, settings, storage)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 from aiohttp import web
@@ -13,7 +14,6 @@ from cppbatch.errors import DiskFull, StorageError
 from cppbatch.jobs.batch_manager import BatchManager
 from cppbatch.jobs.data_folder import open_data_folder
 from cppbatch.server.api_errors import NoStorage
-from cppbatch.server.batches.work import URLS
 from cppbatch.server.server_stats import BatchStats
 
 log = logging.getLogger("cppbatch.server")
@@ -26,12 +26,21 @@ class Storage:
     """The batches of this server. Without them, requests for files and batches are refused with the reason."""
 
     def __init__(
-        self, batches: BatchManager | None = None, *, error: StorageError | None = None, folder: Path | None = None
+        self,
+        batches: BatchManager | None = None,
+        *,
+        error: StorageError | None = None,
+        folder: Path | None = None,
+        urls: Collection[str] = (),
     ) -> None:
-        """`error`: why the data folder cannot be used. `folder`: the folder to try again while its disk is full."""
+        """`error`: why the data folder cannot be used. `folder`: the folder to try again while its disk is full.
+
+        `urls`: the endpoints that batches support.
+        """
         self.batches = batches
         self.error = error
         self._folder = folder
+        self._urls = urls
         self._stopped = False
 
     @property
@@ -46,7 +55,7 @@ class Storage:
             if self._stopped:
                 break
             try:
-                self.batches = BatchManager(await asyncio.to_thread(open_data_folder, self._folder), URLS)
+                self.batches = BatchManager(await asyncio.to_thread(open_data_folder, self._folder), self._urls)
             except StorageError as error:
                 self.error = error
             else:
@@ -84,16 +93,16 @@ def batches_of(request: web.Request) -> BatchManager:
     return storage.batches
 
 
-def open_storage(data_dir: Path | None) -> Storage:
-    """Opens the data folder.
+def open_storage(data_dir: Path | None, urls: Collection[str]) -> Storage:
+    """Opens the data folder. `urls`: the endpoints that batches support.
 
     Raises `StorageError` if `data_dir` cannot be used for another reason than a full disk. The default folder may be
     in use by another server; then this one has no storage.
     """
     folder = data_dir or user_data_path("cppbatch")
     try:
-        return Storage(BatchManager(open_data_folder(folder), URLS))
+        return Storage(BatchManager(open_data_folder(folder), urls))
     except StorageError as error:
         if data_dir and not isinstance(error, DiskFull):
             raise
-        return Storage(error=error, folder=folder)
+        return Storage(error=error, folder=folder, urls=urls)

@@ -25,7 +25,7 @@ from cppbatch.jobs.data_folder import DataFolder
 from cppbatch.jobs.database import Database
 from cppbatch.server import storage
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.work import BatchWork
+from cppbatch.server.batches.work import URLS, BatchWork
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, open_storage
@@ -42,7 +42,9 @@ Start = Callable[..., AppThread]
 def start_server(model: Path, folder: Path | None, **limits: Any) -> AppThread:
     engine = {"model": model, "n_ctx": 2048, "n_parallel": 4, "n_threads": 1}
     settings = ServerSettings(limits=Limits(**limits))
-    return AppThread(engine, lambda client: create_app(client, settings, open_storage(folder) if folder else None))
+    return AppThread(
+        engine, lambda client: create_app(client, settings, open_storage(folder, URLS) if folder else None)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from cppbatch.errors import ConfigError
 from cppbatch.jobs.batch_records import File
 from cppbatch.server import listener as listener_module
 from cppbatch.server.app import create_app
+from cppbatch.server.batches.work import URLS
 from cppbatch.server.connections import max_connections
 from cppbatch.server.listener import Listener, tls_context
 from cppbatch.server.storage import open_storage
@@ -83,7 +84,7 @@ async def test_a_body_that_trickles_is_given_up(
 ) -> None:
     """Though never so long without a byte that it would count as stalled."""
     caplog.set_level(logging.INFO, "cppbatch")
-    async with listening(create_app(engine, storage=open_storage(tmp_path)), idle_timeout=0.4) as listener:
+    async with listening(create_app(engine, storage=open_storage(tmp_path, URLS)), idle_timeout=0.4) as listener:
         reader, writer = await connect(listener)
         kind = "Content-Type: multipart/form-data; boundary=b"
         writer.write(head("POST", path, "Content-Length: 10000", kind))
@@ -96,7 +97,7 @@ async def test_a_body_that_trickles_is_given_up(
 
 
 async def test_an_upload_that_stalls_is_given_up_and_leaves_nothing(engine: HeldEngine, tmp_path: Path) -> None:
-    async with listening(create_app(engine, storage=open_storage(tmp_path)), idle_timeout=0.4) as listener:
+    async with listening(create_app(engine, storage=open_storage(tmp_path, URLS)), idle_timeout=0.4) as listener:
         reader, writer = await connect(listener)
         form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
         kind = "Content-Type: multipart/form-data; boundary=b"
@@ -194,7 +195,7 @@ async def test_a_download_that_nobody_reads_is_cut_off(
     engine: HeldEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "cppbatch")
-    storage = open_storage(tmp_path)
+    storage = open_storage(tmp_path, URLS)
     assert storage.batches
     data, size = storage.batches.data, 64 << 20
     data.incoming("file-a").write_bytes(bytes(size))

@@ -17,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from cppbatch.server.app import create_app
+from cppbatch.server.batches.work import URLS
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
@@ -51,7 +52,7 @@ EXAMPLES = {
 def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppThread]:
     settings, data = ServerSettings(limits=Limits(max_tokens=8, max_n=4)), tmp_path_factory.mktemp("data")
     engine = {"model": tiny_llama, "n_ctx": 2048, "n_parallel": 8, "n_threads": 1}
-    app = AppThread(engine, lambda client: create_app(client, settings, open_storage(data)))
+    app = AppThread(engine, lambda client: create_app(client, settings, open_storage(data, URLS)))
     yield app
     app.stop()
 
