@@ -20,7 +20,7 @@ from cppbatch.server.keys import key_middleware
 from cppbatch.server.limits import Slots
 from cppbatch.server.llama_server import routes as llama_server
 from cppbatch.server.logs import access_middleware, add_request_id
-from cppbatch.server.openai import routes as openai
+from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.responses import routes as responses
 from cppbatch.server.server_metrics import METRICS, ServerMetrics, metrics_middleware
 from cppbatch.server.serving import SERVING, Serving
@@ -31,7 +31,9 @@ from cppbatch.server.vectors import routes as vectors
 _ROUTES = (
     status.routes,
     openapi.routes,
-    openai.routes,
+    models_endpoint.routes,
+    completions.routes,
+    chat_completions.routes,
     responses.routes,
     anthropic.routes,
     vectors.routes,

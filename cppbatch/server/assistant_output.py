@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import AssistantMessage, Delta, ReasoningDelta
 from cppbatch.chat.output_parser import OutputParser
 from cppbatch.engine.request import FinishReason, GenerationEvent
+
+FinishReasonName = Literal["stop", "length", "tool_calls", "timeout"]
+
+_FINISH_REASONS: dict[FinishReason, FinishReasonName] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMEOUT: "timeout",
+}
+"""Events with other finish reasons are errors and are not read."""
 
 
 class AssistantOutput:
@@ -21,8 +30,8 @@ class AssistantOutput:
         self.reasoning_tokens = 0
         """Tokens of reasoning. Counted event by event; an event with both reasoning and other text is split in
         proportion to its characters, so the figure is then an estimate."""
-        self.finish_reason: str | None = None
-        """stop, length, tool_calls or timeout, when the message has ended."""
+        self.finish_reason: FinishReasonName | None = None
+        """None until the message has ended."""
 
     def read(self, event: GenerationEvent) -> list[Delta]:
         """The deltas of an event."""
@@ -33,7 +42,7 @@ class AssistantOutput:
         self._count_reasoning(len(event.tokens), deltas)
         if event.finish_reason:
             has_called = self.message.calls and event.finish_reason is FinishReason.STOP
-            self.finish_reason = "tool_calls" if has_called else event.finish_reason.value
+            self.finish_reason = "tool_calls" if has_called else _FINISH_REASONS[event.finish_reason]
         return deltas
 
     def _count_reasoning(self, n_tokens: int, deltas: list[Delta]) -> None:

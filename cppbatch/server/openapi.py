@@ -18,7 +18,7 @@ from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_
 from cppbatch.server.files.endpoints import ENDPOINTS as FILES
 from cppbatch.server.generate.endpoints import ENDPOINTS as GENERATE
 from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
-from cppbatch.server.openai.endpoints import ENDPOINTS as OPENAI
+from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.responses.endpoints import ENDPOINTS as RESPONSES
 from cppbatch.server.sampling_fields import MAX_CHOICES, SamplingFields
 from cppbatch.server.vectors.endpoints import ENDPOINTS as VECTORS
@@ -49,7 +49,9 @@ async def openapi(_request: web.Request) -> web.Response:
 ENDPOINTS = {
     **status.ENDPOINTS,
     ("get", "/openapi.json"): Endpoint("This document", json_content({"type": "object"}), (401, 503)),
-    **OPENAI,
+    **models_endpoint.ENDPOINTS,
+    **completions.ENDPOINTS,
+    **chat_completions.ENDPOINTS,
     **RESPONSES,
     **ANTHROPIC,
     **VECTORS,

@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.engine.params import GRAMMARS
 from cppbatch.server.app import create_app
-from cppbatch.server.openai.schemas import CompletionRequest
+from cppbatch.server.openai.completions import CompletionRequest
 from tests.unit.test_http_sampling import MESSAGES, OTHERS
 
 Http = TestClient[Any, Any]

@@ -9,7 +9,8 @@ import pytest
 
 from cppbatch import SamplingParams
 from cppbatch.engine.params import SAMPLERS
-from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
+from cppbatch.server.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.openai.completions import CompletionRequest
 from cppbatch.server.parse import parse
 
 Json = dict[str, Any]
@@ -33,7 +34,7 @@ OTHERS: Json = {
 def test_every_field_of_sampling_params_may_be_given_in_a_request() -> None:
     assert set(OTHERS) == set(SamplingParams.__struct_fields__) - {"logits_processor"}
     assert set(OTHERS) <= set(CompletionRequest.__struct_encode_fields__)
-    assert set(OTHERS) - set(ChatRequest.__struct_encode_fields__) == {"echo"}
+    assert set(OTHERS) - set(ChatCompletionRequest.__struct_encode_fields__) == {"echo"}
 
 
 @pytest.mark.parametrize("field", OTHERS)
@@ -43,4 +44,4 @@ def test_what_a_request_says_is_what_the_engine_is_told(field: str) -> None:
     assert expected != SamplingParams()
     assert parse(json.dumps({"prompt": "x", **fields}).encode(), CompletionRequest).params() == expected
     if field not in ("echo", "logprobs"):
-        assert parse(json.dumps({"messages": MESSAGES, **fields}).encode(), ChatRequest).params() == expected
+        assert parse(json.dumps({"messages": MESSAGES, **fields}).encode(), ChatCompletionRequest).params() == expected

@@ -11,7 +11,8 @@ from aiohttp import hdrs
 from cppbatch.engine.params import RANGES, SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.app import create_app
-from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
+from cppbatch.server.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.openai.completions import CompletionRequest
 from cppbatch.server.openapi import document
 from cppbatch.server.responses.schemas import ResponsesRequest
 
@@ -36,7 +37,7 @@ def test_every_route_is_in_the_document_and_the_other_way_round() -> None:
 
 
 @pytest.mark.parametrize("name", RANGES)
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_the_document_has_the_ranges_that_are_checked(name: str, kind: type) -> None:
     (number,) = (each for each in schema_of(kind)[name]["anyOf"] if each["type"] != "null")
     for bound, outside in ((number["minimum"], -0.001), (number["maximum"], 0.001)):
@@ -46,8 +47,8 @@ def test_the_document_has_the_ranges_that_are_checked(name: str, kind: type) -> 
 
 
 def test_names_that_others_use_have_the_ranges_too() -> None:
-    assert schema_of(ChatRequest)["top_logprobs"]["anyOf"][0]["maximum"] == 20
-    assert schema_of(ChatRequest)["logprobs"]["anyOf"][0] == {"type": "boolean"}
+    assert schema_of(ChatCompletionRequest)["top_logprobs"]["anyOf"][0]["maximum"] == 20
+    assert schema_of(ChatCompletionRequest)["logprobs"]["anyOf"][0] == {"type": "boolean"}
     assert schema_of(ResponsesRequest)["top_logprobs"]["anyOf"][0]["maximum"] == 20
     assert schema_of(ResponsesRequest)["max_output_tokens"]["anyOf"][0]["maximum"] == 2**31 - 1
     assert schema_of(CompletionRequest)["logprobs"]["anyOf"][0]["maximum"] == 20

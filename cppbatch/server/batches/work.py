@@ -10,8 +10,9 @@ from cppbatch.engine.params import replaced
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.jobs.job_request import JobRequest, JobResponse
 from cppbatch.server.api_errors import api_error, error_body
-from cppbatch.server.openai.plans import COMPLETION_TOKENS, prepare_chat_completion, prepare_completion
-from cppbatch.server.openai.schemas import ChatRequest, CompletionRequest
+from cppbatch.server.openai.chat_completions import prepare_chat_completion
+from cppbatch.server.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest, prepare_completion
 from cppbatch.server.parse import convert
 from cppbatch.server.response import PreparedRequest
 from cppbatch.server.responses.plans import prepare_response
@@ -23,7 +24,7 @@ from cppbatch.server.vectors.plans import prepare_embeddings, prepare_rerank
 from cppbatch.server.vectors.schemas import EmbeddingRequest, RerankRequest
 
 _ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[PreparedRequest]]]] = {
-    "/v1/chat/completions": (ChatRequest, prepare_chat_completion),
+    "/v1/chat/completions": (ChatCompletionRequest, prepare_chat_completion),
     "/v1/completions": (CompletionRequest, prepare_completion),
     "/v1/responses": (ResponsesRequest, prepare_response),
     "/v1/embeddings": (EmbeddingRequest, prepare_embeddings),
@@ -85,7 +86,7 @@ class BatchWork:
         """Raises `InvalidRequest`."""
         kind, prepare = _ENDPOINTS[item.url]
         if kind is CompletionRequest:  # a mere prompt asks for a text, not for 16 tokens of one
-            prepare = partial(prepare_completion, usual_tokens=None if item.is_plain else COMPLETION_TOKENS)
+            prepare = partial(prepare_completion, default_max_tokens=None if item.is_plain else DEFAULT_MAX_TOKENS)
         fields = item.body
         if issubclass(kind, SamplingFields):
             fields = merged(self._defaults, fields)

@@ -26,9 +26,8 @@ from cppbatch.server.llama_server.shapes import (
     TemplateAnswer,
     TokenizeAnswer,
 )
-from cppbatch.server.openai.schemas import ChatRequest
-from cppbatch.server.openai.shapes import ChatAnswer
-from cppbatch.server.shapes import ModelList
+from cppbatch.server.openai.chat_types import ChatCompletionRequest, ChatCompletionResponse
+from cppbatch.server.openai.models_endpoint import ModelList
 
 _FEW_FIELDS = {"type": "object", "description": "With `response_fields`: those alone"}
 _ONE = {"anyOf": [schema_ref(LlamaAnswer), _FEW_FIELDS]}
@@ -49,7 +48,7 @@ ENDPOINTS = {
         "The text of tokens", DetokenizeRequest, DetokenizeAnswer, streams=False
     ),
     ("post", "/apply-template"): generation_endpoint(
-        "The prompt of a conversation, not continued", ChatRequest, TemplateAnswer, streams=False
+        "The prompt of a conversation, not continued", ChatCompletionRequest, TemplateAnswer, streams=False
     ),
     ("get", "/props"): query_endpoint("What is loaded, and the defaults", Props),
     ("get", "/slots"): Endpoint(
@@ -65,5 +64,7 @@ ENDPOINTS = {
         types=(LoraAdapter,),
     ),
     ("get", "/models"): query_endpoint("As /v1/models", ModelList),
-    ("post", "/chat/completions"): generation_endpoint("As /v1/chat/completions", ChatRequest, ChatAnswer),
+    ("post", "/chat/completions"): generation_endpoint(
+        "As /v1/chat/completions", ChatCompletionRequest, ChatCompletionResponse
+    ),
 }

@@ -25,9 +25,9 @@ from cppbatch.server.llama_server.schemas import (
 from cppbatch.server.llama_server.shapes import DefaultSettings, LoraAdapter, Modalities, Props, Slot
 from cppbatch.server.llama_server.time_limit import run_with_time_limit
 from cppbatch.server.llama_server.tokens import text_of, tokens_of
-from cppbatch.server.openai.plans import next_turn
-from cppbatch.server.openai.routes import chat_completions, models
-from cppbatch.server.openai.schemas import ChatRequest
+from cppbatch.server.openai.chat_completions import chat_completions, prepare_chat
+from cppbatch.server.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.openai.models_endpoint import models
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import PreparedRequest, respond
 from cppbatch.server.serving import SERVING, Serving
@@ -98,8 +98,8 @@ async def detokenize(request: web.Request) -> web.Response:
 @routes.post("/apply-template")
 async def apply_template(request: web.Request) -> web.Response:
     """The prompt of a conversation."""
-    body, serving = await read_json(request, ChatRequest), request.app[SERVING]
-    return json_response({"prompt": (await next_turn(body, serving)).prompt})
+    body, serving = await read_json(request, ChatCompletionRequest), request.app[SERVING]
+    return json_response({"prompt": (await prepare_chat(body, serving)).prompt})
 
 
 @routes.get("/props")

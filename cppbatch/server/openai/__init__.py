@@ -1,1 +1,1 @@
-"""OpenAI's API: completions, chat, embeddings, responses, models."""
+"""OpenAI's API: completions, chat completions, models."""

@@ -1,0 +1,158 @@
+"""`POST /v1/chat/completions`. The types of its requests and responses are in `chat_types`."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
+from cppbatch.engine.request import GenerationEvent, TokenLogprob
+from cppbatch.server.assistant_output import AssistantOutput
+from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.openai.chat_types import (
+    CalledFunction,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatDelta,
+    FunctionDelta,
+    ResponseMessage,
+    ResponseToolCall,
+    ToolCallDelta,
+)
+from cppbatch.server.openai.choices import ChoicesBuilder, Usage, logprobs_of
+from cppbatch.server.parse import read_json
+from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
+from cppbatch.server.response_logprobs import ChatLogprobs, chat_token_logprobs
+from cppbatch.server.serving import SERVING, Serving
+
+routes = web.RouteTableDef()
+
+
+@routes.post("/v1/chat/completions")
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Generates the assistant's next message of a conversation."""
+    body = await read_json(request, ChatCompletionRequest)
+    return await respond(request, await prepare_chat_completion(body, request.app[SERVING]))
+
+
+ENDPOINTS = {
+    ("post", "/v1/chat/completions"): generation_endpoint(
+        "Generates the assistant's next message of a conversation", ChatCompletionRequest, ChatCompletionResponse
+    ),
+}
+
+
+async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving) -> PreparedRequest:
+    """The engine requests and the builder for a chat completion. Batch jobs use it too. Raises `InvalidRequest`."""
+    serving.check(body)
+    chat = await prepare_chat(body, serving)
+    params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
+    builder = ChatCompletionBuilder(body, serving.info.name, chat)
+    requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
+    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=chat.renames)
+
+
+async def prepare_chat(body: ChatCompletionRequest, serving: Serving) -> PreparedChat:
+    """The conversation as a prompt, with the parser of the answer. Raises `InvalidRequest`."""
+    serving.check_size("messages", body.messages, body.tools)
+    return await serving.prepare_chat(
+        body.conversation(),
+        tools=body.functions(),
+        choice=body.choice(),
+        schema=body.schema(),
+        variables=body.template_variables(),
+        continue_final_message=None if body.add_generation_prompt is None else not body.add_generation_prompt,
+    )
+
+
+class ChatCompletionBuilder(ChoicesBuilder):
+    """Builds the response of a chat completion."""
+
+    def __init__(self, body: ChatCompletionRequest, model: str, chat: PreparedChat) -> None:
+        super().__init__(body, model, id_prefix="chatcmpl-")
+        self._wants_logprobs = bool(body.wants_logprobs)
+        self._chat = chat
+        self._outputs: dict[int, AssistantOutput] = {}  # by completion
+
+    def build(self, completions: list[list[GenerationEvent]]) -> ChatCompletionResponse:
+        """As in `ResponseBuilder`."""
+        logprobs = [logprobs_of(events) for events in completions]
+        choices = []
+        for index, i in enumerate(self.shown(logprobs)):
+            output = AssistantOutput(self._chat)
+            for event in completions[i]:
+                output.read(event)
+            assert output.finish_reason is not None
+            choices.append(
+                ChatChoice(
+                    index=index,
+                    message=_message(output),
+                    logprobs=self._logprobs(logprobs[i]),
+                    finish_reason=output.finish_reason,
+                    seed=self.seed(i),
+                )
+            )
+        return ChatCompletionResponse(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage()
+        )
+
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`. The first chunk of a choice has the role, the last one the finish reason."""
+        chunks = []
+        output = self._outputs.get(index)
+        if output is None:
+            output = self._outputs[index] = AssistantOutput(self._chat)
+            role = ChatDelta(role="assistant", content="")
+            chunks.append(self.chunk([ChatChunkChoice(index=index, delta=role)]))
+        deltas = [_delta(delta) for delta in output.read(event)]
+        if event.logprobs and not deltas:  # of tokens without text, such as tags
+            deltas = [ChatDelta(content="")]
+        logprobs = self._logprobs(event.logprobs) if event.logprobs else None
+        for delta in deltas:
+            chunks.append(self.chunk([ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)]))
+            logprobs = None  # the first chunk of an event has those of all its tokens
+        if event.finish_reason:
+            last = ChatChunkChoice(
+                index=index, delta=ChatDelta(), finish_reason=output.finish_reason, seed=self.seed(index)
+            )
+            chunks.append(self.chunk([last]))
+        return chunks
+
+    def chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ServerSentEvent:
+        """As in `ChoicesBuilder`."""
+        return ServerSentEvent(
+            ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        )
+
+    def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
+        return ChatLogprobs(content=chat_token_logprobs(entries)) if self._wants_logprobs else None
+
+
+def _message(output: AssistantOutput) -> ResponseMessage:
+    """The whole message."""
+    said = output.message
+    calls = [
+        ResponseToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+        for call in said.calls
+    ]
+    return ResponseMessage(
+        content=said.text if said.text or not calls else None,
+        reasoning_content=said.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _delta(delta: Delta) -> ChatDelta:
+    """`delta` of a chunk."""
+    if isinstance(delta, TextDelta):
+        return ChatDelta(content=delta.text)
+    if isinstance(delta, ReasoningDelta):
+        return ChatDelta(reasoning_content=delta.text)
+    if isinstance(delta, ToolCallStart):
+        function = FunctionDelta(name=delta.name, arguments="")
+        return ChatDelta(tool_calls=[ToolCallDelta(index=delta.index, id=delta.id, type="function", function=function)])
+    return ChatDelta(tool_calls=[ToolCallDelta(index=delta.index, function=FunctionDelta(arguments=delta.text))])

@@ -1,0 +1,184 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.openai.choices import ChoicesBuilder, Usage, logprobs_of
+from cppbatch.server.parse import read_json
+from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
+from cppbatch.server.response_logprobs import CompletionLogprobs, completion_logprobs
+from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server.serving import SERVING, Prompt, Serving
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions; chat completions have none."""
+
+routes = web.RouteTableDef()
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """The body of `POST /v1/completions`. Unknown fields are ignored, as OpenAI does."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    """Show log-probabilities: of the generated tokens, and of this many (to 20) of the likeliest at each position."""
+    suffix: str | None = None
+    """The text after the completion, for models that were trained to fill in the middle."""
+    user: str | None = None
+    """Not used."""
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: one text, one list of token ids, or several of either. Raises `InvalidRequest`."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and all(isinstance(item, int) for item in self.prompt):
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        prompts = [item for item in self.prompt if not isinstance(item, int)]
+        if not prompts or len(prompts) < len(self.prompt):
+            raise InvalidRequest("prompt", "must be a string, token ids, or a list of those, and not empty")
+        return prompts
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    seed: int
+    """A request with this seed generates the same text."""
+
+
+class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/completions`, not streamed."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """New text of a choice."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    """Only in the last chunk of the choice."""
+    seed: int | UnsetType = UNSET
+    """Only in the last chunk of the choice."""
+
+
+class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType = UNSET
+    """With `stream_options.include_usage`, only in the last chunk, which has no choices."""
+
+
+@routes.post("/v1/completions")
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Completes one or more prompts."""
+    body = await read_json(request, CompletionRequest)
+    return await respond(request, await prepare_completion(body, request.app[SERVING]))
+
+
+ENDPOINTS = {
+    ("post", "/v1/completions"): generation_endpoint(
+        "Completes one or more prompts", CompletionRequest, CompletionResponse
+    ),
+}
+
+
+async def prepare_completion(
+    body: CompletionRequest, serving: Serving, default_max_tokens: int | None = DEFAULT_MAX_TOKENS
+) -> PreparedRequest:
+    """The engine requests and the builder for a completion. Batch jobs use it too. Raises `InvalidRequest`."""
+    serving.check(body)
+    schema = body.schema()
+    form = {} if schema is None else {"json_schema": schema}
+    params = body.params(max_tokens=serving.limits.default_tokens(default_max_tokens), **form)
+    prompts: list[Prompt] = body.prompts()
+    builder = CompletionBuilder(body, serving.info.name)
+    if body.suffix:
+        prompts = [_fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
+    requests = serving.engine_requests(body, builder.id, prompts, params)
+    return PreparedRequest(requests, builder, stream=bool(body.stream))
+
+
+def _fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
+    """The prompt for the text between a prefix and a suffix, in the model's own form."""
+    tokens = serving.info.fill_in
+    if tokens is None:
+        raise InvalidRequest("suffix", f"cannot be used: {serving.info.name} was not trained to fill in")
+    if not isinstance(prefix, str):
+        raise InvalidRequest("suffix", "needs a prompt that is text, not token ids")
+    return f"{tokens.prefix}{prefix}{tokens.suffix}{suffix}{tokens.middle}"
+
+
+class CompletionBuilder(ChoicesBuilder):
+    """Builds the response of a completion."""
+
+    def __init__(self, body: CompletionRequest, model: str) -> None:
+        super().__init__(body, model, id_prefix="cmpl-")
+        self._wants_logprobs = body.logprobs is not None
+
+    def build(self, completions: list[list[GenerationEvent]]) -> CompletionResponse:
+        """As in `ResponseBuilder`."""
+        logprobs = [logprobs_of(events) for events in completions]
+        choices = [
+            CompletionChoice(
+                index=index,
+                text="".join(event.text for event in completions[i]),
+                logprobs=self._logprobs(logprobs[i]),
+                finish_reason=self._finish_reason(i),
+                seed=self.seed(i),
+            )
+            for index, i in enumerate(self.shown(logprobs))
+        ]
+        return CompletionResponse(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage()
+        )
+
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        chunks = []
+        if event.text or event.logprobs:
+            logprobs = self._logprobs(event.logprobs) if event.logprobs else None
+            chunks.append(self.chunk([CompletionChunkChoice(index=index, text=event.text, logprobs=logprobs)]))
+        if event.finish_reason:
+            last = CompletionChunkChoice(index=index, text="", finish_reason=event.finish_reason, seed=self.seed(index))
+            chunks.append(self.chunk([last]))
+        return chunks
+
+    def chunk(self, choices: list[CompletionChunkChoice], usage: Usage | UnsetType = UNSET) -> ServerSentEvent:
+        """As in `ChoicesBuilder`."""
+        return ServerSentEvent(
+            CompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        )
+
+    def _logprobs(self, entries: list[TokenLogprob]) -> CompletionLogprobs | None:
+        return completion_logprobs(entries) if self._wants_logprobs else None
+
+    def _finish_reason(self, index: int) -> FinishReason:
+        reason = self.last_events[index].finish_reason
+        assert reason is not None
+        return reason
