@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,14 +37,14 @@ WHOLE_FILES = {f"{name}.gguf" for name in list(BROKEN)[6:]}
 
 
 @pytest.fixture(params=BROKEN)
-def broken(request, tmp_path) -> tuple[Path, str]:
+def broken(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     """A file and what a message about it must advise."""
     write, advice = BROKEN[request.param]
     return write(tmp_path / f"{request.param}.gguf"), advice
 
 
 @pytest.fixture
-def run(capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line in this process: exit code, stdout, stderr."""
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
@@ -66,7 +67,7 @@ def assert_one_line(code: int, stderr: str) -> str:
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
-def test_a_file_that_cannot_run_ends_the_command_with_one_helpful_line(broken, command):
+def test_a_file_that_cannot_run_ends_the_command_with_one_helpful_line(broken: tuple[Path, str], command: str) -> None:
     path, advice = broken
     rest = ["-p", "x"] if command == "generate" else ["--port", "0"]
     done = subprocess.run(
@@ -98,19 +99,25 @@ def test_a_file_that_cannot_run_ends_the_command_with_one_helpful_line(broken, c
         (["--temp", "nan"], "temperature"),
     ],
 )
-def test_flags_that_make_no_sense_end_with_one_line_that_names_them(run, tiny_llama, flags, advice):
+def test_flags_that_make_no_sense_end_with_one_line_that_names_them(
+    run: Callable[..., tuple[int, str, str]], tiny_llama: Path, flags: Any, advice: str
+) -> None:
     code, out, err = run("generate", "-m", tiny_llama, "-p", "x", *flags)
     line = assert_one_line(code, err)
     assert advice in line
     assert out == ""
 
 
-def test_generate_with_vectors_in_place_of_text_says_what_the_model_is(run, tiny_llama):
+def test_generate_with_vectors_in_place_of_text_says_what_the_model_is(
+    run: Callable[..., tuple[int, str, str]], tiny_llama: Path
+) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1", "-t", "1", "--pooling", "mean", "-p", "x")
     assert "runs as an embedding model (--pooling mean) and gives no text" in assert_one_line(code, err)
 
 
-def test_generate_without_a_prompt_says_how_to_give_one(run, tiny_llama):
+def test_generate_without_a_prompt_says_how_to_give_one(
+    run: Callable[..., tuple[int, str, str]], tiny_llama: Path
+) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1")
     assert code == 2
     assert "give -p TEXT" in err
@@ -119,7 +126,9 @@ def test_generate_without_a_prompt_says_how_to_give_one(run, tiny_llama):
 # --- models inspect, models list -------------------------------------------------------------------------------------
 
 
-def test_inspect_refuses_what_is_no_model_with_one_helpful_line(broken, run):
+def test_inspect_refuses_what_is_no_model_with_one_helpful_line(
+    broken: tuple[Path, str], run: Callable[..., tuple[int, str, str]]
+) -> None:
     path, advice = broken
     if path.name in WHOLE_FILES:
         return  # only that they cannot run
@@ -131,14 +140,18 @@ def test_inspect_refuses_what_is_no_model_with_one_helpful_line(broken, run):
 
 
 @pytest.mark.parametrize("n_bytes", [1, 4, 23, 24, 100, 5000, 20_000, 100_000])
-def test_inspect_refuses_a_file_cut_anywhere(tiny_llama, tmp_path, run, n_bytes):
+def test_inspect_refuses_a_file_cut_anywhere(
+    tiny_llama: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]], n_bytes: int
+) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(tiny_llama.read_bytes()[:n_bytes])
     code, _, err = run("models", "inspect", path)
     assert str(path) in assert_one_line(code, err)
 
 
-def test_inspect_shows_what_a_model_says_about_itself(tiny_llama, run):
+def test_inspect_shows_what_a_model_says_about_itself(
+    tiny_llama: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
     code, out, err = run("models", "inspect", tiny_llama)
     rows = dict(
         line.strip().split(maxsplit=1) for line in out.replace("n ", "n_").splitlines() if len(line.split()) > 1
@@ -150,7 +163,7 @@ def test_inspect_shows_what_a_model_says_about_itself(tiny_llama, run):
     assert tiny_llama.name in out
 
 
-def test_inspect_gives_json(tiny_llama, run):
+def test_inspect_gives_json(tiny_llama: Path, run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = run("models", "inspect", "--json", tiny_llama)
     facts = json.loads(out)
     assert (code, err) == (0, "")
@@ -162,7 +175,9 @@ def test_inspect_gives_json(tiny_llama, run):
 
 
 @pytest.mark.parametrize("kind", ["mamba", "swa", "hybrid", "encoder"])
-def test_inspect_reads_every_kind_of_model(kind, request, run):
+def test_inspect_reads_every_kind_of_model(
+    kind: str, request: pytest.FixtureRequest, run: Callable[..., tuple[int, str, str]]
+) -> None:
     code, out, _ = run("models", "inspect", "--json", request.getfixturevalue(f"tiny_{kind}"))
     assert code == 0
     assert json.loads(out)["n_layer"] == 2
@@ -170,7 +185,9 @@ def test_inspect_reads_every_kind_of_model(kind, request, run):
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "closes [/nothing]"])
-def test_inspect_shows_brackets_as_they_are(name, run, tmp_path, monkeypatch):
+def test_inspect_shows_brackets_as_they_are(
+    name: str, run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import gguf
 
     init = gguf.GGUFWriter.__init__
@@ -185,7 +202,9 @@ def test_inspect_shows_brackets_as_they_are(name, run, tmp_path, monkeypatch):
     assert name in out
 
 
-def test_list_shows_each_model_with_its_whole_path_and_size(run, tmp_path, monkeypatch):
+def test_list_shows_each_model_with_its_whole_path_and_size(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / ("a-folder-with-a-long-name-" * 4)
     folder.mkdir()
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
@@ -198,7 +217,9 @@ def test_list_shows_each_model_with_its_whole_path_and_size(run, tmp_path, monke
     assert "notes.txt" not in out
 
 
-def test_list_of_an_empty_folder_says_how_to_get_a_model(run, tmp_path, monkeypatch):
+def test_list_of_an_empty_folder_says_how_to_get_a_model(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path / "not-there-yet"))
     code, out, _ = run("models", "list")
     assert code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -16,7 +17,7 @@ from cppbatch.llama.model import requantize
 from tests import tiny_models
 
 
-def test_loading_reports_rising_fractions_up_to_one(tiny_llama):
+def test_loading_reports_rising_fractions_up_to_one(tiny_llama: Path) -> None:
     fractions = []
     Model(tiny_llama, progress=lambda fraction: fractions.append(fraction) or True).close()
     assert fractions == sorted(fractions)
@@ -24,12 +25,12 @@ def test_loading_reports_rising_fractions_up_to_one(tiny_llama):
     assert fractions[-1] == 1.0
 
 
-def test_loading_stops_when_progress_returns_false(tiny_llama):
+def test_loading_stops_when_progress_returns_false(tiny_llama: Path) -> None:
     with pytest.raises(ModelError, match=r"tiny-llama\.gguf was stopped"):
         Model(tiny_llama, progress=lambda fraction: fraction < 0.5)
 
 
-def test_an_exception_in_progress_reaches_the_caller(tiny_llama, capfd):
+def test_an_exception_in_progress_reaches_the_caller(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def progress(fraction: float) -> bool:
         raise ZeroDivisionError("a bug in progress")
 
@@ -41,7 +42,7 @@ def test_an_exception_in_progress_reaches_the_caller(tiny_llama, capfd):
 @pytest.mark.parametrize(
     "write", [tiny_models.truncated, tiny_models.empty, tiny_models.not_gguf, tiny_models.vocab_only]
 )
-def test_a_broken_file_raises_an_error_with_its_path_and_llama_cpps_reason(write, tmp_path):
+def test_a_broken_file_raises_an_error_with_its_path_and_llama_cpps_reason(write: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "broken.gguf")
     with pytest.raises(ModelError) as caught:
         Model(path)
@@ -49,13 +50,13 @@ def test_a_broken_file_raises_an_error_with_its_path_and_llama_cpps_reason(write
     assert "gives no reason" not in str(caught.value)
 
 
-def test_a_missing_file_and_a_folder_raise_an_error_with_their_path(tmp_path):
+def test_a_missing_file_and_a_folder_raise_an_error_with_their_path(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.gguf", tmp_path):
         with pytest.raises(ModelError, match=str(path)):
             Model(path)
 
 
-def test_a_model_tells_what_its_file_says(llama_model):
+def test_a_model_tells_what_its_file_says(llama_model: Model) -> None:
     assert llama_model.metadata["general.architecture"] == "llama"
     assert llama_model.metadata["llama.context_length"] == "4096"
     assert llama_model.n_ctx_train == 4096
@@ -65,14 +66,14 @@ def test_a_model_tells_what_its_file_says(llama_model):
     assert llama_model.n_swa == 0
 
 
-def test_a_chat_template_is_given_only_when_the_file_has_one(llama_model, tmp_path):
+def test_a_chat_template_is_given_only_when_the_file_has_one(llama_model: Model, tmp_path: Path) -> None:
     assert llama_model.chat_template is None
     template = "{% for m in messages %}{{ m.content }}é{% endfor %}"
     with Model(tiny_models.llama(tmp_path / "chat.gguf", chat_template=template)) as chatty:
         assert chatty.chat_template == template
 
 
-def test_long_metadata_comes_whole(tmp_path):
+def test_long_metadata_comes_whole(tmp_path: Path) -> None:
     template = "x" * 5000
     with Model(tiny_models.llama(tmp_path / "long.gguf", chat_template=template)) as model:
         assert model.metadata["tokenizer.chat_template"] == template
@@ -88,17 +89,17 @@ def test_long_metadata_comes_whole(tmp_path):
         ("encoder", False, False),
     ],
 )
-def test_a_model_knows_its_kind(kind, recurrent, generates, request):
+def test_a_model_knows_its_kind(kind: str, recurrent: bool, generates: bool, request: pytest.FixtureRequest) -> None:
     with Model(request.getfixturevalue(f"tiny_{kind}")) as model:
         assert (model.is_recurrent, model.can_generate) == (recurrent, generates)
 
 
-def test_a_sliding_window_is_told(tiny_swa):
+def test_a_sliding_window_is_told(tiny_swa: Path) -> None:
     with Model(tiny_swa) as model:
         assert model.n_swa == tiny_models.WINDOW
 
 
-def test_a_closed_model_refuses_use(tiny_llama):
+def test_a_closed_model_refuses_use(tiny_llama: Path) -> None:
     with Model(tiny_llama) as model:
         pass
     model.close()
@@ -109,7 +110,7 @@ def test_a_closed_model_refuses_use(tiny_llama):
         Context(model, n_ctx=256, n_threads=1)
 
 
-def test_the_vocabulary_of_a_closed_model_refuses_use(tiny_llama):
+def test_the_vocabulary_of_a_closed_model_refuses_use(tiny_llama: Path) -> None:
     with Model(tiny_llama) as model:
         vocab = model.vocab
     for use in (lambda: vocab.tokenize("x"), lambda: vocab.piece(300), lambda: vocab.text(1)):
@@ -117,7 +118,7 @@ def test_the_vocabulary_of_a_closed_model_refuses_use(tiny_llama):
             use()
 
 
-def test_the_backend_lists_the_cpu_and_its_own_version_and_features():
+def test_the_backend_lists_the_cpu_and_its_own_version_and_features() -> None:
     backend = Backend.get()
     cpu = next(device for device in backend.devices() if device.kind == "CPU")
     assert cpu.name
@@ -130,7 +131,7 @@ def test_the_backend_lists_the_cpu_and_its_own_version_and_features():
     assert Backend.get() is backend
 
 
-def test_llama_cpps_log_reaches_logging_line_by_line(tiny_llama, caplog):
+def test_llama_cpps_log_reaches_logging_line_by_line(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "cppbatch.llama"):
         Model(tiny_llama).close()
     lines = [record.message for record in caplog.records if record.name == "cppbatch.llama"]
@@ -138,7 +139,9 @@ def test_llama_cpps_log_reaches_logging_line_by_line(tiny_llama, caplog):
     assert not any("\n" in line for line in lines)
 
 
-def test_llama_cpps_errors_are_collected_on_demand_and_logged_otherwise(llama_model, caplog):
+def test_llama_cpps_errors_are_collected_on_demand_and_logged_otherwise(
+    llama_model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
     batch = Batch(8)
     batch.add_run(np.array([7], np.int32), 5, 0, n_logits=1)
     with Context(llama_model, n_ctx=256, n_threads=1) as context:
@@ -159,7 +162,9 @@ def _run_from(position: int) -> Batch:
     return batch
 
 
-def test_a_library_without_a_needed_function_is_refused_with_its_name_and_the_line_that_rebuilds_it(monkeypatch):
+def test_a_library_without_a_needed_function_is_refused_with_its_name_and_the_line_that_rebuilds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(llama_cpp.llama_cpp, "llama_memory_seq_cp")
     with pytest.raises(LibraryError) as caught:
         library._load()
@@ -168,8 +173,8 @@ def test_a_library_without_a_needed_function_is_refused_with_its_name_and_the_li
 
 
 def test_another_version_of_the_library_is_refused_with_both_versions_and_the_line_that_installs_the_right_one(
-    monkeypatch,
-):
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(llama_cpp, "__version__", "0.3.99")
     with pytest.raises(LibraryError) as caught:
         library._load()
@@ -178,14 +183,14 @@ def test_another_version_of_the_library_is_refused_with_both_versions_and_the_li
     assert library.REINSTALL in str(caught.value)
 
 
-def test_a_missing_library_is_named_with_the_line_that_installs_it(monkeypatch):
+def test_a_missing_library_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(LibraryError, match="cannot be imported") as caught:
         library._load()
     assert library.REINSTALL in str(caught.value)
 
 
-def test_a_requantised_model_loads_and_computes(tiny_llama, tmp_path):
+def test_a_requantised_model_loads_and_computes(tiny_llama: Path, tmp_path: Path) -> None:
     path = requantize(tiny_llama, tmp_path / "q8.gguf", "Q8_0")
     assert path.stat().st_size < tiny_llama.stat().st_size
     with Model(path) as model, Context(model, n_ctx=256, n_threads=1) as context:
@@ -194,7 +199,7 @@ def test_a_requantised_model_loads_and_computes(tiny_llama, tmp_path):
         assert np.isfinite(context.logits(1)).all()
 
 
-def test_requantising_what_is_no_model_raises_an_error_with_its_path(tmp_path):
+def test_requantising_what_is_no_model_raises_an_error_with_its_path(tmp_path: Path) -> None:
     source = tiny_models.not_gguf(tmp_path / "page.gguf")
     with pytest.raises(ModelError, match=str(source)):
         requantize(source, tmp_path / "out.gguf", "Q8_0")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -19,20 +23,24 @@ from tests.contexts import PROMPT, close, decode
         *(("n_seq_max", value) for value in (0, -1, 257)),
     ],
 )
-def test_sizes_out_of_range_are_refused_with_their_name_and_value(make_context, name, value):
+def test_sizes_out_of_range_are_refused_with_their_name_and_value(
+    make_context: Callable[..., Context], name: Any, value: Any
+) -> None:
     with pytest.raises(OutOfRange, match=f"{name} is {value}"):
         make_context(**{name: value})
 
 
 @pytest.mark.parametrize("kv_unified", [True, False])
-def test_a_batch_may_be_as_small_as_a_token_for_each_sequence(make_context, kv_unified):
+def test_a_batch_may_be_as_small_as_a_token_for_each_sequence(
+    make_context: Callable[..., Context], kv_unified: bool
+) -> None:
     context, batch = make_context(n_batch=4, kv_unified=kv_unified), Batch(4)  # llama.cpp would abort here
     batch.add_rows([7] * 4, [0] * 4, range(4))
     context.decode(batch)
     assert context.logits(4).shape[0] == 4
 
 
-def test_the_sizes_told_are_the_actual_ones(make_context):
+def test_the_sizes_told_are_the_actual_ones(make_context: Callable[..., Context]) -> None:
     assert make_context(n_ctx=100).n_ctx == 256
     context = make_context(n_ctx=1024, kv_unified=False, n_ubatch=32)
     assert (context.n_ctx, context.n_ctx_seq, context.n_seq_max, context.n_ubatch) == (1024, 256, 4, 32)
@@ -49,7 +57,9 @@ def test_the_sizes_told_are_the_actual_ones(make_context):
         (5, 0, 4, "seq_id 4"),
     ],
 )
-def test_a_batch_with_one_bad_entry_is_refused_and_changes_nothing(context, token, position, seq_id, name):
+def test_a_batch_with_one_bad_entry_is_refused_and_changes_nothing(
+    context: Context, token: int, position: int, seq_id: int, name: str
+) -> None:
     batch = Batch(8)
     batch.add_rows([7, token], [0, position], [1, seq_id])
     with pytest.raises(OutOfRange, match=name):
@@ -57,7 +67,7 @@ def test_a_batch_with_one_bad_entry_is_refused_and_changes_nothing(context, toke
     assert [context.last_position(i) for i in range(4)] == [-1] * 4
 
 
-def test_an_empty_batch_and_one_with_too_many_tokens_are_refused(context):
+def test_an_empty_batch_and_one_with_too_many_tokens_are_refused(context: Context) -> None:
     with pytest.raises(OutOfRange, match="0 tokens"):
         context.decode(Batch(8))
     batch = Batch(257)
@@ -66,13 +76,15 @@ def test_an_empty_batch_and_one_with_too_many_tokens_are_refused(context):
         context.decode(batch)
 
 
-def test_streams_have_as_many_seq_ids_as_run_and_shared_cells_as_many_as_llama_cpp_has(make_context):
+def test_streams_have_as_many_seq_ids_as_run_and_shared_cells_as_many_as_llama_cpp_has(
+    make_context: Callable[..., Context],
+) -> None:
     assert make_context(n_ctx=1024, kv_unified=False).n_seq_ids == 4
     assert make_context().n_seq_ids == 255
     assert make_context(n_seq_max=256).n_seq_ids == 256
 
 
-def test_a_seq_id_that_no_batch_may_have_can_hold_cells_for_others(unified_context):
+def test_a_seq_id_that_no_batch_may_have_can_hold_cells_for_others(unified_context: Context) -> None:
     expected = decode(unified_context, PROMPT)
     unified_context.copy(0, 254, 0, 20)
     unified_context.remove(0)
@@ -84,7 +96,7 @@ def test_a_seq_id_that_no_batch_may_have_can_hold_cells_for_others(unified_conte
 
 
 @pytest.mark.parametrize("far_out", [False, True])
-def test_a_seq_id_out_of_range_is_refused_everywhere(context, far_out):
+def test_a_seq_id_out_of_range_is_refused_everywhere(context: Context, far_out: bool) -> None:
     seq_id = context.n_seq_ids if far_out else -1
     decode(context, PROMPT)
     state = context.save_sequence(0)
@@ -101,7 +113,7 @@ def test_a_seq_id_out_of_range_is_refused_everywhere(context, far_out):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 5), (3, -1), (3, 5)])
-def test_a_partial_copy_between_streams_is_refused(streams_context, start, stop):
+def test_a_partial_copy_between_streams_is_refused(streams_context: Context, start: int, stop: int) -> None:
     decode(streams_context, PROMPT)
     with pytest.raises(OutOfRange, match=f"{start} to {stop}"):
         streams_context.copy(0, 1, start, stop)
@@ -109,13 +121,13 @@ def test_a_partial_copy_between_streams_is_refused(streams_context, start, stop)
 
 
 @pytest.mark.parametrize("n_outputs", [2, 1000, -1])
-def test_more_rows_of_logits_than_were_computed_are_refused(context, n_outputs):
+def test_more_rows_of_logits_than_were_computed_are_refused(context: Context, n_outputs: int) -> None:
     decode(context, PROMPT)
     with pytest.raises(OutOfRange):
         context.logits(n_outputs)
 
 
-def test_logits_before_the_first_decode_are_refused(context):
+def test_logits_before_the_first_decode_are_refused(context: Context) -> None:
     with pytest.raises(OutOfRange, match="the last decode gave 0"):
         context.logits(1)
 
@@ -123,7 +135,7 @@ def test_logits_before_the_first_decode_are_refused(context):
 # --- full cells --------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_without_room_raises_cache_full_and_changes_nothing(make_context):
+def test_a_batch_without_room_raises_cache_full_and_changes_nothing(make_context: Callable[..., Context]) -> None:
     untouched, context = make_context(), make_context()
     for each in (untouched, context):
         decode(each, [7] * 200)
@@ -133,7 +145,7 @@ def test_a_batch_without_room_raises_cache_full_and_changes_nothing(make_context
     assert np.array_equal(decode(context, [9], position=200), decode(untouched, [9], position=200))
 
 
-def test_after_cache_full_what_fits_still_computes(unified_context):
+def test_after_cache_full_what_fits_still_computes(unified_context: Context) -> None:
     decode(unified_context, [7] * 200)
     with pytest.raises(CacheFull):
         decode(unified_context, [8] * 57, seq_id=1)
@@ -141,7 +153,7 @@ def test_after_cache_full_what_fits_still_computes(unified_context):
     assert unified_context.last_position(1) == 55
 
 
-def test_removed_cells_are_free_at_once(unified_context):
+def test_removed_cells_are_free_at_once(unified_context: Context) -> None:
     for _ in range(5):
         decode(unified_context, [7] * 256)
         assert unified_context.remove(0)
@@ -150,7 +162,7 @@ def test_removed_cells_are_free_at_once(unified_context):
 # --- logits ------------------------------------------------------------------------------------------------------
 
 
-def test_logits_are_a_writable_view_of_llama_cpps_own_memory(context):
+def test_logits_are_a_writable_view_of_llama_cpps_own_memory(context: Context) -> None:
     batch = Batch(8)
     batch.add_rows([5, 6], [0, 0], [0, 1])
     context.decode(batch)
@@ -163,7 +175,9 @@ def test_logits_are_a_writable_view_of_llama_cpps_own_memory(context):
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
 @pytest.mark.parametrize("kv_unified", [True, False])
-def test_logits_keep_the_batchs_order_when_the_batch_is_split(make_context, order, kv_unified):
+def test_logits_keep_the_batchs_order_when_the_batch_is_split(
+    make_context: Callable[..., Context], order: Any, kv_unified: bool
+) -> None:
     context = make_context(n_ctx=1024, n_ubatch=8, kv_unified=kv_unified)
     prompts = [PROMPT[:3], PROMPT[:20], PROMPT[5:6], PROMPT[7:27]]
     alone = [decode(make_context(), prompt) for prompt in prompts]
@@ -177,7 +191,7 @@ def test_logits_keep_the_batchs_order_when_the_batch_is_split(make_context, orde
 # --- closing -----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_may_be_closed_before_its_contexts(tiny_llama):
+def test_a_model_may_be_closed_before_its_contexts(tiny_llama: Path) -> None:
     model = Model(tiny_llama)
     contexts = [Context(model, n_ctx=256, n_threads=1) for _ in range(2)]
     model.close()
@@ -188,7 +202,7 @@ def test_a_model_may_be_closed_before_its_contexts(tiny_llama):
     model.close()
 
 
-def test_a_closed_context_refuses_use(context):
+def test_a_closed_context_refuses_use(context: Context) -> None:
     decode(context, PROMPT)
     state = context.save_sequence(0)
     with context:

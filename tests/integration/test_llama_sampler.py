@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -21,29 +23,29 @@ def draws(seed: int, row: np.ndarray, n: int = 30) -> list[int]:
         return [chain.sample(row, seed + i) for i in range(n)]
 
 
-def test_greedy_takes_the_likeliest_token(row):
+def test_greedy_takes_the_likeliest_token(row) -> None:
     with SamplerChain(N_VOCAB).greedy() as chain:
         assert chain.sample(row) == row.argmax()
 
 
-def test_the_same_seed_draws_the_same_tokens(row):
+def test_the_same_seed_draws_the_same_tokens(row) -> None:
     assert draws(1, row) == draws(1, row)
     assert draws(1, row) == draws(1 + (2**32 - 1), row)
     assert draws(1, row) != draws(100, row)
     assert len(set(draws(1, row))) > 1
 
 
-def test_top_k_of_one_is_greedy(row):
+def test_top_k_of_one_is_greedy(row) -> None:
     with SamplerChain(N_VOCAB).top_k(1).temperature(5.0).dist() as chain:
         assert [chain.sample(row, seed) for seed in range(20)] == [row.argmax()] * 20
 
 
-def test_top_k_draws_among_the_k_likeliest(row):
+def test_top_k_draws_among_the_k_likeliest(row) -> None:
     with SamplerChain(N_VOCAB).top_k(3).temperature(5.0).dist() as chain:
         assert {chain.sample(row, seed) for seed in range(100)} == set(np.argsort(row)[-3:])
 
 
-def test_top_p_and_min_p_drop_unlikely_tokens():
+def test_top_p_and_min_p_drop_unlikely_tokens() -> None:
     row = np.full(N_VOCAB, -3.0, np.float32)
     row[[4, 9]] = 5.0
     for chain in (SamplerChain(N_VOCAB).top_p(0.5).dist(), SamplerChain(N_VOCAB).min_p(0.5).dist()):
@@ -52,7 +54,7 @@ def test_top_p_and_min_p_drop_unlikely_tokens():
 
 
 @pytest.mark.parametrize(("repeat", "frequency", "presence"), [(2.0, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 0.0, 2.0)])
-def test_each_penalty_changes_the_next_choice(repeat, frequency, presence):
+def test_each_penalty_changes_the_next_choice(repeat: float, frequency: float, presence: float) -> None:
     row = np.zeros(N_VOCAB, np.float32)
     row[4], row[9] = 3.0, 2.0
     with SamplerChain(N_VOCAB).penalties(16, repeat, frequency, presence).greedy() as chain:
@@ -61,7 +63,7 @@ def test_each_penalty_changes_the_next_choice(repeat, frequency, presence):
         assert chain.sample(row) == 9
 
 
-def test_tokens_of_the_prompt_are_penalised_once_accepted():
+def test_tokens_of_the_prompt_are_penalised_once_accepted() -> None:
     row = np.zeros(N_VOCAB, np.float32)
     row[4], row[9] = 3.0, 2.0
     with SamplerChain(N_VOCAB).penalties(16, 2.0, 0.0, 0.0).greedy() as chain:
@@ -69,7 +71,7 @@ def test_tokens_of_the_prompt_are_penalised_once_accepted():
         assert chain.sample(row) == 9
 
 
-def test_tokens_older_than_the_window_are_not_penalised():
+def test_tokens_older_than_the_window_are_not_penalised() -> None:
     row = np.zeros(N_VOCAB, np.float32)
     row[4] = 3.0
     with SamplerChain(N_VOCAB).penalties(2, 100.0, 0.0, 0.0).greedy() as chain:
@@ -78,7 +80,7 @@ def test_tokens_older_than_the_window_are_not_penalised():
         assert chain.sample(row) == 4
 
 
-def test_sampling_leaves_the_row_as_it_was(row):
+def test_sampling_leaves_the_row_as_it_was(row) -> None:
     before = row.copy()
     draws(1, row)
     assert np.array_equal(row, before)
@@ -86,14 +88,14 @@ def test_sampling_leaves_the_row_as_it_was(row):
 
 @pytest.mark.parametrize("value", [-np.inf, np.nan])
 @pytest.mark.parametrize("kind", ["greedy", "dist", "filtered"])
-def test_a_row_without_any_possible_token_raises(kind, value):
+def test_a_row_without_any_possible_token_raises(kind: str, value: Any) -> None:
     chain = SamplerChain(N_VOCAB)
     {"greedy": chain.greedy, "dist": chain.dist, "filtered": lambda: chain.top_k(40).min_p(0.05).dist()}[kind]()
     with chain, pytest.raises(LlamaError, match="no token can be sampled"):
         chain.sample(np.full(N_VOCAB, value, np.float32))
 
 
-def test_a_row_with_one_possible_token_gives_it():
+def test_a_row_with_one_possible_token_gives_it() -> None:
     row = np.full(N_VOCAB, -np.inf, np.float32)
     row[11] = -5.0
     with SamplerChain(N_VOCAB).top_k(40).top_p(0.95).min_p(0.05).temperature(0.8).dist() as chain:
@@ -101,7 +103,7 @@ def test_a_row_with_one_possible_token_gives_it():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_parameters_that_are_not_finite_are_refused(bad):
+def test_parameters_that_are_not_finite_are_refused(bad: Any) -> None:
     with SamplerChain(N_VOCAB) as chain:
         for add in (chain.top_p, chain.min_p, chain.temperature):
             with pytest.raises(OutOfRange):
@@ -111,7 +113,7 @@ def test_parameters_that_are_not_finite_are_refused(bad):
                 chain.penalties(16, repeat, frequency, presence)
 
 
-def test_impossible_penalties_are_refused():
+def test_impossible_penalties_are_refused() -> None:
     with SamplerChain(N_VOCAB) as chain:
         for last_n, repeat in ((-1, 1.1), (16, 0.0), (16, -1.0)):
             with pytest.raises(OutOfRange):
@@ -119,12 +121,12 @@ def test_impossible_penalties_are_refused():
 
 
 @pytest.mark.parametrize("size", [1, N_VOCAB - 1, N_VOCAB + 1])
-def test_a_row_of_another_size_is_refused(size):
+def test_a_row_of_another_size_is_refused(size: Any) -> None:
     with SamplerChain(N_VOCAB).greedy() as chain, pytest.raises(OutOfRange):
         chain.sample(np.zeros(size, np.float32))
 
 
-def test_a_closed_chain_refuses_use(row):
+def test_a_closed_chain_refuses_use(row) -> None:
     with SamplerChain(N_VOCAB).greedy() as chain:
         pass
     chain.close()
@@ -133,6 +135,6 @@ def test_a_closed_chain_refuses_use(row):
             use()
 
 
-def test_a_chain_that_never_chooses_raises(row):
+def test_a_chain_that_never_chooses_raises(row) -> None:
     with SamplerChain(N_VOCAB).top_k(4) as chain, pytest.raises(LlamaError):
         chain.sample(row)

