@@ -19,13 +19,13 @@ COMPLETIONS = "/v1/completions"
 TIE = 0.001
 
 
-def line(custom_id: str, url: str = COMPLETIONS, **body: object) -> bytes:
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:
     """A request in OpenAI's batch format."""
-    fields = {"prompt": f"prompt {custom_id}", "max_tokens": 4, "temperature": 0, **body}
+    fields: dict[str, Any] = {"prompt": f"prompt {custom_id}", "max_tokens": 4, "temperature": 0, **body}
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": fields}).encode()
 
 
-def lines(n: int, **body: object) -> bytes:
+def lines(n: int, **body: Any) -> bytes:
     return b"\n".join(line(f"item-{i}", **body) for i in range(n)) + b"\n"
 
 

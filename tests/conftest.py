@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,8 +105,15 @@ def make_context(llama_model: Model) -> Iterator[Callable[..., Context]]:
     """Makes contexts, of the tiny Llama unless told otherwise, and closes them at the end."""
     with contextlib.ExitStack() as stack:
 
-        def make_context(model: Model = llama_model, **sizes: object) -> Context:
-            settings = {"n_ctx": 256, "n_batch": 256, "n_seq_max": 4, "n_threads": 1, "flash_attn": "off", **sizes}
+        def make_context(model: Model = llama_model, **sizes: Any) -> Context:
+            settings: dict[str, Any] = {
+                "n_ctx": 256,
+                "n_batch": 256,
+                "n_seq_max": 4,
+                "n_threads": 1,
+                "flash_attn": "off",
+                **sizes,
+            }
             return stack.enter_context(Context(model, **settings))
 
         yield make_context

@@ -69,7 +69,7 @@ class FakeVocab:
     def for_grammars(self) -> LLTokenizer:
         return LLTokenizer(TokenizerWrapper(_GrammarVocab()))
 
-    def dry_sampler(self, **settings: object) -> object:
+    def dry_sampler(self, **settings: Any) -> object:
         raise NotImplementedError("DRY needs a real vocabulary")
 
 
@@ -320,7 +320,7 @@ def drain(engine: BatchInferenceEngine) -> list[GenerationEvent]:
     raise AssertionError("the engine never comes to rest")
 
 
-def greedy(max_tokens: int | None = None, **others: object) -> SamplingParams:
+def greedy(max_tokens: int | None = None, **others: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **others)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
 
 from aiohttp import web
 
@@ -20,7 +21,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class HeldEngine(LocalEngine):
     """Begins no request before `go_on` is set."""
 
-    def __init__(self, *args: object, **settings: object) -> None:
+    def __init__(self, *args: object, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.go_on = asyncio.Event()
         self.n_held = 0
@@ -52,7 +53,7 @@ async def listening(
         yield listener
 
 
-async def connect(listener: Listener, **options: object) -> Streams:
+async def connect(listener: Listener, **options: Any) -> Streams:
     host, port = listener.url.split("://")[1].split(":")
     return await asyncio.open_connection(host, int(port), **options)
 

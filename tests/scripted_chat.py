@@ -58,11 +58,11 @@ class ScriptedReader:
 class ScriptedFormat:
     """Remembers what it was asked for, and reads the script whatever the model says."""
 
-    def __init__(self, script: list[Delta], **params: object) -> None:
+    def __init__(self, script: list[Delta], **params: Any) -> None:
         self._script, self._params = script, params
         self.asked: Json = {}
 
-    def prepare(self, messages: list[Json], **asked: object) -> PreparedChat:
+    def prepare(self, messages: list[Json], **asked: Any) -> PreparedChat:
         self.asked = {"messages": messages, **asked}
         return PreparedChat(
             prompt=str(messages), output_parser=lambda: ScriptedReader(self._script), params=self._params
@@ -72,7 +72,7 @@ class ScriptedFormat:
 class ChatServer(AppThread):
     """A server of a tiny model."""
 
-    def __init__(self, model: Path, settings: ServerSettings | None = None, **engine: object) -> None:
+    def __init__(self, model: Path, settings: ServerSettings | None = None, **engine: Any) -> None:
         def make_app(client: LocalEngine) -> web.Application:
             self.app = create_app(client, settings)
             return self.app

@@ -34,7 +34,7 @@ from tests.app_thread import AppThread
 from tests.batch_files import client_of, counts, line, lines, make_batch, results, wait_for, wait_until
 from tests.server_process import ServerProcess
 
-LONG = {"max_tokens": 400, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 
 Start = Callable[..., AppThread]
 
@@ -308,7 +308,7 @@ def test_a_batch_with_nothing_to_answer_fails_and_says_why(client: OpenAI, data:
 )
 def test_a_bad_batch_names_its_field(client: OpenAI, fields: Any, field: str) -> None:
     file = client.files.create(file=b"{}", purpose="batch")
-    good = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    good: dict[str, Any] = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
     with pytest.raises(openai.BadRequestError) as refused:
         client.batches.create(**{**good, **fields})  # type: ignore[arg-type]
     assert refused.value.param == field

@@ -422,8 +422,13 @@ def test_a_seed_gives_its_text_again_and_others_give_other_texts(
 
 @pytest.mark.parametrize("last_n", [8, 64, -1])
 def test_penalties_of_a_chain_give_the_text_that_those_of_numpy_give(engine: BatchInferenceEngine, last_n: int) -> None:
-    fields = {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.3, "penalty_last_n": last_n}
-    idle = {"dry_multiplier": 1.0, "dry_allowed_length": 10_000}  # does nothing, but needs a chain
+    fields: dict[str, Any] = {
+        "temperature": 0.0,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.3,
+        "penalty_last_n": last_n,
+    }
+    idle: dict[str, Any] = {"dry_multiplier": 1.0, "dry_allowed_length": 10_000}  # does nothing, but needs a chain
     params = [params_of(kind, 1, max_tokens=100) for kind in (fields, {**fields, **idle}, {"temperature": 0.0})]
     by_numpy, by_chain, plain = tokens_of(engine.generate(["la la la la la la"] * 3, params))
     assert by_numpy == by_chain != plain
@@ -506,7 +511,7 @@ def test_a_sampler_that_is_left_out_does_nothing_and_a_listed_one_does(engine: B
 
 
 def test_without_any_sampler_the_model_itself_is_drawn_from(engine: BatchInferenceEngine) -> None:
-    everything = {key: value for fields in STRONG.values() for key, value in fields.items()}
+    everything: dict[str, Any] = {key: value for fields in STRONG.values() for key, value in fields.items()}
     none, neutral = tokens_of(
         engine.generate(["la la la la la la"] * 2, [params_of({**everything, "samplers": []}, 7), params_of(OFF, 7)])
     )

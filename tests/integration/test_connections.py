@@ -10,6 +10,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -26,7 +27,7 @@ from cppbatch.server.listener import Listener, tls_context
 from cppbatch.server.storage import open_storage
 from tests.listening import HeldEngine, Streams, connect, ended, head, listening, post, until
 
-HELLO = {"prompt": "Hello", "max_tokens": 2}
+HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ MIXED = [SamplingParams(max_tokens=12, seed=i, **kind) for i, kind in enumerate(
 def texts(
     model: Path, layout: KvLayout, sampling: str, params: list[SamplingParams], **settings: int
 ) -> list[Completion]:
-    settings = {"n_ctx": 2048, "n_parallel": 8, "n_threads": 1, **settings}
+    settings: dict[str, Any] = {"n_ctx": 2048, "n_parallel": 8, "n_threads": 1, **settings}
     with BatchInferenceEngine(
         model, kv_layout=layout, sampling=sampling, flash_attn="off", prefix_cache=False, **settings
     ) as engine:
@@ -48,7 +49,7 @@ def test_backend_and_host_agree_when_sequences_are_preempted(tiny_llama: Path) -
 
 
 def test_a_seq_id_may_go_from_candidates_to_whole_rows_and_back_as_often_as_requests_want(tiny_llama: Path) -> None:
-    kinds: list[dict[str, object]] = [{}, {"logprobs": 1}, {"top_k": 0}] * 8
+    kinds: list[dict[str, Any]] = [{}, {"logprobs": 1}, {"top_k": 0}] * 8
     params = [SamplingParams(max_tokens=3, seed=i, **kind) for i, kind in enumerate(kinds)]  # type: ignore[arg-type]
     with BatchInferenceEngine(tiny_llama, n_ctx=256, n_parallel=1, n_threads=1, sampling="backend") as engine:
         assert all(len(engine.generate(["Hello"], its)[0].tokens) == 3 for its in params)

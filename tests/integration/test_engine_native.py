@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ KINDS = [
     ("tiny_hybrid", "per-sequence"),
 ]
 PROMPTS = ["a", "Hello", "the cat " * 3, "é" * 20, "what will they say when ", "x" * 70, "one for all and " * 9, "1+1="]
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "n_ctx": 1024, "n_parallel": 4, "n_batch": 64, "n_ubatch": 32, "n_threads": 1,
     "flash_attn": "off",  # on, llama.cpp's CPU kernel sums in float16, and logits depend a little on where cells lie
 }  # fmt: skip
@@ -254,7 +255,7 @@ def talkative(open_engine, tmp_path: Path):
 
 @pytest.fixture
 def hot():
-    sampling = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 120}
+    sampling: dict[str, Any] = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 120}
     return [{**sampling, "seed": seed} for seed in range(32)]
 
 

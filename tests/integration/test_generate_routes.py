@@ -18,7 +18,7 @@ from cppbatch.server.settings import ServerSettings
 
 Http = TestClient[Any, Any]
 Json = dict[str, Any]
-GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 TOO_LONG = "x" * 5000
 
 
@@ -48,7 +48,7 @@ async def stream(http: Http, path: str, body: Json) -> list[Json]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-async def batch(http: Http, **body: object) -> Json:
+async def batch(http: Http, **body: Any) -> Json:
     status, answer = await post(http, "/generate/batch", {**GREEDY, **body})
     assert status == 200, answer
     assert [result["index"] for result in answer["results"]] == list(range(len(answer["results"])))
@@ -56,7 +56,7 @@ async def batch(http: Http, **body: object) -> Json:
     return answer
 
 
-async def text_of(http: Http, prompt: object, **fields: object) -> str:
+async def text_of(http: Http, prompt: object, **fields: Any) -> str:
     status, answer = await post(http, "/generate", {**GREEDY, **fields, "prompt": prompt})
     assert status == 200, answer
     text: str = answer["text"]
@@ -108,7 +108,7 @@ async def test_log_probabilities_come_with_ids_and_the_likeliest_first(http: Htt
 
 
 async def test_a_stream_says_the_same_and_its_last_event_has_the_rest(http: Http) -> None:
-    body = {**GREEDY, "prompt": "abc", "max_tokens": 200}
+    body: dict[str, Any] = {**GREEDY, "prompt": "abc", "max_tokens": 200}
     _, whole = await post(http, "/generate", body)
     *events, last = await stream(http, "/generate", body)
     assert "".join(event["text"] for event in [*events, last]) == whole["text"]
@@ -223,7 +223,7 @@ async def test_an_items_own_fields_win_over_those_of_all(http: Http) -> None:
         {"prompt": "abc", "grammar": 'root ::= "yes"', "ignore_eos": False},
         {"prompt": "abc", "repetition_penalty": 1.0},
     ]
-    shared = {"repeat_penalty": 3.0, "guided_choice": ["no"], "ignore_eos": False}
+    shared: dict[str, Any] = {"repeat_penalty": 3.0, "guided_choice": ["no"], "ignore_eos": False}
     results = (await batch(http, prompts=items, **shared))["results"]
     assert [result["text"] for result in results] == ["no", "no", "no", "yes", "no"]
     results = (await batch(http, prompts=items, repeat_penalty=3.0))["results"]
@@ -272,8 +272,12 @@ async def test_a_batch_is_streamed_item_by_item_with_the_totals_last(http: Http)
 
 
 async def test_a_batch_larger_than_the_queue_finishes_and_leaves_room_for_others(tiny_llama: Path) -> None:
-    floats = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}  # so that no text parts at a tie
-    settings = {"n_ctx": 1024, "n_parallel": 4, "n_threads": 1, "max_queue": 2, **floats}
+    floats: dict[str, Any] = {
+        "cache_type_k": "f32",
+        "cache_type_v": "f32",
+        "flash_attn": "off",
+    }  # so that no text parts at a tie
+    settings: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 4, "n_threads": 1, "max_queue": 2, **floats}
     async with (
         LocalEngine(tiny_llama, **settings) as engine,
         TestClient(TestServer(create_app(engine))) as http,
@@ -292,7 +296,7 @@ async def test_a_batch_larger_than_the_queue_finishes_and_leaves_room_for_others
 
 
 async def test_timeouts_count_from_the_request_for_the_last_item_too(http: Http) -> None:
-    body = {"max_tokens": 200, "timeout": 0.3, "prompts": ["Hello"] * 60}
+    body: dict[str, Any] = {"max_tokens": 200, "timeout": 0.3, "prompts": ["Hello"] * 60}
     answer = await batch(http, **body)
     assert {result["finish_reason"] for result in answer["results"]} == {"timeout", "length"}
     assert answer["results"][-1]["finish_reason"] == "timeout"
@@ -304,7 +308,7 @@ async def test_a_client_that_goes_away_frees_all_of_its_batch(tiny_llama: Path) 
         app = create_app(engine)
         async with TestClient(TestServer(app, handler_cancellation=True)) as http:
             for streams in (True, False):
-                body = {"prompts": ["Hello"] * 32, "ignore_eos": True, "stream": streams}
+                body: dict[str, Any] = {"prompts": ["Hello"] * 32, "ignore_eos": True, "stream": streams}
                 asking = asyncio.create_task(http.post("/generate/batch", json=body).__aenter__())
                 await asyncio.sleep(0.3)
                 assert (await engine.stats()).running == 4

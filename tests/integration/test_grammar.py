@@ -34,7 +34,14 @@ from cppbatch.models.synthetic import IM_START
 from tests.fakes import EOG, context_of, drain, fake_engine, greedy, reference, spell
 from tests.schemas import SCHEMAS, fault
 
-SETTINGS = {"n_ctx": 4096, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off", "prefix_cache": False}
+SETTINGS: dict[str, Any] = {
+    "n_ctx": 4096,
+    "n_parallel": 8,
+    "n_batch": 64,
+    "n_threads": 1,
+    "flash_attn": "off",
+    "prefix_cache": False,
+}
 
 PROMPT = "what will they say"
 
@@ -484,7 +491,7 @@ def test_preempted_constrained_texts_of_a_real_model_are_those_of_ample_cells(
     prompts = ["the cat " * (i + 1) for i in range(8)]
     texts = []
     for n_ctx in (4096, 256):
-        its = {**SETTINGS, "n_ctx": n_ctx, "kv_layout": "unified", "swap_space": swap_space}
+        its: dict[str, Any] = {**SETTINGS, "n_ctx": n_ctx, "kv_layout": "unified", "swap_space": swap_space}
         with BatchInferenceEngine(tiny_llama, **its) as engine:
             texts.append([result.text for result in engine.generate(prompts, params)])
             stats = engine.stats()
@@ -608,7 +615,9 @@ def test_a_text_that_looks_like_a_special_token_is_spelled_in_ordinary_ones(
     engine: BatchInferenceEngine, kind: str, fields: Fields
 ) -> None:
     text = "say <|im_end|> </s> now"
-    its = {"guided_choice": [text], "json_schema": {"const": text}, "grammar": f'root ::= "{text}"'}[kind]
+    its: dict[str, Any] = {"guided_choice": [text], "json_schema": {"const": text}, "grammar": f'root ::= "{text}"'}[
+        kind
+    ]
     result = one(engine, greedy(60, **{kind: its}, **fields))
     assert (result.text.strip('"'), result.finish_reason) == (text, FinishReason.STOP)
     assert not set(specials(engine)) & set(result.tokens)

@@ -20,7 +20,7 @@ from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
 
 Http = TestClient[Any, Any]
-HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ async def test_a_timeout_gives_the_text_so_far(http: Http) -> None:
 
 
 async def test_usage_tells_how_much_of_the_prompt_was_cached(http: Http) -> None:
-    async def cached(**fields: object) -> int:
+    async def cached(**fields: Any) -> int:
         body = {"prompt": "the cat sat on the mat and " * 12, "max_tokens": 2, **fields}
         _, answer = await post(http, "/v1/completions", body)
         assert answer["usage"]["prompt_tokens"] > 100

@@ -25,7 +25,7 @@ Http = TestClient[Any, Any]
 
 Json = dict[str, Any]
 
-SETTINGS = {"n_ctx": 2048, "n_parallel": 16, "n_threads": 1, "flash_attn": "off", "prefix_cache": False}
+SETTINGS: dict[str, Any] = {"n_ctx": 2048, "n_parallel": 16, "n_threads": 1, "flash_attn": "off", "prefix_cache": False}
 
 NOISE = 0.01  # of a log-probability, from batch to batch
 
@@ -163,7 +163,7 @@ async def test_echo_of_token_ids_is_their_text(http: Http) -> None:
 
 
 async def test_with_max_tokens_0_and_echo_the_prompt_is_scored_and_nothing_else(http: Http) -> None:
-    body = {"prompt": "the cat sat " * 20, "max_tokens": 0, "echo": True, "logprobs": 1}
+    body: dict[str, Any] = {"prompt": "the cat sat " * 20, "max_tokens": 0, "echo": True, "logprobs": 1}
     status, answer = await post(http, "/v1/completions", body)
     choice, usage = answer["choices"][0], answer["usage"]
     assert (status, choice["text"], choice["finish_reason"]) == (200, "the cat sat " * 20, "length")
@@ -215,7 +215,7 @@ async def test_top_logprobs_without_logprobs_or_too_many_are_refused(http: Http)
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"stop": ["a"]}, {"stop": ["a"], "include_stop": True}])
 async def test_a_streamed_completions_logprobs_add_up_to_the_whole(http: Http, more: Json) -> None:
     for seed in range(4):
-        body = {**SAMPLED, "seed": seed, "logprobs": 2, **more}
+        body: dict[str, Any] = {**SAMPLED, "seed": seed, "logprobs": 2, **more}
         whole, chunks = await complete(http, **body), await streamed(http, "/v1/completions", **body)
         for name, values in whole["logprobs"].items():
             assert joined(chunks, name) == values
@@ -224,7 +224,7 @@ async def test_a_streamed_completions_logprobs_add_up_to_the_whole(http: Http, m
 
 
 async def test_a_streamed_chats_logprobs_add_up_to_the_whole(http: Http) -> None:
-    body = {**CHAT, "temperature": 1, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    body: dict[str, Any] = {**CHAT, "temperature": 1, "seed": 3, "logprobs": True, "top_logprobs": 2}
     whole = await chat(http, **body)
     chunks = await streamed(http, "/v1/chat/completions", **body)
     assert joined(chunks, "content") == whole["logprobs"]["content"]
@@ -328,7 +328,7 @@ def sum_of_logprobs(choice: Json) -> float:
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_the_best_are_those_of_the_highest_mean_logprob_of_all_that_n_would_return(http: Http, n: int) -> None:
-    body = {**DIFFERENT, "prompt": ["Hello", "abc"]}
+    body: dict[str, Any] = {**DIFFERENT, "prompt": ["Hello", "abc"]}
     everything = await complete_all(http, **body, n=6, logprobs=0)
     best = await complete_all(http, **body, n=n, best_of=6)
     assert [choice["index"] for choice in best] == list(range(2 * n))
@@ -343,7 +343,7 @@ async def test_the_best_are_those_of_the_highest_mean_logprob_of_all_that_n_woul
 
 
 async def test_the_best_show_their_logprobs_when_these_are_asked_for(http: Http) -> None:
-    body = {**DIFFERENT, "logprobs": 2}
+    body: dict[str, Any] = {**DIFFERENT, "logprobs": 2}
     everything = await complete_all(http, **body, n=6)
     (best,) = await complete_all(http, **body, best_of=6)
     (same,) = [choice for choice in everything if choice["seed"] == best["seed"]]
@@ -353,7 +353,7 @@ async def test_the_best_show_their_logprobs_when_these_are_asked_for(http: Http)
 
 
 async def test_an_echoed_prompt_has_no_part_in_what_is_best(http: Http) -> None:
-    body = {**DIFFERENT, "n": 2, "best_of": 6}
+    body: dict[str, Any] = {**DIFFERENT, "n": 2, "best_of": 6}
     plain, echoed = await complete_all(http, **body), await complete_all(http, **body, echo=True)
     assert [choice["text"] for choice in echoed] == ["Hello" + choice["text"] for choice in plain]
 
@@ -364,13 +364,13 @@ async def test_the_tokens_of_all_candidates_are_counted_and_their_prompt_once(ht
 
 
 async def test_best_of_as_many_as_n_is_n(http: Http) -> None:
-    body = {**SAMPLED, "seed": 5, "n": 3}
+    body: dict[str, Any] = {**SAMPLED, "seed": 5, "n": 3}
     assert await complete_all(http, **body, best_of=3) == await complete_all(http, **body)
     assert len(await streamed(http, "/v1/completions", **body, best_of=3)) > 3
 
 
 async def test_a_chat_may_have_the_best_of_many_too(http: Http) -> None:
-    body = {"temperature": 1, "seed": 5, "logprobs": True}
+    body: dict[str, Any] = {"temperature": 1, "seed": 5, "logprobs": True}
     _, answer = await post(http, "/v1/chat/completions", {**CHAT, **body, "n": 6})
     means = [sum(entry["logprob"] for entry in choice["logprobs"]["content"]) / 8 for choice in answer["choices"]]
     best = await chat(http, **body, best_of=6)
@@ -421,7 +421,7 @@ async def test_with_a_response_format_the_text_is_json_of_the_schema(http: Http,
 async def test_a_json_object_is_one(http: Http) -> None:
     texts = []
     for seed in range(8):
-        wanted = {"response_format": {"type": "json_object"}, "logit_bias": {"}": 8}}
+        wanted: dict[str, Any] = {"response_format": {"type": "json_object"}, "logit_bias": {"}": 8}}
         choice = await chat(http, temperature=1, seed=seed, max_tokens=300, **wanted)
         assert choice["message"]["content"].startswith("{")
         if choice["finish_reason"] == "stop":
@@ -441,7 +441,7 @@ async def test_a_guided_text_matches_as_a_whole(http: Http, fields: Json, patter
 
 
 async def test_a_guided_text_has_logprobs_of_every_token(http: Http) -> None:
-    body = {**GREEDY, "max_tokens": 60, "guided_choice": ["one of a kind"], "logprobs": 1}
+    body: dict[str, Any] = {**GREEDY, "max_tokens": 60, "guided_choice": ["one of a kind"], "logprobs": 1}
     choice = await complete(http, **body)
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"] == "one of a kind"
     assert min(choice["logprobs"]["token_logprobs"]) < -5  # the model itself would have said something else
@@ -455,7 +455,7 @@ async def test_no_response_format_is_free_text(http: Http, shape: Json | None) -
 @pytest.mark.parametrize("schema", [True, {}])
 async def test_a_schema_that_allows_all_gives_any_json(http: Http, schema: Any) -> None:
     for seed in range(5):
-        body = {**SAMPLED, "max_tokens": 100, "seed": seed, "json_schema": schema}
+        body: dict[str, Any] = {**SAMPLED, "max_tokens": 100, "seed": seed, "json_schema": schema}
         choice = await complete(http, **body)
         if choice["finish_reason"] == "stop":
             json.loads(choice["text"])
@@ -528,7 +528,7 @@ async def test_a_bias_favours_a_token_by_its_id_or_its_text(http: Http) -> None:
 
 async def test_a_bias_of_minus_100_forbids(http: Http) -> None:
     for n in range(3):
-        body = {**GREEDY, "max_tokens": 20, "logprobs": 0, "suppress_tokens": list(range(5, 261))}
+        body: dict[str, Any] = {**GREEDY, "max_tokens": 20, "logprobs": 0, "suppress_tokens": list(range(5, 261))}
         tokens = (await complete(http, **body))["logprobs"]["tokens"]
         forbidden = tokens[n]
         assert " " + forbidden not in tokens
@@ -553,7 +553,7 @@ async def test_a_bad_bias_is_a_400(http: Http, bias: Json, message: str) -> None
 
 
 async def test_include_stop_leaves_the_stop_string_in_the_text(http: Http) -> None:
-    body = {**GREEDY, "max_tokens": 40, "logit_bias": {"G": 100}, "stop": ["GGG"]}
+    body: dict[str, Any] = {**GREEDY, "max_tokens": 40, "logit_bias": {"G": 100}, "stop": ["GGG"]}
     cut, kept = await complete(http, **body), await complete(http, **body, include_stop=True)
     assert (cut["text"], kept["text"]) == ("", "GGG")
     assert cut["finish_reason"] == kept["finish_reason"] == "stop"
@@ -562,7 +562,7 @@ async def test_include_stop_leaves_the_stop_string_in_the_text(http: Http) -> No
 
 
 async def test_control_tokens_are_in_the_text_only_where_they_are_asked_for(http: Http) -> None:
-    body = {**GREEDY, "max_tokens": 3, "logit_bias": {"3": 100}}
+    body: dict[str, Any] = {**GREEDY, "max_tokens": 3, "logit_bias": {"3": 100}}
     assert (await complete(http, **body))["text"] == ""
     assert (await complete(http, **body, skip_special_tokens=False))["text"] == "<|im_start|>" * 3
     assert (await complete(http, **body, logprobs=0))["logprobs"]["tokens"] == ["<|im_start|>"] * 3
@@ -572,7 +572,7 @@ async def test_control_tokens_are_in_the_text_only_where_they_are_asked_for(http
 
 async def test_samplers_say_what_is_applied(http: Http) -> None:
     greedy = (await complete(http, **GREEDY))["text"]
-    hot = {**SAMPLED, "max_tokens": 8, "temperature": 50, "top_k": 1, "seed": 1}
+    hot: dict[str, Any] = {**SAMPLED, "max_tokens": 8, "temperature": 50, "top_k": 1, "seed": 1}
     assert (await complete(http, **hot, samplers=["top_k", "temperature"]))["text"] == greedy
     assert (await complete(http, **hot, samplers=["temperature"]))["text"] != greedy
     assert (await refusal(http, {**hot, "samplers": ["top_k", "top_q"]}))[0] == "samplers[1]"
@@ -582,7 +582,9 @@ async def test_samplers_say_what_is_applied(http: Http) -> None:
     ("alias", "name", "value"), [("repeat_penalty", "repetition_penalty", 5), ("repeat_last_n", "penalty_last_n", 2)]
 )
 async def test_llama_cpps_names_of_the_penalties_are_known(http: Http, alias: str, name: str, value: float) -> None:
-    body = {**GREEDY, "max_tokens": 40} | ({} if name == "repetition_penalty" else {"repetition_penalty": 5})
+    body: dict[str, Any] = {**GREEDY, "max_tokens": 40} | (
+        {} if name == "repetition_penalty" else {"repetition_penalty": 5}
+    )
     plain, by_alias, by_name = [
         (await complete(http, **body, **more))["text"] for more in ({}, {alias: value}, {name: value})
     ]
@@ -613,7 +615,9 @@ async def test_a_given_seed_is_the_one_that_is_used(http: Http, seed: int) -> No
 
 async def test_all_fields_can_be_given_at_once(http: Http) -> None:
     for grammar in GRAMMARS:
-        fields = {name: value for name, value in OTHERS.items() if name == grammar or name not in GRAMMARS}
+        fields: dict[str, Any] = {
+            name: value for name, value in OTHERS.items() if name == grammar or name not in GRAMMARS
+        }
         status, answer = await post(http, "/v1/completions", {"prompt": "x", **fields})
         assert (status, answer["choices"][0]["seed"]) == (200, 3), answer
 
@@ -621,5 +625,5 @@ async def test_all_fields_can_be_given_at_once(http: Http) -> None:
 async def test_every_field_may_be_null(http: Http) -> None:
     names = [name for name in CompletionRequest.__struct_encode_fields__ if name != "prompt"]
     plain = await complete(http, prompt="Hello", seed=1)
-    nulls = {name: None for name in names if name != "seed"}
+    nulls: dict[str, Any] = {name: None for name in names if name != "seed"}
     assert await complete(http, prompt="Hello", seed=1, **nulls) == plain

@@ -17,7 +17,7 @@ from cppbatch.server.keys import Keys
 from cppbatch.server.settings import ServerSettings
 from tests.unit.test_keys import SECRETS
 
-HELLO = {"prompt": "Hello", "max_tokens": 2}
+HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
 
 
 @pytest.fixture
@@ -89,11 +89,14 @@ async def test_a_key_is_in_no_log_and_no_answer(http: TestClient[Any, Any], capl
     assert not [key for key in (*SECRETS, wrong) if key in said]
 
 
-PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+PREFLIGHT: dict[str, Any] = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
 
 
 async def test_a_page_of_a_named_origin_may_ask_with_a_key(http: TestClient[Any, Any]) -> None:
-    origin = {"Origin": "https://app.example"}
+    origin: dict[str, Any] = {"Origin": "https://app.example"}
     async with http.options("/v1/completions", headers={**origin, **PREFLIGHT}) as answer:
         assert answer.status == 200
         assert answer.headers["Access-Control-Allow-Origin"] == "https://app.example"
@@ -112,7 +115,7 @@ async def test_a_page_of_a_named_origin_may_ask_with_a_key(http: TestClient[Any,
 
 
 async def test_a_page_of_another_origin_may_not(http: TestClient[Any, Any]) -> None:
-    origin = {"Origin": "https://evil.example"}
+    origin: dict[str, Any] = {"Origin": "https://evil.example"}
     async with http.options("/v1/completions", headers={**origin, **PREFLIGHT}) as answer:
         assert answer.status == 403
     async with http.get("/health", headers=origin) as answer:
@@ -120,7 +123,7 @@ async def test_a_page_of_another_origin_may_not(http: TestClient[Any, Any]) -> N
 
 
 async def test_unless_origins_are_named_none_may_and_a_star_is_all(engine: LocalEngine) -> None:
-    origin = {"Origin": "https://any.example"}
+    origin: dict[str, Any] = {"Origin": "https://any.example"}
     async with TestClient(TestServer(create_app(engine))) as http:
         async with http.options("/v1/completions", headers={**origin, **PREFLIGHT}) as answer:
             assert answer.status == 405

@@ -35,7 +35,7 @@ async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
         yield engine
 
 
-def limited(engine: LocalEngine, keys: Keys | None = None, **limits: object) -> Http:
+def limited(engine: LocalEngine, keys: Keys | None = None, **limits: Any) -> Http:
     return TestClient(TestServer(create_app(engine, ServerSettings(keys=keys or Keys(), limits=Limits(**limits)))))
 
 

@@ -20,7 +20,7 @@ from tests import tiny_models
 
 Http = TestClient[Any, Any]
 Json = dict[str, Any]
-GREEDY = {"temperature": 0, "n_predict": 6, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0, "n_predict": 6, "ignore_eos": True}
 FINAL = set(
     "index content tokens id_slot stop model tokens_predicted tokens_evaluated generation_settings prompt has_new_line "
     "truncated stop_type stopping_word tokens_cached timings".split()
@@ -54,13 +54,13 @@ async def get(http: Http, path: str) -> tuple[int, Any]:
         return answer.status, await answer.json()
 
 
-async def complete(http: Http, prompt: object = "abc", **fields: object) -> Any:
+async def complete(http: Http, prompt: object = "abc", **fields: Any) -> Any:
     status, answer = await post(http, "/completion", {**GREEDY, "prompt": prompt, **fields})
     assert status == 200, answer
     return answer
 
 
-async def stream(http: Http, path: str = "/completion", **fields: object) -> list[Json]:
+async def stream(http: Http, path: str = "/completion", **fields: Any) -> list[Json]:
     async with http.post(path, json={**GREEDY, "prompt": "abc", **fields, "stream": True}) as answer:
         assert answer.content_type == "text/event-stream"
         text = await answer.text()
@@ -87,7 +87,14 @@ async def test_a_completion_has_every_field_of_llama_servers(http: Http, tiny_ll
 
 
 async def test_the_settings_tell_what_was_used(http: Http) -> None:
-    asked = {"top_k": 7, "typical_p": 0.9, "repeat_penalty": 1.25, "stop": ["zz"], "seed": 5, "dry_multiplier": 0.5}
+    asked: dict[str, Any] = {
+        "top_k": 7,
+        "typical_p": 0.9,
+        "repeat_penalty": 1.25,
+        "stop": ["zz"],
+        "seed": 5,
+        "dry_multiplier": 0.5,
+    }
     used = (await complete(http, **asked, samplers=["top_k", "typ_p", "temperature"]))["generation_settings"]
     assert {name: used[name] for name in asked} == asked
     assert used["samplers"] == ["top_k", "typ_p", "temperature"]
@@ -242,7 +249,7 @@ async def test_a_token_can_be_banned_in_all_of_its_ways(http: Http, engine: Loca
 
 async def test_t_max_predict_ms_ends_the_text_with_its_next_line(http: Http) -> None:
     newline = [["\n", 8.0]]
-    body = {"n_predict": 900, "logit_bias": newline, "temperature": 1, "seed": 1}
+    body: dict[str, Any] = {"n_predict": 900, "logit_bias": newline, "temperature": 1, "seed": 1}
     whole, events = await complete(http, **body, t_max_predict_ms=30), await stream(http, **body, t_max_predict_ms=30)
     for short in (whole, events[-1]):
         assert (short["stop_type"], short["has_new_line"]) == ("limit", True)
@@ -292,7 +299,7 @@ async def test_a_client_that_goes_away_frees_everything(tiny_llama: Path) -> Non
     async with LocalEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1) as engine:
         app = create_app(engine)
         async with TestClient(TestServer(app, handler_cancellation=True)) as http:
-            body = {"prompt": ["a", "b"], "ignore_eos": True, "t_max_predict_ms": 60_000}
+            body: dict[str, Any] = {"prompt": ["a", "b"], "ignore_eos": True, "t_max_predict_ms": 60_000}
             asking = asyncio.create_task(http.post("/completion", json=body).__aenter__())
             await asyncio.sleep(0.2)
             assert (await engine.stats()).running == 2
@@ -391,7 +398,7 @@ async def infill(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 async def test_infill_asks_in_the_models_own_form(infill: Http) -> None:
-    body = {**GREEDY, "input_prefix": "def f(", "input_suffix": "<s> end", "prompt": "x"}
+    body: dict[str, Any] = {**GREEDY, "input_prefix": "def f(", "input_suffix": "<s> end", "prompt": "x"}
     status, answer = await post(infill, "/infill", body)
     assert (status, set(answer)) == (200, FINAL)
     assert answer["prompt"] == "<s><fim_prefix>def f(x<fim_suffix><s> end<fim_middle>"
@@ -407,7 +414,7 @@ async def test_infill_asks_in_the_models_own_form(infill: Http) -> None:
 
 
 async def test_infill_keeps_what_is_nearest_to_the_cursor(infill: Http) -> None:
-    body = {"input_prefix": "p" * 900 + "HERE", "input_suffix": "AFTER" + "s" * 900, "n_predict": 32}
+    body: dict[str, Any] = {"input_prefix": "p" * 900 + "HERE", "input_suffix": "AFTER" + "s" * 900, "n_predict": 32}
     status, answer = await post(infill, "/infill", {**body, "input_extra": [{"text": "far" * 100}]})
     assert status == 200
     prefix, suffix = answer["prompt"].split("<fim_suffix>")
@@ -419,7 +426,7 @@ async def test_infill_keeps_what_is_nearest_to_the_cursor(infill: Http) -> None:
 
 
 async def test_infill_without_such_a_model_or_its_fields_is_a_400(http: Http, infill: Http) -> None:
-    good = {"input_prefix": "a", "input_suffix": "b"}
+    good: dict[str, Any] = {"input_prefix": "a", "input_suffix": "b"}
     status, answer = await post(http, "/infill", good)
     assert (status, "was not trained to fill in" in answer["error"]["message"]) == (400, True)
     for bad in ({"input_prefix": "a"}, {"input_suffix": "a"}, {**good, "prompt": ["a"]}):
@@ -473,7 +480,7 @@ async def test_slots_show_how_many_sequences_run(http: Http, engine: LocalEngine
 async def test_routes_that_others_have_are_there_by_llama_servers_names(http: Http) -> None:
     assert await get(http, "/models") == await get(http, "/v1/models")
     assert (await get(http, "/v1/health"))[1]["status"] == "ok"
-    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 4}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 4}
     with_v1, without = [await post(http, path, body) for path in ("/v1/chat/completions", "/chat/completions")]
     assert with_v1[1]["choices"][0]["message"] == without[1]["choices"][0]["message"]
 
@@ -487,9 +494,9 @@ async def test_health_needs_no_key_by_either_name(engine: LocalEngine) -> None:
 
 async def test_adapters_are_listed_and_chosen_by_each_request(tiny_llama: Path, tmp_path: Path) -> None:
     adapter = write_lora(tmp_path / "loud.gguf", seed=1)
-    sizes = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1}
+    sizes: dict[str, Any] = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1}
     config = EngineConfig(model_path=str(tiny_llama), lora=((str(adapter), 0.5),), **sizes)
-    asked = {"prompt": "abc", "n_predict": 16, "temperature": 0, "ignore_eos": True}
+    asked: dict[str, Any] = {"prompt": "abc", "n_predict": 16, "temperature": 0, "ignore_eos": True}
     async with LocalEngine(config) as engine, TestClient(TestServer(create_app(engine))) as http:
         _, listed = await get(http, "/lora-adapters")
         assert listed == [{"id": 0, "name": "loud", "path": str(adapter), "scale": 0.5}]

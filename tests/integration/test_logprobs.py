@@ -22,7 +22,7 @@ ROUNDED = 0.05  # keys are float16: in a batch of another shape sums round anoth
 
 MOST_SCORED = 64  # tokens of a prompt that a step gives logits for
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "n_ctx": 1024, "n_batch": 256, "n_ubatch": 256, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified",
 }  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_in_a_batch_everybody_gets_as_many_as_he_asks_for_and_his_own(
     tiny_llama: Path, kv_layout: str, sampling: str
 ) -> None:
     params = params_of_a_crowd(echo=True)
-    crowded = {**SETTINGS, "kv_layout": kv_layout, "sampling": sampling, "n_parallel": 4}
+    crowded: dict[str, Any] = {**SETTINGS, "kv_layout": kv_layout, "sampling": sampling, "n_parallel": 4}
     with BatchInferenceEngine(tiny_llama, **crowded) as engine:
         results = engine.generate(PROMPTS * 2, params)
         assert_those_of_the_model_alone(engine, tiny_llama, PROMPTS * 2, params, results)
@@ -183,7 +183,7 @@ def test_the_scores_of_a_completion_come_from_a_warm_prefix_too(tiny_llama: Path
 @pytest.mark.parametrize("swap_space", [64, 0], ids=["swapped", "recomputed"])
 def test_preemption_in_a_tiny_cache_changes_no_scores(tiny_llama: Path, swap_space: int) -> None:
     params = [SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=2, echo=True)] * len(PROMPTS)
-    tiny = {**SETTINGS, "n_ctx": 256, "n_parallel": 6, "swap_space": swap_space}
+    tiny: dict[str, Any] = {**SETTINGS, "n_ctx": 256, "n_parallel": 6, "swap_space": swap_space}
     with BatchInferenceEngine(tiny_llama, **tiny) as engine:
         results = engine.generate(PROMPTS, params)
         stats = engine.stats()

@@ -30,7 +30,7 @@ TOKENS = [7, 70, 300, 12]
 Q = "blk.0.attn_q.weight"
 
 
-METADATA = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 4.0}
+METADATA: dict[str, Any] = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 4.0}
 KINDS = {str: GGUFValueType.STRING, float: GGUFValueType.FLOAT32, int: GGUFValueType.UINT32, list: GGUFValueType.ARRAY}
 
 

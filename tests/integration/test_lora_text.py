@@ -45,7 +45,13 @@ def chosen(files: Files, scales: Lora) -> tuple[tuple[str, float], ...]:
 
 def alone(model: Path, files: Files, lora: Lora, prompts: list[str], params: SamplingParams = GREEDY) -> list[str]:
     """Each by itself, in an engine that has just these adapters, at work by default."""
-    settings = {"n_ctx": 2048, "n_parallel": 1, "prefix_cache": False, "lora": chosen(files, lora), **FLOATS}
+    settings: dict[str, Any] = {
+        "n_ctx": 2048,
+        "n_parallel": 1,
+        "prefix_cache": False,
+        "lora": chosen(files, lora),
+        **FLOATS,
+    }
     with BatchInferenceEngine(model, **settings) as engine:
         return [result.text for prompt in prompts for result in engine.generate([prompt], params)]
 
@@ -75,7 +81,7 @@ def texts_together(
 
 
 def open_engine(model: Path, files: Files, **settings: Any) -> BatchInferenceEngine:
-    settings = {"n_ctx": 16384, "n_parallel": 16, **FLOATS, **settings}
+    settings: dict[str, Any] = {"n_ctx": 16384, "n_parallel": 16, **FLOATS, **settings}
     return BatchInferenceEngine(model, lora=chosen(files, {"x": 1, "y": 0}), **settings)
 
 
@@ -190,7 +196,7 @@ async def test_a_killed_workers_requests_go_on_with_their_adapters(
 ) -> None:
     monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
     at_start = chosen(adapters, {"x": 1, "y": 0})
-    settings = {"n_ctx": 16384, "n_parallel": 16, **FLOATS, "lora": at_start}
+    settings: dict[str, Any] = {"n_ctx": 16384, "n_parallel": 16, **FLOATS, "lora": at_start}
     n_events = 0
 
     async def one(engine: EngineProcess, i: int) -> str:
@@ -218,7 +224,7 @@ async def test_a_killed_workers_requests_go_on_with_their_adapters(
 async def test_over_http_adapters_are_chosen_by_name_or_as_llama_server_has_it(
     tiny_llama: Path, adapters: Files, expected: list[str]
 ) -> None:
-    settings = {"n_ctx": 4096, "n_parallel": 4, "lora": chosen(adapters, {"x": 1, "y": 0.5}), **FLOATS}
+    settings: dict[str, Any] = {"n_ctx": 4096, "n_parallel": 4, "lora": chosen(adapters, {"x": 1, "y": 0.5}), **FLOATS}
     fields: list[dict[str, Any]] = [
         {}, {"lora": None}, {"lora": {"x": 1, "y": 0.5}}, {"lora": [{"id": 0, "scale": 1}, {"id": 1, "scale": 0.5}]},
         {"lora": {}}, {"lora": []}, {"lora": [{"id": 1, "scale": 0}]},

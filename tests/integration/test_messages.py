@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 ALIAS = "claude-here"
 HELLO: Json = {"model": "tiny-llama", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
-GREEDY = {"temperature": 0}
+GREEDY: dict[str, Any] = {"temperature": 0}
 WEATHER = {"name": "weather", "description": "How it is.", "input_schema": {"type": "object"}}
 TIME = {"name": "time", "input_schema": {"type": "object"}}
 
@@ -187,7 +187,7 @@ def test_tokens_are_counted_as_the_message_would_have_them(client: anthropic.Ant
 # --- what the model is given ------------------------------------------------------------------------------------------
 
 
-def read(messages: list[Json], **fields: object) -> list[Json]:
+def read(messages: list[Json], **fields: Any) -> list[Json]:
     return conversation(msgspec.convert({**HELLO, "messages": messages, **fields}, MessagesRequest))
 
 
@@ -437,7 +437,11 @@ def test_the_default_model_stops_at_a_stop_sequence(real: anthropic.Anthropic) -
 
 
 def test_the_default_model_answers_in_json(real: anthropic.Anthropic) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 99}},
+        "required": ["n"],
+    }
     form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
     message = real_ask(real, "What is 3+4?", output_config={"format": form})
     assert set(json.loads(message.content[0].text)) == {"n"}

@@ -22,7 +22,7 @@ Http = TestClient[Any, Any]
 
 Samples = dict[tuple[str, ...], float]
 
-BODY = {"prompt": "Hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+BODY: dict[str, Any] = {"prompt": "Hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -57,7 +57,7 @@ async def scrape(http: Http) -> Samples:
     return samples
 
 
-async def ask(http: Http, path: str = COMPLETIONS, **fields: object) -> Any:
+async def ask(http: Http, path: str = COMPLETIONS, **fields: Any) -> Any:
     async with http.post(path, json={**BODY, **fields}) as answer:
         return await answer.json() if answer.content_type == "application/json" else await answer.text()
 

@@ -40,7 +40,7 @@ SLOWEST = 15.0  # seconds of an answer: 10 for a grammar that is too complex, an
 
 STORED = ("previous_response_id", "conversation", "background")
 
-EXAMPLES = {
+EXAMPLES: dict[str, Any] = {
     "deadline": None,
     "derandomize": True,
     "database": None,

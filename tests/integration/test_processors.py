@@ -27,7 +27,14 @@ Tokens = npt.NDArray[np.int32]
 
 Row = npt.NDArray[np.float32]
 
-SETTINGS = {"n_ctx": 1024, "n_parallel": 4, "n_batch": 64, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified"}
+SETTINGS: dict[str, Any] = {
+    "n_ctx": 1024,
+    "n_parallel": 4,
+    "n_batch": 64,
+    "n_threads": 1,
+    "flash_attn": "off",
+    "kv_layout": "unified",
+}
 
 TEXTS = ["a", "Hello", "the cat " * 3, "what will they say when ", "1+1=", "x" * 70]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -42,7 +43,7 @@ def test_parallelism_and_cells_are_taken_together_or_not_at_all(config: EngineCo
 @pytest.mark.parametrize(
     "other", [{"n_gpu_layers": 0}, {"cache_type_k": "q8_0"}, {"device": 1}, {"pooling": "mean"}], ids=str
 )
-def test_other_conditions_have_other_profiles(config: EngineConfig, other: dict[str, object]) -> None:
+def test_other_conditions_have_other_profiles(config: EngineConfig, other: dict[str, Any]) -> None:
     different = replace(config, **other)
     assert use_profile(different, given=()) == (different, None)
 

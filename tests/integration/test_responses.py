@@ -193,7 +193,7 @@ def test_log_probabilities_are_in_the_events_too(server: ChatServer) -> None:
 # --- what the model is given ------------------------------------------------------------------------------------------
 
 
-def read(items: str | list[Json], **fields: object) -> list[Json]:
+def read(items: str | list[Json], **fields: Any) -> list[Json]:
     return conversation(msgspec.convert({"input": items, **fields}, ResponsesRequest))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.engine.request import ResumeState
 
-SETTINGS = {"n_ctx": 512, "n_parallel": 4, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified"}
-FLOATS = {"cache_type_k": "f32", "cache_type_v": "f32"}
+SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_parallel": 4, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified"}
+FLOATS: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32"}
 
 KINDS = {
     "greedy": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from cppbatch.config import KvLayout
 
 N = 16
 PROMPTS = [f"{opening} number {i}:" for i, opening in enumerate(["Story", "A list of", "Dear", "The theorem"] * 4)]
-KINDS: list[dict[str, object]] = [
+KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.5, "top_k": 0, "top_p": 0.9, "min_p": 0.0},
     {"repetition_penalty": 1.2, "presence_penalty": 0.4, "penalty_last_n": 32},
@@ -29,7 +30,7 @@ PARAMS = [SamplingParams(seed=1000 + i, max_tokens=16, **KINDS[i % len(KINDS)]) 
 
 
 def open_engine(model: Path, layout: KvLayout = "unified", **settings: int) -> BatchInferenceEngine:
-    floats = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
+    floats: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
     return BatchInferenceEngine(model, kv_layout=layout, **floats, **{"n_ctx": 4096, "n_parallel": N, **settings})  # type: ignore[arg-type]
 
 

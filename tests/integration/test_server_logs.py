@@ -18,7 +18,7 @@ from cppbatch.server.logs import set_up
 from tests.listening import HeldEngine, connect, head, listening, post, until
 
 Http = TestClient[Any, Any]
-HELLO = {"prompt": "Hello", "max_tokens": 2}
+HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,8 +41,15 @@ def open_engine(kind: tuple[Path, str, Sharing]) -> Iterator[OpenEngine]:
     path, layout, _ = kind
     with contextlib.ExitStack() as stack:
 
-        def open_engine(**settings: object) -> BatchInferenceEngine:
-            sizes = {"n_ctx": 2048, "n_parallel": 4, "n_batch": 64, "n_ubatch": 32, "n_threads": 1, "flash_attn": "off"}
+        def open_engine(**settings: Any) -> BatchInferenceEngine:
+            sizes: dict[str, Any] = {
+                "n_ctx": 2048,
+                "n_parallel": 4,
+                "n_batch": 64,
+                "n_ubatch": 32,
+                "n_threads": 1,
+                "flash_attn": "off",
+            }
             engine = stack.enter_context(BatchInferenceEngine(path, kv_layout=layout, **{**sizes, **settings}))
             stack.callback(assert_everything_is_free, engine)
             return engine

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -18,7 +19,7 @@ import pytest
 from tests.server_process import ServerProcess
 
 MIB = 1 << 20
-NORMAL = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+NORMAL: dict[str, Any] = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,7 +89,7 @@ def within(request: pytest.FixtureRequest) -> float:
     return seconds
 
 
-async def a_normal_request_is_answered(server: ServerProcess, within: float, **more: object) -> None:
+async def a_normal_request_is_answered(server: ServerProcess, within: float, **more: Any) -> None:
     """Three times, to a client in a process of its own: this one is busy with being many. A 429 makes it try again."""
     for _ in range(3):
         body = json.dumps({**NORMAL, **more})

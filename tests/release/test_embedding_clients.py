@@ -103,7 +103,7 @@ async def test_one_that_is_cancelled_or_out_of_time_ends_without_a_vector(
 
 
 async def test_pairs_of_texts_reach_a_reranker_in_its_worker(tiny_reranker: Path) -> None:
-    settings = {**SETTINGS, "pooling": None}
+    settings: dict[str, Any] = {**SETTINGS, "pooling": None}
     pairs = [Pair("what is a cat", text) for text in ("an animal", "a rate of interest")]
     with BatchInferenceEngine(tiny_reranker, **settings) as local:
         scores = local.embed(pairs)

@@ -61,7 +61,7 @@ async def opened(model: Path, runtime: str | None = None, **settings: Any) -> As
 def request(
     name: object, prompt: str | list[int] | None = None, max_tokens: int = 40, **params: Any
 ) -> GenerationRequest:
-    params = {"temperature": 0, "ignore_eos": True, **params}
+    params: dict[str, Any] = {"temperature": 0, "ignore_eos": True, **params}
     text = f"{name} and {name}" if prompt is None else prompt
     return GenerationRequest(id=str(name), prompt=text, params=SamplingParams(max_tokens=max_tokens, **params))
 

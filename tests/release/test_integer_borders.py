@@ -35,8 +35,11 @@ Place = tuple[str | int, ...]
 
 DOCUMENT: Json = msgspec.json.decode(document())
 USER = {"role": "user", "content": "abc"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"type": "function", "id": "a", "function": {"name": "f", "arguments": {}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
+CALL: dict[str, Any] = {"type": "function", "id": "a", "function": {"name": "f", "arguments": {}}}
 VALID: dict[str, Json] = {
     "/v1/completions": {"prompt": "abc", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [USER], "max_tokens": 2},
@@ -142,7 +145,7 @@ def body_with(path: str, place: Place, value: int) -> Json:
 @contextlib.asynccontextmanager
 async def serving(model: Path, **settings: Any) -> AsyncIterator[tuple[EngineProcess, TestClient[Any, Any]]]:
     limits = Limits(max_n=4, max_tokens=8)
-    config = {"n_ctx": 1024, "n_parallel": 8, "n_threads": 1, "max_queue": 100_000, **settings}
+    config: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 8, "n_threads": 1, "max_queue": 100_000, **settings}
     async with EngineProcess(model, **config) as engine:
         app = create_app(engine, ServerSettings(limits=limits))
         async with TestClient(TestServer(app)) as client:

@@ -102,7 +102,7 @@ def test_a_drain_timeout_out_of_range_is_refused() -> None:
 
 # --- as a process -----------------------------------------------------------------------------------------------------
 
-ENDLESS = {"prompt": "A long story:", "max_tokens": 1900, "ignore_eos": True}
+ENDLESS: dict[str, Any] = {"prompt": "A long story:", "max_tokens": 1900, "ignore_eos": True}
 
 
 def ask(server: ServerProcess, body: object) -> Any:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
 from tests import tiny_models
 
-SETTINGS = {"n_ctx": 1024, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off"}
+SETTINGS: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off"}
 
 
 @pytest.fixture(params=[LocalEngine, EngineProcess])

@@ -87,7 +87,13 @@ def test_a_stream_of_completions_has_the_same_text(client: openai.OpenAI) -> Non
 
 def test_the_other_fields_of_a_completion_do_what_they_say(client: openai.OpenAI) -> None:
     def text(**fields: Any) -> str:
-        asked = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 8, "temperature": 0, "user": "me"} | fields
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": "One, two, three,",
+            "max_tokens": 8,
+            "temperature": 0,
+            "user": "me",
+        } | fields
         return client.completions.create(**asked).choices[0].text
 
     assert text(echo=True).startswith("One, two, three,")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_requests_that_outgrow_the_cells_all_finish_with_the_text_of_ample_ones(
     params = SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True)
     texts = []
     for cells in (n_requests * 512, n_ctx):
-        settings = {"n_ctx": cells, "n_parallel": 8, "flash_attn": "off", "swap_space": swap_space}
+        settings: dict[str, Any] = {"n_ctx": cells, "n_parallel": 8, "flash_attn": "off", "swap_space": swap_space}
         with BatchInferenceEngine(f16_model, kv_layout="unified", **settings) as engine:
             results = engine.generate(prompts, params)
             assert all(result.finish_reason is FinishReason.LENGTH for result in results)

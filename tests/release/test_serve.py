@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -71,7 +72,12 @@ def test_a_streamed_chat_gives_the_same_text_and_its_usage_last(client: openai.O
 
 
 def test_a_streamed_completion_gives_the_same_text_as_a_whole_one(client: openai.OpenAI, default_model: Path) -> None:
-    arguments = {"model": default_model.stem, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
+    arguments: dict[str, Any] = {
+        "model": default_model.stem,
+        "prompt": "Once upon a time",
+        "temperature": 0,
+        "max_tokens": 24,
+    }
     whole = client.completions.create(**arguments)
     chunks = list(client.completions.create(stream=True, **arguments))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ BEGINNINGS = (
 )  # fmt: skip
 
 
-def open_engine(model: Path, **settings: object) -> BatchInferenceEngine:
+def open_engine(model: Path, **settings: Any) -> BatchInferenceEngine:
     """With nothing kept of other runs; the first requests, which are slower, are made already."""
     engine = BatchInferenceEngine(model, n_ctx=16384, n_parallel=16, prefix_cache=False, **settings)
     engine.generate(["Hello"] * 2, [SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, guided_regex="[a-z]+")])

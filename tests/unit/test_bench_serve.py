@@ -153,7 +153,7 @@ NOBODY = Target("nobody", "http://127.0.0.1:9")
 
 
 async def look_at(http: TestServer, **given: Any) -> TargetServer:
-    settings = {"model": None, "endpoint": "completions", "api_key": None, "timeout": 5} | given
+    settings: dict[str, Any] = {"model": None, "endpoint": "completions", "api_key": None, "timeout": 5} | given
     return await probe_server(Target("fake", str(http.make_url("")).rstrip("/")), **settings)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cppbatch import SamplingParams
 from cppbatch.engine.sampling.sampling_plan import make_sampling_plan
 from tests.fakes import FakeVocab
 
-FROM_CANDIDATES: list[dict[str, object]] = [
+FROM_CANDIDATES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8},
     {"top_k": 20, "top_p": 0.9, "min_p": 0.0, "temperature": 1.5},
@@ -18,7 +20,7 @@ FROM_CANDIDATES: list[dict[str, object]] = [
     {"ignore_eos": True, "min_tokens": 4},
 ]
 
-FROM_ALL_LOGITS: list[dict[str, object]] = [
+FROM_ALL_LOGITS: list[dict[str, Any]] = [
     {"top_k": 0},
     {"top_k": 1000},
     {"temperature": 0, "logprobs": 2},
@@ -31,11 +33,11 @@ FROM_ALL_LOGITS: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("kind", FROM_CANDIDATES)
-def test_a_request_that_only_lowers_some_logits_needs_few_candidates(kind: dict[str, object]) -> None:
+def test_a_request_that_only_lowers_some_logits_needs_few_candidates(kind: dict[str, Any]) -> None:
     assert 0 < make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates <= 128  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", FROM_ALL_LOGITS)
-def test_a_request_that_looks_at_all_logits_or_raises_some_gets_them_all(kind: dict[str, object]) -> None:
+def test_a_request_that_looks_at_all_logits_or_raises_some_gets_them_all(kind: dict[str, Any]) -> None:
     needed = make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates  # type: ignore[arg-type]
     assert needed == 0 or needed > 128

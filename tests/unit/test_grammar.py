@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cppbatch.engine.sampling.json_schema_check import has_finite_instance
 
-LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+LOOP: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -117,7 +117,7 @@ def test_a_schema_that_requires_itself_within_itself_never_ends(schema: Any) -> 
 
 
 def test_a_schema_of_many_branches_is_looked_at_in_bounded_time() -> None:
-    names = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(60)}
+    names: dict[str, Any] = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(60)}
     began = thread_time()
     has_finite_instance(
         {"$ref": "#/$defs/0", "$defs": {**names, "60": LOOP | {"properties": {"a": {"$ref": "#/$defs/0"}}}}}

@@ -8,6 +8,7 @@ import random
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -65,7 +66,7 @@ def test_wherever_it_dies_each_line_is_there_once(
     def mortal(kind: type, name: str) -> None:
         living = getattr(kind, name)
 
-        def step(*arguments: object, **named: object) -> object:
+        def step(*arguments: object, **named: Any) -> object:
             if rng.random() < 0.1:
                 raise PowerLoss
             done = living(*arguments, **named)
@@ -190,7 +191,7 @@ def test_a_short_result_has_the_log_probabilities_that_were_asked_for() -> None:
     plain = JobRequest(
         line=1, custom_id="a", url="/v1/completions", body={"prompt": "b"}, is_plain=True, content_hash=1
     )
-    choice = {"text": "c", "finish_reason": "stop", "logprobs": {"tokens": ["c"]}}
+    choice: dict[str, Any] = {"text": "c", "finish_reason": "stop", "logprobs": {"tokens": ["c"]}}
     told = msgspec.json.decode(
         response_line(plain, JobResponse(status=200, body={"choices": [choice], "usage": {}})).data
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cppbatch.config import EngineConfig
 from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout
 
 
-def config(**settings: object) -> EngineConfig:
+def config(**settings: Any) -> EngineConfig:
     return EngineConfig(model_path="model.gguf", **settings)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ SHARED = Workload(
 
 
 def fan_out(by: Any) -> Workload:
-    sizes = {"prompt_tokens": Lengths(20, 20), "output_tokens": Lengths(4, 4)}
+    sizes: dict[str, Any] = {"prompt_tokens": Lengths(20, 20), "output_tokens": Lengths(4, 4)}
     return Workload(kind="fan-out", n_requests=12, samples=4, samples_by=by, **sizes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
     return random.Random(seed * 1000 + n).choices(range(BAD), k=n)
 
 
-def add(engine: BatchInferenceEngine, tokens: list[int], **options: object) -> str:
+def add(engine: BatchInferenceEngine, tokens: list[int], **options: Any) -> str:
     return engine.add_request(tokens, task="embed", **options)
 
 

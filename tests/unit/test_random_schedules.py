@@ -116,7 +116,7 @@ def arrivals(draw: st.DrawFn) -> Arrive:
         ignore_eos=draw(st.booleans()),
         min_tokens=draw(st.just(0) | st.integers(0, max_tokens)),
     )
-    options = {
+    options: dict[str, Any] = {
         "priority": draw(st.sampled_from((0, 0, 0, 1, -1, 100))),
         "timeout": draw(st.sampled_from((None, None, None, None, 30))),
         "queue_timeout": draw(st.sampled_from((None, None, None, 0, 15))),
@@ -246,7 +246,7 @@ def test_a_failed_step_ends_those_in_its_batch_and_changes_no_other_text(
     actions: list[Action], memory: tuple[bool, Sharing], failing_step: int
 ) -> None:
     unified, sharing = memory
-    sizes = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_parallel": N_PARALLEL}
+    sizes: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_parallel": N_PARALLEL}
     run = Run(fake_engine(unified=unified, sharing=sharing, adapters=ADAPTERS, **sizes))
     context = context_of(run.engine)
     context.fail_at[failing_step] = DecodeFailed(-3, "made to fail")

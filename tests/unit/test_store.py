@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,13 +27,24 @@ def store(tmp_path: Path) -> Iterator[BatchStore]:
     store.close()
 
 
-def file(name: str, **others: object) -> File:
-    fields = {"id": f"file-{name}", "bytes": 3, "created_at": 1, "filename": f"{name}.jsonl", "purpose": "batch"}
+def file(name: str, **others: Any) -> File:
+    fields: dict[str, Any] = {
+        "id": f"file-{name}",
+        "bytes": 3,
+        "created_at": 1,
+        "filename": f"{name}.jsonl",
+        "purpose": "batch",
+    }
     return File(**{**fields, **others})  # type: ignore[arg-type]
 
 
-def batch(name: str, **others: object) -> BatchRecord:
-    fields = {"endpoint": "/v1/completions", "model": "m", "input_file_id": "file-in", "completion_window": "1h"}
+def batch(name: str, **others: Any) -> BatchRecord:
+    fields: dict[str, Any] = {
+        "endpoint": "/v1/completions",
+        "model": "m",
+        "input_file_id": "file-in",
+        "completion_window": "1h",
+    }
     shown = Batch(id=f"batch_{name}", created_at=1, expires_at=2, **{**fields, **others})  # type: ignore[arg-type]
     return BatchRecord(batch=shown, output_file_id=f"file-{name}-out", error_file_id=f"file-{name}-err")
 
@@ -181,7 +193,7 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(StorageError, match=r"file/data.*check its name"):
         open_data_folder(tmp_path / "file" / "data")
 
-    def read_only(path: Path, **_: object) -> None:
+    def read_only(path: Path, **_: Any) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
     with monkeypatch.context() as patch:
@@ -198,7 +210,12 @@ async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
     add = BatchStore.add_batch
     monkeypatch.setattr(BatchStore, "add_batch", lambda *arguments: (time.sleep(0.2), add(*arguments)))
     batches = BatchManager(data, ["/v1/completions"])
-    fields = {"endpoint": "/v1/completions", "input_file_id": "file-in", "completion_window": "1h", "model": "m"}
+    fields: dict[str, Any] = {
+        "endpoint": "/v1/completions",
+        "input_file_id": "file-in",
+        "completion_window": "1h",
+        "model": "m",
+    }
     making = asyncio.create_task(batches.create(**fields))  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
     making.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -237,7 +238,7 @@ def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() 
         ({"seed": -1}, "--seed"),
     ],
 )  # fmt: skip
-def test_a_bad_workload_is_refused_with_its_flag(settings: dict[str, object], flag: str) -> None:
+def test_a_bad_workload_is_refused_with_its_flag(settings: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         OfflineWorkload(**settings)  # type: ignore[arg-type]
 

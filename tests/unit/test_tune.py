@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -107,9 +108,9 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def tuned(
-    config: EngineConfig = CONFIG, measure: Callable[[MeasurementTask, float], Measurement] = machine, **options: object
+    config: EngineConfig = CONFIG, measure: Callable[[MeasurementTask, float], Measurement] = machine, **options: Any
 ) -> TuningResult:
-    settings = {"most_parallel": 64, "seconds": 60.0, "measure": measure, **options}
+    settings: dict[str, Any] = {"most_parallel": 64, "seconds": 60.0, "measure": measure, **options}
     return Tuner(config, **settings).run()  # type: ignore[arg-type]
 
 
