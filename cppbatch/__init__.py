@@ -1,4 +1,4 @@
-"""Continuous batching for GGUF models on one's own machine, over llama.cpp.
+"""Continuous batching for GGUF models on your own machine, over llama.cpp.
 
 from cppbatch import BatchInferenceEngine, SamplingParams
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __version__ = version("cppbatch")
 
-# Imported when first used: `cppbatch --help` and a front-end without a model need no llama.cpp.
-_HOMES = {
+# Imported when first used: `cppbatch --help` and a server process, whose workers load the model, need no llama.cpp.
+_MODULES = {
     "EngineProcess": "cppbatch.cluster.engine_process",
     "LocalEngine": "cppbatch.cluster.local_engine",
     "EngineConfig": "cppbatch.config",
@@ -72,6 +72,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'cppbatch' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""What an engine is started with. One struct, validated once, here."""
+"""The settings of an engine: one struct, validated once, here."""
 
 from __future__ import annotations
 
@@ -17,78 +17,78 @@ FlashAttention = Literal["auto", "on", "off"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Sampling = Literal["auto", "host", "backend"]
 Pooling = Literal["mean", "cls", "last", "rank"]
-"""How one vector is made of a sequence: its tokens' mean, its first or its last token, or a reranker's scores."""
+"""How a sequence becomes one vector: the mean of its tokens, its first or its last token, or a reranker's scores."""
 Sharing = Literal["cells", "copy", "whole", "none"]
-"""How a model's memory lets one sequence take another's prefix.
+"""How a sequence can take the prefix of another one, which depends on the model's memory.
 
-cells: any prefix, by holding the same cells. copy: any prefix, by copying. whole: by copying, and only all that the
-other has, because no part of it can be removed. none: not at all.
+cells: any prefix; both hold the same cells. copy: any prefix, by copying. whole: all tokens that the other sequence has
+computed, by copying, because no part of them can be removed. none: not at all.
 """
 
 _INT32_MAX = 2**31 - 1
-_MOST_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
-_LONGEST_STEP_MS = 60_000
+_MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
+_MAX_STEP_MS = 60_000
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
 MOST_LORA_SCALE = 1000.0
-"""Of a LoRA adapter, either way: far beyond use, and no float32 overflows."""
+"""The largest scale of a LoRA adapter, positive or negative: far beyond use, but no float32 overflows."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one engine. Names follow llama.cpp's flags.
+    """Settings of one engine, named as llama.cpp's flags.
 
-    Raises `ConfigError` for values that contradict each other or are out of range.
+    Raises `ConfigError` for values that are out of range or contradict each other.
     """
 
     model_path: str
     n_ctx: int = 16384
-    """KV cells in all, shared by every sequence (-c)."""
+    """KV cells of all sequences together (-c)."""
     n_parallel: int = 16
-    """Sequences that run at once (-np)."""
+    """Sequences that run at the same time (-np)."""
     n_batch: int = 2048
-    """Token budget of one step (-b)."""
+    """Tokens of one step at most (-b)."""
     n_ubatch: int = 512
     """Tokens that llama.cpp computes at once within a step (-ub)."""
     n_gpu_layers: int = -1
     """Layers kept on the GPU; -1: all, 0: none (-ngl)."""
     device: int | None = None
-    """The one GPU to use, by llama.cpp's number; None: all there are (--devices)."""
+    """The only GPU to use, by llama.cpp's number; None: all GPUs (--devices)."""
     n_threads: int = 0
     """Compute threads; 0: one for each physical core that this process may use (-t)."""
     flash_attn: FlashAttention = "auto"
-    """auto: as is faster for the layout and the device (docs/architecture.md)."""
+    """auto: the faster one for the layout and the device (docs/decisions/0006)."""
     kv_layout: KvLayout = "auto"
-    """unified: any sequence may take any of the n_ctx cells; per-sequence: n_ctx / n_parallel cells each; auto: as is
-    faster on the device, if each sequence gets enough cells (docs/architecture.md)."""
+    """unified: any sequence may take any of the n_ctx cells; per-sequence: each has n_ctx / n_parallel cells; auto: the
+    faster one on the device, if each sequence gets enough cells (docs/decisions/0006)."""
     cache_type_k: CacheType = "f16"
-    """How keys are kept (-ctk). With f16 a text may part, at near ties, from what another batch would have made of it;
-    with f32, and float weights, it practically never does."""
+    """The type of keys in the cache (-ctk). Rounding in f16 can flip near-tied tokens between batches; f32 with float
+    weights practically never does."""
     cache_type_v: CacheType = "f16"
-    """How values are kept (-ctv). Quantised ones need flash attention."""
+    """The type of values in the cache (-ctv). Quantised types need flash attention."""
     prefix_cache: bool = True
-    """Keep what finished requests have computed for others that begin alike (--prefix-cache/--no-prefix-cache)."""
+    """Share prefixes between requests that begin with the same tokens (--prefix-cache/--no-prefix-cache)."""
     prefix_cache_ram: int = 1024
     """Host memory, in MiB, for cached prefixes that had to leave their cells (--prefix-cache-ram)."""
     max_queue: int = 4096
-    """Requests that may wait to run; more are refused (--max-queue)."""
+    """Requests that may wait; more are refused (--max-queue)."""
     swap_space: int = 1024
-    """Host memory, in MiB, for sequences that had to give up their cells; 0: compute them again (--swap-space)."""
+    """Host memory, in MiB, for preempted sequences; beyond it they are computed again (--swap-space)."""
     target_step_ms: float = 0
-    """How long a step may take while anybody decodes, in ms: prompts are read in pieces to keep to it; 0: 2.5 times a
-    step without prompts (--target-step-ms)."""
+    """How long a step may take while a sequence decodes, in ms: prompts are computed in pieces of that size. 0: 2.5
+    times a step without prompts (--target-step-ms)."""
     sampling: Sampling = "auto"
-    """backend: the device finds the likeliest tokens, and whole rows of logits leave it only for requests that need
-    them; host: all of it on the CPU; auto: backend with a GPU, if it can (--sampling)."""
+    """backend: the device finds the likeliest tokens, and rows of logits are copied only for requests that need them;
+    host: the CPU does; auto: backend with a GPU that can, else host (--sampling)."""
     pooling: Pooling | None = None
-    """Give vectors in place of text, pooled like this; None: as the model's file says, which is not at all for one that
-    generates text (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling,
-    and what is kept between steps, do not apply."""
+    """Return vectors instead of text, pooled this way. None: as the model's file says; models that generate text do not
+    pool (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling and
+    everything about cached or swapped sequences do not apply."""
     lora: tuple[tuple[str, float], ...] = ()
-    """LoRA adapters, each a GGUF file and the scale for requests that do not say (--lora FILE=SCALE). Requests call
-    them by their files' names without the ending."""
+    """LoRA adapters: GGUF files with the scale for requests without `lora` (--lora FILE=SCALE). Requests name an
+    adapter by its file name without the suffix."""
     trace: str = ""
-    """A file for a trace of every step, about 2 KB each, in Chrome's format (--trace). "": none."""
+    """A file for a trace of every step in Chrome's format, about 2 KB a step (--trace). "": no trace."""
     use_extra_bufts: bool = True
-    """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off where that build crashes."""
+    """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off if the build crashes with it."""
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -110,8 +110,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.n_ctx < self.n_parallel:
             raise ConfigError(f"-c is {self.n_ctx}, less than -np {self.n_parallel}: raise -c or lower -np")
-        if not 0 <= self.n_threads <= _MOST_THREADS:
-            raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or up to {_MOST_THREADS}")
+        if not 0 <= self.n_threads <= _MAX_THREADS:
+            raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or up to {_MAX_THREADS}")
         if not -1 <= self.n_gpu_layers <= _INT32_MAX:
             raise ConfigError(f"-ngl is {self.n_gpu_layers}; it must be -1 (all layers), 0 (none) or more")
         if self.device is not None and not 0 <= self.device <= _INT32_MAX:
@@ -119,10 +119,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, flag in (("swap_space", "--swap-space"), ("prefix_cache_ram", "--prefix-cache-ram")):
             if not 0 <= getattr(self, name) <= _INT32_MAX:
                 raise ConfigError(f"{flag} is {getattr(self, name)}; it must be 0 (none) or more MiB")
-        if not 0 <= self.target_step_ms <= _LONGEST_STEP_MS:
-            raise ConfigError(
-                f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_LONGEST_STEP_MS}"
-            )
+        if not 0 <= self.target_step_ms <= _MAX_STEP_MS:
+            raise ConfigError(f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_MAX_STEP_MS}")
         self._check_choices()
         self._check_lora()
 
@@ -184,19 +182,19 @@ class EngineSettings(TypedDict, total=False):
 
 
 def adapter_name(path: str) -> str:
-    """What requests call a LoRA adapter."""
+    """The name of a LoRA adapter in requests."""
     return Path(path).stem
 
 
 def engine_config(model: str | Path | EngineConfig, settings: EngineSettings) -> EngineConfig:
-    """The settings as one struct: of a model file, or those of an `EngineConfig` with `settings` in their place."""
+    """One struct of a model file and settings, or of an `EngineConfig` with some settings replaced."""
     if not isinstance(model, EngineConfig):
         return EngineConfig(model_path=str(model), **settings)
     return msgspec.structs.replace(model, **settings)
 
 
 def available_threads() -> int:
-    """Physical cores this process may use. More compute threads than that only spin against each other."""
+    """Physical cores that this process may use. More compute threads than cores only slow each other down."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical: int | None = psutil.cpu_count(logical=False)
     return max(1, min(usable, physical or usable))

@@ -1,18 +1,18 @@
-"""Every exception cppbatch raises on purpose. Messages are written for the person who reads them."""
+"""All exceptions of cppbatch. A message says what was wrong, with the value, and what to do."""
 
 from __future__ import annotations
 
 
 class CppBatchError(Exception):
-    """Base of all errors below: the message says what was wrong, with the value, and what to do."""
+    """Base class of all errors below."""
 
 
 class LibraryError(CppBatchError):
-    """llama-cpp-python is missing, of another version than the pinned one, or does not work on this CPU."""
+    """llama-cpp-python is missing, has another version than the pinned one, or does not work on this CPU."""
 
 
 class ModelError(CppBatchError):
-    """A model file is missing, broken, or of a kind that cannot do what was asked."""
+    """A model file is missing or broken, or the model cannot do what was asked."""
 
 
 class ConfigError(CppBatchError):
@@ -20,38 +20,38 @@ class ConfigError(CppBatchError):
 
 
 class EstimateFailed(CppBatchError):
-    """What an engine would take of the memory cannot be found out. It may load all the same."""
+    """The memory of an engine cannot be estimated. The model may load nevertheless."""
 
 
 class UnusableServer(CppBatchError):
-    """A server that was to be measured is not there, or is not one that can be."""
+    """The server to measure does not answer, or cannot be measured."""
 
 
 class StorageError(CppBatchError):
-    """What jobs are kept in cannot be used: the disk is full, a file is broken, read-only, or in use elsewhere.
+    """The files of jobs cannot be used: the disk is full, or a file is broken, read-only, or in use elsewhere.
 
-    The message names files; `public` says as much as a server's clients are told.
+    The message names files; `public` is the message for clients of a server.
     """
 
     public = "the server's data folder cannot be used; the server's log says why"
 
 
 class DiskFull(StorageError):
-    """There is no room for more. Nothing that was written is lost."""
+    """The disk is full. Nothing that was written is lost."""
 
     public = "the server's disk is full: free some space there and try again; nothing that was written is lost"
 
 
 class InUse(StorageError):
-    """Another process works with it."""
+    """Another process uses the file or folder."""
 
     public = "the server's data folder is in use by another cppbatch"
 
 
 class InvalidRequest(CppBatchError, ValueError):
-    """One request cannot be served as asked; nothing else is affected.
+    """One request is wrong; other requests are not affected.
 
-    `field` is the request's field at fault, as the user wrote it ("temperature", "messages[2].role", ...).
+    `field`: the request's field at fault, as the user wrote it ("temperature", "messages[2].role", ...).
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -64,29 +64,29 @@ class RequestCancelled(CppBatchError):
 
 
 class NotFound(InvalidRequest):
-    """What a request names is not here."""
+    """The request names something that does not exist (404)."""
 
 
 class Conflict(InvalidRequest):
-    """What a request asks for does not go together with what is happening just now."""
+    """The request conflicts with the current state (409)."""
 
 
 class QueueFull(CppBatchError):
-    """As many requests wait as may (--max-queue). `retry_after`: seconds until one of them has likely gone."""
+    """The queue is full (--max-queue). `retry_after`: seconds until one of the waiting requests has probably ended."""
 
     def __init__(self, limit: int, retry_after: float) -> None:
         super().__init__(
-            f"{limit} requests wait already, the most there may be (--max-queue); try again in {retry_after:.0f} s"
+            f"{limit} requests wait already, which is the limit (--max-queue); try again in {retry_after:.0f} s"
         )
         self.retry_after = retry_after
 
 
 class EngineClosed(CppBatchError):
-    """The engine is closed, failed, or going down, and takes no new requests."""
+    """The engine is closed, has failed, or is closing, and takes no new requests."""
 
 
 class GenerationFailed(CppBatchError):
-    """The engine could not finish a request, through no fault of the request's that it knew beforehand."""
+    """The request failed after it was accepted."""
 
 
 class LlamaError(CppBatchError):
@@ -94,11 +94,11 @@ class LlamaError(CppBatchError):
 
 
 class OutOfRange(LlamaError, ValueError):
-    """An argument was out of range and was stopped before it could reach an assertion in llama.cpp."""
+    """An argument is out of range, and would have hit an assertion in llama.cpp."""
 
 
 class CacheFull(LlamaError):
-    """`llama_decode` found no KV cells for the batch (return code 1). The memory is unchanged."""
+    """`llama_decode` found no free KV cells for the batch (return code 1). The memory is unchanged."""
 
 
 class DecodeFailed(LlamaError):

@@ -1,7 +1,7 @@
-"""How wide and how deep a JSON text is, measured on its bytes before anybody makes objects of it.
+"""Limits on the size and depth of a JSON text, measured on its bytes before it is decoded.
 
-A megabyte of text in one string is decoded in a millisecond, a megabyte of small values takes a hundred times as long,
-with Python's lock held; and values nested hundreds deep overflow the stack of the code that walks them later.
+Decoding a megabyte takes a millisecond if it is one string, but a hundred times as long if it is small values, with
+Python's lock (GIL) held. Values nested hundreds deep overflow the stack of the code that walks them later.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_NESTED = 128
-"""Lists and objects within each other. Python's own limit is for the whole stack, so code that walks a value later,
-with more of the stack in use, would fail where decoding did not."""
+"""Depth of lists and objects. Python's own limit is for the whole stack: code that walks a decoded value, with more of
+the stack in use, could fail where decoding did not."""
 
-_MOST_MEMBERS = 100_000  # of all objects; decoding them takes some 60 ms, with Python's lock held
-_MOST_CONTAINERS = 100_000  # lists and objects
-_MOST_VALUES = 500_000  # in all lists, as token ids
-_SMALL = 1 << 18  # bytes, of which not enough values can be made to hold up anybody
-_CHUNK = 1 << 20  # bytes at once
+_MAX_MEMBERS = 100_000  # of all objects; decoding them takes about 60 ms, with Python's lock held
+_MAX_CONTAINERS = 100_000  # lists and objects
+_MAX_VALUES = 500_000  # in all lists, for example token ids
+_SMALL = 1 << 18  # bytes: decoding so few is always fast enough
+_CHUNK = 1 << 20  # bytes measured at once
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,20 +27,20 @@ Mask = npt.NDArray[np.bool_]
 
 
 class JsonShape(NamedTuple):
-    """Counts of what stands outside strings. Of a text that is no JSON they are upper bounds at most."""
+    """Counts outside strings. For a text that is not JSON they are upper bounds."""
 
     depth: int
-    """Lists and objects within each other."""
+    """The depth of nested lists and objects."""
     containers: int
-    """Lists and objects in all."""
+    """The number of lists and objects."""
     members: int
-    """Of all objects together."""
+    """The number of members of all objects."""
     values: int
-    """Of all lists and objects together, members included; one for an empty one."""
+    """The number of values in all lists and objects, members included; an empty one counts as one value."""
 
 
 def json_shape(text: bytes) -> JsonShape:
-    """Measures a JSON text in one pass over its bytes; numpy lets other threads run meanwhile."""
+    """Measures a JSON text in one pass over its bytes. numpy releases the GIL meanwhile."""
     depth = deepest = containers = members = commas = 0
     in_string = escaped = False
     for start in range(0, len(text), _CHUNK):
@@ -67,33 +67,33 @@ def json_shape(text: bytes) -> JsonShape:
 
 
 def _escaped(data: Bytes, first: bool) -> Mask:
-    """Which bytes stand behind an odd number of backslashes: bool[n + 1], the last one for the byte that follows.
+    """Which bytes follow an odd number of backslashes: bool[n + 1]; the last entry is for the byte after `data`.
 
-    `first`: whether byte 0 does.
+    `first`: whether byte 0 is escaped by a backslash before `data`.
     """
     n = len(data)
     slashes = data == _BACKSLASH
     if first:
-        slashes[0] = False  # it is escaped itself and escapes nothing
-    place = np.arange(n, dtype=np.int32)
-    before_run = np.maximum.accumulate(np.where(slashes, -1, place))  # the last byte that is no backslash
+        slashes[0] = False  # an escaped backslash escapes nothing
+    index = np.arange(n, dtype=np.int32)
+    before_run = np.maximum.accumulate(np.where(slashes, -1, index))  # the last byte that is not a backslash
     hidden = np.zeros(n + 1, np.bool_)
-    hidden[1:] = slashes & ((place - before_run) % 2 == 1)
+    hidden[1:] = slashes & ((index - before_run) % 2 == 1)
     hidden[0] = first
     return hidden
 
 
 def excess(text: bytes) -> str | None:
-    """What a JSON text has too much of, as the end of a sentence; None: it may be decoded."""
+    """Why a JSON text exceeds the limits, as the end of a sentence; None: it may be decoded."""
     if len(text) <= _SMALL and text.count(b"[") + text.count(b"{") <= MOST_NESTED:
         return None
     shape = json_shape(text)
     if shape.depth > MOST_NESTED:
         return f"has lists and objects nested more than {MOST_NESTED} deep"
-    if shape.containers > _MOST_CONTAINERS:
-        return f"has {shape.containers:,} lists and objects; {_MOST_CONTAINERS:,} may be"
-    if shape.members > _MOST_MEMBERS:
-        return f"has {shape.members:,} members of objects; {_MOST_MEMBERS:,} may be"
-    if shape.values > _MOST_VALUES:
-        return f"has {shape.values:,} values; {_MOST_VALUES:,} may be"
+    if shape.containers > _MAX_CONTAINERS:
+        return f"has {shape.containers:,} lists and objects; the limit is {_MAX_CONTAINERS:,}"
+    if shape.members > _MAX_MEMBERS:
+        return f"has {shape.members:,} members of objects; the limit is {_MAX_MEMBERS:,}"
+    if shape.values > _MAX_VALUES:
+        return f"has {shape.values:,} values; the limit is {_MAX_VALUES:,}"
     return None

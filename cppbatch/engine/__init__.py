@@ -1,1 +1,1 @@
-"""The heart: requests in, batches through llama.cpp, events out. No ctypes, no HTTP, no asyncio."""
+"""The engine: requests in, batches through llama.cpp, events out. No ctypes, no HTTP, no asyncio."""

@@ -1,4 +1,4 @@
-"""From tokens to text: whole characters only, and no stop string unless it is asked for."""
+"""From the bytes of tokens to text that is certain: whole characters, and nothing that may become a stop string."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from bisect import bisect_left
 
 
 class Detokenizer:
-    """Assembles one completion's text from token pieces.
+    """Assembles the text of one completion.
 
-    `push` returns what can be shown now: incomplete UTF-8 characters and text that may turn out to be the beginning
-    of a stop string are held back. After a stop string has come, `stopped` is True and the rest is dropped. A letter
-    costs nearly the same whether there is one stop string or a thousand (but for their different lengths).
+    `push` returns text that is certain. It holds back incomplete UTF-8 characters, and text that could be the beginning
+    of a stop string. Example with the stop string "END": after "the E" it returns "the " and holds back "E"; after "N"
+    it returns ""; after "G" it returns "ENG"; had "D" come instead, `stopped` would be True.
+
+    After a stop string all further text is dropped. A character costs nearly the same with one stop string as with a
+    thousand, except that different lengths of them cost more.
     """
 
     def __init__(self, stop: tuple[str, ...] = (), *, include_stop: bool = False) -> None:
@@ -22,23 +25,23 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stop: str | None = None
-        """The stop string that has come."""
+        """The stop string that was found."""
         self.n_characters = 0
-        """Characters that were complete so far, whether shown, held back or dropped."""
+        """Complete characters so far: returned, held back or dropped."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come."""
+        """Whether a stop string was found."""
         return self.stop is not None
 
     def push(self, piece: bytes) -> str:
-        """Adds a token's bytes and returns the text that is certain by now."""
+        """Adds the bytes of a token. Returns the text that is certain now."""
         if self.stopped:
             return ""
         return self._release(self._decoder.decode(piece))
 
     def flush(self) -> str:
-        """The text still held back, at the end of a completion; none after a stop string."""
+        """The text that was held back, at the end of a completion; "" after a stop string."""
         if self.stopped:
             return ""
         text = self._release(self._decoder.decode(b"", final=True))
@@ -59,9 +62,10 @@ class Detokenizer:
         return text[:start]
 
     def _first_stop(self, text: str, n_old: int) -> tuple[int, str] | None:
-        """Where the stop string ends that is complete first, as if read letter by letter, and which one it is.
+        """The first stop string in `text` and the index where it ends.
 
-        The first `n_old` letters have been looked at. Of two complete at the same letter the longer is meant.
+        First is the one that is complete first when the text is read character by character; of two that end at the
+        same character, the longer one. The first `n_old` characters were searched before.
         """
         for end in range(n_old + 1, len(text) + 1):
             for length in self._lengths:
@@ -70,7 +74,7 @@ class Detokenizer:
         return None
 
     def _possible_start(self, text: str) -> int:
-        """Where the longest end of `text` begins that could grow into a stop string."""
+        """The index where the longest end of `text` starts that is the beginning of a stop string; else its length."""
         longest = self._lengths[0] - 1
         for start in range(max(0, len(text) - longest), len(text)):
             if self._is_beginning(text[start:]):
@@ -78,6 +82,6 @@ class Detokenizer:
         return len(text)
 
     def _is_beginning(self, text: str) -> bool:
-        """Whether a stop string begins with this. Those that do stand together, the first one where it would stand."""
-        place = bisect_left(self._sorted, text)
-        return place < len(self._sorted) and self._sorted[place].startswith(text)
+        """Whether a stop string begins with `text`. If so, the first of them is where `text` would be inserted."""
+        i = bisect_left(self._sorted, text)
+        return i < len(self._sorted) and self._sorted[i].startswith(text)

@@ -1,4 +1,4 @@
-"""Embeddings as numpy vectors. Its own module: who only talks to an engine needs no llama.cpp."""
+"""Embeddings as numpy vectors. Needs no llama.cpp, so that clients of an engine can import it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def vector_of(embedding: bytes) -> Vector:
 
 
 def check_dimensions(dimensions: int | None, n_embd: int) -> None:
-    """Raises `InvalidRequest` when vectors of `n_embd` numbers cannot be cut to so many; None: they stay whole."""
+    """Raises `InvalidRequest` unless `dimensions` is None (whole vectors) or from 1 to `n_embd`."""
     if dimensions is not None and not 1 <= dimensions <= n_embd:
         raise InvalidRequest("dimensions", f"is {dimensions}; this model's vectors have {n_embd}, give 1 to {n_embd}")
 
 
 def normalised(vectors: Vector, dimensions: int | None = None) -> Vector:
-    """Vectors of length 1, float32[..., dimensions], so that a dot product is their cosine similarity.
+    """Vectors of length 1, float32[..., dimensions]: their dot product is their cosine similarity.
 
-    `vectors`: float32[..., n_embd]. `dimensions`: keep the first so many of each (models trained for it, by Matryoshka
-    representation learning, lose little); None: all. A vector of zeros stays one. Raises `InvalidRequest` for more
-    dimensions than there are, or less than one.
+    `vectors`: float32[..., n_embd]. `dimensions`: keep the first numbers of each vector (models trained for it, by
+    Matryoshka representation learning, lose little); None: all. A vector of zeros stays zero. Raises `InvalidRequest`
+    for a wrong number of dimensions.
     """
     check_dimensions(dimensions, vectors.shape[-1])
     kept = vectors[..., :dimensions].astype(np.float64)  # squares of large numbers would overflow float32

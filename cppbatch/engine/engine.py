@@ -1,4 +1,8 @@
-"""The step loop."""
+"""The engine and its step loop.
+
+A step (`BatchInferenceEngine.compute`): `Scheduler.plan` > `KVPool.apply` > `Batch.refill` > `llama_decode` >
+`Sampler.sample` > `OutputProcessor.accept`.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +52,12 @@ log = logging.getLogger("cppbatch.engine")
 
 
 class BatchInferenceEngine:
-    """Runs many requests at once through one llama.cpp context: they join and leave at any step.
+    """Runs many requests in one llama.cpp context, as one batch that sequences join and leave at any step.
 
-    Not thread-safe, except `prepare`: one thread calls `step` and the rest (`cppbatch.LocalEngine` does that for
-    asyncio). A context manager.
+    Offline: `generate`, `stream`, `map`, `embed`. Requests one by one: `add_request`, then `step` until `has_work` is
+    False. For asyncio use `cppbatch.LocalEngine`, for many clients `cppbatch serve`.
+
+    A context manager. Not thread-safe, except `prepare` and `tokens`: one thread calls everything else.
     """
 
     def __init__(
@@ -63,11 +69,11 @@ class BatchInferenceEngine:
         policy: Callable[..., Scheduler] | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        """Loads a GGUF file. `settings` are `EngineConfig`'s: n_ctx, n_parallel, n_gpu_layers ...
+        """Loads a GGUF file.
 
-        `progress` is called with 0.0 to 1.0 while loading and stops it by returning False. `runtime` puts another
-        computation in the model's place (tests), `policy` another scheduler (benchmarks).
-        Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
+        `settings`: fields of `EngineConfig` (n_ctx, n_parallel, n_gpu_layers ...). `progress`: called with 0.0 to 1.0
+        while loading; returning False stops it. `runtime`: a computation in place of the model (tests). `policy`:
+        another scheduler (benchmarks). Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
         """
         config = self.config = engine_config(model, settings)
         self._trace = Trace(config.trace) if config.trace else None
@@ -82,7 +88,7 @@ class BatchInferenceEngine:
             cache_bytes=config.prefix_cache_ram << 20,
             cached_share=self._runtime.cached_share,
         )
-        self._intake = InputProcessor(self._vocab, self.kv.n_ctx, self.info)
+        self._inputs = InputProcessor(self._vocab, self.kv.n_ctx, self.info)
         policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
         self._scheduler = policy(
@@ -95,14 +101,14 @@ class BatchInferenceEngine:
         self._sampler = Pooler(context) if self.info.pooling else Sampler(self._vocab, context)
         self.metrics = Metrics(self._trace)
         self.outputs = OutputProcessor(self._vocab, self.metrics)
-        """What the steps produced: another thread may take it and make events of it (`StepLoop`)."""
+        """Outputs of the steps. After `compute` another thread may make events of them (`StepLoop`)."""
         self._sequences: dict[str, Seq] = {}
         self._next_id = 0
         self._closed = False
         self.survives_failures = True
-        """When a batch cannot be computed, end its sequences and go on with the others; else `step` raises."""
+        """When a batch fails: True: its sequences end with an error, the others go on. False: `step` raises."""
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None
-        """Called in every step when it is known what it computes, before llama.cpp does anything."""
+        """Called in every step with its plan, before llama.cpp is called."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -120,23 +126,24 @@ class BatchInferenceEngine:
     ) -> Seq:
         """Tokenises and validates a request. Any thread may call this, until the engine is closed.
 
-        `progress`: it goes on from there; with the same seed as if it had never run elsewhere (but for mirostat and
-        adaptive-p, which start to learn again). `cancelled` is asked while a long text is tokenised.
+        `progress`: the tokens that the request got from an engine that crashed. With the same seed it continues as if
+        it had always run here, except that mirostat and adaptive-p start to learn again. `cancelled`: called now and
+        then while a long text is tokenised; True stops that.
 
-        Raises `InvalidRequest` for what can never run: an empty prompt, unknown token ids, too many tokens, a bad
-        grammar; `RequestCancelled`; `EngineClosed`.
+        Raises `InvalidRequest` for a request that can never run (an empty prompt, unknown token ids, too many tokens,
+        a wrong grammar); `RequestCancelled`; `EngineClosed`.
         """
         if self._closed:
             raise EngineClosed("the engine is closed")
-        sequence = self._intake.prepare(request, cancelled)
+        sequence = self._inputs.prepare(request, cancelled)
         if progress:
             sequence.resume(progress, perf_counter())
             self.outputs.resume(sequence)
         return sequence
 
     def is_quick(self, request: GenerationRequest) -> bool:
-        """Whether `prepare` takes a few milliseconds: a short text, and no grammar that is yet to be compiled."""
-        return self._intake.is_quick(request)
+        """Whether `prepare` takes only milliseconds: a short text, and no grammar that must be compiled."""
+        return self._inputs.is_quick(request)
 
     def tokens(
         self,
@@ -146,12 +153,12 @@ class BatchInferenceEngine:
         parse_special: bool = True,
         cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
-        """A text's tokens, or what these ids stand for. Any thread may call this, until the engine is closed.
+        """The tokens of a text, or the pieces of token ids. Any thread may call this, until the engine is closed.
 
-        `add_special` adds BOS where the model wants it, `parse_special` reads control tokens as such. `cancelled` is
-        asked while a long text is tokenised. Raises `InvalidRequest` for unknown ids; `RequestCancelled`.
+        `add_special`: begin with BOS if the model wants it. `parse_special`: the text may contain control tokens.
+        `cancelled`: as in `prepare`. Raises `InvalidRequest` for unknown ids; `RequestCancelled`.
         """
-        return self._intake.tokens(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
+        return self._inputs.tokens(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
 
     def new_request_id(self) -> str:
         """An id that no request of this engine has: "request-1", "request-2" ..."""
@@ -159,7 +166,7 @@ class BatchInferenceEngine:
         return f"request-{self._next_id}"
 
     def add(self, sequence: Seq, *, limited: bool = True) -> None:
-        """Queues a prepared sequence. `limited`: only if less than `max_queue` sequences wait.
+        """Queues a prepared sequence. `limited`: raise `QueueFull` if `max_queue` sequences wait already.
 
         Raises `InvalidRequest` when its id is in use, `QueueFull`, `EngineClosed`.
         """
@@ -200,7 +207,7 @@ class BatchInferenceEngine:
         return request_id in self._sequences
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request now: its cells are free when this returns. False when it is not running any more."""
+        """Ends a request; its cells are free when this returns. False if it neither waits nor runs."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
@@ -212,7 +219,7 @@ class BatchInferenceEngine:
 
     @property
     def running(self) -> list[Seq]:
-        """Those that hold a place, in order of rank."""
+        """The running sequences, in order of rank."""
         return self._scheduler.running
 
     @property
@@ -221,12 +228,12 @@ class BatchInferenceEngine:
         return self._scheduler.has_work or self.outputs.has_events
 
     def step(self) -> list[GenerationEvent]:
-        """Computes one batch and returns what is new, of every request, in order."""
+        """Computes one batch and returns the new events of all requests."""
         self.compute()
         return self.outputs.take_all()
 
     def compute(self) -> None:
-        """Computes one batch; `step` without the events."""
+        """Computes one batch. The results wait in `outputs`."""
         self.metrics.begin_step()
         with self._restart_if_interrupted():
             plan = self._plan()
@@ -238,9 +245,9 @@ class BatchInferenceEngine:
                 self.metrics.lap("fill")
                 began = perf_counter()
                 if self._decode(plan):
-                    choices = self._sample(plan)
+                    sampled = self._sample(plan)
                     self._scheduler.computed(plan, perf_counter() - began)
-                    self._advance(plan, choices)
+                    self._advance(plan, sampled)
         if not self._scheduler.has_work:
             self._check_kv()
             if self._trace:
@@ -265,7 +272,7 @@ class BatchInferenceEngine:
         trace.count(now, running=len(scheduler.running), waiting=len(scheduler.waiting), cells=self.kv.n_used)
 
     def _decode(self, plan: StepPlan) -> bool:
-        """Computes the batch. When llama.cpp cannot, its sequences end with an error and the others go on."""
+        """Calls `llama_decode`. If that fails, ends the sequences of the batch with an error and returns False."""
         try:
             self._context.use_adapters(plan.adapters)
             self._context.decode(self._batch)
@@ -284,16 +291,17 @@ class BatchInferenceEngine:
 
     @contextmanager
     def _restart_if_interrupted(self) -> Iterator[None]:
-        """When something is interrupted in here (Ctrl-C), nobody knows what was done: all is computed again.
+        """After an exception in here (Ctrl-C): empties the KV cache; all sequences wait, and are computed again.
 
-        What sequences have told stays; what they hold does not, so no half-made change can spoil a text.
+        The accounting may be half changed, so none of it is trusted. Known tokens and events stay as they are, so no
+        text changes.
         """
         try:
             yield
         except BaseException:
             self.kv.rebuild()
             for request_id in self.outputs.ended():
-                self._sequences.pop(request_id, None)  # its end is told already
+                self._sequences.pop(request_id, None)  # its last event is queued already
             for sequence in self._sequences.values():
                 sequence.restarted()
             self._scheduler.restart(self._sequences.values())
@@ -302,29 +310,29 @@ class BatchInferenceEngine:
             raise
 
     def _check_kv(self) -> None:
-        """Nothing runs: a good time to see whether all cells are where they should be, and if not, to begin anew."""
+        """Checks the accounting of the KV cache while nothing runs, and rebuilds it if it is wrong."""
         try:
             self.kv.check()
         except AssertionError as error:
-            log.error("the KV books were wrong (%s) and are started anew. They were:\n%s", error, self.kv.dump())
+            log.error("the KV accounting was wrong (%s) and is rebuilt. It was:\n%s", error, self.kv.dump())
             self.kv.rebuild()
 
     def _sample(self, plan: StepPlan) -> list[SamplerOutput]:
-        choices = self._sampler.sample(plan, self._batch.n_outputs) if self._batch.n_outputs else []
+        sampled = self._sampler.sample(plan, self._batch.n_outputs) if self._batch.n_outputs else []
         self.metrics.lap("sample")
-        return choices
+        return sampled
 
-    def _advance(self, plan: StepPlan, choices: list[SamplerOutput]) -> None:
-        """Books what was computed, appends the new tokens, lets the finished leave."""
+    def _advance(self, plan: StepPlan, sampled: list[SamplerOutput]) -> None:
+        """Updates the accounting, appends the new tokens, and ends finished sequences."""
         outputs = plan.outputs()
         for sequence, n in plan.chunks:
             self.kv.computed(sequence, n)
         now = perf_counter()
-        for sequence, choice in zip(outputs, choices, strict=True):
+        for sequence, output in zip(outputs, sampled, strict=True):
             sequence.first_token_at = sequence.first_token_at or now
-            known = sequence.n_tokens
-            reason = self.outputs.accept(sequence, choice)
-            self.metrics.generated_tokens += sequence.n_tokens - known
+            n_before = sequence.n_tokens
+            reason = self.outputs.accept(sequence, output)
+            self.metrics.generated_tokens += sequence.n_tokens - n_before
             if reason:
                 self._finish(sequence, reason)
             else:
@@ -335,11 +343,11 @@ class BatchInferenceEngine:
             self._follow(self._trace)
 
     def _finish(self, sequence: Seq, reason: FinishReason) -> None:
-        """Ends a sequence: cells and seq_id are free at once, and its last event is written."""
+        """Ends a sequence: frees its cells and seq_id, and queues its last event."""
         self._scheduler.remove(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
         self.outputs.finish(sequence, reason, perf_counter())
-        # Only now, when its last event is written: interrupted before that, it runs again.
+        # Not before its last event is queued: if interrupted before that, the sequence runs again.
         sequence.finished()
         if sequence.sampler:
             sequence.sampler.close()
@@ -432,18 +440,18 @@ class BatchInferenceEngine:
         return self.metrics.stats(self.kv, running=len(scheduler.running), waiting=len(scheduler.waiting))
 
     def clear_prefix_cache(self) -> None:
-        """Forgets what finished requests left: its cells and host memory are free when this returns."""
+        """Removes all cached prefixes. Their cells and host memory are free when this returns."""
         self.kv.clear_cache()
 
     def close(self) -> None:
-        """Ends what runs and frees the model. Closing again does nothing."""
+        """Cancels all requests and frees the model. Closing again does nothing."""
         if self._closed:
             return
         self._closed = True
         for request_id in list(self._sequences):
             self.cancel(request_id)
         self.clear_prefix_cache()
-        self._intake.close()
+        self._inputs.close()
         self._sampler.close()
         self._runtime.close()
         if self._trace:

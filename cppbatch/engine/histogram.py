@@ -1,4 +1,4 @@
-"""Counting values by size: cheap to add to, and to be added up over engines."""
+"""Histograms: cheap to count, and histograms of several engines can be added."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ROWS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
-    """How many values were of which size."""
+    """How many values lie in each bin."""
 
     bounds: list[float]
-    """Upper bounds of the bins, each inclusive."""
+    """Upper bounds of the bins, inclusive."""
     counts: list[int]
-    """Values in each bin; one more than bounds: the last bin has what is larger than all of them."""
+    """Values in each bin. One more than bounds: the last bin counts values above all bounds."""
     sum: float
-    """Of the values."""
+    """The sum of the values."""
 
 
 class Bins:
-    """A histogram that is being counted."""
+    """Counts values into a histogram."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -37,12 +37,12 @@ class Bins:
         self._sum += value
 
     def histogram(self) -> Histogram:
-        """What was counted so far."""
+        """The values so far."""
         return Histogram(bounds=list(self._bounds), counts=list(self._counts), sum=self._sum)
 
 
 def merged(histograms: list[Histogram]) -> Histogram:
-    """All their values in one; their bounds are the same."""
+    """The sum of histograms, which must have the same bounds."""
     counts = zip(*(each.counts for each in histograms), strict=True)
     return Histogram(
         bounds=histograms[0].bounds, counts=[sum(of_bin) for of_bin in counts], sum=sum(each.sum for each in histograms)

@@ -1,4 +1,4 @@
-"""From a request to a sequence: tokenised, and refused if it can never run."""
+"""From a request to a sequence: tokenised, validated, and refused if it can never run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import InvalidRequest
 
-_LEAST_BYTES = 1 << 16  # of a text that is tokenised, however short the context is
-_PLACES = re.compile(r"\{(query|document)\}")
+_MIN_BYTES = 1 << 16  # a text of this length is tokenised, however short the context is
+_PLACEHOLDER = re.compile(r"\{(query|document)\}")
 
 
 class InputProcessor:
-    """Where requests are checked; behind it nobody checks again. Thread-safe."""
+    """Makes a `Seq` of a `GenerationRequest`. Later code does not validate again. Thread-safe."""
 
     def __init__(self, vocab: Vocabulary, n_ctx: int, info: ModelInfo) -> None:
         self._vocab = vocab
@@ -33,7 +33,10 @@ class InputProcessor:
         self._last_long: tuple[str, npt.NDArray[np.int32]] | None = None
 
     def prepare(self, request: GenerationRequest, cancelled: IsCancelled = never_cancelled) -> Seq:
-        """Tokenises, validates, compiles a grammar. Raises `InvalidRequest` naming the field, `RequestCancelled`."""
+        """Tokenises the prompt, checks all limits, and compiles the grammar.
+
+        Raises `InvalidRequest` naming the field at fault, `RequestCancelled`.
+        """
         arrived_at = perf_counter()
         self._check_task(request)
         prompt = self._tokens(request.prompt, cancelled)
@@ -51,18 +54,18 @@ class InputProcessor:
             message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
             raise InvalidRequest("max_tokens", message)
         adapters = adapter_set(request.lora, self._info.adapters)
-        recipe = make_sampling_plan(request.params, self._vocab, limit)
+        plan = make_sampling_plan(request.params, self._vocab, limit)
         constraint = self._grammars.constraint(request.params)
         max_new = limit - n if wanted is None else wanted
         seed = actual_seed(request.params.seed)
         sequence = Seq(request, prompt, max_new=max_new, seed=seed, now=arrived_at, adapters=adapters)
-        sequence.sampling, sequence.constraint = recipe, constraint
+        sequence.sampling, sequence.constraint = plan, constraint
         return sequence
 
     def tokens(
         self, text: str | list[int], *, add_special: bool, parse_special: bool, cancelled: IsCancelled = never_cancelled
     ) -> list[TokenPiece]:
-        """A text's tokens, or what these ids stand for. Raises `InvalidRequest` for unknown ids, `RequestCancelled`."""
+        """See `BatchInferenceEngine.tokens`."""
         if isinstance(text, str):
             ids = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
         else:
@@ -71,11 +74,11 @@ class InputProcessor:
         return [pieces[token] for token in ids.tolist()]
 
     def is_quick(self, request: GenerationRequest) -> bool:
-        """Whether preparing it takes a few milliseconds: a short text, and no grammar that is yet to be compiled."""
+        """See `BatchInferenceEngine.is_quick`."""
         return not is_long(request.prompt) and self._grammars.is_compiled(request.params)
 
     def close(self) -> None:
-        """Ends what it has started."""
+        """Ends the process that compiles grammars."""
         self._grammars.close()
 
     def _check_task(self, request: GenerationRequest) -> None:
@@ -92,7 +95,7 @@ class InputProcessor:
         if limit == self._info.n_ctx_train:
             return f"this model takes {limit}"
         if self._info.pooling:
-            return f"a step, in which it must be computed whole, holds {limit} (raise -b, and -c to no less, for more)"
+            return f"a step, in which it must be computed whole, holds {limit} (raise -b, and -c if lower, for more)"
         shared = "raise -c" if limit == self._n_ctx else "raise -c or lower -np"
         return f"this context holds {limit} ({shared} for more)"
 
@@ -104,12 +107,12 @@ class InputProcessor:
             tokens = check_ids("prompt", prompt, self._vocab.n_tokens)
         else:
             tokens = self._pair(prompt)
-        if len(tokens) == 0:  # some vocabularies make nothing of some texts
+        if len(tokens) == 0:  # some vocabularies have no token for some texts
             raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
         return tokens
 
     def _tokenized(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
-        """The last long text is kept, since the choices of a prompt come one after the other."""
+        """The tokens of the last long text are kept: `n` choices of one prompt are prepared one after the other."""
         if not is_long(text):
             return self._vocab.tokenize(text, cancelled=cancelled)
         last = self._last_long
@@ -118,7 +121,7 @@ class InputProcessor:
         return last[1]
 
     def _refuse_long(self, prompt: Prompt) -> None:
-        """What surely has too many tokens is not tokenised."""
+        """Refuses a prompt that surely has too many tokens, without tokenising it."""
         limit = self._info.max_sequence
         if isinstance(prompt, list):
             if len(prompt) > limit:
@@ -126,7 +129,7 @@ class InputProcessor:
             return
         texts = [prompt] if isinstance(prompt, str) else [prompt.query, prompt.document]
         n_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
-        most = max(_LEAST_BYTES, limit * self._vocab.longest_piece)
+        most = max(_MIN_BYTES, limit * self._vocab.longest_piece)
         if n_bytes > most:
             message = f"is {n_bytes:,} bytes long, which are more than {limit} tokens, and {self._limit_text()}"
             raise InvalidRequest("prompt", message)
@@ -138,6 +141,6 @@ class InputProcessor:
             message = f"is a pair of texts, which is for rerankers; {self._info.name} embeds one text at a time"
             raise InvalidRequest("prompt", message)
         if template := self._info.rerank_template:
-            text = _PLACES.sub(lambda place: str(getattr(pair, place[1])), template)
+            text = _PLACEHOLDER.sub(lambda found: str(getattr(pair, found[1])), template)
             return self._vocab.tokenize(text, add_special=False)
         return self._vocab.tokenize_pair(pair.query, pair.document)

@@ -1,4 +1,4 @@
-"""What the engine counts about itself."""
+"""Counters and times of an engine: `Metrics` counts, `EngineStats` is the result."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from cppbatch.engine.request import FinishReason
 from cppbatch.engine.rolling_window import Window, percentile
 from cppbatch.engine.trace import Trace
 
-_TOLD = ("text", "emit")
-PHASES = ("schedule", "fill", "decode", "sample", "advance", *_TOLD)
-"""Of a step: who runs; the batch; `llama_decode`, until the device is done; rows to tokens; the books, and who has
-ended; tokens to text; events to whoever waits for them. The last two may overlap with the next step (`StepLoop`)."""
-_MOST_STEPS = 16_384  # of the last minute; at more than 273 steps a second they are of a shorter time
+_OUTPUT_PHASES = ("text", "emit")
+PHASES = ("schedule", "fill", "decode", "sample", "advance", *_OUTPUT_PHASES)
+"""The phases of a step: planning; filling the batch; `llama_decode`, until the device is done; rows to tokens;
+accounting and finished sequences; tokens to text; sending events. The last two may overlap with the next step
+(`StepLoop`)."""
+_MAX_STEPS = 16_384  # kept for `RecentSteps`; with more than 273 steps a second they are less than a minute
 
 
 class RecentSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of the last minute. No percentiles where there were no steps, nor of several engines together."""
+    """The steps of the last minute. Percentiles are None without steps, and for several engines together."""
 
     seconds: float
-    """How long a time they are of: a minute, or less."""
+    """The time that these steps cover: a minute, or less."""
     steps: int
     tokens_per_second: float
     """Generated tokens."""
     batch_size_p50: float | None = None
-    """Decoding sequences in a step, of those steps in which there were any."""
+    """Decode rows of a step, over the steps that had any."""
     batch_size_p95: float | None = None
     step_ms_p50: float | None = None
     step_ms_p95: float | None = None
@@ -50,7 +51,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens computed."""
     generated_tokens: int
     forced_tokens: int
-    """Of those, tokens that a grammar gave without a decode for each."""
+    """Those of them that a grammar forced, without a decode for each."""
     finished: dict[str, int]
     """Finished requests by finish reason."""
     running: int
@@ -59,37 +60,37 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_cells_used: int
     """Cells of running sequences; shared ones count once."""
     kv_cells_cached: int
-    """Cells of prefixes that are only kept for others; free as soon as they are needed."""
+    """Cells of cached prefixes, which are freed when cells are needed."""
     prefixes_in_cells: int
-    """Cached prefixes in cells; each has a seq_id."""
+    """Cached prefixes in cells; each holds a seq_id."""
     prefixes_in_host: int
     """Cached prefixes that had to leave their cells for host memory."""
     prefix_queries: int
-    """Requests that looked for their beginning in the prefix cache."""
+    """Requests that looked for a prefix in the prefix cache."""
     prefix_hits: int
     prefix_hit_tokens: int
-    """Prompt tokens that were not computed because others had."""
+    """Prompt tokens taken from the prefix cache instead of being computed."""
     prefix_cache_bytes: int
-    """Host memory of the prefixes there."""
+    """Host memory of cached prefixes."""
     swaps: int
-    """Sequences that gave up their cells to host memory."""
+    """Preempted sequences that were saved to host memory."""
     recomputes: int
-    """Sequences that gave up their cells to be computed again."""
+    """Sequences that must be computed again: preempted and not saved, or not restored."""
     swapped_bytes: int
-    """Host memory that swapped-out sequences take now."""
+    """Host memory of the sequences that are swapped out now."""
     seq_ids: int
     seq_ids_free: int
-    """Those that neither a running sequence nor a cached prefix has."""
+    """seq_ids that neither a running sequence nor a cached prefix holds."""
     step_seconds: dict[str, float]
     """Time of all steps, split into `PHASES`."""
     batch_sizes: Histogram
-    """Decoding sequences of each step that had any."""
+    """Decode rows of each step that had any."""
     step_times: Histogram
     """Seconds of each step that computed something."""
     decode_times: Histogram
-    """Seconds of its `llama_decode`."""
+    """Seconds of `llama_decode` in each of these steps."""
     sample_times: Histogram
-    """Seconds of its sampling, of the steps that had decoding sequences."""
+    """Seconds of sampling in each step that had decode rows."""
     recent_steps: RecentSteps
 
 
@@ -104,17 +105,17 @@ class Metrics:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.batch_sizes = Bins(ROWS)
         self.step_times, self.decode_times, self.sample_times = Bins(SECONDS), Bins(SECONDS), Bins(SECONDS)
-        self._recent = Window(_MOST_STEPS)
+        self._recent = Window(_MAX_STEPS)
         self._laps = dict.fromkeys(PHASES, 0.0)  # of this step
         self._began = self._mark = 0.0
         self._rows = self._tokens_before = 0
 
     def begin_step(self) -> None:
-        """Starts the clock of a step."""
+        """Starts the time of a step."""
         self._began = self._mark = perf_counter()
 
     def lap(self, phase: str, **about: int) -> None:
-        """Books the time since the last call to a phase; `about` it stands in a trace."""
+        """Adds the time since the last call to a phase. `about`: shown in a trace."""
         now = perf_counter()
         self._laps[phase] = now - self._mark
         self.seconds[phase] += now - self._mark
@@ -123,12 +124,12 @@ class Metrics:
         self._mark = now
 
     def seconds_per_request(self) -> float:
-        """Time of all steps for each finished request, from 1 to 60 s: how soon the next one ends, roughly."""
-        seconds = sum(self.seconds[phase] for phase in PHASES if phase not in _TOLD)  # those go on beside steps
+        """Seconds of steps for each finished request, 1 to 60: an estimate of when the next request ends."""
+        seconds = sum(self.seconds[phase] for phase in PHASES if phase not in _OUTPUT_PHASES)  # those overlap
         return min(60.0, max(1.0, seconds / max(1, self.finished.total())))
 
     def count_step(self, *, decode_rows: int, prompt_tokens: int) -> None:
-        """Notes a computed step."""
+        """Counts a computed step."""
         self.steps += 1
         self.prompt_tokens += prompt_tokens
         self._rows = decode_rows
@@ -137,7 +138,7 @@ class Metrics:
             self.decode_rows += decode_rows
 
     def end_step(self) -> None:
-        """Books the last phase of a computed step, and the step as a whole."""
+        """Adds the last phase of a computed step, and the step as a whole."""
         self.lap("advance")
         took, tokens = self._mark - self._began, self.generated_tokens - self._tokens_before
         self._tokens_before = self.generated_tokens
@@ -149,14 +150,17 @@ class Metrics:
         self._recent.add((self._rows, took, tokens))
 
     def count_output(self, began: float, made: float, sent: float) -> None:
-        """Books when a step's news began to be text, were events, and had been sent. Any one thread may."""
+        """Adds the time of a step's outputs: text from `began` to `made`, sending events from `made` to `sent`.
+
+        Any one thread may call this.
+        """
         for phase, start, end in (("text", began, made), ("emit", made, sent)):
             self.seconds[phase] += end - start
             if self._trace and end > start:
                 self._trace.phase(phase, start, end)
 
     def stats(self, kv: KVPool, *, running: int, waiting: int) -> EngineStats:
-        """The counters together with the state of the pool and of the queues."""
+        """The counters, with the present state of the pool and the queues."""
         return EngineStats(
             steps=self.steps,
             decode_steps=self.decode_steps,
@@ -206,9 +210,9 @@ class Metrics:
 
 
 def add_up(stats: list[EngineStats]) -> EngineStats:
-    """Several engines (at least one) as if they were one.
+    """The stats of several engines (at least one) as one.
 
-    Sums, with the means worked out anew. Percentiles cannot be summed: of several engines together there are none.
+    Counters are added, and means are computed from the sums. Percentiles cannot be added and are None.
     """
     if len(stats) == 1:
         return stats[0]

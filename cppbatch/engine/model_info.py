@@ -1,4 +1,4 @@
-"""What others need to know of a loaded model. Its own module: who only talks to an engine needs no llama.cpp."""
+"""What clients of an engine need to know of its model. Needs no llama.cpp."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import msgspec
 
 
 class FillIn(msgspec.Struct, frozen=True, kw_only=True):
-    """The control tokens, as they are written, of a model that can fill in between two texts."""
+    """The control tokens, as text, of a model that can fill in between two texts (fill-in-the-middle)."""
 
     prefix: str
     suffix: str
     middle: str
     repository: str = ""
-    """Before the name of the repository that files belong to; "" if the model knows nothing of that."""
+    """Before the name of the files' repository; "" if the model has no such token."""
     file: str = ""
-    """Before a file's name, of several; "" as well."""
+    """Before the name of each of several files; "" if the model has no such token."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter that was loaded with the model. Its id is its place among them."""
+    """A LoRA adapter that was loaded with the model. Its id is its index among them."""
 
     name: str
     """The file's name without its ending."""
     path: str
     scale: float
-    """What requests get that do not say."""
+    """The scale for requests without `lora`."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What others need to know of the loaded model."""
+    """The loaded model."""
 
     name: str
     """The file's name without its ending: the model's id in the API."""
@@ -42,21 +42,21 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str
     """unified or per-sequence."""
     sampling: str
-    """Where the likeliest tokens are found: host or backend."""
+    """Where the likeliest tokens are found: "host" (the CPU) or "backend" (the device)."""
     n_ctx_train: int
     max_sequence: int
-    """Most tokens, prompt and completion together, of one request."""
+    """Tokens of a request at most, prompt and completion together."""
     bos: str
     eos: str
     chat_template: str | None
     fill_in: FillIn | None = None
-    """None: it was not trained for that."""
+    """None: the model cannot fill in."""
     pooling: str | None = None
-    """None: it generates text. Else it gives vectors: mean, cls or last; or it is a reranker: rank."""
+    """None: the model generates text. mean, cls or last: it returns vectors. rank: it is a reranker."""
     n_embd: int = 0
-    """Numbers in a vector; of a reranker, its scores for a pair of texts."""
+    """Numbers of a vector; for a reranker, the number of its scores."""
     rerank_template: str | None = None
-    """How a reranker wants a pair of texts, with {query} and {document} in it; None: as one text after the other."""
+    """The text for a reranker, with the placeholders {query} and {document}; None: one text after the other."""
     labels: list[str] = []
-    """What a reranker's scores mean, where its file says so: one for each, but mostly none."""
+    """Names of a reranker's scores, if its file has them; mostly it has none."""
     adapters: tuple[AdapterInfo, ...] = ()

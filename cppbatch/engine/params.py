@@ -1,4 +1,4 @@
-"""How one completion is generated: `SamplingParams`, checked once, here."""
+"""How one completion is generated: `SamplingParams`, validated once, here."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Checked = TypeVar("Checked", bound=msgspec.Struct)
 INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-3  # dividing logits by less would overflow float32
 MOST_LOGPROBS = 20
-_LONGEST_STOP, _MOST_STOP_LETTERS = 512, 16_384
+_MAX_STOP, _MAX_STOP_TOTAL = 512, 16_384  # characters of one stop string, and of all
 _FRESH_SEEDS = 2**32  # few enough for every JSON parser
-_MOST_VISIBLE = 64  # each is tokenised
-MOST_BIASES = 8192  # each is looked at one by one
-_MOST_TEXTS, _LONGEST_TEXT = 1000, 256  # keys of biases that are texts, and letters of what is tokenised on the side
-_MOST_STOP_IDS, _MOST_SUPPRESSED = 1024, 32_768  # each choice of a prompt has a copy
-_MOST_BREAKERS = 32  # each is looked for in the whole vocabulary
-_LONGEST_SHOWN = 200  # letters of a value in an error's message
+_MAX_VISIBLE = 64  # each is tokenised
+MOST_BIASES = 8192  # each is applied one by one
+_MAX_TEXTS, _MAX_TEXT = 1000, 256  # texts as keys of biases, and characters of a text that is tokenised here
+_MAX_STOP_IDS, _MAX_SUPPRESSED = 1024, 32_768  # each choice of a prompt has a copy
+_MAX_BREAKERS = 32  # each is searched in the whole vocabulary
+_MAX_SHOWN = 200  # characters of a value in an error message
 _SHOWN_DIGITS = 40
-_LONGEST_SHOWN_INT = 10**_SHOWN_DIGITS  # Python refuses to write integers of thousands of digits
-_LONGEST_GRAMMAR = 128 << 10  # letters; compiling takes about a second for so many
-_LONGEST_BREAKER = 40  # letters: llama.cpp cuts DRY's breakers there
+_MAX_SHOWN_INT = 10**_SHOWN_DIGITS  # Python refuses to print integers of thousands of digits
+_MAX_GRAMMAR = 128 << 10  # characters; compiling so many takes about a second
+_MAX_BREAKER = 40  # characters: llama.cpp truncates DRY's sequence breakers to this length
 
 SAMPLERS = (
     "penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature",
 )  # fmt: skip
-"""llama.cpp's samplers in its default order. What draws the token in the end is none of these: `adaptive_target` and
-`mirostat` replace it."""
+"""llama.cpp's samplers in its default order. The final random choice is none of them; `adaptive_target` and `mirostat`
+replace it."""
 
 GRAMMARS = ("json_schema", "guided_regex", "guided_choice", "grammar")
-"""Fields of `SamplingParams` that say what the text must look like; at most one may be given."""
+"""Fields of `SamplingParams` for structured output; at most one may be given."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -77,96 +77,99 @@ OPTIONAL_INTEGER_RANGES = {
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one completion is generated. Defaults are llama.cpp's. Raises `InvalidRequest` naming the bad field."""
+    """How one completion is generated. Defaults are llama.cpp's. Raises `InvalidRequest` naming the field at fault."""
 
     max_tokens: int | None = None
-    """Most tokens to generate; None: until the model ends the text or the context is full. 0 only with `echo`."""
+    """Tokens to generate at most; None: until the model ends the text or the context is full. 0 only with `echo`."""
     min_tokens: int = 0
-    """Do not let the model end the text, nor take a stop token, before this many tokens; not with a grammar."""
+    """No end token and no stop token is sampled before this many tokens. Not with a grammar."""
     seed: int | None = None
-    """Same seed, same text, whatever else is in the batch, but for llama.cpp's rounding (docs/sampling.md); None, or
-    -1 as in llama.cpp: fresh entropy, which the result reports."""
+    """The same seed gives the same text, whatever else is in the batch, up to llama.cpp's rounding (docs/sampling.md).
+    None, or -1 as in llama.cpp: a random seed, which the result reports."""
 
     temperature: float = 0.8
-    """0 (anything below 0.001) takes the likeliest token every time: greedy."""
+    """0, or any value below 0.001: greedy, the likeliest token every time."""
     dynatemp_range: float = 0.0
-    """Dynamic temperature: from temperature - range where the model is sure to temperature + range where it is not."""
+    """Dynamic temperature: temperature - range where the model is sure, up to temperature + range where it is not."""
     dynatemp_exponent: float = 1.0
-    """How its entropy, as a share of the largest possible, maps to that range: entropy ** exponent."""
+    """Maps the entropy, as a share of its maximum, to that range: entropy ** exponent."""
     top_k: int = 40
     """Sample among the k likeliest tokens; 0: all."""
     top_p: float = 0.95
     """Sample among the likeliest tokens whose probabilities sum to this; 1: all."""
     min_p: float = 0.05
-    """Drop tokens less than this times as likely as the likeliest; 0: none."""
+    """Drop tokens whose probability is below this share of the likeliest token's; 0: none."""
     typical_p: float = 1.0
-    """Sample among the tokens of the most typical information content that sum to this; 1: all (arXiv:2202.00666)."""
+    """Sample among the tokens of the most typical information content whose probabilities sum to this; 1: all
+    (arXiv:2202.00666)."""
     top_n_sigma: float = -1.0
     """Drop tokens more than n standard deviations below the largest logit; 0 or less: none (arXiv:2411.07641)."""
     xtc_probability: float = 0.0
-    """How often the likeliest tokens are excluded, all but the last above `xtc_threshold`; 0: never."""
+    """Probability of excluding all tokens above `xtc_threshold` but the least likely of them; 0: never."""
     xtc_threshold: float = 0.1
     mirostat: int = 0
-    """1 or 2: hold the surprise of the text at `mirostat_tau`, in place of all other samplers but temperature
-    (arXiv:2007.14966). 1 turns greedy for a tau above about 10."""
+    """1 or 2: keep the surprise of the text at `mirostat_tau`, instead of all other samplers but temperature
+    (arXiv:2007.14966). 1 becomes greedy for a tau above about 10."""
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
-    """How fast it learns."""
+    """Mirostat's learning rate."""
     adaptive_target: float = -1.0
-    """Prefer tokens of about this probability; below 0: off."""
+    """Adaptive-p: prefer tokens of about this probability; below 0: off."""
     adaptive_decay: float = 0.9
-    """How much of the past counts: about 1 / (1 - decay) tokens."""
+    """Adaptive-p averages over about 1 / (1 - decay) tokens."""
 
     repetition_penalty: float = 1.0
-    """Divides (multiplies, if negative) the logits of recent tokens; 1: off."""
+    """Divides positive logits of recent tokens, and multiplies negative ones; 1: off."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every recent token, once; -2 to 2 as in OpenAI's API."""
+    """Subtracted once from the logit of every recent token; -2 to 2 as in OpenAI's API."""
     frequency_penalty: float = 0.0
-    """Taken from the logit of a recent token for each of its occurrences; -2 to 2."""
+    """Subtracted from the logit of a recent token for each of its occurrences; -2 to 2."""
     penalty_last_n: int = 64
-    """How many tokens, prompt included, count as recent for these three; -1: all."""
+    """How many tokens, prompt included, are recent for these three penalties; -1: all."""
     dry_multiplier: float = 0.0
-    """DRY: a token that would make a repetition longer loses multiplier * base ** (its length - allowed); 0: off."""
+    """DRY: the logit of a token that would extend a repetition is lowered by multiplier * base ** (length - allowed
+    length); 0: off."""
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = 64
-    """How many tokens are searched for repetitions; -1: all."""
+    """DRY searches this many tokens for repetitions; -1: all."""
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    """Strings over which no repetition reaches; only the first 40 letters count."""
+    """DRY's repetitions do not extend across these strings. Only their first 40 characters count."""
     samplers: tuple[str, ...] = SAMPLERS
-    """Which of `SAMPLERS` are applied, and in which order; those left out do nothing."""
+    """Which of `SAMPLERS` are applied, and in which order."""
 
     logit_bias: dict[int | str, float] = {}
-    """Added to logits before anything else, -100 to 100. Keys are token ids; a string that is no number stands for
-    each of its tokens, as often as it has them."""
+    """Added to logits before anything else, -100 to 100. Keys are token ids, or texts: the bias of a text is added to
+    each of its tokens, once for each occurrence."""
     suppress_tokens: tuple[int, ...] = ()
-    """Token ids that never come."""
+    """Token ids that are never generated."""
     ignore_eos: bool = False
-    """Never let the model end the text itself. Not with a grammar, which says itself when its text ends."""
+    """The model cannot end the text. Not with a grammar, which decides itself when the text ends."""
     logits_processor: Any = None
-    """Python only: `f(tokens, logits)` with the tokens so far, int32[n], and a row of logits, float32[n_vocab], that
-    it changes in place or returns anew, before anything else. With a method `process_rows(tokens, logits)` that is
-    called instead, once a step for all requests that have this object: a list of int32[n] and a list of rows."""
+    """Python only: `f(tokens, logits)` is called before anything else, with the tokens so far, int32[n], and a row of
+    logits, float32[n_vocab], which it changes in place or replaces by its result. If the object has a method
+    `process_rows(tokens, logits)`, that is called instead, once a step for all requests that have this object, with a
+    list of int32[n] and a list of rows."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it. A single string may be given."""
+    """Strings that end the text, of which they are no part. A single string is allowed."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the text besides the model's own."""
     include_stop: bool = False
-    """Leave the stop string in the text."""
+    """The text includes the stop string."""
     skip_special_tokens: bool = True
-    """Leave control tokens (`<|im_start|>` ...) out of the text."""
+    """The text does not include control tokens (`<|im_start|>` ...)."""
     visible_tokens: tuple[str, ...] = ()
-    """Control tokens, as they are written, that stay in the text although `skip_special_tokens` leaves the others out.
-    A string that is no single token changes nothing: as ordinary text it is seen anyway."""
+    """Control tokens, as text, that the text includes despite `skip_special_tokens`. A string that is not a single
+    token has no effect."""
     echo: bool = False
-    """Begin the text with the prompt, and the log-probabilities, if any, with the prompt's."""
+    """The text begins with the prompt, and the log-probabilities, if any, with those of the prompt."""
     logprobs: int | None = None
-    """Log-probabilities of the tokens taken, and of this many (to 20) of the likeliest at each place: those of the
-    model itself, before temperature, penalties and filters."""
+    """Return log-probabilities of the sampled tokens, and of this many (0 to 20) likeliest tokens at each position:
+    those of the model itself, before temperature, penalties and filters."""
 
     json_schema: str | dict[str, Any] | bool | None = None
-    """The text is JSON of this schema, given as an object or as its JSON text."""
+    """The text is JSON of this schema, which is an object or its JSON text."""
     guided_regex: str | None = None
     """The whole text matches this regular expression (syntax of Rust's regex crate)."""
     guided_choice: tuple[str, ...] | None = None
@@ -204,7 +207,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, with no randomness."""
+        """Whether the likeliest token is always taken."""
         return self.temperature < _GREEDY_BELOW and self.dynatemp_range == 0 and "temperature" in self.samplers
 
     @property
@@ -215,22 +218,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar says what the text looks like, and when it ends."""
+        """Whether a grammar constrains the text, and decides when it ends."""
         return self.grammar_field is not None
 
     @property
     def grammar_field(self) -> str | None:
-        """Which of `GRAMMARS` is given."""
+        """The field of `GRAMMARS` that is given; None: none of them."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted, for which all of it must be computed."""
+        """Whether to return log-probabilities of the prompt: then all of it must be computed."""
         return self.echo and self.logprobs is not None
 
 
 def replaced(request: Checked, **values: Any) -> Checked:
-    """A copy of a request or of its params with other values, which are known to be good: nothing is checked again."""
+    """A copy of a request or its params with some fields replaced by valid values. Nothing is validated again."""
     copied = copy.copy(request)
     for name, value in values.items():
         msgspec.structs.force_setattr(copied, name, value)
@@ -238,14 +241,14 @@ def replaced(request: Checked, **values: Any) -> Checked:
 
 
 def actual_seed(wanted: int | None) -> int:
-    """The seed to use, 0 to 2**64 - 1: a fresh one when none is wanted."""
+    """The seed to use, 0 to 2**64 - 1: a random one for None and -1."""
     return secrets.randbelow(_FRESH_SEEDS) if wanted is None or wanted == -1 else wanted % 2**64
 
 
 def token_ids(field: str, given: Sequence[Any]) -> Sequence[int]:
-    """What can be token ids of a model: int32, and not negative. Numpy's integers become Python's, for `msgspec`.
+    """Checks that these are token ids: int32, not negative. Numpy's integers become Python's, which msgspec needs.
 
-    Raises `InvalidRequest` naming the entry. Which ids a vocabulary has is for the engine to say.
+    Raises `InvalidRequest` naming the entry. The engine checks whether the vocabulary has these ids.
     """
     if not set(map(type, given)) <= {int}:
         given = [
@@ -261,11 +264,11 @@ def token_ids(field: str, given: Sequence[Any]) -> Sequence[int]:
 
 
 def shown(value: object) -> str:
-    """A value in an error's message, in short."""
-    if isinstance(value, int) and abs(value) >= _LONGEST_SHOWN_INT:
+    """A value for an error message, shortened."""
+    if isinstance(value, int) and abs(value) >= _MAX_SHOWN_INT:
         return f"a number of more than {_SHOWN_DIGITS} digits"
     text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _check_lengths(params: SamplingParams) -> None:
@@ -275,21 +278,20 @@ def _check_lengths(params: SamplingParams) -> None:
         raise InvalidRequest("min_tokens", f"is {params.min_tokens}, more than max_tokens {params.max_tokens}")
     if "" in params.stop:
         raise InvalidRequest("stop", "has an empty string, which every text contains")
-    longest, letters = max(map(len, params.stop), default=0), sum(map(len, params.stop))
-    if longest > _LONGEST_STOP or letters > _MOST_STOP_LETTERS:  # all their beginnings are kept in memory
-        message = (
-            f"has {letters:,} letters, {longest:,} in one string; {_MOST_STOP_LETTERS:,} and {_LONGEST_STOP} may be"
-        )
+    longest, n_characters = max(map(len, params.stop), default=0), sum(map(len, params.stop))
+    if longest > _MAX_STOP or n_characters > _MAX_STOP_TOTAL:  # all their beginnings are kept in memory
+        limits = f"the limits are {_MAX_STOP_TOTAL:,} and {_MAX_STOP}"
+        message = f"has {n_characters:,} characters, {longest:,} in one string; {limits}"
         raise InvalidRequest("stop", message)
 
 
 def _check_counts(params: SamplingParams) -> None:
-    most = {"stop_token_ids": _MOST_STOP_IDS, "suppress_tokens": _MOST_SUPPRESSED, "visible_tokens": _MOST_VISIBLE}
+    most = {"stop_token_ids": _MAX_STOP_IDS, "suppress_tokens": _MAX_SUPPRESSED, "visible_tokens": _MAX_VISIBLE}
     for name, limit in most.items():
         if (n := len(getattr(params, name))) > limit:
-            raise InvalidRequest(name, f"has {n:,} entries; {limit:,} may be")
-    if max(map(len, params.visible_tokens), default=0) > _LONGEST_TEXT:
-        raise InvalidRequest("visible_tokens", f"has a string of more than {_LONGEST_TEXT} letters, which is no token")
+            raise InvalidRequest(name, f"has {n:,} entries; the limit is {limit:,}")
+    if max(map(len, params.visible_tokens), default=0) > _MAX_TEXT:
+        raise InvalidRequest("visible_tokens", f"has a string of more than {_MAX_TEXT} characters, which is no token")
 
 
 def _check_samplers(params: SamplingParams) -> None:
@@ -299,11 +301,11 @@ def _check_samplers(params: SamplingParams) -> None:
         if name in params.samplers[:i]:
             raise InvalidRequest(f"samplers[{i}]", f"is {name!r} for the second time")
     if params.mirostat and params.adaptive_target >= 0:
-        raise InvalidRequest("adaptive_target", "cannot be used together with mirostat: each draws in its own way")
+        raise InvalidRequest("adaptive_target", "cannot be used together with mirostat: each replaces the sampling")
     n_breakers = len(params.dry_sequence_breakers)
-    if n_breakers > _MOST_BREAKERS:
-        raise InvalidRequest("dry_sequence_breakers", f"has {n_breakers} strings; there may be {_MOST_BREAKERS}")
-    cut = tuple(breaker[:_LONGEST_BREAKER] for breaker in params.dry_sequence_breakers if breaker)
+    if n_breakers > _MAX_BREAKERS:
+        raise InvalidRequest("dry_sequence_breakers", f"has {n_breakers} strings; the limit is {_MAX_BREAKERS}")
+    cut = tuple(breaker[:_MAX_BREAKER] for breaker in params.dry_sequence_breakers if breaker)
     msgspec.structs.force_setattr(params, "dry_sequence_breakers", cut)
 
 
@@ -312,12 +314,13 @@ def _check_bias(params: SamplingParams) -> None:
         message = f"is {shown(params.logit_bias)}; it must be an object of token ids (or strings) and biases"
         raise InvalidRequest("logit_bias", message)
     if len(params.logit_bias) > MOST_BIASES:
-        more = f"suppress_tokens bans {_MOST_SUPPRESSED:,}"
-        message = f"has {len(params.logit_bias):,} entries; {MOST_BIASES:,} may be ({more})"
+        more = f"suppress_tokens takes {_MAX_SUPPRESSED:,}"
+        message = f"has {len(params.logit_bias):,} entries; the limit is {MOST_BIASES:,} ({more})"
         raise InvalidRequest("logit_bias", message)
     texts = [key for key in params.logit_bias if isinstance(key, str) and not key.isdecimal()]
-    if len(texts) > _MOST_TEXTS or max(map(len, texts), default=0) > _LONGEST_TEXT:
-        message = f"has {len(texts):,} texts as keys; {_MOST_TEXTS:,} may be, of {_LONGEST_TEXT} letters each"
+    if len(texts) > _MAX_TEXTS or max(map(len, texts), default=0) > _MAX_TEXT:
+        limits = f"the limits are {_MAX_TEXTS:,} texts and {_MAX_TEXT} characters each"
+        message = f"has {len(texts):,} texts as keys; {limits}"
         raise InvalidRequest("logit_bias", message)
     for key, bias in params.logit_bias.items():
         if not isinstance(key, (int, str)) or isinstance(key, bool) or key == "":
@@ -331,14 +334,14 @@ def _check_bias(params: SamplingParams) -> None:
 def _check_grammars(params: SamplingParams) -> None:
     given = [name for name in GRAMMARS if getattr(params, name) is not None]
     if len(given) > 1:
-        raise InvalidRequest(given[1], f"cannot be used together with {given[0]}: one of them says how the text looks")
+        raise InvalidRequest(given[1], f"cannot be used together with {given[0]}: give only one grammar")
     for name in ("guided_regex", "grammar"):
         if getattr(params, name) is not None:
             instance(params, name, str, "a string")
     if params.guided_choice is not None:
         _set_tuple(params, "guided_choice", str, "a list of strings")
         if not params.guided_choice or "" in params.guided_choice:
-            raise InvalidRequest("guided_choice", "must have at least one string, and none that is empty")
+            raise InvalidRequest("guided_choice", "must have at least one string, and no empty string")
     if params.json_schema is not None:
         msgspec.structs.force_setattr(params, "json_schema", _schema_text(params.json_schema))
     for name in given:
@@ -346,13 +349,13 @@ def _check_grammars(params: SamplingParams) -> None:
 
 
 def _check_grammar_length(name: str, grammar: str | tuple[str, ...]) -> None:
-    n_letters = len(grammar) if isinstance(grammar, str) else sum(map(len, grammar))
-    if n_letters > _LONGEST_GRAMMAR:
-        raise InvalidRequest(name, f"has {n_letters:,} letters; the limit is {_LONGEST_GRAMMAR:,}")
+    n_characters = len(grammar) if isinstance(grammar, str) else sum(map(len, grammar))
+    if n_characters > _MAX_GRAMMAR:
+        raise InvalidRequest(name, f"has {n_characters:,} characters; the limit is {_MAX_GRAMMAR:,}")
 
 
 def _schema_text(schema: object) -> str:
-    """The schema as JSON text, its keys in the order they had: that is the order of the properties in the answer."""
+    """The schema as JSON text with its keys in the same order, which is the order of properties in the text."""
     try:
         if isinstance(schema, str):
             _check_grammar_length("json_schema", schema)
@@ -368,7 +371,7 @@ def _schema_text(schema: object) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _rewritten_schema(text: str) -> str:
-    """Remembered: a worker reads the same text once for each choice of a prompt."""
+    """Cached, because a worker gets the same text once for each choice of a prompt."""
     return _written_schema(json.loads(text))
 
 
@@ -387,14 +390,14 @@ def _set_tuple(params: SamplingParams, name: str, kind: type, wanted: str) -> No
 
 
 def instance(request: msgspec.Struct, name: str, kind: type, wanted: str) -> None:
-    """Raises `InvalidRequest` when the field is not of this kind."""
+    """Raises `InvalidRequest` unless the field is an instance of `kind`."""
     value = getattr(request, name)
     if not isinstance(value, kind):
         raise InvalidRequest(name, f"is {shown(value)}; it must be {wanted}")
 
 
 def number(params: msgspec.Struct, name: str, low: float, high: float, *, integer: bool = False) -> None:
-    """Raises `InvalidRequest` when the field is not a number from `low` to `high`."""
+    """Raises `InvalidRequest` unless the field is a number from `low` to `high`."""
     value = getattr(params, name)
     if not isinstance(value, int if integer else (int, float)) or isinstance(value, bool):
         message = f"is {shown(value)}; it must be {'a whole number' if integer else 'a number'}"

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests, events, results."""
+"""The input and output of the engine: requests, events, results."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from cppbatch.config import MOST_LORA_SCALE
 from cppbatch.engine.params import INT32_MAX, SamplingParams, instance, number, shown, token_ids
 from cppbatch.errors import InvalidRequest
 
-_LONGEST_TIMEOUT = 30 * 24 * 3600  # seconds
+_MAX_TIMEOUT = 30 * 24 * 3600  # seconds
 
 OPTION_RANGES = {
     "priority": (-100, 100),
-    "timeout": (0, _LONGEST_TIMEOUT),
-    "queue_timeout": (0, _LONGEST_TIMEOUT),
+    "timeout": (0, _MAX_TIMEOUT),
+    "queue_timeout": (0, _MAX_TIMEOUT),
 }
-"""What numbers `GenerationRequest` takes, but for the params'."""
+"""Ranges of the numbers of `GenerationRequest`, without those of its params."""
 
 BACKGROUND = OPTION_RANGES["priority"][1]
-"""The lowest priority, for work that nobody sits and waits for."""
+"""The lowest priority: for work whose result no client waits for."""
 
 
 class FinishReason(str, Enum):
     """Why a request ended."""
 
     STOP = "stop"
-    """The model ended its text, or a stop string or stop token came."""
+    """The model ended the text, or a stop string or a stop token was generated."""
     LENGTH = "length"
     """`max_tokens` were generated, or the context is full."""
     TIMEOUT = "timeout"
-    """The request's `timeout` or `queue_timeout` has passed; the text so far is there."""
+    """The request's `timeout` or `queue_timeout` has passed. The text so far was returned."""
     CANCELLED = "cancelled"
     ERROR = "error"
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Two texts for a reranker, which says how well the document answers the query."""
+    """Two texts for a reranker, which scores how well the document answers the query."""
 
     query: str
     document: str
 
 
 Prompt = str | list[int] | Pair
-"""Text; token ids, which are used as they are; or what a reranker compares."""
+"""A text; token ids, which are used unchanged; or a pair of texts for a reranker."""
 
-_LONGEST_NAME = 1024  # letters
-_MOST_ADAPTERS = 1024
+_MAX_NAME = 1024  # characters
+_MAX_ADAPTERS = 1024
 _LONG = 1 << 15  # characters, or token ids
 
 
 def is_long(prompt: Prompt) -> bool:
-    """Whether preparing it takes so long that nobody should wait behind it."""
+    """Whether preparing it takes so long that short prompts should not wait for it."""
     return (len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)) > _LONG
 
 
@@ -62,33 +62,32 @@ Task = Literal["generate", "embed"]
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to be continued, or to be made a vector of. Raises `InvalidRequest` naming the bad field."""
+    """A prompt to continue, or to embed. Raises `InvalidRequest` naming the field at fault."""
 
     id: str
-    """Names the request in events; unique among those that run."""
+    """The id in events; unique among the requests that wait or run."""
     prompt: Prompt
     task: Task = "generate"
-    """What the loaded model does: "embed" if `ModelInfo.pooling` is set, else "generate". An embedding request has one
-    event, its last, with the `embedding`; `params`, `cache_prompt` and `cache_salt` do not matter to it."""
+    """"embed" if `ModelInfo.pooling` is set, else "generate"; another task is refused. An embedding request has one
+    event, with the `embedding`, and ignores `params`, `cache_prompt` and `cache_salt`."""
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = 0
-    """Lower runs first, -100 to 100. Every 10 seconds of waiting make up for one, so nobody starves.
+    """-100 to 100; lower runs first. Ten seconds of waiting weigh as much as 1, so no request starves.
 
-    100 is for work in the background: it takes what room others leave, and stands still while one of them that ranks
-    before it waits for its first token."""
+    100 is for background work: it uses free capacity, and stands still while another request that ranks before it waits
+    for its first token."""
     timeout: float | None = None
-    """Seconds from arrival to the end at most; None: no limit."""
+    """Seconds from arrival after which the request ends; None: no limit."""
     queue_timeout: float | None = None
-    """Seconds to wait at most before it first runs."""
+    """Seconds from arrival after which the request ends if it has not run yet; None: no limit."""
     fit: bool = False
-    """Fewer than `max_tokens` where the context holds no more after the prompt; else that is refused."""
+    """Clamp `max_tokens` to the context that remains after the prompt. False: refuse a request that does not fit."""
     cache_prompt: bool = True
-    """Take the beginning of the prompt from the prefix cache, and leave this one there for others."""
+    """Take a prefix from the prefix cache, and keep this request's tokens there for others."""
     cache_salt: str = ""
-    """Requests of different salts never share a prefix (whether one is cached can be seen in the time it takes)."""
+    """Requests with different salts never share a prefix, whose presence the duration of a request would show."""
     lora: dict[str | int, float] | None = None
-    """LoRA adapters by name, or by their place from 0, with scales; those left out are off. None: as the engine was
-    started (--lora)."""
+    """LoRA adapters by name, or by index from 0, with their scales; the others are off. None: the scales of --lora."""
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, list):
@@ -104,19 +103,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.task not in get_args(Task):
             raise InvalidRequest("task", f"is {self.task!r}; it must be one of {', '.join(get_args(Task))}")
         instance(self, "cache_salt", str, "a string")
-        if len(self.cache_salt) > _LONGEST_NAME:
-            raise InvalidRequest("cache_salt", f"has {len(self.cache_salt):,} letters; {_LONGEST_NAME} may be")
+        if len(self.cache_salt) > _MAX_NAME:
+            raise InvalidRequest("cache_salt", f"has {len(self.cache_salt):,} characters; the limit is {_MAX_NAME}")
         if self.lora is not None:
             self._check_lora(self.lora)
 
     @staticmethod
     def _check_lora(lora: object) -> None:
-        """Whether there are such adapters is for the engine to say."""
+        """Checks types and ranges. The engine checks whether these adapters exist."""
         if not isinstance(lora, Mapping):
             raise InvalidRequest("lora", f"is {shown(lora)}; it must be an object of adapters and scales")
-        if len(lora) > _MOST_ADAPTERS or any(isinstance(key, str) and len(key) > _LONGEST_NAME for key in lora):
+        if len(lora) > _MAX_ADAPTERS or any(isinstance(key, str) and len(key) > _MAX_NAME for key in lora):
             raise InvalidRequest(
-                "lora", f"has more than {_MOST_ADAPTERS} adapters, or a name of {_LONGEST_NAME} letters"
+                "lora", f"has more than {_MAX_ADAPTERS} adapters, or a name of more than {_MAX_NAME} characters"
             )
         for key, scale in lora.items():
             if isinstance(key, bool) or not (isinstance(key, str) or (isinstance(key, int) and 0 <= key <= INT32_MAX)):
@@ -141,37 +140,37 @@ class RequestOptions(TypedDict, total=False):
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a request had come in an engine that is gone, so that another one can go on from there. In seconds."""
+    """The progress of a request in an engine that crashed, from which another engine continues. Times in seconds."""
 
     tokens: list[int]
-    """Those its events have told."""
+    """Tokens of the events so far."""
     age: float
-    """Since it arrived."""
+    """Time since arrival."""
     first_token_seconds: float
-    """From arrival to the first token; how long it had waited before that is not known any more."""
+    """Time from arrival to the first token. The time of admission is lost."""
 
 
 class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a finished request used. Times in seconds."""
+    """Counts and times of a finished request. Times in seconds."""
 
     prompt_tokens: int
     cached_tokens: int = 0
-    """Prompt tokens that were not computed, but taken from the prefix cache."""
+    """Prompt tokens that were taken from the prefix cache."""
     completion_tokens: int
     queue_seconds: float
     """From arrival to admission."""
     first_token_seconds: float
-    """From arrival to the first token (TTFT); 0 if there was none."""
+    """From arrival to the first token (TTFT); 0 without a token."""
     total_seconds: float
     """From arrival to the end."""
 
 
 class TokenPiece(msgspec.Struct, frozen=True):
-    """A token of a text."""
+    """A token with its bytes."""
 
     id: int
     piece: bytes
-    """Its bytes: perhaps half a character; control tokens as they are written."""
+    """Its bytes, which may be part of a character; for a control token its text."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,41 +178,41 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
     token: int
     piece: bytes
-    """Its bytes: perhaps half a character; control tokens as they are written."""
+    """Its bytes, which may be part of a character; for a control token its text."""
     logprob: float | None
-    """None for the first token of a prompt, of which the model says nothing."""
+    """None for the first token of a prompt, which the model does not predict."""
     top: list[tuple[int, bytes, float]] = []
-    """The likeliest tokens there, the likeliest first: id, bytes, log-probability."""
+    """The likeliest tokens at this position, likeliest first: id, bytes, log-probability."""
     text_offset: int = 0
-    """Characters of the text before it, those of an echoed prompt too."""
+    """Characters of the text before this token, an echoed prompt included."""
 
 
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one request: new text, and in its last event how it ended."""
+    """New text and tokens of one request. The last event also has the finish reason and the usage."""
 
     request_id: str
     text: str = ""
-    """New text; only whole characters, and never part of a stop string."""
+    """New text: whole characters, and no part of a stop string."""
     tokens: list[int] = []
-    """New token ids: those of a stop string too, but not an end or stop token."""
+    """New token ids, those of a stop string included, but no end token and no stop token."""
     logprobs: list[TokenLogprob] = []
-    """Of the new tokens, if the request asks for it; with `echo`, the prompt's come first."""
+    """Of the new tokens, if `params.logprobs` is set; with `echo`, those of the prompt come first."""
     embedding: bytes | None = None
     """The vector of an embedding request that ended with `stop`: `ModelInfo.n_embd` numbers, float32 little-endian, as
-    llama.cpp pools them, not normalised. Of a reranker its scores as they are, the first of which is the relevance.
-    `cppbatch.engine.embeddings` reads it."""
+    llama.cpp pools them, not normalised. For a reranker its scores, unchanged; the first one is the relevance.
+    `cppbatch.engine.embeddings` decodes it."""
     finish_reason: FinishReason | None = None
-    """Set in the last event, and only there."""
+    """Set only in the last event."""
     stop: str | None = None
-    """Set in the last event, if a stop string has come: which one."""
+    """Set in the last event if a stop string ended the text: that string."""
     seed: int | None = None
-    """Set in the last event: the seed that was used, with which the text can be had again."""
+    """Set in the last event: the seed that was used, which reproduces the text."""
     usage: RequestUsage | None = None
     """Set in the last event."""
     error: str | None = None
-    """What went wrong, when the finish reason is `error`."""
+    """The error message, if the finish reason is `error`."""
     error_field: str | None = None
-    """The field of the request that is to blame for it; None: the engine is."""
+    """The field of the request that caused the error; None: the engine failed."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,9 +223,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     usage: RequestUsage
     seed: int
-    """With which the text can be had again."""
+    """The seed that was used, which reproduces the text."""
     logprobs: list[TokenLogprob] = []
-    """If the params ask for it; with `echo`, the prompt's come first."""
+    """If `params.logprobs` is set; with `echo`, those of the prompt come first."""
     error: str | None = None
 
 
@@ -234,7 +233,7 @@ class Mapped(msgspec.Struct, frozen=True):
     """A result of `BatchInferenceEngine.map`."""
 
     index: int
-    """The prompt's place in the iterable, from 0."""
+    """The index of the prompt in the iterable, from 0."""
     prompt: Prompt
     completion: Completion
-    """With the finish reason `error` for a prompt that cannot run; its `error` then begins with the field at fault."""
+    """For a prompt that cannot run the finish reason is `error`, and `error` begins with the field at fault."""

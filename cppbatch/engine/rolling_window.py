@@ -1,4 +1,4 @@
-"""What happened in the last minute."""
+"""Figures of the last minute."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ Row = tuple[float, ...]
 
 
 class Window:
-    """Rows of figures, each forgotten after a minute, or earlier when there are more than `most`."""
+    """Rows of figures. A row is dropped after a minute, or earlier when there are more than `max_rows`."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = perf_counter) -> None:
-        self._rows: deque[tuple[float, Row]] = deque(maxlen=most)
+    def __init__(self, max_rows: int, clock: Callable[[], float] = perf_counter) -> None:
+        self._rows: deque[tuple[float, Row]] = deque(maxlen=max_rows)
         self._clock = clock
         self._began = clock()
 
     def add(self, row: Row) -> None:
-        """Notes a row, now."""
+        """Adds a row with the present time."""
         now = self._clock()
         self._rows.append((now, row))
         self._forget(now)
 
     def rows(self) -> list[Row]:
-        """Those of the last minute, the oldest first."""
+        """The rows of the last minute, oldest first."""
         self._forget(self._clock())
         return [row for _, row in self._rows]
 
     @property
     def seconds(self) -> float:
-        """How long a time the rows are of: a minute, or less."""
+        """The time that the rows cover: a minute, or less."""
         now = self._clock()
         full = len(self._rows) == self._rows.maxlen
         return min(SPAN, now - (self._rows[0][0] if full else self._began))
@@ -45,7 +45,7 @@ class Window:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """The smallest value that at least this share of them does not exceed; None if there are none."""
+    """The smallest value that is at least as large as this share (0 to 1) of all values; None if there are none."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

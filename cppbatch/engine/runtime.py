@@ -1,4 +1,4 @@
-"""The native half of an engine: a model and a context over it, made from an `EngineConfig`."""
+"""Loads a model and makes a context for it, as an `EngineConfig` says: the native half of an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cppbatch.llama import (
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
 from cppbatch.llama.vocab import Vocab
 
-_CACHED_SHARE_ON_CPU = 1 / 16  # attention is dearer there, and bringing a prefix back from host memory is cheap
+_CACHED_SHARE_ON_CPU = 1 / 16  # attention costs more there, and restoring a prefix from host memory costs little
 
 
 class Computation(Memory, Protocol):
@@ -45,7 +45,7 @@ class Computation(Memory, Protocol):
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the step loop drives. Tests put a fake context here."""
+    """The model and context of an engine. Tests make one with a fake context."""
 
     context: Computation
     vocab: Vocabulary
@@ -53,11 +53,11 @@ class Runtime:
     sharing: Sharing
     close: Callable[[], None]
     cached_share: float = CACHED_SHARE
-    """Part of the cells that finished sequences may keep."""
+    """Part of the cells that cached prefixes may hold."""
 
 
 def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
-    """Loads the model and makes its context; `progress` as in `Model`. Closing it frees both.
+    """Loads the model and makes a context. Closing the runtime frees both. `progress`: as in `Model`.
 
     Raises `ModelError`, `LibraryError` or `LlamaError`.
     """
@@ -72,9 +72,9 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
 def load_model(
     config: EngineConfig, progress: Callable[[float], bool] | None = None, *, no_alloc: bool = False
 ) -> Model:
-    """The model of an engine, without its adapters; `progress` and `no_alloc` as in `Model`.
+    """Loads the model of an engine, without its adapters. `progress`, `no_alloc`: as in `Model`.
 
-    A build whose fast CPU path crashes is found out first, in a child process, and used without that path.
+    If a self-check in a child process shows that this build's fast CPU path crashes, the model is loaded without it.
     Raises `ModelError` or `LibraryError`.
     """
     return Model(
@@ -88,9 +88,9 @@ def load_model(
 
 
 def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] | None = None) -> Runtime:
-    """Makes a context over a model that `load_model` has loaded; several may be made, one after the other or at once.
+    """Makes a context for a loaded model. One model may have several contexts, also at the same time.
 
-    `close` ends the runtime; None: that frees the context alone. Raises `ModelError` or `LlamaError`.
+    `close`: closes the runtime; None: closing frees only the context. Raises `ModelError` or `LlamaError`.
     """
     context = make_context(config, model)
     close = close or context.close
@@ -107,7 +107,7 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
 
 
 def make_context(config: EngineConfig, model: Model) -> Context:
-    """The context of an engine; its model gets the adapters. Raises `ModelError` or `LlamaError`."""
+    """Makes the context of an engine, and loads the adapters into the model. Raises `ModelError` or `LlamaError`."""
     if pooling := _pooling(config, model):
         if config.lora:
             raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
@@ -143,25 +143,25 @@ def _on_gpu(config: EngineConfig) -> bool:
 
 
 def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
-    """How the engine pools; None: it generates. Raises `ModelError` for models that can do neither."""
-    what = f"{model.path} ({model.description})"
+    """How the engine pools; None: it generates text. Raises `ModelError` for models that can do neither."""
+    name = f"{model.path} ({model.description})"
     if not model.is_one_stack:
-        raise ModelError(f"{what} is an encoder-decoder or a diffusion model, which cannot run here. Use another kind")
+        raise ModelError(f"{name} is an encoder-decoder or a diffusion model, which cannot run here. Use another kind")
     pooling = config.pooling or model.pooling
     if pooling is None and not model.can_generate:
         raise ModelError(
-            f"{what} embeds text, and its file does not say how its vectors are pooled. Its makers do: give --pooling "
+            f"{name} embeds text, and its file does not say how its vectors are pooled. Its makers do: give --pooling "
             "mean, cls or last"
         )
     if pooling == "rank" and not model.can_rank:
-        raise ModelError(f"{what} has no classification head, so it is no reranker. Use another --pooling, or model")
+        raise ModelError(f"{name} has no classification head, so it is no reranker. Use another --pooling, or model")
     return pooling
 
 
 def _pooled_context(config: EngineConfig, model: Model, pooling: Pooling) -> Context:
-    """With cells for one step: nothing stays longer.
+    """A context with cells for one step, because no sequence keeps its cells longer.
 
-    llama.cpp plans it with as many tokens for each sequence, and aborts where that does not come out even.
+    llama.cpp reserves the same number of tokens for each sequence, and aborts if the step is not a multiple of that.
     """
     step = min(config.n_batch, config.n_ctx)
     step -= step % config.n_parallel

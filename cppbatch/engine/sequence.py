@@ -1,4 +1,4 @@
-"""One sequence: the life of a request in the engine, WAITING > PREFILL > DECODE > (SWAPPED) > FINISHED."""
+"""A sequence: a request in the engine. Its status goes WAITING > PREFILL > DECODE > (SWAPPED) > FINISHED."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class SeqStatus(Enum):
-    """Where a sequence is in its life."""
+    """The status of a sequence. Only `Seq` changes it."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
     SWAPPED = "swapped"
-    """Its cells were needed elsewhere; its memory lies in host memory until it resumes."""
+    """Preempted: its keys and values are in host memory until it resumes."""
     FINISHED = "finished"
 
 
@@ -46,7 +46,7 @@ TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     SeqStatus.SWAPPED: frozenset((SeqStatus.PREFILL, SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.FINISHED)),
     SeqStatus.FINISHED: frozenset(),
 }
-"""Which status may follow which. The methods of `Seq` below the line "the life of a sequence" make these changes."""
+"""Which status may follow which. The methods of `Seq` under "status changes" make these changes."""
 
 
 @dataclass(slots=True)
@@ -73,25 +73,25 @@ class StepOutput:
 
 
 class SamplerState(Protocol):
-    """A sequence's own sampler: what it remembers of the tokens so far."""
+    """A sequence's own sampler chain, which remembers the tokens so far."""
 
     def sample(self, row: npt.NDArray[np.float32], seed: int) -> int: ...
     def close(self) -> None: ...
 
 
 class SavedState(Protocol):
-    """A sequence's keys and values in host memory (`cppbatch.llama.SequenceState`)."""
+    """The keys and values of a sequence in host memory (`cppbatch.llama.SequenceState`)."""
 
     @property
     def n_bytes(self) -> int: ...
 
 
 class Seq:
-    """Tokens known, tokens computed, text given out.
+    """Known tokens, computed tokens, and the text so far.
 
-    `tokens` int32[n_prompt + max_new] holds prompt and completion; the first `n_tokens` are known, the first
-    `n_computed` have their keys and values in the cache. Prefill and decode are the same act: computing what is
-    pending, which leaves logits for one more token.
+    `tokens`, int32[n_prompt + max_new], has the prompt and the completion. The first `n_tokens` are known; the first
+    `n_computed` have their keys and values in the cache; those between are pending. Prefill and decode are the same
+    act: computing pending tokens. Computing the last one yields logits for the next token.
     """
 
     __slots__ = (
@@ -129,7 +129,7 @@ class Seq:
     )  # fmt: skip
 
     sampling: SamplingPlan
-    """How its tokens are sampled; set by `InputProcessor`."""
+    """How its tokens are sampled. Set by `InputProcessor`."""
 
     def __init__(
         self,
@@ -149,31 +149,31 @@ class Seq:
         self.tokens = np.empty(self.n_prompt + max_new, np.int32)
         self.tokens[: self.n_prompt] = prompt
         self.output = StepOutput(self)
-        self.n_output = self.n_prompt  # tokens that are in `output` or in an earlier one
+        self.n_output = self.n_prompt  # tokens that are in `output` or were in an earlier one
         self.n_computed = 0
-        self.n_cached = 0  # prompt tokens that were taken from others
+        self.n_cached = 0  # prompt tokens taken from the prefix cache
         self.seed = seed
-        self.rank = (0.0, 0)  # the scheduler's order
+        self.rank = (0.0, 0)  # lower runs first; set by `Scheduler.add`
         self.seq_id = -1
         self.cells: Span | None = None
         self._status = SeqStatus.WAITING
-        self.moving = False  # its memory is being brought, and it computes nothing meanwhile
-        self.pause_at = 0  # its prefill stops here for a step, so that others can copy what it has then
+        self.moving = False  # its keys and values are restored or copied by the next `KVPool.apply`
+        self.pause_at = 0  # its prefill stops here for a step, so that another sequence can copy it
         self.saved: SavedState | None = None
         self.text = Detokenizer(self.params.stop, include_stop=self.params.include_stop)
-        self.echoed = 0  # characters of the prompt that its text began with
+        self.echoed = 0  # characters of the prompt at the start of its text (`echo`)
         self.constraint: Constraint | None = None
         self.sampler: SamplerState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.embedding: bytes | None = None  # what an embedding request is about
+        self.embedding: bytes | None = None  # the result of an embedding request
         self.error: str | None = None
-        self.error_field: str | None = None  # of the request, when that is to blame
+        self.error_field: str | None = None  # the field of the request that caused the error
         self.arrived_at = now
         self.admitted_at = self.first_token_at = 0.0
 
     @property
     def status(self) -> SeqStatus:
-        """Where the sequence is in its life."""
+        """The present status; read-only."""
         return self._status
 
     @property
@@ -183,17 +183,17 @@ class Seq:
 
     @property
     def salt(self) -> Hashable:
-        """Whose keys and values are worth anything to it: those with the same salt, computed with the same adapters."""
+        """Only sequences with an equal salt can share a prefix: the same `cache_salt` and the same adapters."""
         return self.request.cache_salt, self.adapters
 
     @property
     def is_background(self) -> bool:
-        """Whether nobody sits and waits for it."""
+        """Whether its priority is `BACKGROUND`: no client waits for it."""
         return self.request.priority >= BACKGROUND
 
     @property
     def n_pending(self) -> int:
-        """Known tokens that are not computed yet."""
+        """Known tokens that are not computed."""
         return self.n_tokens - self.n_computed
 
     @property
@@ -203,22 +203,22 @@ class Seq:
 
     @property
     def n_left(self) -> int:
-        """Most tokens it may still generate."""
+        """Tokens that it may still generate at most."""
         return self.max_new - self.n_generated
 
     @property
     def is_scored(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be had: then each of its tokens needs logits."""
+        """Whether log-probabilities of its prompt are still missing: then each prompt token needs logits."""
         return self.params.scores_prompt and not self.n_generated and len(self.prompt_logprobs) < self.n_prompt
 
     def n_logits(self, n: int) -> int:
-        """For how many of its next `n` pending tokens logits are wanted; they are the last ones."""
+        """How many of its next `n` pending tokens need logits; they are the last ones."""
         return n if self.is_scored or self.request.task == "embed" else int(n == self.n_pending)
 
-    # --- the life of a sequence ---------------------------------------------------------------------------------
+    # --- status changes -----------------------------------------------------------------------------------------
 
     def resume(self, progress: ResumeState, now: float) -> None:
-        """Knows the tokens that it had in an engine before this one; `OutputProcessor.resume` makes their text."""
+        """Adds the tokens that it got from an engine that crashed; `OutputProcessor.resume` makes their text."""
         self.tokens[self.n_prompt : self.n_prompt + len(progress.tokens)] = progress.tokens
         self.n_tokens += len(progress.tokens)
         self.arrived_at = now - progress.age
@@ -242,7 +242,7 @@ class Seq:
         """Adds a generated token."""
         self.tokens[self.n_tokens] = token
         self.n_tokens += 1
-        if self.n_pending > 1:  # a grammar forced it: more is to be computed than a decode row does
+        if self.n_pending > 1:  # a grammar forced this token: a decode row computes only one
             self._set_status(SeqStatus.PREFILL)
 
     def preempted(self) -> None:
@@ -281,7 +281,8 @@ class Seq:
         queued_until = self.admitted_at or finished_at
         return RequestUsage(
             prompt_tokens=self.n_prompt,
-            cached_tokens=min(self.n_cached, self.n_prompt),  # one that was computed again may find its own text
+            # A sequence that is computed again may find its own tokens in the cache.
+            cached_tokens=min(self.n_cached, self.n_prompt),
             completion_tokens=self.n_generated,
             queue_seconds=queued_until - self.arrived_at,
             first_token_seconds=max(0.0, self.first_token_at - self.arrived_at) if self.first_token_at else 0.0,

@@ -1,6 +1,6 @@
-"""A trace of what an engine does, step by step, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""A trace of every step, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The format is Chrome's "JSON array format": one event a line; a file that was cut off by a crash can be read as well.
+The format is Chrome's "JSON array format": one event a line. A file that a crash has cut off can be read too.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from cppbatch.errors import ConfigError
 log = logging.getLogger("cppbatch.engine")
 
 TRACKS = {"device": 1, "steps": 2, "texts": 3}
-"""llama.cpp computing; what the engine does between two computations; what it does meanwhile."""
+"""llama.cpp's computations; what the engine does between them; text and events, which are made meanwhile."""
 _FIRST_SEQ = 100  # the track of seq_id 0
 
 
 class Trace:
-    """Spans on tracks: the engine's phases, and for each seq_id who prefills or decodes in it. Any thread may write."""
+    """Writes spans on tracks: the phases of steps, and for each seq_id the sequences in it. Thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """Starts a file at `path`, or, if there is one, beside it. Raises `ConfigError` where that cannot be."""
+        """Creates a file at `path`, or beside it if `path` exists. Raises `ConfigError` if that fails."""
         self._file = _new_file(Path(path))
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[Seq, SeqStatus, float]] = {}  # who is in a seq_id, as what, since when
+        self._open: dict[int, tuple[Seq, SeqStatus, float]] = {}  # by seq_id: sequence, status, since when
         self._named: set[int] = set()
         self._put(b"[\n")
         for name, track in TRACKS.items():
             self._name(track, name)
-        log.warning("every step is traced to %s", self._file.name)
+        log.warning("tracing every step to %s", self._file.name)
 
     def phase(self, name: str, start: float, end: float, about: dict[str, int] | None = None) -> None:
-        """A part of a step; times by `perf_counter`."""
+        """Writes a phase of a step. Times are those of `perf_counter`."""
         track = "device" if name == "decode" else "texts" if name in ("text", "emit") else "steps"
         self._span(TRACKS[track], name, start, end, about)
 
     def follow(self, running: Iterable[Seq], now: float) -> None:
-        """Notes who is where now; whoever has left a seq_id, or decodes in place of prefilling, gets a span for it."""
+        """Compares the running sequences with those before: a change of sequence or status in a seq_id ends a span."""
         present = {sequence.seq_id: sequence for sequence in running}
         for seq_id, (sequence, status, since) in list(self._open.items()):
             here = present.get(seq_id)
             if here is not sequence or here.status is not status:
                 del self._open[seq_id]
-                told = {"request": sequence.id, "prompt tokens": sequence.n_prompt, "generated": sequence.n_generated}
-                self._span(_FIRST_SEQ + seq_id, status.value, since, now, told)
+                args = {"request": sequence.id, "prompt tokens": sequence.n_prompt, "generated": sequence.n_generated}
+                self._span(_FIRST_SEQ + seq_id, status.value, since, now, args)
         for seq_id, sequence in present.items():
             if seq_id not in self._open:
                 self._open[seq_id] = sequence, sequence.status, now
@@ -62,19 +62,19 @@ class Trace:
                     self._name(_FIRST_SEQ + seq_id, f"seq_id {seq_id}")
 
     def count(self, now: float, **values: int) -> None:
-        """How many there are of something, as a curve each."""
+        """Writes counters; each is shown as a curve."""
         for name, value in values.items():
             self._write({"name": name, "ph": "C", "ts": now * 1e6, "pid": os.getpid(), "args": {name: value}})
 
     def flush(self) -> None:
-        """Nothing runs: what was written can be looked at. (A server ends its workers without asking them.)"""
-        with contextlib.suppress(OSError, ValueError), self._lock:  # cut off, or closed: no more will be there
+        """Writes what is buffered, when the engine is idle: a server kills its workers."""
+        with contextlib.suppress(OSError, ValueError), self._lock:  # the file was cut off or closed
             self._file.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Writes the end of the file."""
         self._put(b"{}]\n")
-        with contextlib.suppress(OSError), self._lock:  # no room: it is cut off, and can be read as well
+        with contextlib.suppress(OSError), self._lock:  # the disk is full: a file that is cut off can be read too
             self._file.close()
 
     def _span(self, track: int, name: str, start: float, end: float, args: dict[str, Any] | None = None) -> None:
@@ -90,20 +90,20 @@ class Trace:
         self._put(msgspec.json.encode(event) + b",\n")
 
     def _put(self, line: bytes) -> None:
-        """A file that can take no more ends there: no request is lost for it."""
+        """Appends a line. If that fails, the trace ends there, and no request fails."""
         with self._lock:
             if self._file.closed:
                 return
             try:
                 self._file.write(line)
             except OSError as error:
-                log.error("the trace %s ends here: %s", self._file.name, error.strerror)
-                with contextlib.suppress(OSError):  # it tries to write again
+                log.error("the trace %s is cut off: %s", self._file.name, error.strerror)
+                with contextlib.suppress(OSError):  # closing writes what is buffered
                     self._file.close()
 
 
 def _new_file(path: Path) -> BinaryIO:
-    """Not one that is there already: a worker that replaces another must not overwrite what that has left."""
+    """Creates a file. An existing one is never overwritten: it may be the trace of a worker that crashed."""
     for number in itertools.count(1):
         name = path if number == 1 else path.with_name(f"{path.stem}.{number}{path.suffix}")
         try:

@@ -12,19 +12,19 @@ IsCancelled = Callable[[], bool]
 
 
 def never_cancelled() -> bool:
-    """For requests that nobody cancels while they are prepared."""
+    """For requests that cannot be cancelled while they are prepared."""
     return False
 
 
 class Vocabulary(Protocol):
-    """`cppbatch.llama.Vocab`, or what tests put in its place."""
+    """`cppbatch.llama.Vocab`, or a fake in tests."""
 
     n_tokens: int
     eog: frozenset[int]
     suppressed: frozenset[int]
-    """Tokens that the model's file says must never come."""
+    """Tokens that must never be generated, by the model's file."""
     longest_piece: int
-    """Bytes of text that one token stands for at most."""
+    """The number of bytes of the longest token."""
 
     def tokenize(
         self,
@@ -34,26 +34,27 @@ class Vocabulary(Protocol):
         parse_special: bool = True,
         cancelled: IsCancelled = never_cancelled,
     ) -> npt.NDArray[np.int32]:
-        """The ids of a text, int32[n], with BOS where the model wants it, and control tokens read as such.
+        """The token ids of a text, int32[n].
 
-        `cancelled` is asked now and then while that takes long. Raises `RequestCancelled`.
+        `add_special`: begin with BOS if the model wants it. `parse_special`: the text may contain control tokens.
+        `cancelled`: called now and then; when it returns True, this raises `RequestCancelled`.
         """
         ...
 
     def tokenize_pair(self, query: str, document: str) -> npt.NDArray[np.int32]:
-        """The ids of two texts as a reranker reads them, int32[n]."""
+        """The token ids of a pair of texts for a reranker, int32[n]."""
         ...
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """A token's bytes; `special`: control tokens too."""
+        """The bytes of a token. Those of a control token are empty, unless `special`."""
         ...
 
     def dry_sampler(
         self, *, multiplier: float, base: float, allowed_length: int, last_n: int, breakers: tuple[str, ...]
     ) -> Any:
-        """A `cppbatch.llama.DrySampler` to clone."""
+        """A `cppbatch.llama.DrySampler`, which is cloned for each sequence."""
         ...
 
     def for_grammars(self) -> Any:
-        """The vocabulary as llguidance wants it, an `LLTokenizer`. Slow: once for each engine."""
+        """An `LLTokenizer` for llguidance. Slow: called once for each engine."""
         ...

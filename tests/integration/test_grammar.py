@@ -185,7 +185,7 @@ BAD: dict[str, tuple[Fields, str, str]] = {
     "a regex nothing matches": ({"guided_regex": r"a[^\x00-\U0010ffff]"}, "guided_regex", "."),
     "a regex with half a character": ({"guided_regex": "\ud800"}, "guided_regex", "."),
     "a regex of another type": ({"guided_regex": 5}, "guided_regex", "must be a string"),
-    "a regex of a megabyte": ({"guided_regex": "a" * (1 << 20)}, "guided_regex", "1,048,576 letters; the limit is"),
+    "a regex of a megabyte": ({"guided_regex": "a" * (1 << 20)}, "guided_regex", "1,048,576 characters; the limit is"),
     "GBNF with an unknown rule": ({"grammar": 'root ::= "a" foo'}, "grammar", "foo"),
     "GBNF without a root": ({"grammar": 'top ::= "a"'}, "grammar", "root"),
     "GBNF without an end": ({"grammar": 'root ::= root "a"'}, "grammar", "."),
@@ -200,7 +200,7 @@ BAD: dict[str, tuple[Fields, str, str]] = {
     "a type of another type": ({"json_schema": {"type": 5}}, "json_schema", "type"),
     "an unsupported keyword": ({"json_schema": {"not": {"type": "string"}}}, "json_schema", "not"),
     "an unsupported format": ({"json_schema": {"type": "string", "format": "poem"}}, "json_schema", "poem"),
-    "a megabyte": ({"json_schema": {"enum": ["x" * (1 << 20)]}}, "json_schema", r"1,048,\d{3} letters; the limit is"),
+    "a megabyte": ({"json_schema": {"enum": ["x" * (1 << 20)]}}, "json_schema", r"1,048,\d{3} characters; the limit"),
     # Python 3.12 and later write the schema as text, and llguidance refuses it
     "a schema that is nested deeply": ({"json_schema": NESTED}, "json_schema", "nested too deeply|recursion limit"),
     "text that is nested deeply": (
@@ -229,7 +229,7 @@ BAD: dict[str, tuple[Fields, str, str]] = {
     "a bad pattern": ({"json_schema": {"type": "string", "pattern": "a(b"}}, "json_schema", "unclosed group"),
     "half a character": ({"json_schema": r'{"const": "\ud800"}'}, "json_schema", "."),
     "no choice": ({"guided_choice": []}, "guided_choice", "at least one string"),
-    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "none that is empty"),
+    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "no empty string"),
     "a choice of numbers": ({"guided_choice": [1, 2]}, "guided_choice", "list of strings"),
     "two grammars": ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar", "together with guided_regex"),
 }

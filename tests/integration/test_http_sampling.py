@@ -489,7 +489,7 @@ BAD_GRAMMARS: dict[str, tuple[Json, str, str]] = {
     "format without a type": ({"response_format": {}}, "response_format", "`type`"),
     "format of another type": ({"response_format": "json"}, "response_format", "expected `object | null`"),
     "no choices": ({"guided_choice": []}, "guided_choice", "at least one"),
-    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "none that is empty"),
+    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "no empty string"),
     "choices of numbers": ({"guided_choice": [1]}, "guided_choice[0]", "expected `str`"),
     "two grammars": ({"grammar": "root ::= [a]", "guided_regex": "a"}, "grammar", "together with guided_regex"),
     "two schemas": (
@@ -497,7 +497,7 @@ BAD_GRAMMARS: dict[str, tuple[Json, str, str]] = {
         "json_schema",
         "together with response_format",
     ),
-    "too long": ({"guided_regex": "a" * 200_000}, "guided_regex", "has 200,000 letters; the limit is 131,072"),
+    "too long": ({"guided_regex": "a" * 200_000}, "guided_regex", "has 200,000 characters; the limit is 131,072"),
 }
 
 

@@ -253,7 +253,7 @@ def test_a_switch_is_true_or_false(field: str, value: object) -> None:
 def test_visible_tokens_are_a_few_strings() -> None:
     assert SamplingParams(visible_tokens="[ARGS]").visible_tokens == ("[ARGS]",)  # type: ignore[arg-type]
     assert refusal("visible_tokens", [5]) == "visible_tokens: is [5]; it must be a list of strings"
-    assert refusal("visible_tokens", ["x"] * 65) == "visible_tokens: has 65 entries; 64 may be"
+    assert refusal("visible_tokens", ["x"] * 65) == "visible_tokens: has 65 entries; the limit is 64"
 
 
 def test_no_tokens_may_be_wanted_only_where_the_prompt_is_echoed() -> None:
@@ -300,7 +300,7 @@ def test_every_kind_of_grammar_is_known() -> None:
 @pytest.mark.parametrize("pair", list(itertools.combinations(GIVEN, 2)), ids="+".join)
 def test_two_kinds_of_grammar_are_refused(pair: tuple[str, str]) -> None:
     first, second = pair
-    message = f"{second}: cannot be used together with {first}: one of them says how the text looks"
+    message = f"{second}: cannot be used together with {first}: give only one grammar"
     with pytest.raises(InvalidRequest, match="^" + re.escape(message) + "$"):
         SamplingParams(**{field: GIVEN[field] for field in pair})
 
@@ -318,7 +318,7 @@ def test_choices_are_strings(value: object) -> None:
 
 @pytest.mark.parametrize("value", [[], (), "", ["a", ""]])
 def test_choices_are_some_and_none_is_empty(value: object) -> None:
-    assert refusal("guided_choice", value) == "guided_choice: must have at least one string, and none that is empty"
+    assert refusal("guided_choice", value) == "guided_choice: must have at least one string, and no empty string"
 
 
 def test_one_choice_may_be_given_without_a_list() -> None:
