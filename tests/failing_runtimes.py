@@ -1,4 +1,4 @@
-"""Runtimes for worker processes that come to grief: `EngineProcess(..., runtime="tests.failing_runtimes:...")`."""
+"""Runtimes for worker processes that fail: `EngineProcess(..., runtime="tests.failing_runtimes:...")`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cppbatch.errors import DecodeFailed
 from cppbatch.llama import Batch
 
 POISON = 2
-"""A token that the model of these runtimes cannot stand: the end token, which is computed only as part of a prompt."""
+"""The token that makes these runtimes fail: the end token, which is computed only as part of a prompt."""
 
 Progress = Callable[[float], bool]
 
 
 class _Wrapped:
-    """A context (or vocabulary) of which one thing is different."""
+    """A context or vocabulary with one method replaced."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -34,7 +34,7 @@ class _Wrapped:
 
 
 class _Poisoned(_Wrapped):
-    """What happens when the poison is computed is `harm`."""
+    """Calls `harm` when the poison token is computed."""
 
     def __init__(self, real: Any, harm: Callable[[], object]) -> None:
         super().__init__(real)
@@ -73,7 +73,7 @@ def fails(config: EngineConfig, progress: Progress) -> Runtime:
 
 
 class _PoisonedVocab(_Wrapped):
-    """What happens when a text with "poison" in it is tokenised is `harm`."""
+    """Calls `harm` when a text with "poison" in it is tokenised."""
 
     def __init__(self, real: Any, harm: Callable[[], object]) -> None:
         super().__init__(real)

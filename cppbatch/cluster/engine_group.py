@@ -89,7 +89,7 @@ class EngineGroup(EngineClient):
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
-        for engine in self._engines:  # those without this request ignore its id
+        for engine in self._engines:  # workers without this request ignore its id
             await engine.cancel(request_id)
 
     async def stats(self) -> EngineStats:

@@ -76,7 +76,7 @@ class InFlightRequests:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[InFlightRequest]:
-        """Over a copy: requests may be removed meanwhile."""
+        """Iterates over a copy, so that requests may be removed in the loop."""
         return iter(list(self._requests.values()))
 
     def __contains__(self, request: InFlightRequest) -> bool:
@@ -129,7 +129,7 @@ class InFlightRequests:
             table.pop(request.number, None)
 
     def worker_died(self, active: Collection[int]) -> list[InFlightRequest]:
-        """Counts a crash against the requests `active` in the worker. Removes and returns those that are to fail.
+        """Counts a crash against the requests `active` in the worker. Removes and returns the ones that must fail.
 
         All other requests are held for the next worker.
         """

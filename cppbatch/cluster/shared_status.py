@@ -1,6 +1,6 @@
 """What a worker is doing, in memory that its server can still read after the worker's death.
 
-Messages are no substitute: a process that aborts loses those it has just sent.
+Messages are no substitute: a process that aborts loses the messages it has just sent.
 """
 
 from __future__ import annotations

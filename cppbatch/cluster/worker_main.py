@@ -107,7 +107,7 @@ class Worker:
     # --- on an input thread -----------------------------------------------------------------------------------------
 
     def _prepare(self, message: Submit | Check | Tokenize) -> None:
-        """The shared status names the request meanwhile: some texts and grammars crash a process that reads them."""
+        """The shared status names the request while it is prepared: some texts and grammars crash a process that reads them."""
         number = message.number
         thread = self._thread_numbers.current()
         self._status.set_preparing(thread, number)
@@ -167,7 +167,7 @@ class Worker:
 
     def _cancel(self, engine: BatchInferenceEngine, number: int) -> None:
         engine.cancel(str(number))
-        if number not in self._preparing:  # it was added meanwhile, or has ended
+        if number not in self._preparing:  # it is in the engine now, or has ended
             self._cancelled.discard(number)
 
 

@@ -1,4 +1,4 @@
-"""EngineProcess: whatever becomes of its worker, every request ends as if nothing had happened, but for the culprit."""
+"""EngineProcess: when workers die, requests end as in an undisturbed run, except those that crash workers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between restarts: the tests need not wait."""
+    """No wait between restarts."""
     monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No process and no file."""
-    folder = tempfile.mkdtemp(prefix="t")  # short, for the sockets
+    """No process and no file is left after a test."""
+    folder = tempfile.mkdtemp(prefix="t")  # a short path, for the sockets
     monkeypatch.setattr(tempfile, "tempdir", folder)
     yield
     assert not [child for child in psutil.Process().children() if "cppbatch.cluster.worker_main" in child.cmdline()]
@@ -77,7 +77,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def sixteen() -> list[GenerationRequest]:
-    """Of all kinds, with seeds."""
+    """Sixteen requests of all kinds, with seeds."""
     kinds = [{"seed": i, "ignore_eos": "json_schema" not in KINDS[i % 6], **KINDS[i % 6]} for i in range(16)]
     return [request(i, max_tokens=100, **kind) for i, kind in enumerate(kinds)]
 
@@ -91,7 +91,7 @@ async def together(engine: EngineProcess, requests: list[GenerationRequest]) -> 
 
 
 def told(events: list[GenerationEvent]) -> tuple[object, ...]:
-    """All that a client sees but for the times."""
+    """All that a client sees, except times."""
     tokens = [token for event in events for token in event.tokens]
     logprobs = [(entry.token, entry.text_offset) for event in events for entry in event.logprobs]
     last = events[-1]
@@ -110,7 +110,7 @@ async def until(condition: Any, seconds: float = 30) -> None:
         if condition():
             return
         await asyncio.sleep(0.005)
-    raise AssertionError("it does not come to pass")
+    raise AssertionError("the condition did not become true")
 
 
 # --- workers that die -------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ async def test_requests_that_come_while_there_is_no_worker_wait_for_the_next(tin
     async with opened(tiny_llama) as engine:
         os.kill(pid_of(engine) or 0, signal.SIGKILL)
         await until(lambda: engine.health().status == "restarting")
-        assert (await engine.stats()).running == 0  # as it last told
+        assert (await engine.stats()).running == 0  # as last reported
         (events,) = await together(engine, [request("late")])
         assert told(events)[3] is FinishReason.LENGTH
         await engine.check(request("also late"))
@@ -161,7 +161,7 @@ async def test_a_cancel_while_there_is_no_worker_ends_the_request(tiny_llama: Pa
         assert engine.in_flight == 0
 
 
-async def test_a_cancel_that_the_worker_did_not_live_to_carry_out_ends_the_request(tiny_llama: Path) -> None:
+async def test_a_cancelled_request_ends_when_its_worker_dies_before_it_handles_the_cancel(tiny_llama: Path) -> None:
     async with opened(tiny_llama) as engine:
         events = engine.submit(request("a", max_tokens=1500))
         await anext(events)
@@ -217,7 +217,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone(tiny_llama: Path, monke
 
 
 @pytest.mark.parametrize("runtime", ["aborts", "fails", pytest.param("hangs", marks=pytest.mark.soak)])
-async def test_a_request_that_brings_its_worker_down_fails_alone(tiny_llama: Path, runtime: str) -> None:
+async def test_a_request_that_crashes_workers_fails_alone(tiny_llama: Path, runtime: str) -> None:
     async with opened(tiny_llama, runtime, step_timeout=2) as engine:
         neighbours = sixteen()[:15]
         undisturbed = [told(events) for events in await together(engine, neighbours)]
@@ -229,7 +229,7 @@ async def test_a_request_that_brings_its_worker_down_fails_alone(tiny_llama: Pat
         assert told((await together(engine, neighbours))[0]) == undisturbed[0]
 
 
-async def test_a_text_that_kills_the_tokeniser_fails_alone(tiny_llama: Path) -> None:
+async def test_a_text_that_crashes_the_tokeniser_fails_alone(tiny_llama: Path) -> None:
     async with opened(tiny_llama, "dies_of_texts") as engine:
         texts = [*(request(i, max_tokens=200) for i in range(6)), request("bad", "this is poison")]
         *others, poisonous = await together(engine, texts)
@@ -239,9 +239,7 @@ async def test_a_text_that_kills_the_tokeniser_fails_alone(tiny_llama: Path) -> 
             await engine.check(request("bad", "this is poison"))
 
 
-async def test_a_prompt_whose_preparation_does_not_end_is_the_one_to_blame(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prompt_whose_preparation_hangs_fails_alone(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_handle, "_MAX_PREPARATION_S", 0.5)
     async with opened(tiny_llama, "hangs_on_texts", step_timeout=1) as engine:
         texts = [*(request(i, max_tokens=200) for i in range(6)), request("bad", "this is poison")]
@@ -254,7 +252,7 @@ LONG_TEXT = "<|im_end|>" * 5000
 
 
 async def test_a_cancelled_prompt_is_not_tokenised_to_its_end(tiny_llama: Path) -> None:
-    """Which takes 0.1 s for each part of it here."""
+    """Tokenising takes 0.1 s for each part of the text here."""
     async with opened(tiny_llama, "slow_texts") as engine:
         running = asyncio.ensure_future(run(engine, request("long", LONG_TEXT)))
         await until(lambda: 0 in engine._supervisor.worker._status.preparing())  # type: ignore[union-attr]
@@ -262,7 +260,7 @@ async def test_a_cancelled_prompt_is_not_tokenised_to_its_end(tiny_llama: Path) 
         await until(lambda: not engine._supervisor.worker._status.preparing(), 5)  # type: ignore[union-attr]
 
 
-async def test_long_texts_hold_up_no_short_ones(tiny_llama: Path) -> None:
+async def test_long_texts_do_not_delay_short_ones(tiny_llama: Path) -> None:
     async with opened(tiny_llama, "slow_texts") as engine:
         long = [asyncio.ensure_future(run(engine, request(f"long {i}", LONG_TEXT))) for i in range(4)]
         await until(engine._supervisor.worker._status.preparing)  # type: ignore[union-attr]
@@ -274,7 +272,7 @@ async def test_long_texts_hold_up_no_short_ones(tiny_llama: Path) -> None:
             each.cancel()
 
 
-async def test_grammars_that_take_long_hold_up_none_that_is_known(tiny_llama: Path) -> None:
+async def test_slow_grammars_do_not_delay_a_known_grammar(tiny_llama: Path) -> None:
     slow = [
         request(f"slow {i}", json_schema={"type": "integer", "multipleOf": 99_999_989 + i}, ignore_eos=False)
         for i in range(4)
@@ -293,8 +291,8 @@ async def test_grammars_that_take_long_hold_up_none_that_is_known(tiny_llama: Pa
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGUSR1"])
-async def test_a_worker_that_is_killed_from_outside_blames_nobody(tiny_llama: Path, how: str) -> None:
-    """Six times before anybody gets a token."""
+async def test_an_external_kill_blames_no_request(tiny_llama: Path, how: str) -> None:
+    """Six kills before any request gets a token."""
     async with opened(tiny_llama, "slow_to_start") as engine:
         running = asyncio.ensure_future(together(engine, sixteen()))
         killed: set[int] = set()
@@ -307,10 +305,10 @@ async def test_a_worker_that_is_killed_from_outside_blames_nobody(tiny_llama: Pa
         assert {end.finish_reason for end in ends} <= {FinishReason.LENGTH, FinishReason.STOP}
 
 
-async def test_a_kill_for_want_of_memory_is_a_requests_fault(
+async def test_an_out_of_memory_kill_blames_the_request(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the kernel's record tells it; and without such a record nobody can be cleared."""
+    """The kernel counts such kills; where it has no counter, every SIGKILL may be one."""
     counters = tmp_path / "vmstat"
     monkeypatch.setattr(worker_handle, "_KERNEL_COUNTERS", counters)
     async with opened(tiny_llama, "kills_itself") as engine:
@@ -323,13 +321,13 @@ async def test_a_kill_for_want_of_memory_is_a_requests_fault(
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_keeps_a_model_from_loading_is_raised_as_in_this_process(tmp_path: Path) -> None:
+async def test_an_error_of_loading_is_raised_as_by_the_engine(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"page\.gguf"):
         async with opened(tiny_models.not_gguf(tmp_path / "page.gguf")):
             pass
 
 
-async def test_a_death_while_loading_is_the_error_and_not_a_loop(tiny_llama: Path) -> None:
+async def test_a_death_while_loading_is_an_error_and_not_retried(tiny_llama: Path) -> None:
     with pytest.raises(ModelError, match="died: killed by SIGILL"):
         async with opened(tiny_llama, "dies_while_loading", use_extra_bufts=False) as engine:
             pytest.fail(f"it loaded: {engine.health()}")
@@ -387,10 +385,10 @@ async def test_closing_while_loading_ends_the_worker(tiny_llama: Path) -> None:
         await asyncio.wait_for(engine.loaded(), 30)
 
 
-# --- what cannot be sent ----------------------------------------------------------------------------------------------
+# --- refused requests ------------------------------------------------------------------------------------------------
 
 
-async def test_what_only_this_process_has_is_refused(tiny_llama: Path) -> None:
+async def test_a_request_that_cannot_be_serialised_is_refused(tiny_llama: Path) -> None:
     async with opened(tiny_llama) as engine:
         with pytest.raises(InvalidRequest, match="LocalEngine"):
             await run(engine, request("a", logits_processor=lambda tokens, logits: None))
@@ -493,7 +491,7 @@ def test_interrupting_the_whole_group_leaves_the_worker_to_the_servers_process(t
         worker.wait(10)
 
 
-def test_errors_of_the_library_keep_their_kind() -> None:
+def test_errors_of_loading_keep_their_type() -> None:
     error = supervisor._load_error(supervisor.LoadFailed("LibraryError", "no library"))
     assert type(error) is LibraryError
     assert str(error) == "no library"
@@ -502,7 +500,7 @@ def test_errors_of_the_library_keep_their_kind() -> None:
 # --- over HTTP --------------------------------------------------------------------------------------------------------
 
 
-async def test_over_http_the_culprit_gets_a_500_and_its_neighbours_their_answers(tiny_llama: Path) -> None:
+async def test_over_http_the_crashing_request_gets_a_500_and_the_others_their_answers(tiny_llama: Path) -> None:
     async with opened(tiny_llama, "aborts") as engine, TestClient(TestServer(create_app(engine))) as http:
 
         async def ask(prompt: str | list[int]) -> tuple[int, dict[str, Any]]:

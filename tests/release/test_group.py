@@ -1,4 +1,4 @@
-"""Several workers: who gets which request. Most of it without any process."""
+"""Several workers that really run: devices, load, crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop that steps an engine: texts are told by a thread of their own, in order, and none is lost."""
+"""StepLoop and OutputThread: events are sent in order by a thread of their own, and none is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def run(loop: StepLoop, engine: Any, done: threading.Event) -> threading.Thread:
-    """Runs it until `done`, which is looked at from outside: the engine's thread is busy."""
+    """Runs the loop on a thread until `done` is set."""
     thread = threading.Thread(target=loop.run, args=(engine,))
     thread.start()
     assert done.wait(10)
@@ -26,7 +26,7 @@ def run(loop: StepLoop, engine: Any, done: threading.Event) -> threading.Thread:
     return thread
 
 
-def test_everything_is_told_in_order_by_another_thread_than_steps() -> None:
+def test_events_are_sent_in_order_by_another_thread_than_the_one_that_steps() -> None:
     events: list[GenerationEvent] = []
     threads, done = set(), threading.Event()
 
@@ -46,7 +46,7 @@ def test_everything_is_told_in_order_by_another_thread_than_steps() -> None:
         assert tokens == reference([i, i + 1], PARAMS)[0]
 
 
-def test_what_cannot_be_told_ends_the_loop_with_that_error() -> None:
+def test_an_error_of_the_callback_ends_the_loop() -> None:
     def broken(new: list[GenerationEvent]) -> None:
         raise RuntimeError("boom")
 
@@ -56,10 +56,10 @@ def test_what_cannot_be_told_ends_the_loop_with_that_error() -> None:
         StepLoop(broken).run(engine)
 
 
-def test_what_cannot_be_told_at_the_very_end_is_an_error_too() -> None:
+def test_an_error_of_the_callback_after_the_last_step_is_raised_too() -> None:
     def broken(new: list[GenerationEvent]) -> None:
         loop.stop()
-        time.sleep(0.2)  # the loop has done its last command, and waits for this
+        time.sleep(0.2)  # the loop has run its last command and waits for this callback
         raise RuntimeError("boom")
 
     loop, engine = StepLoop(broken), fake_engine()
@@ -68,7 +68,7 @@ def test_what_cannot_be_told_at_the_very_end_is_an_error_too() -> None:
         loop.run(engine)
 
 
-def test_a_slow_reader_of_events_holds_the_steps_up_rather_than_memory() -> None:
+def test_a_slow_callback_delays_steps_instead_of_filling_memory() -> None:
     gate, done, told = threading.Event(), threading.Event(), []
 
     def slow(new: list[GenerationEvent]) -> None:
