@@ -107,7 +107,7 @@ class Worker:
     # --- on an input thread -----------------------------------------------------------------------------------------
 
     def _prepare(self, message: Submit | Check | Tokenize) -> None:
-        """The shared status names the request while it is prepared: some texts and grammars crash a process that reads them."""
+        """Names the request in the shared status while it is prepared: some texts and grammars crash the process."""
         number = message.number
         thread = self._thread_numbers.current()
         self._status.set_preparing(thread, number)
