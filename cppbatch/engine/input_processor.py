@@ -85,7 +85,7 @@ class InputProcessor:
         info = self._info
         if info.pooling and request.task == "generate":
             kind = "a reranker" if info.pooling == "rank" else f"an embedding model (--pooling {info.pooling})"
-            raise InvalidRequest("task", f"{info.name} runs as {kind} and gives no text; use one that generates text")
+            raise InvalidRequest("task", f"{info.name} runs as {kind} and returns no text; use one that generates text")
         if request.task == "embed" and not info.pooling:
             message = "generates text; for embeddings use an embedding model, or start this one with --pooling mean"
             raise InvalidRequest("task", f"{info.name} {message}")

@@ -152,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     list of int32[n] and a list of rows."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end the text, of which they are no part. A single string is allowed."""
+    """Strings that end the text and are not part of it. A single string is allowed."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the text besides the model's own."""
     include_stop: bool = False

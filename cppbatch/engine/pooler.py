@@ -36,5 +36,5 @@ class Pooler:
 
 def _output(vector: npt.NDArray[np.float32]) -> SamplerOutput:
     if not np.isfinite(vector).all():
-        return SamplerOutput(error="the model made a vector with numbers that are infinite or none (NaN) of it")
+        return SamplerOutput(error="the model's vector has numbers that are infinite or NaN")
     return SamplerOutput(embedding=vector.astype("<f4", copy=False).tobytes())

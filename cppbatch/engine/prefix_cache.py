@@ -139,10 +139,10 @@ class PrefixCache:
         sequence.n_cached = 0
 
     def _touch(self, source: Seq | CachedPrefix) -> None:
-        for place in (self.in_cells, self.in_host):
-            if isinstance(source, CachedPrefix) and source in place:
-                del place[source]
-                place[source] = None  # at the end: the most recently used
+        for prefixes in (self.in_cells, self.in_host):
+            if isinstance(source, CachedPrefix) and source in prefixes:
+                del prefixes[source]
+                prefixes[source] = None  # at the end: the most recently used
 
     # --- cached prefixes ----------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def make_context(config: EngineConfig, model: Model) -> Context:
     """Makes the context of an engine, and loads the adapters into the model. Raises `ModelError` or `LlamaError`."""
     if pooling := _pooling(config, model):
         if config.lora:
-            raise ModelError(f"--lora is for models that generate text; {model.path} gives vectors")
+            raise ModelError(f"--lora is for models that generate text; {model.path} returns vectors")
         return _pooled_context(config, model, pooling)
     for path, _ in config.lora[len(model.adapters) :]:
         model.add_adapter(path)

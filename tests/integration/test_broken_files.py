@@ -112,7 +112,7 @@ def test_generate_with_vectors_in_place_of_text_says_what_the_model_is(
     run: Callable[..., tuple[int, str, str]], tiny_llama: Path
 ) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1", "-t", "1", "--pooling", "mean", "-p", "x")
-    assert "runs as an embedding model (--pooling mean) and gives no text" in assert_one_line(code, err)
+    assert "runs as an embedding model (--pooling mean) and returns no text" in assert_one_line(code, err)
 
 
 def test_generate_without_a_prompt_says_how_to_give_one(

@@ -272,5 +272,5 @@ def test_fewer_dimensions_are_the_first_ones(embedder: openai.OpenAI) -> None:
 def test_who_has_no_text_and_who_no_vectors_says_so(client: openai.OpenAI, embedder: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="--pooling mean"):
         client.embeddings.create(model=MODEL, input="A cat.")
-    with pytest.raises(openai.BadRequestError, match="gives no text"):
+    with pytest.raises(openai.BadRequestError, match="returns no text"):
         embedder.chat.completions.create(model=MODEL, messages=HELLO)

@@ -169,7 +169,7 @@ def test_what_a_model_does_not_do_is_refused_and_said() -> None:
         add(fake_engine(), [1])
     with pytest.raises(InvalidRequest, match=r"task: fake runs as an embedding model \(--pooling cls\) and gives"):
         fake_engine(pooling="cls").add_request([1])
-    with pytest.raises(InvalidRequest, match="task: fake runs as a reranker and gives no text"):
+    with pytest.raises(InvalidRequest, match="task: fake runs as a reranker and returns no text"):
         fake_engine(pooling="rank").add_request([1])
     with pytest.raises(InvalidRequest, match="prompt: is a pair of texts, which is for rerankers"):
         fake_engine(pooling="mean").add_request(Pair("a", "b"), task="embed")
