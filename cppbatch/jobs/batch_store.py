@@ -157,7 +157,7 @@ class BatchStore:
         if page.after is not None:
             rows = self._db.execute(f"SELECT number FROM {table} WHERE id = ?", (page.after,))
             if not rows:
-                raise InvalidRequest("after", f"there is no {page.after[:80]!r}")
+                raise InvalidRequest("after", f"the list has no element {page.after[:80]!r}")
             where, values = f"{where} AND number {beyond} ?", [*values, rows[0][0]]
         found = self._db.execute(
             f"SELECT record FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?", [*values, page.limit + 1]
