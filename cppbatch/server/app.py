@@ -15,7 +15,7 @@ from cppbatch.server.batches.background import batches_at_work
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import allow_origins
 from cppbatch.server.files import routes as files
-from cppbatch.server.generate import routes as generate
+from cppbatch.server.generate import generate_batch, generate_endpoint
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.limits import Slots
 from cppbatch.server.llama_server import routes as llama_server
@@ -37,7 +37,8 @@ _ROUTES = (
     responses.routes,
     anthropic.routes,
     vectors.routes,
-    generate.routes,
+    generate_endpoint.routes,
+    generate_batch.routes,
     llama_server.routes,
     files.routes,
     batches.routes,

@@ -16,7 +16,7 @@ from cppbatch.server.anthropic.endpoints import ENDPOINTS as ANTHROPIC
 from cppbatch.server.batches.endpoints import ENDPOINTS as BATCHES
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
 from cppbatch.server.files.endpoints import ENDPOINTS as FILES
-from cppbatch.server.generate.endpoints import ENDPOINTS as GENERATE
+from cppbatch.server.generate import generate_batch, generate_endpoint
 from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.responses.endpoints import ENDPOINTS as RESPONSES
@@ -55,7 +55,8 @@ ENDPOINTS = {
     **RESPONSES,
     **ANTHROPIC,
     **VECTORS,
-    **GENERATE,
+    **generate_endpoint.ENDPOINTS,
+    **generate_batch.ENDPOINTS,
     **FILES,
     **BATCHES,
     **LLAMA_SERVER,

@@ -1,1 +1,1 @@
-"""This project's own API: a prompt, or many at once."""
+"""This project's own API: `/generate` for one prompt, `/generate/batch` for many."""

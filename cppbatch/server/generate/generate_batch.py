@@ -1,0 +1,173 @@
+"""`POST /generate/batch`: completes many prompts, or one prompt in many ways."""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from cppbatch.engine.request import GenerationEvent
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.api_errors import ErrorDetail, api_error, openai_error
+from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
+from cppbatch.server.generate.generate_endpoint import (
+    GenerateChunk,
+    checked_params,
+    engine_request,
+    has_content,
+    text_result,
+)
+from cppbatch.server.parse import read_json
+from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.run_requests import run_requests
+from cppbatch.server.serving import SERVING, Serving, new_id
+
+routes = web.RouteTableDef()
+
+
+class BatchResult(GenerateChunk, frozen=True, kw_only=True):
+    """The result of an item: either the fields of a `GenerateResponse`, or an error. In a stream, each event with an
+    index has new text of its item, or the item's error."""
+
+    index: int
+    """Of the item, from 0."""
+    error: ErrorDetail | UnsetType = UNSET
+
+
+class BatchTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over all items; the last event of a stream before [DONE]."""
+
+    total_prompts: int
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    total_time_seconds: float
+    avg_time_per_prompt: float
+    """The total time divided by the number of items."""
+    tokens_per_second: float
+    """Generated tokens."""
+
+
+class GenerateBatchResponse(BatchTotals, frozen=True, kw_only=True):
+    """`POST /generate/batch`, not streamed."""
+
+    results: list[BatchResult]
+    """In the order of the items."""
+
+
+@routes.post("/generate/batch")
+async def generate_batch(request: web.Request) -> web.StreamResponse:
+    """Completes many prompts, or one prompt in many ways. The failure of one does not affect the others."""
+    body = await read_json(request, GenerateBatchRequest)
+    serving = request.app[SERVING]
+    prepared = await asyncio.to_thread(prepare_batch, body, serving)  # 256 items with large fields take seconds
+    events = run_requests(serving.client, prepared.requests, wait_when_full=True, errors_as_events=True)
+    return await respond(request, prepared, events)
+
+
+ENDPOINTS = {
+    ("post", "/generate/batch"): generation_endpoint(
+        "Completes many prompts, or one prompt in many ways; the failure of one does not affect the others",
+        GenerateBatchRequest,
+        GenerateBatchResponse,
+    ),
+}
+
+
+def prepare_batch(body: GenerateBatchRequest, serving: Serving) -> PreparedRequest:
+    """Engine requests for the valid items, and a builder that holds the errors of the others.
+
+    Raises `InvalidRequest` for errors that concern all items.
+    """
+    items = batch_items(body, serving.limits)
+    checked_params(body, serving)
+    builder, name = GenerateBatchBuilder(items), new_id("batch-")
+    requests = []
+    for i, item in enumerate(items):
+        try:
+            requests.append(engine_request(item.body(), serving, f"{name}-{i}"))
+        except InvalidRequest as error:
+            builder.set_error(i, error)
+        else:
+            builder.request_items.append(i)
+    return PreparedRequest(requests, builder, stream=bool(body.stream))
+
+
+Totals = TypeVar("Totals", bound=BatchTotals)
+
+
+class GenerateBatchBuilder(ResponseBuilder):
+    """Builds the response of `/generate/batch`. An item that fails has an error as its result."""
+
+    def __init__(self, items: list[BatchItem]) -> None:
+        super().__init__()
+        self._items = items
+        self._began = perf_counter()
+        self._errors: dict[int, ErrorDetail] = {}  # by item
+        self.request_items: list[int] = []
+        """For each engine request, the index of its item."""
+
+    def set_error(self, item: int, error: Exception) -> None:
+        """Makes this error the result of an item."""
+        if isinstance(error, InvalidRequest):
+            error = InvalidRequest(self._items[item].field_name(error.field), error.message)
+        self._errors[item] = openai_error(api_error(error)).error
+
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """As in `ResponseBuilder`, but a failure becomes the result of the item."""
+        try:
+            super().record(index, event)
+        except Exception as error:
+            self.set_error(self.request_items[index], error)
+
+    def build(self, completions: list[list[GenerationEvent]]) -> GenerateBatchResponse:
+        """As in `ResponseBuilder`."""
+        results = {i: BatchResult(index=i, error=error) for i, error in self._errors.items()}
+        for i, events in zip(self.request_items, completions, strict=True):
+            if i not in self._errors:
+                results[i] = text_result(BatchResult, events, index=i)
+        return self._totals(GenerateBatchResponse, results=[results[i] for i in range(len(self._items))])
+
+    def stream_start(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`: the errors of the items that were not submitted."""
+        return [
+            ServerSentEvent(BatchResult(index=i, error=error))
+            for i, error in self._errors.items()
+            if i not in self.request_items
+        ]
+
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        i = self.request_items[index]
+        if i in self._errors:
+            return [ServerSentEvent(BatchResult(index=i, error=self._errors[i]))]
+        return [ServerSentEvent(text_result(BatchResult, [event], index=i))] if has_content(event) else []
+
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [ServerSentEvent(self._totals(BatchTotals)), DONE]
+
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [*super().stream_error(error), DONE]
+
+    def _totals(self, kind: type[Totals], **fields: Any) -> Totals:
+        seconds, n = perf_counter() - self._began, len(self._items)
+        tokens = self.token_counts()
+        return kind(
+            total_prompts=n,
+            failed=len(self._errors),
+            prompt_tokens=tokens.prompt,
+            completion_tokens=tokens.completion,
+            cached_tokens=tokens.cached,
+            total_time_seconds=seconds,
+            avg_time_per_prompt=seconds / n,
+            tokens_per_second=tokens.completion / seconds,
+            **fields,
+        )

@@ -1,0 +1,173 @@
+"""`POST /generate`: completes one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.parse import read_json
+from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.response_logprobs import LogprobEntry, logprob_entries
+from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server.serving import SERVING, Serving, new_id
+
+routes = web.RouteTableDef()
+
+
+class GenerateFields(SamplingFields, kw_only=True):
+    """The fields of `/generate` and `/generate/batch` except the prompts. Unknown fields are ignored."""
+
+    logprobs: int | None = None
+    """Log-probabilities of the generated tokens, and of this many (to 20) of the likeliest at each position."""
+    echo: bool | None = None
+    """Include the prompt in the text."""
+
+    def check_single_completion(self) -> None:
+        """Raises `InvalidRequest` if several completions of a prompt are requested: each result has one."""
+        for name in ("n", "best_of"):
+            if getattr(self, name) not in (None, 1):
+                message = "must be 1 here: for several texts of one prompt give /generate/batch several `params`"
+                raise InvalidRequest(name, message)
+
+
+class GenerateRequest(GenerateFields, kw_only=True):
+    """The body of `POST /generate`, and an item of `/generate/batch` merged with the fields of all items."""
+
+    prompt: str | list[int]
+    """Text, or token ids, which are used as they are."""
+
+
+class GenerateTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds since the request arrived."""
+
+    queue_seconds: float
+    """Until the first step."""
+    time_to_first_token_seconds: float
+    """0 if there was no token."""
+    total_seconds: float
+
+
+class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /generate`, not streamed."""
+
+    text: str
+    tokens: list[int]
+    """The generated tokens."""
+    logprobs: list[LogprobEntry] | UnsetType = UNSET
+    """If requested."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    seed: int
+    """A request with this seed generates the same text."""
+    timings: GenerateTimings
+
+
+class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a stream: new text and tokens. Only the last event has the fields from `finish_reason` on."""
+
+    text: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
+    logprobs: list[LogprobEntry] | UnsetType = UNSET
+    finish_reason: FinishReason | UnsetType = UNSET
+    prompt_tokens: int | UnsetType = UNSET
+    completion_tokens: int | UnsetType = UNSET
+    cached_tokens: int | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    timings: GenerateTimings | UnsetType = UNSET
+
+
+@routes.post("/generate")
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Completes a prompt."""
+    body = await read_json(request, GenerateRequest)
+    return await respond(request, prepare_generate(body, request.app[SERVING]))
+
+
+ENDPOINTS = {("post", "/generate"): generation_endpoint("Completes a prompt", GenerateRequest, GenerateResponse)}
+
+
+def prepare_generate(body: GenerateRequest, serving: Serving) -> PreparedRequest:
+    """The engine request and the builder. Raises `InvalidRequest`."""
+    return PreparedRequest([engine_request(body, serving, new_id("gen-"))], GenerateBuilder(), stream=bool(body.stream))
+
+
+def engine_request(body: GenerateRequest, serving: Serving, name: str) -> GenerationRequest:
+    """The engine request for a prompt. Raises `InvalidRequest`."""
+    (request,) = serving.engine_requests(body, name, [body.prompt], checked_params(body, serving))
+    return request
+
+
+def checked_params(body: GenerateFields, serving: Serving) -> SamplingParams:
+    """Checks all fields but the prompt and returns the sampling parameters. Raises `InvalidRequest`."""
+    body.check_single_completion()
+    serving.check(body)
+    schema = body.schema()
+    form = {} if schema is None else {"json_schema": schema}
+    return body.params(max_tokens=serving.limits.default_tokens(None), **form)
+
+
+class GenerateBuilder(ResponseBuilder):
+    """Builds the response of `/generate`."""
+
+    def build(self, completions: list[list[GenerationEvent]]) -> GenerateResponse:
+        """As in `ResponseBuilder`."""
+        return text_result(GenerateResponse, completions[0])
+
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [ServerSentEvent(text_result(GenerateChunk, [event]))] if has_content(event) else []
+
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [DONE]
+
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [*super().stream_error(error), DONE]
+
+
+Result = TypeVar("Result", bound=GenerateResponse | GenerateChunk)
+
+
+def text_result(kind: type[Result], events: Sequence[GenerationEvent], **fields: Any) -> Result:
+    """The text, tokens and log-probabilities of these events as a `kind` with further `fields`. If the last event ends
+    the completion, the result says how."""
+    if entries := [entry for event in events for entry in event.logprobs]:
+        fields["logprobs"] = logprob_entries(entries)
+    last = events[-1]
+    if last.finish_reason:
+        usage = last.usage
+        assert usage
+        fields |= {
+            "finish_reason": last.finish_reason,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "seed": last.seed,
+            "timings": GenerateTimings(
+                queue_seconds=usage.queue_seconds,
+                time_to_first_token_seconds=usage.first_token_seconds,
+                total_seconds=usage.total_seconds,
+            ),
+        }
+    return kind(
+        text="".join(event.text for event in events),
+        tokens=[token for event in events for token in event.tokens],
+        **fields,
+    )
+
+
+def has_content(event: GenerationEvent) -> bool:
+    """Whether a stream shows the event."""
+    return bool(event.text or event.tokens or event.logprobs or event.finish_reason)
