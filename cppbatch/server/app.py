@@ -8,7 +8,7 @@ from aiohttp.typedefs import Middleware
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.server import openapi, status
 from cppbatch.server.admission import IN_FLIGHT, SLOTS, InFlight, admission_middleware, availability_middleware
-from cppbatch.server.anthropic import routes as anthropic
+from cppbatch.server.anthropic import messages
 from cppbatch.server.api_errors import error_middleware
 from cppbatch.server.batches import routes as batches
 from cppbatch.server.batches.background import batches_at_work
@@ -21,7 +21,7 @@ from cppbatch.server.limits import Slots
 from cppbatch.server.llama_server import routes as llama_server
 from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
-from cppbatch.server.responses import routes as responses
+from cppbatch.server.responses import create_response
 from cppbatch.server.server_metrics import METRICS, ServerMetrics, metrics_middleware
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
@@ -34,8 +34,8 @@ _ROUTES = (
     models_endpoint.routes,
     completions.routes,
     chat_completions.routes,
-    responses.routes,
-    anthropic.routes,
+    create_response.routes,
+    messages.routes,
     vectors.routes,
     generate_endpoint.routes,
     generate_batch.routes,

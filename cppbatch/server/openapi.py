@@ -12,14 +12,14 @@ from cppbatch import __version__
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server import status
-from cppbatch.server.anthropic.endpoints import ENDPOINTS as ANTHROPIC
+from cppbatch.server.anthropic import messages
 from cppbatch.server.batches.endpoints import ENDPOINTS as BATCHES
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
 from cppbatch.server.files.endpoints import ENDPOINTS as FILES
 from cppbatch.server.generate import generate_batch, generate_endpoint
 from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
-from cppbatch.server.responses.endpoints import ENDPOINTS as RESPONSES
+from cppbatch.server.responses import create_response
 from cppbatch.server.sampling_fields import MAX_CHOICES, SamplingFields
 from cppbatch.server.vectors.endpoints import ENDPOINTS as VECTORS
 
@@ -52,8 +52,8 @@ ENDPOINTS = {
     **models_endpoint.ENDPOINTS,
     **completions.ENDPOINTS,
     **chat_completions.ENDPOINTS,
-    **RESPONSES,
-    **ANTHROPIC,
+    **create_response.ENDPOINTS,
+    **messages.ENDPOINTS,
     **VECTORS,
     **generate_endpoint.ENDPOINTS,
     **generate_batch.ENDPOINTS,

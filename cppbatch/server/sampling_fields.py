@@ -177,7 +177,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
 
 
-class SingleAnswerFields(SamplingFields, kw_only=True):
+class SingleChoiceFields(SamplingFields, kw_only=True):
     """Of APIs that have one answer to a request."""
 
     @property

@@ -19,8 +19,8 @@ from anthropic.types.shared import ErrorResponse
 from cppbatch.chat.deltas import ArgumentsDelta, TextDelta, ToolCallStart
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.anthropic.conversation import conversation
-from cppbatch.server.anthropic.schemas import MessagesRequest
+from cppbatch.server.anthropic.message_conversion import conversation
+from cppbatch.server.anthropic.message_types import MessagesRequest
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings

@@ -18,8 +18,8 @@ from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
-from cppbatch.server.responses.conversation import conversation
-from cppbatch.server.responses.schemas import ResponsesRequest
+from cppbatch.server.responses.input_conversion import conversation
+from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.settings import ServerSettings
 from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
 

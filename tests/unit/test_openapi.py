@@ -14,7 +14,7 @@ from cppbatch.server.app import create_app
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.openai.completions import CompletionRequest
 from cppbatch.server.openapi import document
-from cppbatch.server.responses.schemas import ResponsesRequest
+from cppbatch.server.responses.responses_types import ResponsesRequest
 
 Json = dict[str, Any]
 

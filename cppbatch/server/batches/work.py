@@ -15,8 +15,8 @@ from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest, prepare_completion
 from cppbatch.server.parse import convert
 from cppbatch.server.response import PreparedRequest
-from cppbatch.server.responses.plans import prepare_response
-from cppbatch.server.responses.schemas import ResponsesRequest
+from cppbatch.server.responses.create_response import prepare_response
+from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.run_requests import Event, run_requests
 from cppbatch.server.sampling_fields import SamplingFields, merged
 from cppbatch.server.serving import Serving, new_id

@@ -1,23 +1,23 @@
-"""From the items of a response's input to messages, which chat templates know."""
+"""From the items of a response's input to messages, which chat templates expect."""
 
 from __future__ import annotations
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.responses.schemas import InputItem, InputPart, Json, ResponsesRequest
+from cppbatch.server.responses.responses_types import InputItem, InputPart, Json, ResponsesRequest
 
 _ROLES = ("system", "developer", "user", "assistant")
-_NEEDS = {
+_REQUIRED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
 }
-"""The items that can be read, and what each must have."""
-_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+"""The supported types of items, and the required fields of each."""
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
 def conversation(body: ResponsesRequest) -> list[Json]:
-    """The messages as chat templates want them, `instructions` first. Raises `InvalidRequest`."""
+    """The messages as chat templates expect them, `instructions` first. Raises `InvalidRequest`."""
     messages: list[Json] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -36,12 +36,12 @@ def conversation(body: ResponsesRequest) -> list[Json]:
 
 
 def _check(field: str, item: InputItem) -> None:
-    if item.type not in _NEEDS:
-        message = f"is of type {item.type!r}; what can be read is {', '.join(_NEEDS)}"
+    if item.type not in _REQUIRED:
+        message = f"is of type {item.type!r}; what can be read is {', '.join(_REQUIRED)}"
         if item.type == "item_reference":
             message = "refers to an item, but this server stores nothing; send the item itself"
         raise InvalidRequest(field, message)
-    for name in _NEEDS[item.type]:
+    for name in _REQUIRED[item.type]:
         if getattr(item, name) is None:
             raise InvalidRequest(f"{field}.{name}", "is required")
     if item.type == "message" and item.role not in _ROLES:
@@ -57,9 +57,9 @@ def _add(messages: list[Json], field: str, item: InputItem) -> None:
         call = {"id": item.call_id, "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif item.type == "reasoning":
-        thoughts = _text(f"{field}.content", item.content) or _text(f"{field}.summary", item.summary)
-        if thoughts:
-            _append(_assistant(messages), "reasoning_content", thoughts)
+        reasoning = _text(f"{field}.content", item.content) or _text(f"{field}.summary", item.summary)
+        if reasoning:
+            _append(_assistant(messages), "reasoning_content", reasoning)
     elif item.role == "assistant":
         _append(_assistant(messages), "content", _text(f"{field}.content", item.content))
     else:
@@ -67,14 +67,14 @@ def _add(messages: list[Json], field: str, item: InputItem) -> None:
 
 
 def _assistant(messages: list[Json]) -> Json:
-    """The assistant's message that the item belongs to: thoughts, texts and calls in a row are one."""
+    """The assistant's message that an item belongs to: consecutive reasoning, texts and calls form one message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
 def _append(message: Json, name: str, text: str) -> None:
-    """Collects the texts, which are joined in the end: there may be thousands."""
+    """Collects texts in a list. `conversation` joins them at the end, because there may be thousands."""
     if message.get(name) is None:
         message[name] = []
     message[name].append(text)
@@ -84,6 +84,6 @@ def _text(field: str, content: str | list[InputPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for i, part in enumerate(content):
-        if part.type not in _TEXTS or (part.text is None and part.refusal is None):
+        if part.type not in _TEXT_PARTS or (part.text is None and part.refusal is None):
             raise InvalidRequest(f"{field}[{i}]", f"is of type {part.type!r}; only text can be read")
     return "\n".join(part.text or part.refusal or "" for part in content)

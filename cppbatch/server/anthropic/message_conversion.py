@@ -1,4 +1,4 @@
-"""From Anthropic's messages, made of blocks, to OpenAI's, which chat templates know."""
+"""From Anthropic's messages, which are made of content blocks, to OpenAI's messages, which chat templates expect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import msgspec
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.anthropic.schemas import Block, CountTokensRequest, InputMessage, Json
+from cppbatch.server.anthropic.message_types import CountTokensRequest, Json, RequestBlock, RequestMessage
 
 _TEXT: dict[str, tuple[str, ...]] = {"text": ("text",)}
 _BLOCKS = {
@@ -20,14 +20,14 @@ _BLOCKS = {
         "tool_use": ("id", "name", "input"),
     },
 }
-"""By role: the blocks that can be read, and what each must have."""
+"""By role: the supported types of blocks, and the required fields of each."""
 
 
 def conversation(body: CountTokensRequest) -> list[Json]:
-    """The messages as chat templates want them, the system's first.
+    """The messages as chat templates expect them, the system message first.
 
-    Messages of one role that follow one another are one, as in Anthropic's API. Raises `InvalidRequest` for images,
-    documents, and whatever else is no text.
+    Consecutive messages of one role are joined, as in Anthropic's API. Raises `InvalidRequest` for images, documents
+    and other blocks that are not text.
     """
     if not body.messages:
         raise InvalidRequest("messages", "is empty; give at least one message")
@@ -40,16 +40,16 @@ def conversation(body: CountTokensRequest) -> list[Json]:
     return messages
 
 
-def _message_blocks(field: str, message: InputMessage) -> list[Block]:
+def _message_blocks(field: str, message: RequestMessage) -> list[RequestBlock]:
     if message.content == [] and message.role != "assistant":
         raise InvalidRequest(field, "is empty; give at least one block")
     return _blocks(field, message.content, _BLOCKS[message.role])
 
 
-def _blocks(field: str, content: str | list[Block], known: dict[str, tuple[str, ...]]) -> list[Block]:
-    """The content as blocks, which are of these types. Raises `InvalidRequest`."""
+def _blocks(field: str, content: str | list[RequestBlock], known: dict[str, tuple[str, ...]]) -> list[RequestBlock]:
+    """The content as blocks of the `known` types. Raises `InvalidRequest`."""
     if isinstance(content, str):
-        return [Block(type="text", text=content)]
+        return [RequestBlock(type="text", text=content)]
     for i, block in enumerate(content):
         if block.type not in known:
             message = f"is of type {block.type!r}; what can be read here is {', '.join(known)}"
@@ -62,37 +62,37 @@ def _blocks(field: str, content: str | list[Block], known: dict[str, tuple[str, 
     return content
 
 
-def _others(role: str, blocks: list[Block]) -> list[Json]:
-    """What the tools have answered, then what the user, or the system, says."""
-    results = [_result(block) for block in blocks if block.type == "tool_result"]
+def _others(role: str, blocks: list[RequestBlock]) -> list[Json]:
+    """The results of tools as messages of their own, then the text of the user or the system."""
+    results = [_tool_result(block) for block in blocks if block.type == "tool_result"]
     texts = [block for block in blocks if block.type == "text"]
     return [*results, {"role": role, "content": _text(texts)}] if texts else results
 
 
-def _result(block: Block) -> Json:
+def _tool_result(block: RequestBlock) -> Json:
     content = block.content if isinstance(block.content, str) else _text(block.content or [])
     return {
         "role": "tool",
         "tool_call_id": block.tool_use_id,
-        "content": f"Error: {content}" if block.is_error else content,  # OpenAI's messages have no field for it
+        "content": f"Error: {content}" if block.is_error else content,  # OpenAI's messages have no field for errors
     }
 
 
-def _assistant(blocks: list[Block]) -> list[Json]:
-    calls = [_call(block) for block in blocks if block.type == "tool_use"]
-    text = "".join(block.text or "" for block in blocks)  # parts of one text, not texts of their own
+def _assistant(blocks: list[RequestBlock]) -> list[Json]:
+    calls = [_tool_call(block) for block in blocks if block.type == "tool_use"]
+    text = "".join(block.text or "" for block in blocks)  # not "\n": the blocks are one continuous text
     message: Json = {"role": "assistant", "content": None if calls and not text else text}
-    if thoughts := "".join(block.thinking or "" for block in blocks):
-        message["reasoning_content"] = thoughts
+    if reasoning := "".join(block.thinking or "" for block in blocks):
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = calls
     return [message]
 
 
-def _call(block: Block) -> Json:
+def _tool_call(block: RequestBlock) -> Json:
     arguments = msgspec.json.encode(block.input).decode()
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _text(blocks: list[Block]) -> str:
+def _text(blocks: list[RequestBlock]) -> str:
     return "\n".join(block.text or "" for block in blocks)

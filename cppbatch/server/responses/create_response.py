@@ -1,0 +1,209 @@
+"""`POST /v1/responses`. Nothing is stored, so there are no routes to fetch or delete a response."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import GenerationEvent
+from cppbatch.server.api_errors import api_error
+from cppbatch.server.assistant_output import AssistantOutput
+from cppbatch.server.content_blocks import ContentBlocks
+from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.parse import read_json
+from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.responses.input_conversion import conversation
+from cppbatch.server.responses.output_items import OutputItems
+from cppbatch.server.responses.responses_types import (
+    IncompleteDetails,
+    InputTokensDetails,
+    ReasoningTokensDetails,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponsesError,
+    ResponsesEvent,
+    ResponsesFunction,
+    ResponsesReasoning,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponsesText,
+    ResponsesTextFormat,
+    ResponsesUsage,
+    TextFormat,
+)
+from cppbatch.server.serving import SERVING, Serving, new_id
+
+_FORMAT = "text.format"
+_CHAT_FIELD_NAMES = {"function.": "", "messages": "input", "response_format": _FORMAT}
+_FIELD_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
+
+routes = web.RouteTableDef()
+
+
+@routes.post("/v1/responses")
+async def responses(request: web.Request) -> web.StreamResponse:
+    """Generates the assistant's next message of a conversation."""
+    body = await read_json(request, ResponsesRequest)
+    return await respond(request, await prepare_response(body, request.app[SERVING]))
+
+
+ENDPOINTS = {
+    ("post", "/v1/responses"): generation_endpoint(
+        "Generates the assistant's next message of a conversation, as a response", ResponsesRequest, ResponsesResponse
+    ),
+}
+
+
+async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
+    """The engine request and the builder for a response. Batch jobs use it too. Raises `InvalidRequest`."""
+    serving.check(body)
+    body.check_stateless()
+    serving.check_size("input", body.input if isinstance(body.input, list) else [], body.tools)
+    chat = await serving.prepare_chat(
+        conversation(body),
+        tools=body.functions(),
+        choice=body.choice(),
+        schema=body.schema(),
+        variables=body.template_variables(),
+        field_names=_CHAT_FIELD_NAMES,
+    )
+    params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
+    builder = ResponsesBuilder(body, body.model or serving.info.name, chat, params)
+    requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
+    names = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in chat.renames.items()}
+    if body.schema() is not None:
+        names["json_schema"] = _FORMAT
+    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=_FIELD_NAMES | names)
+
+
+class ResponsesBuilder(ResponseBuilder):
+    """Builds the response of `/v1/responses`."""
+
+    def __init__(self, body: ResponsesRequest, model: str, chat: PreparedChat, params: SamplingParams) -> None:
+        super().__init__()
+        self.id = new_id("resp_")
+        self._started = _started(self.id, body, model, params)
+        self._output = AssistantOutput(chat)
+        self._blocks = ContentBlocks()
+        self._items = OutputItems(wants_logprobs=body.wants_logprobs)
+        self._n_events = 0
+
+    def build(self, completions: list[list[GenerationEvent]]) -> ResponsesResponse:
+        """As in `ResponseBuilder`."""
+        for event in completions[0]:
+            self._read(event)
+        return self._ended()
+
+    def stream_start(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return self._sent(ResponseCreated(response=self._started), ResponseInProgress(response=self._started))
+
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return self._sent(*self._read(event))
+
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        response = self._ended()
+        last = ResponseCompleted if response.status == "completed" else ResponseIncomplete
+        return self._sent(last(response=response))
+
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`. The event contains the output so far."""
+        failure = api_error(error)
+        self._items.apply(self._blocks.close(), status="incomplete")
+        response = msgspec.structs.replace(
+            self._started,
+            status="failed",
+            error=ResponsesError(
+                code="server_error" if failure.status >= 500 else "invalid_prompt", message=failure.message
+            ),
+            output=self._items.items(),
+        )
+        return self._sent(ResponseFailed(response=response))
+
+    def _read(self, event: GenerationEvent) -> list[ResponsesEvent]:
+        """The events of the API for an event of the engine."""
+        events = self._items.apply(self._blocks.read(self._output.read(event)), event.logprobs)
+        if event.finish_reason:
+            closed = self._blocks.close()
+            events += self._items.apply(closed, status="completed" if self._is_complete else "incomplete")
+        return events
+
+    def _sent(self, *events: ResponsesEvent) -> list[ServerSentEvent]:
+        """The events, numbered, under the names of their types."""
+        for event in events:
+            event.sequence_number = self._n_events
+            self._n_events += 1
+        return [ServerSentEvent(event, str(event.__struct_config__.tag)) for event in events]
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._output.finish_reason in ("stop", "tool_calls")
+
+    def _ended(self) -> ResponsesResponse:
+        ended = msgspec.structs.replace(self._started, output=self._items.items(), usage=self._usage())
+        if self._is_complete:
+            return msgspec.structs.replace(ended, status="completed", completed_at=int(time.time()))
+        details = IncompleteDetails(
+            reason="timeout" if self._output.finish_reason == "timeout" else "max_output_tokens"
+        )
+        return msgspec.structs.replace(ended, status="incomplete", incomplete_details=details)
+
+    def _usage(self) -> ResponsesUsage:
+        counts = self.token_counts()
+        return ResponsesUsage(
+            input_tokens=counts.prompt,
+            input_tokens_details=InputTokensDetails(cached_tokens=counts.cached),
+            output_tokens=counts.completion,
+            output_tokens_details=ReasoningTokensDetails(reasoning_tokens=self._output.reasoning_tokens),
+            total_tokens=counts.prompt + counts.completion,
+        )
+
+
+def _started(response_id: str, body: ResponsesRequest, model: str, params: SamplingParams) -> ResponsesResponse:
+    """The response when it starts: the request's settings, no output yet."""
+    return ResponsesResponse(
+        id=response_id,
+        created_at=int(time.time()),
+        status="in_progress",
+        output=[],
+        model=model,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=ResponsesReasoning(effort=body.reasoning.effort if body.reasoning else None),
+        temperature=params.temperature,
+        text=ResponsesText(format=_format(body.format)),
+        tool_choice=body.tool_choice or "auto",
+        tools=[
+            ResponsesFunction(
+                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+            )
+            for tool in body.tools or []
+        ],
+        top_logprobs=params.logprobs or 0,
+        top_p=params.top_p,
+        user=body.user,
+    )
+
+
+def _format(wanted: TextFormat) -> ResponsesTextFormat:
+    """The request's `text.format`, without the fields that were not given. A schema without a name is an `answer`."""
+    name = "answer" if wanted.name is None and wanted.type == "json_schema" else wanted.name
+    return ResponsesTextFormat(
+        type=wanted.type,
+        name=UNSET if name is None else name,
+        description=UNSET if wanted.description is None else wanted.description,
+        schema=UNSET if wanted.schema is None else wanted.schema,
+        strict=UNSET if wanted.strict is None else wanted.strict,
+    )
