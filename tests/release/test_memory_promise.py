@@ -81,9 +81,9 @@ def test_recurrent_states_that_would_be_too_much_for_a_trial_are_extrapolated(
 
 GROWTH = """
 import sys, msgspec
-from cppbatch.bench.memory.measure_memory import measure
+from cppbatch.bench.memory.measure_memory import measure_memory
 from cppbatch.config import EngineConfig
-print(msgspec.json.encode(measure(msgspec.json.decode(sys.argv[1], type=EngineConfig))).decode())
+print(msgspec.json.encode(measure_memory(msgspec.json.decode(sys.argv[1], type=EngineConfig))).decode())
 """
 
 
