@@ -1,1 +1,1 @@
-"""Measuring: speed, strategies, servers, memory; and choosing settings by it."""
+"""Benchmarks: speed, scheduling strategies, servers and memory; and tuning of settings by measurement."""

@@ -1,4 +1,4 @@
-"""Child processes that may hang or crash without harm to the one that measures."""
+"""Child processes with time limits. They may hang or crash without harm to the measuring process."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ import psutil
 
 
 class CommandResult(NamedTuple):
-    """What became of a command."""
+    """The result of a command."""
 
     seconds: float
     output: str
     """stdout and stderr together."""
     failure: str | None
-    """Why it is not to be trusted; None: it ended well."""
+    """Why the output cannot be trusted; None: success."""
 
 
 class ChildProcess:
-    """A command that runs until it ends or the `with` block does; then it and all it has started are gone."""
+    """A command that runs until it ends or the `with` block ends. Then it and its own child processes are killed."""
 
     def __init__(
         self, command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> None:
-        """Starts it. Raises OSError where that cannot be done."""
+        """Starts the command. Raises OSError."""
         self._folder = tempfile.TemporaryDirectory(prefix="cppbatch-child-")
-        self._log = Path(self._folder.name, "output")  # not a pipe: that could fill up, and block it
+        self._log = Path(self._folder.name, "output")  # not a pipe: a full pipe would block the process
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -47,13 +47,13 @@ class ChildProcess:
             raise
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code; None when it still runs after that time."""
+        """Returns the exit code; None: it still runs after this time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout=seconds)
         return None
 
     def wait_for(self, url: str, seconds: float) -> str | None:
-        """Until a GET of `url` gives 200. Why that did not come, or None."""
+        """Waits until a GET of `url` returns 200. Returns the reason if it does not, else None."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if (code := self.wait(0.2)) is not None:
@@ -64,11 +64,11 @@ class ChildProcess:
         return f"was not ready after {seconds:.0f} s"
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """Returns what the process has printed so far."""
         return self._log.read_text(errors="replace")
 
     def stop(self) -> None:
-        """Kills it with all that it has started."""
+        """Kills the process and its descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -87,7 +87,7 @@ class ChildProcess:
 def run_with_timeout(
     command: Sequence[str | Path], seconds: float, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> CommandResult:
-    """Runs a command for so long at most. Never raises for what it does."""
+    """Runs a command and kills it after `seconds`. Does not raise if the command fails."""
     began = time.monotonic()
     try:
         with ChildProcess(command, env=env, cwd=cwd) as child:
@@ -102,21 +102,21 @@ def run_with_timeout(
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody has just now."""
+    """Returns a TCP port that is unused now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def run_module(module: str, question: bytes, seconds: float) -> subprocess.CompletedProcess[bytes]:
-    """Runs `python -m module` with the question as its input. What it answers is on its standard output.
+def run_module(module: str, stdin: bytes, seconds: float) -> subprocess.CompletedProcess[bytes]:
+    """Runs `python -m module` in a child process, so that an abort in llama.cpp does not end this one.
 
-    Raises `subprocess.TimeoutExpired` after so many seconds, and then it is gone; OSError where none can be started.
+    Raises `subprocess.TimeoutExpired` after `seconds`, when the process is killed; OSError if it cannot be started.
     """
     return subprocess.run(
         [sys.executable, "-m", module],
-        input=question,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger's account of an abort takes seconds
+        input=stdin,
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger's stack trace takes seconds
         capture_output=True,
         timeout=seconds,
         check=False,

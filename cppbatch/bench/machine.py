@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""The machine and software that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from cppbatch.config import available_threads
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """A computer, and the software that was measured on it."""
+    """A computer and the software measured on it."""
 
     cpu: str
     cores: int
-    """Physical ones that this process may use."""
+    """Physical cores that this process may use."""
     memory_bytes: int
     system: str
     python: str
     cppbatch: str
     llama_cpp: str | None = None
-    """llama.cpp's version and build flags; None where it was not loaded."""
+    """llama.cpp's version and build flags; None if it was not loaded."""
     devices: tuple[str, ...] = ()
-    """GPUs and the like, with their memory."""
+    """GPUs and their memory."""
 
     def line(self) -> str:
-        """In one line, for the head of a table."""
+        """Returns a summary in one line."""
         where = ", ".join(self.devices) or self.cpu
         return f"{where}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB; cppbatch {self.cppbatch}"
 
 
 def this_machine(*, with_llama: bool = True) -> Machine:
-    """The machine that this runs on. `with_llama` loads llama.cpp into this process to ask it."""
+    """Describes this machine. `with_llama`: load llama.cpp into this process to list devices and build flags."""
     llama_cpp: str | None = None
     devices: tuple[str, ...] = ()
     if with_llama:
@@ -61,10 +61,10 @@ def this_machine(*, with_llama: bool = True) -> Machine:
 
 
 def _cpu_name() -> str:
-    """Linux tells it in a file; what `platform` says there is the architecture at most."""
-    with_names = Path("/proc/cpuinfo")
-    if with_names.exists():
-        for line in with_names.read_text(errors="replace").splitlines():
+    """On Linux `platform` returns only the architecture, so the name is read from /proc/cpuinfo."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()

@@ -1,4 +1,4 @@
-"""Reports as Markdown, for a file that people read later."""
+"""Reports as Markdown."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cppbatch.bench.report import Report, Spread, format_cell
 
 
 def read_report(path: Path) -> Report:
-    """What `Report.write_json` wrote. Raises OSError, or `msgspec.DecodeError` for a file that is none."""
+    """Reads a file that `Report.write_json` wrote. Raises OSError, or `msgspec.DecodeError` for another file."""
     report = msgspec.json.decode(path.read_bytes(), type=Report)
     return msgspec.structs.replace(report, rows=[_spreads(row) for row in report.rows])
 
 
 def _spreads(value: Any) -> Any:
-    """JSON does not say which objects are spreads; nothing else has just their three fields."""
+    """Restores the `Spread`s in a decoded value: the objects with exactly their three fields."""
     if not isinstance(value, dict):
         return value
     if value.keys() == set(Spread.__struct_fields__):
@@ -27,7 +27,7 @@ def _spreads(value: Any) -> Any:
 
 
 def markdown(report: Report) -> str:
-    """Its table, with the notes below it. Servers, which have many figures, stand side by side."""
+    """Returns a report's table and notes. Servers, which have many figures, become columns."""
     head = [column.title for column in report.columns]
     body = [[format_cell(row.get(column.key), column.digits) for column in report.columns] for row in report.rows]
     if report.kind == "serve":
@@ -38,7 +38,7 @@ def markdown(report: Report) -> str:
 
 
 def markdown_table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
-    """Lines of cells."""
+    """Returns a table; the first column is aligned left, the others right."""
     titles = list(head)
     lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *body]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Pictures of reports, with matplotlib. Each benchmark draws its own; the canvas is the same."""
+"""What all plots of reports have in common: checks, an empty figure with a title, and saving (matplotlib)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_plotting(path: Path) -> None:
-    """Raises `ConfigError` when matplotlib is not there or cannot write such a file."""
+    """Raises `ConfigError` if matplotlib is not installed or cannot write this file type."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
@@ -25,7 +25,7 @@ def check_plotting(path: Path) -> None:
 
 
 def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
-    """A figure titled as the report, with so many axes side by side. No display is needed."""
+    """Returns a figure with the report's title, and `n_plots` axes side by side. No display is needed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1 + 5.5 * n_plots, 4.5), dpi=120, layout="constrained")
@@ -37,7 +37,7 @@ def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Raises `ConfigError` where it cannot be written."""
+    """Raises `ConfigError` if the file cannot be written."""
     try:
         figure.savefig(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Settings that `cppbatch tune` found best for a model on this machine, kept as a TOML file."""
+"""Profiles: the best settings that `cppbatch tune` found for a model on this machine, as TOML files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLAGS = {
 
 
 class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of an `EngineConfig` that were chosen."""
+    """The settings of an `EngineConfig` that tuning chooses."""
 
     n_parallel: int
     n_ctx: int
@@ -39,7 +39,7 @@ class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A profile's file."""
+    """The content of a profile file."""
 
     version: int
     made: datetime.datetime
@@ -48,20 +48,20 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cpu: str
     cores: int
     conditions: dict[str, str]
-    """Settings that it was measured with and says nothing about otherwise."""
+    """Settings that tuning took as given and that the result depends on."""
     settings: TunedSettings
     measured: dict[str, float]
-    """What they reached, for the reader."""
+    """The speeds reached, for information only."""
 
 
 def profiles_folder() -> Path:
-    """$CPPBATCH_CONFIG, else the user's folder of settings; profiles are in `profiles`."""
+    """Returns the folder `profiles` in $CPPBATCH_CONFIG, else in the user's configuration folder."""
     named = os.environ.get("CPPBATCH_CONFIG")
     return (Path(named).expanduser() if named else user_config_path("cppbatch")) / "profiles"
 
 
 def profile_path(config: EngineConfig) -> Path:
-    """The file for this model on this machine. Another size or header of the model file is another model."""
+    """Returns the file for this model on this machine. A model is identified by its file's size and first MiB."""
     model, machine = Path(config.model_path), this_machine(with_llama=False)
     with model.open("rb") as file:
         header = hashlib.sha256(file.read(_HEADER_BYTES)).hexdigest()
@@ -70,12 +70,12 @@ def profile_path(config: EngineConfig) -> Path:
 
 
 def conditions(config: EngineConfig) -> dict[str, str]:
-    """What a profile depends on beside the model and the machine."""
+    """Returns the settings that a profile depends on, besides the model and the machine."""
     return {name: str(getattr(config, name)) for name in _CONDITIONS}
 
 
 def save_profile(config: EngineConfig, settings: TunedSettings, measured: dict[str, float]) -> Path:
-    """Writes it, whole or not at all, in place of an older one. Raises `ConfigError` where that cannot be."""
+    """Writes a profile atomically, in place of an older one. Raises `ConfigError` if it cannot be written."""
     path, machine = profile_path(config), this_machine(with_llama=False)
     profile = Profile(
         version=VERSION,
@@ -99,9 +99,9 @@ def save_profile(config: EngineConfig, settings: TunedSettings, measured: dict[s
 
 
 def use_profile(config: EngineConfig, given: Collection[str]) -> tuple[EngineConfig, str | None]:
-    """`config` with what its profile says of the settings that are not in `given`, and a line that says so.
+    """Returns `config` with its profile's settings, except those in `given`, and a message about the changes.
 
-    A file that makes no sense any more is left out with a warning. None: nothing was changed.
+    An unreadable or outdated profile is ignored with a warning. The message is None if nothing changed.
     """
     path = profile_path(config)
     if config.pooling or not path.is_file():
@@ -122,12 +122,12 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> tuple[EngineCon
 
 
 def as_flags(settings: Mapping[str, object]) -> str:
-    """Settings as one would give them."""
+    """Returns settings as command-line flags."""
     return " ".join(f"{_FLAGS[name]} {value}" for name, value in settings.items())
 
 
 def _changes(settings: TunedSettings, config: EngineConfig, given: Collection[str]) -> dict[str, object]:
-    """-np and -c belong together: who gives one of them decides about both."""
-    ours = set(given) | ({"n_parallel", "n_ctx"} if {"n_parallel", "n_ctx"} & set(given) else set())
+    """-np and -c belong together: a user who gives one of them decides both."""
+    kept = set(given) | ({"n_parallel", "n_ctx"} if {"n_parallel", "n_ctx"} & set(given) else set())
     found = msgspec.structs.asdict(settings)
-    return {name: value for name, value in found.items() if name not in ours and value != getattr(config, name)}
+    return {name: value for name, value in found.items() if name not in kept and value != getattr(config, name)}

@@ -1,19 +1,21 @@
-"""How long prompts and outputs are."""
+"""Prompts of benchmarks: their lengths, random token ids, and random text."""
 
 from __future__ import annotations
 
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from cppbatch.engine.model_info import ModelInfo
 from cppbatch.errors import ConfigError
+
+if TYPE_CHECKING:  # the command line reads `Lengths` at every start
+    import numpy as np
+    import numpy.typing as npt
+
+    from cppbatch.engine.model_info import ModelInfo
 
 
 class Lengths(NamedTuple):
-    """From `low` to `high` tokens; both may occur."""
+    """A range of lengths in tokens, both ends included."""
 
     low: int
     high: int
@@ -22,26 +24,26 @@ class Lengths(NamedTuple):
         return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
 
     def check(self, flag: str) -> None:
-        """Raises `ConfigError`, which names the flag, for what cannot be."""
+        """Raises `ConfigError`, which names the flag, for an invalid range."""
         if not 1 <= self.low <= self.high:
             raise ConfigError(f"{flag} is {self.low}-{self.high}; it must rise, from 1 on")
 
     def spread(self, n: int) -> list[int]:
-        """`n` lengths at equal ratios from the lowest to the highest: the same total for every seed."""
+        """Returns `n` lengths in equal ratios from `low` to `high`. Their total does not depend on a seed."""
         ratio = self.high / self.low
         return [round(self.low * ratio ** (i / max(n - 1, 1))) for i in range(n)]
 
 
-_FIRST_TOKEN = 10  # those before are special in most vocabularies
+_FIRST_TOKEN = 10  # the ids below are special in most vocabularies
 
 
 def random_prompt(draw: np.random.Generator, n_tokens: int, n_vocab: int) -> npt.NDArray[np.int32]:
-    """int32[n_tokens] of token ids. No two begin alike, and what they say is nothing: speed does not depend on it."""
-    return draw.integers(min(_FIRST_TOKEN, n_vocab - 1), n_vocab, n_tokens, dtype=np.int32)
+    """Returns int32[n_tokens] random token ids, so that prompts share no prefix. Speed does not depend on the text."""
+    return draw.integers(min(_FIRST_TOKEN, n_vocab - 1), n_vocab, n_tokens, dtype="int32")
 
 
 def check_can_run(info: ModelInfo, n_prompt: int, n_new: int) -> None:
-    """Raises `ConfigError` for a model that gives vectors, and where such requests are longer than it allows."""
+    """Raises `ConfigError` for an embedding model, and for requests longer than the model allows."""
     if info.pooling:
         raise ConfigError(f"{info.name} gives vectors; this measures models that generate text. Name another one (-m)")
     if n_prompt + n_new > info.max_sequence:
@@ -73,21 +75,24 @@ _COMMA = 0.08  # after a word
 
 
 def random_text(rng: Random, n_tokens: int) -> str:
-    """Sentences of about `n_tokens` tokens: each word and each mark is counted as one."""
+    """Returns English-like sentences of about `n_tokens` tokens: each word and each punctuation mark counts as one.
+
+    Most of the words are a single token in any model's vocabulary.
+    """
     pieces: list[str] = []
-    n_left = 0  # words until the full stop
-    begins = True
+    n_left = 0  # words until the end of the sentence
+    starts_sentence = True
     for i in range(n_tokens):
-        if n_left == 0 and not begins and i < n_tokens - 1:
+        if n_left == 0 and not starts_sentence and i < n_tokens - 1:
             pieces.append(".")
-            begins = True
+            starts_sentence = True
             continue
-        if not begins and n_left > 1 and pieces[-1] != "," and rng.random() < _COMMA:
+        if not starts_sentence and n_left > 1 and pieces[-1] != "," and rng.random() < _COMMA:
             pieces.append(",")
             continue
-        if begins:
+        if starts_sentence:
             n_left = rng.randint(*_SENTENCE)
         word = rng.choice(_WORDS)
-        pieces.append(f" {word.capitalize() if begins else word}")
-        begins, n_left = False, max(n_left - 1, 0)
+        pieces.append(f" {word.capitalize() if starts_sentence else word}")
+        starts_sentence, n_left = False, max(n_left - 1, 0)
     return "".join(pieces).lstrip()

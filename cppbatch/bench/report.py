@@ -1,4 +1,4 @@
-"""What every benchmark gives: rows of figures, and what they were measured on. Shown as a table, kept as JSON."""
+"""The result of a benchmark: rows of figures and the machine they were measured on, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cppbatch.errors import ConfigError
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """The median of some measurements, and the least and the largest of them."""
+    """The median, the smallest and the largest of several measurements."""
 
     median: float
     low: float
@@ -24,12 +24,12 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Of at least one value."""
+        """Summarises at least one value."""
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
     def text(self, digits: int) -> str:
-        """`142.1 ±3.0`: the median and half of the range; without that where there was one measurement."""
+        """Returns `142.1 ±3.0`, the median and half of the range; only the median if all values are equal."""
         if self.low == self.high:
             return f"{self.median:.{digits}f}"
         return f"{self.median:.{digits}f} ±{(self.high - self.low) / 2:.{digits}f}"
@@ -39,14 +39,14 @@ class Column(msgspec.Struct, frozen=True):
     """A column of a report's table."""
 
     key: str
-    """Of the rows."""
+    """Key of the value in the rows."""
     title: str
     digits: int = 1
-    """Behind the decimal point, of numbers."""
+    """Decimal places of numbers."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one benchmark. A row's values are texts, numbers, `Spread`s, or None where nothing was measured."""
+    """The result of one benchmark. A row's values are strings, numbers, `Spread`s, or None if not measured."""
 
     kind: str
     """throughput, strategies, serve, memory ..."""
@@ -57,12 +57,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What was run: sizes, repeats, flags."""
     columns: list[Column]
     rows: list[dict[str, Any]]
-    """All that was measured; the table shows some of it."""
+    """Everything measured. The table shows some of it."""
     notes: list[str] = []
-    """Sentences to stand under the table."""
+    """Sentences below the table."""
 
     def table(self) -> Table:
-        """For a terminal. Names and errors stand as they are: brackets in them are no markup."""
+        """Returns a table for a terminal. Brackets in names and errors are not markup."""
         caption = Text("\n".join([self.machine.line(), *self.notes]))
         table = Table(title=Text(self.title), title_justify="left", caption=caption, caption_justify="left")
         for column in self.columns:
@@ -73,7 +73,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
     def write_json(self, path: Path) -> None:
-        """Raises `ConfigError` where that cannot be written."""
+        """Raises `ConfigError` if the file cannot be written."""
         try:
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
         except OSError as error:
@@ -81,7 +81,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def format_cell(value: Any, digits: int) -> str:
-    """A row's value, as tables show it."""
+    """Formats a row's value for a table."""
     if value is None:
         return "-"
     if isinstance(value, Spread):

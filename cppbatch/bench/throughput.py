@@ -1,4 +1,7 @@
-"""How fast prompts are read and texts written, over batch sizes, KV layouts and flash attention."""
+"""`cppbatch bench throughput`: prefill and decode speed by batch size, KV layout and flash attention.
+
+The engine is compared with a bare loop over `llama_decode`, the ceiling of any engine.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,19 @@ Prompts = list[npt.NDArray[np.int32]]
 
 
 class Speeds(NamedTuple):
-    """Tokens/s over all sequences: reading prompts, and writing."""
+    """Tokens/s of all sequences together."""
 
     prefill: float
     decode: float
 
 
 def bare_loop(context: Computation, batch: Batch, prompts: Prompts, n_new: int) -> Speeds:
-    """Reads the prompts in full steps, then feeds each sequence a fixed token n_new - 1 times; samples nothing.
+    """Computes the prompts in full batches, then decodes a fixed token n_new - 1 times per sequence. Samples nothing.
 
-    The context must be empty, and is empty again afterwards. Prompts are of one length.
+    The context must be empty and is empty again afterwards. All prompts have the same length.
     """
     began = perf_counter()
-    _read(context, batch, prompts)
+    _prefill(context, batch, prompts)
     read = perf_counter()
     rows, n_prompt = list(range(len(prompts))), len(prompts[0])
     token = int(prompts[0][0])
@@ -53,7 +56,7 @@ def bare_loop(context: Computation, batch: Batch, prompts: Prompts, n_new: int) 
     return Speeds(len(rows) * n_prompt / (read - began), len(rows) * (n_new - 1) / (ended - read))
 
 
-def _read(context: Computation, batch: Batch, prompts: Prompts) -> None:
+def _prefill(context: Computation, batch: Batch, prompts: Prompts) -> None:
     batch.clear()
     for seq_id, prompt in enumerate(prompts):
         at = 0
@@ -77,9 +80,9 @@ REQUEST_KINDS = {
     "json": SamplingParams(json_schema={"type": "array", "items": {"type": "number"}, "minItems": 1000}),
     "logprobs": SamplingParams(logprobs=5),
 }
-"""Kinds of requests; each costs the sampler something else. "chain" goes through llama.cpp's own samplers."""
+"""Kinds of requests with different sampling costs. "chain" uses llama.cpp's own samplers."""
 
-_WHOLE_PROMPTS = 60_000  # ms that a step may take: prompts are not cut for the sake of those who decode already
+_TARGET_STEP_MS = 60_000  # so long that prompts are never split for the sake of decoding sequences
 _WARM_UP = 8  # tokens
 
 _COLUMNS = [
@@ -104,7 +107,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     layouts: tuple[str, ...] = ("unified", "per-sequence")
     flash_attns: tuple[str, ...] = ("on", "off")
     kinds: tuple[str, ...] = ("greedy",)
-    """Some of KINDS."""
+    """Keys of `REQUEST_KINDS`."""
     prompt_tokens: int = 128
     new_tokens: int = 64
     repeats: int = 3
@@ -119,18 +122,20 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class PairedRun:
-    """The engine once, and the bare loop once."""
+    """One run of the engine and one of the bare loop, directly after each other."""
 
     engine: Speeds
     bare: Speeds
     phases: dict[str, float]
-    """Seconds of a step that decodes, by the engine's phases."""
+    """Mean seconds of a decode step, by engine phase."""
 
 
-def measure_throughput(config: EngineConfig, sizes: Sizes, tell: Callable[[str], object] = lambda line: None) -> Report:
-    """Measures; `tell` gets a line for each row. `config` says what the sizes do not: model, device, threads, cache.
+def measure_throughput(
+    config: EngineConfig, sizes: Sizes, progress: Callable[[str], object] = lambda line: None
+) -> Report:
+    """Measures all combinations of `sizes`. `config`: everything else, such as model, device and threads.
 
-    Raises `ConfigError`, and what an engine raises.
+    `progress` gets a line for each row. Raises `ConfigError` and the engine's exceptions.
     """
     if "off" in sizes.flash_attns and config.cache_type_v in ("q8_0", "q4_0"):
         raise ConfigError(f"-ctv {config.cache_type_v} needs flash attention: give --flash-attns on")
@@ -138,21 +143,21 @@ def measure_throughput(config: EngineConfig, sizes: Sizes, tell: Callable[[str],
         config,
         n_ctx=max(sizes.batch_sizes) * (sizes.prompt_tokens + sizes.new_tokens),
         n_parallel=max(sizes.batch_sizes),
-        target_step_ms=_WHOLE_PROMPTS,
-        prefix_cache=False,  # what it keeps would be in the bare loop's way
+        target_step_ms=_TARGET_STEP_MS,
+        prefix_cache=False,  # the bare loop needs an empty context
     )
     rows: list[dict[str, Any]] = []
     with load_model(config) as model:
         for layout in sizes.layouts:
             for flash_attn in sizes.flash_attns:
-                here = msgspec.structs.replace(config, kv_layout=layout, flash_attn=flash_attn)
-                runtime = open_runtime(here, model)
-                with BatchInferenceEngine(here, runtime=runtime) as engine:
+                variant = msgspec.structs.replace(config, kv_layout=layout, flash_attn=flash_attn)
+                runtime = open_runtime(variant, model)
+                with BatchInferenceEngine(variant, runtime=runtime) as engine:
                     check_can_run(engine.info, sizes.prompt_tokens, sizes.new_tokens)
                     engine.survives_failures = False
                     for row in _rows(engine, runtime, sizes):
                         rows.append({"kv_layout": layout, "flash_attn": flash_attn, **row})
-                        tell(_line(rows[-1]))
+                        progress(_line(rows[-1]))
         return _report(config, sizes, runtime.info, rows)
 
 
@@ -163,19 +168,19 @@ def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes) -> Itera
         prompts = [random_prompt(draw, sizes.prompt_tokens, runtime.info.n_vocab) for _ in range(n)]
         for name in sizes.kinds:
             params = msgspec.structs.replace(REQUEST_KINDS[name], ignore_eos=True)
-            few = min(sizes.new_tokens, _WARM_UP)
-            engine_loop(engine, prompts, params, few), bare_loop(runtime.context, batch, prompts, few)
-            turns = []
+            n_few = min(sizes.new_tokens, _WARM_UP)
+            engine_loop(engine, prompts, params, n_few), bare_loop(runtime.context, batch, prompts, n_few)
+            runs = []
             for _ in range(sizes.repeats):
                 speeds, phases = engine_loop(engine, prompts, params, sizes.new_tokens)
-                turns.append(PairedRun(speeds, bare_loop(runtime.context, batch, prompts, sizes.new_tokens), phases))
-            yield {"batch_size": n, "kind": name, **_figures(turns)}
+                runs.append(PairedRun(speeds, bare_loop(runtime.context, batch, prompts, sizes.new_tokens), phases))
+            yield {"batch_size": n, "kind": name, **_figures(runs)}
 
 
 def engine_loop(
     engine: BatchInferenceEngine, prompts: Prompts, params: SamplingParams, n_new: int
 ) -> tuple[Speeds, dict[str, float]]:
-    """Runs the prompts at once. Its speeds, and the seconds of a step by phase after the prompts were read."""
+    """Runs all prompts at once. Returns the speeds and the mean seconds of a decode step by phase."""
     params = msgspec.structs.replace(params, max_tokens=n_new)
     for prompt in prompts:
         engine.add_request(prompt.tolist(), params)
@@ -193,19 +198,19 @@ def engine_loop(
     return speeds, {phase: (after.step_seconds[phase] - before.step_seconds[phase]) / n_steps for phase in PHASES}
 
 
-def _figures(turns: list[PairedRun]) -> dict[str, Any]:
-    """Ratios are of the two loops of one turn, so that what disturbs both does not count."""
+def _figures(runs: list[PairedRun]) -> dict[str, Any]:
+    """The ratios compare the two loops of one paired run, so that disturbances of the machine cancel out."""
     figures: dict[str, Any] = {}
     for name in Speeds._fields:
-        ours = [getattr(turn.engine, name) for turn in turns]
-        bare = [getattr(turn.bare, name) for turn in turns]
+        ours = [getattr(run.engine, name) for run in runs]
+        bare = [getattr(run.bare, name) for run in runs]
         figures[name], figures[f"bare_{name}"] = Spread.of(ours), Spread.of(bare)
         figures[f"{name}_of_bare"] = Spread.of(100 * a / b for a, b in zip(ours, bare, strict=True))
-    steps = [sum(turn.phases.values()) for turn in turns]
+    steps = [sum(run.phases.values()) for run in runs]
     figures["step_ms"] = Spread.of(1000 * step for step in steps)
-    figures["phases_ms"] = {phase: Spread.of(1000 * turn.phases[phase] for turn in turns) for phase in PHASES}
+    figures["phases_ms"] = {phase: Spread.of(1000 * run.phases[phase] for run in runs) for phase in PHASES}
     for phase, name in (("sample", "sample_percent"), ("decode", "overhead_percent")):
-        shares = [100 * turn.phases[phase] / step for turn, step in zip(turns, steps, strict=True)]
+        shares = [100 * run.phases[phase] / step for run, step in zip(runs, steps, strict=True)]
         figures[name] = Spread.of(shares if phase == "sample" else [100 - share for share in shares])
     return figures
 

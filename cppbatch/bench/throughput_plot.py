@@ -1,4 +1,4 @@
-"""A picture of throughput: decode speed over batch size, and where a step's time goes beside `llama_decode`."""
+"""The plot of `cppbatch bench throughput`: decode speed by batch size, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def plot_throughput(report: Report) -> Figure:
-    """A line for each layout, flash attention setting and kind of requests, the engine's solid, the bare one dashed."""
+    """Plots a solid line for the engine and a dashed one for the bare loop, for each setting and kind of requests."""
     figure, (speed, split) = new_figure(report, 2)
     for name, rows in _lines(report.rows).items():
         sizes = [row["batch_size"] for row in rows]

@@ -44,7 +44,7 @@ def tune(
             most_parallel=max_parallel,
             target_ms=target_latency_ms,
             seconds=60 * max_minutes,
-            say=status.update,
+            progress=status.update,
         ).run()
     report = tuning_report(tuning)
     if dry_run:

@@ -34,7 +34,7 @@ def test_a_comparison_has_a_row_for_each_strategy_with_the_same_texts(tiny_llama
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_all_strategies_give_the_same_greedy_texts_on_float_weights(tiny_llama: Path, layout: str) -> None:
     settings: dict[str, Any] = {"n_threads": 1, "flash_attn": "off", "kv_layout": layout, "n_ctx": 512, "n_parallel": 4}
-    drawn = OfflineWorkload(n_requests=8, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(4, 24)).jobs(462)
+    drawn = OfflineWorkload(n_requests=8, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(4, 24)).requests(462)
     texts = {}
     for name, policy in KNOWN.items():
         with BatchInferenceEngine(tiny_llama, prefix_cache=False, policy=policy, **settings) as engine:

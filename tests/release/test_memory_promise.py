@@ -73,7 +73,7 @@ def test_more_cells_than_are_simulated_are_extrapolated(default_model: Path) -> 
 def test_recurrent_states_that_would_be_too_much_for_a_trial_are_extrapolated(
     tiny_mamba: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_estimate_child, "_MOST_STATE_BYTES", 200_000)
+    monkeypatch.setattr(memory_estimate_child, "_MAX_REAL_STATE_BYTES", 200_000)
     config = EngineConfig(model_path=str(tiny_mamba), n_ctx=4096, n_parallel=64, n_threads=1)
     [footprint] = memory_estimate_child.footprints([config])
     assert sizes(footprint.buffers)["states"] == pytest.approx(really(config)["states"], rel=0.05)

@@ -76,14 +76,14 @@ async def test_a_kept_alive_connection_that_is_closed_is_no_failure() -> None:
     fake = FakeOpenAI(requests_per_connection=2)
     outcomes = await send_all(fake, n=7)
     assert not any(outcome.failure for outcome in outcomes)
-    assert [outcome.asked_again for outcome in outcomes].count(True) == 2
+    assert [outcome.resent for outcome in outcomes].count(True) == 2
     assert len(fake.bodies) == 7
 
 
 async def test_a_new_connection_that_is_closed_is_a_failure() -> None:
     outcomes = await send_all(FakeOpenAI(requests_per_connection=0), n=2)
     assert [outcome.failure.kind for outcome in outcomes if outcome.failure] == ["connection closed"] * 2
-    assert not any(outcome.asked_again for outcome in outcomes)
+    assert not any(outcome.resent for outcome in outcomes)
 
 
 async def test_without_usage_pieces_of_text_are_counted() -> None:

@@ -106,7 +106,7 @@ def test_times_are_those_of_the_texts_of_each_completion() -> None:
     reading.feed(stream('{"choices":[{"index":1,"delta":{"content":"b"}}]}'), 5.0)
     reading.feed(stream('{"choices":[{"index":1,"delta":{},"finish_reason":"stop"}]}', "[DONE]"), 6.0)
     reading.finish(6.0)
-    assert (reading.first, reading.gaps, reading.n_pieces) == (2.0, [2.0, 2.5], 4)
+    assert (reading.first, reading.gaps, reading.n_chunks) == (2.0, [2.0, 2.5], 4)
 
 
 def test_a_stream_reads_the_same_however_it_is_cut() -> None:
@@ -118,7 +118,7 @@ def test_a_stream_reads_the_same_however_it_is_cut() -> None:
         for i in range(0, len(data), size):
             reading.feed(data[i : i + size], float(i))
         reading.finish(0)
-        assert reading.n_pieces == 1
+        assert reading.n_chunks == 1
         assert reading.usage
         assert reading.usage.completion_tokens == 7
 
@@ -129,7 +129,7 @@ def made_up(ttft: float, **fields: Any) -> RequestOutcome:
 
 def a_run(outcomes: list[RequestOutcome], seconds: float = 10) -> ServerRun:
     server = TargetServer(label="fake", url="http://someone:secret@127.0.0.1:1", model="fake")
-    return ServerRun(server=server, repeat=0, n_requests=101, outcomes=outcomes, seconds=seconds, is_whole=True)
+    return ServerRun(server=server, repeat=0, n_requests=101, outcomes=outcomes, seconds=seconds, is_complete=True)
 
 
 def test_rates_percentiles_and_goodput_are_right() -> None:

@@ -79,9 +79,9 @@ def test_layers_on_a_gpu_take_their_weights_there_and_a_shared_output_lies_in_bo
         InFile("blk.1.attn_q.weight", 110, 10),
         InFile("output_norm.weight", 120, 1),
     ]
-    assert {b.place: b.n_bytes for b in weight_buffers(lines, [tensors])} == {MAPPED: 110, "CUDA0": 111}
+    assert {b.buffer_type: b.n_bytes for b in weight_buffers(lines, [tensors])} == {MAPPED: 110, "CUDA0": 111}
     with_output = [*tensors, InFile("output.weight", 121, 50)]
-    assert {b.place: b.n_bytes for b in weight_buffers(lines, [with_output])} == {MAPPED: 110, "CUDA0": 61}
+    assert {b.buffer_type: b.n_bytes for b in weight_buffers(lines, [with_output])} == {MAPPED: 110, "CUDA0": 61}
 
 
 def test_a_model_in_parts_has_all_of_them() -> None:

@@ -220,14 +220,14 @@ def test_a_padded_batch_computes_a_rectangle_of_prompts_and_one_of_rows(n_batch:
 
 def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() -> None:
     work = OfflineWorkload(n_requests=200, prompt_tokens=Lengths(4, 32), new_tokens=Lengths(1, 64), rate=10.0, seed=3)
-    drawn = work.jobs(N_VOCAB)
-    assert drawn == work.jobs(N_VOCAB)
+    drawn = work.requests(N_VOCAB)
+    assert drawn == work.requests(N_VOCAB)
     assert {len(job.prompt) for job in drawn} <= set(range(4, 33))
     assert {job.n_new for job in drawn} <= set(range(1, 65))
     assert sum(job.n_new < 8 for job in drawn) > 80
     assert drawn[0].at == 0
     assert 10 < drawn[-1].at < 40  # 200 at 10 a second
-    assert {job.at for job in OfflineWorkload(n_requests=5).jobs(N_VOCAB)} == {0.0}
+    assert {request.at for request in OfflineWorkload(n_requests=5).requests(N_VOCAB)} == {0.0}
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Load on OpenAI-compatible servers: which requests, when each is sent, how one is timed, what comes of many."""
+"""`cppbatch bench serve`: puts load on OpenAI-compatible servers and measures latencies and throughput."""

@@ -1,4 +1,4 @@
-"""When requests are sent: by clients that wait for each answer, or at a rate whatever the server does."""
+"""Arrival of requests: a closed loop of waiting clients, or an open loop at a given rate."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from time import perf_counter
 from cppbatch.bench.load.workload import LoadRequest
 
 Send = Callable[[LoadRequest, float], Awaitable[None]]
-"""Sends a request; its latencies count from the second given, on the clock of `perf_counter`."""
+"""Sends a request. The second argument is the start of its latencies, on the clock of `perf_counter`."""
 
 
 async def closed_loop(requests: Sequence[LoadRequest], send: Send, n_clients: int) -> None:
-    """`n_clients` clients, each of which sends its next request as soon as it has its answer."""
+    """Runs `n_clients` clients. Each sends its next request as soon as the previous one is answered."""
     left = iter(requests)
 
     async def client() -> None:
@@ -26,10 +26,10 @@ async def closed_loop(requests: Sequence[LoadRequest], send: Send, n_clients: in
 
 
 async def open_loop(requests: Sequence[LoadRequest], send: Send, times: Sequence[float]) -> None:
-    """Each request at its time, in seconds from now.
+    """Sends each request at its time, in seconds from now.
 
-    Its latency counts from then, even if this process is late: else a server that slows the client down would look
-    better than it is.
+    Its latency counts from that time, even if this process is late. Otherwise a server that slows the client down
+    would look better than it is.
     """
     began = perf_counter()
 
@@ -41,6 +41,6 @@ async def open_loop(requests: Sequence[LoadRequest], send: Send, times: Sequence
 
 
 def poisson_arrivals(n: int, rate: float, seed: int, repeat: int) -> list[float]:
-    """When `n` requests arrive, in seconds, `rate` of them a second on average; the first at 0."""
+    """Returns the arrival times of `n` requests in seconds, with `rate` requests/s on average. The first is 0."""
     rng = Random(f"{seed}/{repeat}/arrivals")
     return [0.0, *itertools.accumulate(rng.expovariate(rate) for _ in range(n - 1))]

@@ -1,4 +1,4 @@
-"""The same load on one or more servers in turn."""
+"""Puts the same load on one or more servers in turn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cppbatch.bench.load.target import Target, probe_server
 from cppbatch.bench.load.workload import LoadRequest, LoadSettings, warm_up
 
 Progress = Callable[[str, int, int], None]
-"""A server's label, the repeat (-1: the warm-up), and how many of its requests have ended."""
+"""Gets a server's label, the repeat (-1: the warm-up), and the number of requests that have ended."""
 
 
 def compare_servers(targets: Sequence[Target], load: LoadSettings, progress: Progress) -> LoadReport:
-    """Puts the same load on these servers in turn, repeat by repeat; the prompts of each repeat are new.
+    """Measures these servers in turn, repeat by repeat, with new prompts in each repeat.
 
-    Raises `UnusableServer` before any load. Ctrl-C ends it early: what was measured until then is in the report.
+    Raises `UnusableServer` before any load. Ctrl-C ends the measurement; the report then contains what was measured.
     """
     runs: list[ServerRun] = []
     try:
@@ -47,7 +47,7 @@ async def _measure(targets: Sequence[Target], load: LoadSettings, runs: list[Ser
 
 
 async def _run(run: ServerRun, requests: Sequence[LoadRequest], load: LoadSettings, progress: Progress) -> None:
-    """Fills in the run, also when it is cancelled."""
+    """Fills in the run, even if it is cancelled."""
     progress(run.server.label, run.repeat, 0)
     began, computed = perf_counter(), process_time()
     async with LoadClient(run.server, load.timeout) as client:
@@ -62,6 +62,6 @@ async def _run(run: ServerRun, requests: Sequence[LoadRequest], load: LoadSettin
                 await open_loop(requests, send, times)
             else:
                 await closed_loop(requests, send, load.concurrency)
-            run.is_whole = True
+            run.is_complete = True
         finally:
             run.seconds, run.client_seconds = perf_counter() - began, process_time() - computed

@@ -1,4 +1,4 @@
-"""A streamed completion, read as its bytes come: when each piece of text came, and how many tokens it says it had."""
+"""Reading a streamed completion: the arrival time of each chunk of text, and the usage that the server reports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-_SHOWN = 300  # characters of an error
+_MAX_ERROR_LENGTH = 300  # characters
 
 
 class RequestFailure(Exception):
-    """A request came to nothing. `kind` is what it is counted under; the message tells more."""
+    """A request failed. Reports count failures by `kind`."""
 
     def __init__(self, kind: str, message: str = "", status: int | None = None) -> None:
         super().__init__(message or kind)
@@ -31,7 +31,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def has_text(self) -> bool:
-        """A chat's first chunk, with the role alone, has none."""
+        """The first chunk of a chat contains only the role."""
         delta = self.delta
         return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
 
@@ -41,7 +41,7 @@ class _Details(msgspec.Struct):
 
 
 class TokenUsage(msgspec.Struct):
-    """As OpenAI's."""
+    """OpenAI's usage object."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -58,21 +58,21 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 
 class CompletionStream:
-    """What has come of one request's stream so far. Times are in seconds, on the clock of whoever calls `feed`."""
+    """Parses the stream of one request. Times are in seconds, on the clock of the caller of `feed`."""
 
     def __init__(self) -> None:
         self.first: float | None = None
-        """When the first text came."""
+        """When the first text arrived."""
         self.gaps: list[float] = []
-        """Between two pieces of text of the same choice."""
-        self.n_pieces = 0
+        """Between two chunks of text of the same choice."""
+        self.n_chunks = 0
         self.usage: TokenUsage | None = None
         self._rest = b""
-        self._last: dict[int, float] = {}  # choice: when its last piece came
+        self._last: dict[int, float] = {}  # arrival time of the last chunk, by choice
         self._ended = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises `RequestFailure` for what is no chunk of a completion."""
+        """Reads bytes that arrived at `now`. Raises `RequestFailure` if they are not chunks of a completion."""
         for payload in self._payloads(data):
             if payload == b"[DONE]":
                 self._ended = True
@@ -80,7 +80,7 @@ class CompletionStream:
                 self._take(payload, now)
 
     def finish(self, now: float) -> None:
-        """Raises `RequestFailure` if that was not a whole completion."""
+        """The stream has ended. Raises `RequestFailure` if the completion is incomplete."""
         self.feed(b"\n", now)
         if not self._ended:
             raise RequestFailure("stream cut short", "the stream ended without a finish_reason or [DONE]")
@@ -88,7 +88,7 @@ class CompletionStream:
             raise RequestFailure("empty answer", "the stream ended without any text")
 
     def _payloads(self, data: bytes) -> Iterator[bytes]:
-        """Of the lines that are whole now."""
+        """Yields the data of the lines that are complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             name, _, value = line.partition(b":")
@@ -106,10 +106,10 @@ class CompletionStream:
         for choice in chunk.choices:
             self._ended |= choice.finish_reason is not None
             if choice.has_text():
-                self._text_came(choice.index, now)
+                self._add_text(choice.index, now)
 
-    def _text_came(self, index: int, now: float) -> None:
-        self.n_pieces += 1
+    def _add_text(self, index: int, now: float) -> None:
+        self.n_chunks += 1
         if self.first is None:
             self.first = now
         if index in self._last:
@@ -118,10 +118,10 @@ class CompletionStream:
 
 
 def error_text(body: bytes) -> str:
-    """The message of an OpenAI error, or what else the body says, in one short line."""
+    """Returns the message of an OpenAI error, or else the body, in one short line."""
     try:
         error = msgspec.json.decode(body)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         text = body.decode(errors="replace")
-    return " ".join(text.split())[:_SHOWN]
+    return " ".join(text.split())[:_MAX_ERROR_LENGTH]

@@ -1,4 +1,4 @@
-"""Sends requests to one server, and times what comes back."""
+"""The client of the load test: sends requests to one server and measures their latencies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 class TargetServer(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that takes such requests."""
+    """A server under test, and how requests to it look."""
 
     label: str
     url: str
@@ -27,14 +27,14 @@ class TargetServer(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Endpoint = "completions"
     api_key: str | None = None
     unknown: tuple[str, ...] = ()
-    """Fields that it refuses; they are left out."""
+    """Request fields that the server refuses, so that requests are sent without them."""
 
     def path(self) -> str:
-        """Where requests go."""
+        """Returns the URL of the endpoint."""
         return self.url + _PATHS[self.endpoint]
 
     def body(self, request: LoadRequest) -> bytes:
-        """In JSON. The text is as long as asked for, on servers that know `ignore_eos`."""
+        """Returns the request's body. With `ignore_eos` the output has exactly `max_tokens`, if the server knows it."""
         fields: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.max_tokens,
@@ -55,34 +55,34 @@ class TargetServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOutcome(msgspec.Struct, kw_only=True):
-    """What came of a request. Times are in seconds."""
+    """The result of a request. Times are in seconds."""
 
     failure: RequestFailure | None = None
     time_to_first_token: float = 0
-    """To the first text, from when the request was sent or due."""
+    """From when the request was sent or due to the first text."""
     gaps: list[float] = []
-    """Between two pieces of text of the same completion."""
+    """Between two chunks of text of the same completion."""
     end_to_end: float = 0
-    n_pieces: int = 0
-    """Of text; one token each on most servers."""
+    n_chunks: int = 0
+    """Chunks with text; most servers send one token in each."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of the prompt's, as the server says."""
+    """Cached prompt tokens, as the server reports."""
     output_tokens: int = 0
-    """As the server says, but at least one for each piece."""
+    """As the server reports, but at least one for each chunk."""
     has_usage: bool = False
-    """It says how many tokens it made, and no fewer than its pieces."""
+    """The server reports output tokens, and at least as many as chunks."""
     ended_early: bool = False
-    """Before all tokens that were asked for."""
-    asked_again: bool = False
-    """The server closed the kept-alive connection on which it was sent first."""
+    """The output is shorter than requested."""
+    resent: bool = False
+    """The request was sent twice, because the server closed the kept-alive connection first used."""
 
 
 class LoadClient:
-    """Any number of connections to one server, kept alive. Use it as an asynchronous context manager."""
+    """An asynchronous context manager with any number of kept-alive connections to one server."""
 
     def __init__(self, server: TargetServer, timeout: float) -> None:
-        """`timeout`: seconds for a whole request."""
+        """`timeout`: seconds for a complete request."""
         self._server = server
         headers = {"Content-Type": "application/json", **authorization(server.api_key)}
         limit = aiohttp.ClientTimeout(total=timeout)
@@ -103,15 +103,15 @@ class LoadClient:
         await self._fresh.close()
 
     async def send(self, request: LoadRequest, due: float) -> RequestOutcome:
-        """One streamed request. Times count from `due`, on the clock of `perf_counter`."""
-        outcome, reading = RequestOutcome(), CompletionStream()
+        """Sends one streaming request. Times count from `due`, on the clock of `perf_counter`."""
+        outcome, stream = RequestOutcome(), CompletionStream()
         try:
             async with await self._post(self._server.body(request), outcome) as response:
                 await _check(response)
                 async for data in response.content.iter_any():
-                    reading.feed(data, perf_counter())
+                    stream.feed(data, perf_counter())
             ended = perf_counter()
-            reading.finish(ended)
+            stream.finish(ended)
         except RequestFailure as failure:
             outcome.failure = failure
         except asyncio.TimeoutError:
@@ -123,23 +123,23 @@ class LoadClient:
         except (aiohttp.ClientError, OSError) as error:
             outcome.failure = RequestFailure("connection closed", str(error))
         else:
-            _fill(outcome, request, reading, due, ended)
+            _fill(outcome, request, stream, due, ended)
         return outcome
 
     async def _post(self, body: bytes, outcome: RequestOutcome) -> aiohttp.ClientResponse:
-        """A server may close a kept-alive connection just when a request is on its way: clients send that anew."""
+        """Posts a request. If the server closes a reused connection meanwhile, sends it again on a new connection."""
         seen = SimpleNamespace(reused=False)
         try:
             return await self._kept_alive.post(self._server.path(), data=body, trace_request_ctx=seen)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
             if not seen.reused:
                 raise
-        outcome.asked_again = True
+        outcome.resent = True
         return await self._fresh.post(self._server.path(), data=body)
 
 
 def authorization(api_key: str | None) -> Mapping[str, str]:
-    """As a bearer token."""
+    """Returns the header with the key as a bearer token."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -154,17 +154,17 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         raise RequestFailure("no stream", f"the answer is {response.content_type}, not a stream of events")
 
 
-def _fill(outcome: RequestOutcome, request: LoadRequest, reading: CompletionStream, due: float, ended: float) -> None:
-    assert reading.first is not None
-    outcome.time_to_first_token = reading.first - due
+def _fill(outcome: RequestOutcome, request: LoadRequest, stream: CompletionStream, due: float, ended: float) -> None:
+    assert stream.first is not None
+    outcome.time_to_first_token = stream.first - due
     outcome.end_to_end = ended - due
-    outcome.gaps, outcome.n_pieces = reading.gaps, reading.n_pieces
-    n_told = 0
-    if usage := reading.usage:
-        n_told = usage.completion_tokens or 0
+    outcome.gaps, outcome.n_chunks = stream.gaps, stream.n_chunks
+    n_reported = 0
+    if usage := stream.usage:
+        n_reported = usage.completion_tokens or 0
         outcome.prompt_tokens = usage.prompt_tokens
         details = usage.prompt_tokens_details
         outcome.cached_tokens = details.cached_tokens if details else None
-    outcome.has_usage = n_told >= reading.n_pieces  # llama-server tells those of one text where `n` were asked for
-    outcome.output_tokens = max(n_told, reading.n_pieces)
-    outcome.ended_early = outcome.has_usage and n_told < request.max_tokens * request.n
+    outcome.has_usage = n_reported >= stream.n_chunks  # with `n` llama-server reports the tokens of one completion only
+    outcome.output_tokens = max(n_reported, stream.n_chunks)
+    outcome.ended_early = outcome.has_usage and n_reported < request.max_tokens * request.n

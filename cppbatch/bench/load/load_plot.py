@@ -1,4 +1,4 @@
-"""The servers of a report side by side: what they give together, and how long each request waits."""
+"""The plot of a load test: throughput and latencies of the servers side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHADES = (1.0, 0.6, 0.3)  # of the percentiles
 
 
 def plot_load(report: Report) -> Figure:
-    """Bars with their range over the repeats: output tokens/s, TTFT, inter-token time."""
+    """Plots bars with their range over the repeats: output tokens/s, TTFT, inter-token time."""
     figure, (speed, ttft, gaps) = new_figure(report, 3)
     labels = [row["server"] for row in report.rows]
     places = range(len(labels))
@@ -40,7 +40,7 @@ def plot_load(report: Report) -> Figure:
 
 
 def _bars(axes: Any, places: Any, spreads: list[Spread | None], **style: Any) -> None:
-    """Where nothing was measured, nothing is drawn."""
+    """Draws no bar for a figure that was not measured."""
     known = [(place, spread) for place, spread in zip(places, spreads, strict=True) if spread]
     heights = [spread.median for _, spread in known]
     below = [spread.median - spread.low for _, spread in known]

@@ -1,4 +1,4 @@
-"""The report about servers that were put under the same load."""
+"""The report of a load test: servers side by side, with notes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from cppbatch.bench.load.workload import LoadSettings
 from cppbatch.bench.machine import this_machine
 from cppbatch.bench.report import Report, Spread, format_cell
 
+_BUSY = 0.5  # of a core, for the client
+_MERGED = 0.9  # chunks per token
+
 
 class LoadReport(Report, frozen=True, kw_only=True):
-    """A row for each server. Its table shows them side by side, with ratios to the first."""
+    """A row for each server. The table shows servers side by side, with ratios to the first."""
 
     def table(self) -> Table:
-        """A line for each figure. What stands above and below may be wider than it."""
+        """Returns a table with a line for each figure. Title and notes may be wider than the table."""
         first, *others = self.rows
         table = Table()
         table.add_column()
@@ -41,22 +44,22 @@ class LoadReport(Report, frozen=True, kw_only=True):
 
 
 def make_load_report(runs: Sequence[ServerRun], load: LoadSettings, n_servers: int) -> LoadReport:
-    """Of at least one run in which a request has ended."""
-    sentences = _how_to_read(load)
+    """Builds the report of runs, in at least one of which a request has ended."""
+    sentences = _legend(load)
     servers = {run.server.label: run.server for run in runs}
     sentences.append("Models: " + ", ".join(f"{label}: {server.model}" for label, server in servers.items()))
     rows = []
     for label in servers:
-        if told := _worth_telling([run for run in runs if run.server.label == label]):
-            rows.append(server_row(told, load.latency_bound_ms))
-            sentences += server_notes(told)
-    n_finished, n_wanted = sum(run.is_whole for run in runs), load.repeats * n_servers
+        if reported := _reported_runs([run for run in runs if run.server.label == label]):
+            rows.append(server_row(reported, load.latency_bound_ms))
+            sentences += server_notes(reported)
+    n_finished, n_wanted = sum(run.is_complete for run in runs), load.repeats * n_servers
     if n_finished < n_wanted:
         sentences.append(f"Interrupted: {n_finished} of {n_wanted} runs were finished.")
     settings: dict[str, Any] = {**msgspec.to_builtins(load), "api_key": None}
     return LoadReport(
         kind="serve",
-        title=f"Load ({load.workload})\n{_how(load, runs[0].n_requests)}",
+        title=f"Load ({load.workload})\n{_describe(load, runs[0].n_requests)}",
         machine=this_machine(with_llama=False),
         settings=settings,
         columns=table_columns(rows),
@@ -65,18 +68,18 @@ def make_load_report(runs: Sequence[ServerRun], load: LoadSettings, n_servers: i
     )
 
 
-def _how(load: LoadSettings, n_requests: int) -> str:
+def _describe(load: LoadSettings, n_requests: int) -> str:
     arrivals = f"{load.rate:g} a second" if load.rate else f"{load.concurrency} at once"
     times = f", {load.repeats} times" if load.repeats > 1 else ""
     return f"requests: {n_requests}, {arrivals}{times}, seed {load.seed}"
 
 
-def _worth_telling(runs: Sequence[ServerRun]) -> list[ServerRun]:
-    """Of one server's: the finished ones, else what there is of the only one."""
-    return [run for run in runs if run.is_whole] or [run for run in runs if run.outcomes]
+def _reported_runs(runs: Sequence[ServerRun]) -> list[ServerRun]:
+    """Returns the complete runs of one server, else the incomplete one."""
+    return [run for run in runs if run.is_complete] or [run for run in runs if run.outcomes]
 
 
-def _how_to_read(load: LoadSettings) -> list[str]:
+def _legend(load: LoadSettings) -> list[str]:
     sentences = ["TTFT: until the first text came. inter-token: between two pieces of a text."]
     if load.latency_bound_ms:
         sentences.append(f"Goodput: requests whose TTFT is at most {load.latency_bound_ms:g} ms.")
@@ -91,31 +94,27 @@ def _ratio(value: Any, first: Any) -> str:
     return ""
 
 
-_BUSY = 0.5  # of a core, by the client
-_MERGED = 0.9  # pieces a token
-
-
 def server_notes(runs: Sequence[ServerRun]) -> Iterator[str]:
-    """Sentences about one server's runs."""
+    """Yields sentences about one server that a reader of its figures must know."""
     label, server = runs[0].server.label, runs[0].server
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     done = [outcome for outcome in outcomes if not outcome.failure]
-    if not runs[-1].is_whole:
-        ended = f"{len(outcomes)} of {runs[-1].n_requests} requests had ended"
-        yield f"{label}: interrupted when {ended}; the others count for nothing"
+    if not runs[-1].is_complete:
+        progress = f"{len(outcomes)} of {runs[-1].n_requests} requests had ended"
+        yield f"{label}: interrupted when {progress}; the others count for nothing"
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
     for kind, n in Counter(failure.kind for failure in failures).most_common():
         first = next(failure for failure in failures if failure.kind == kind)
         yield f"{label}: {n} of {len(outcomes)} requests failed: {kind} ({first})"
     if any(not outcome.has_usage for outcome in done):
         yield f"{label} sends no usage, or too low a one: each piece of text counts as a token"
-    elif sum(outcome.n_pieces for outcome in done) < _MERGED * sum(outcome.output_tokens for outcome in done):
+    elif sum(outcome.n_chunks for outcome in done) < _MERGED * sum(outcome.output_tokens for outcome in done):
         yield f"{label} sends several tokens in a piece of text: inter-token times are those between pieces"
     if server.unknown:
         yield f"{label} refuses {' and '.join(server.unknown)}: requests are sent without"
     if n_early := sum(outcome.ended_early for outcome in done):
         yield f"{label}: {n_early} of {len(done)} texts ended before their length"
-    if n_again := sum(outcome.asked_again for outcome in outcomes):
+    if n_again := sum(outcome.resent for outcome in outcomes):
         yield f"{label} closed kept-alive connections: {n_again} requests were sent twice"
     if any(run.client_seconds > _BUSY * run.seconds for run in runs):
         share = max(run.client_seconds / run.seconds for run in runs)

@@ -1,4 +1,4 @@
-"""What came of many requests: rates, percentiles, and how they spread over repeats."""
+"""Figures of many requests: rates and percentiles, with their spread over the repeats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Latency(NamedTuple):
     key: str
     title: str
     per_second: int
-    """Of the unit."""
+    """Units per second: 1000 for milliseconds."""
     digits: int
 
 
@@ -32,22 +32,22 @@ _LATENCIES = (
 
 
 class ServerRun(msgspec.Struct, kw_only=True):
-    """One server under the whole load, once. It may be under way still."""
+    """One server under the load of one repeat. The run may be incomplete."""
 
     server: TargetServer
     repeat: int
     n_requests: int
     outcomes: list[RequestOutcome] = []
-    """Of the requests that have ended."""
+    """Results of the requests that have ended."""
     seconds: float = 0
-    """From the first request to the last answer."""
+    """From the first request to the end of the last answer."""
     client_seconds: float = 0
-    """Of computing, in this process."""
-    is_whole: bool = False
+    """CPU time of this process."""
+    is_complete: bool = False
 
 
 def table_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    """What the table shows of these rows."""
+    """Returns the table's columns for these rows."""
     shown = [
         Column("requests", "requests"),
         Column("failed", "of them failed"),
@@ -68,7 +68,7 @@ def table_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def server_row(runs: Sequence[ServerRun], bound_ms: float | None) -> dict[str, Any]:
-    """All figures of one server, of at least one run."""
+    """Returns all figures of one server, from at least one run."""
     server, outcomes = runs[0].server, [outcome for run in runs for outcome in run.outcomes]
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
     measured = [_figures(run, bound_ms) for run in runs]
@@ -84,7 +84,7 @@ def server_row(runs: Sequence[ServerRun], bound_ms: float | None) -> dict[str, A
 
 
 def _figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
-    """Of one run. None is what was not measured."""
+    """Returns the figures of one run; None: not measured."""
     done = [outcome for outcome in run.outcomes if not outcome.failure]
     output = sum(outcome.output_tokens for outcome in done)
     figures: dict[str, float | None] = {
@@ -116,7 +116,7 @@ def _figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
-    """None unless all are known, and there are any."""
+    """Returns None if a count is unknown or there are none."""
     known = list(counts)
     return sum(each for each in known if each is not None) if known and None not in known else None
 

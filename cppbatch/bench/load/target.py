@@ -1,4 +1,4 @@
-"""Looks at a server before it is put under load: is it there, which model has it, does it take such requests."""
+"""Probing a server before the load test: is it reachable, which models does it serve, which fields does it accept."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cppbatch.bench.load.workload import Endpoint, LoadRequest
 from cppbatch.errors import ConfigError, UnusableServer
 
 _DROPPABLE = ("ignore_eos", "stream_options")
-"""Fields that a strict server may not know, and without which it can be measured."""
-_LOOK_SECONDS = 10
+"""Fields that a strict server may refuse. The load test works without them."""
+_PROBE_SECONDS = 10
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -26,13 +26,13 @@ class Target(msgspec.Struct, frozen=True):
 
     label: str
     url: str
-    """Without /v1 at its end."""
+    """Without /v1 at the end."""
 
     @classmethod
     def read(cls, given: str) -> Target:
-        """URL, or LABEL=URL. Raises `ConfigError`."""
+        """Parses URL or LABEL=URL. Raises `ConfigError`."""
         label, equals, address = given.partition("=")
-        if not equals or "://" in label:  # that = is the URL's own
+        if not equals or "://" in label:  # the = is part of the URL
             label, address = "", given
         try:
             url = URL(address)
@@ -46,7 +46,7 @@ class Target(msgspec.Struct, frozen=True):
 async def probe_server(
     target: Target, *, model: str | None, endpoint: Endpoint, api_key: str | None, timeout: float
 ) -> TargetServer:
-    """The server, once it has answered a request of two tokens. Raises `UnusableServer`, which says what to do."""
+    """Sends a request of two tokens, again without a field that the server refuses. Raises `UnusableServer`."""
     names = await _models(target, api_key)
     server = TargetServer(
         label=target.label, url=target.url, model=model or names[0], endpoint=endpoint, api_key=api_key
@@ -65,9 +65,9 @@ async def _try(server: TargetServer, timeout: float) -> RequestFailure | None:
 
 
 async def _models(target: Target, api_key: str | None) -> list[str]:
-    """Their names, at least one."""
-    here = _called(target.label, target.url)
-    timeout = aiohttp.ClientTimeout(total=_LOOK_SECONDS)
+    """Returns the names of the server's models, at least one. Raises `UnusableServer`."""
+    name = _server_name(target.label, target.url)
+    timeout = aiohttp.ClientTimeout(total=_PROBE_SECONDS)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, headers=authorization(api_key)) as session,
@@ -75,24 +75,24 @@ async def _models(target: Target, api_key: str | None) -> list[str]:
         ):
             status, body = response.status, await response.read()
     except asyncio.TimeoutError:
-        raise UnusableServer(f"{here} did not answer within {_LOOK_SECONDS} s: is this the right address?") from None
+        raise UnusableServer(f"{name} did not answer within {_PROBE_SECONDS} s: is this the right address?") from None
     except aiohttp.ClientConnectorError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
-        raise UnusableServer(f"{here} cannot be reached ({reason}): start the server, or correct --url") from error
+        raise UnusableServer(f"{name} cannot be reached ({reason}): start the server, or correct --url") from error
     except aiohttp.ClientError as error:
-        raise UnusableServer(f"{here} does not answer as a web server does ({error}): correct --url") from error
+        raise UnusableServer(f"{name} does not answer as a web server does ({error}): correct --url") from error
     if status in (401, 403):
-        raise UnusableServer(f"{here} {_about_key(api_key, status)}")
+        raise UnusableServer(f"{name} {_key_problem(api_key, status)}")
     if status == 503:
-        raise UnusableServer(f"{here} is not ready yet (503: {error_text(body)}); try again when it is")
+        raise UnusableServer(f"{name} is not ready yet (503: {error_text(body)}); try again when it is")
     names = _names(body) if status == 200 else None
     if names is None:
         raise UnusableServer(
-            f"{here} is no OpenAI-compatible server: GET /v1/models gave status {status}, not a list of models; "
+            f"{name} is no OpenAI-compatible server: GET /v1/models gave status {status}, not a list of models; "
             "correct --url"
         )
     if not names:
-        raise UnusableServer(f"{here} has no model; load one into it first")
+        raise UnusableServer(f"{name} has no model; load one into it first")
     return names
 
 
@@ -105,22 +105,22 @@ def _names(body: bytes) -> list[str] | None:
 
 
 def _explain(server: TargetServer, names: list[str], failure: RequestFailure) -> str:
-    here = _called(server.label, server.url)
+    name = _server_name(server.label, server.url)
     if failure.status in (401, 403):
-        return f"{here} {_about_key(server.api_key, failure.status)}"
+        return f"{name} {_key_problem(server.api_key, failure.status)}"
     if failure.status in (400, 404) and server.model not in names:
-        return f"{here} has no model {server.model}; it has {', '.join(names)} (--model)"
+        return f"{name} has no model {server.model}; it has {', '.join(names)} (--model)"
     if failure.status in (404, 405):
         other = "chat" if server.endpoint == "completions" else "completions"
-        return f"{here} has no {server.path().removeprefix(server.url)}; try --endpoint {other}"
-    return f"{here} does not answer a request of two tokens ({failure.kind}: {failure})"
+        return f"{name} has no {server.path().removeprefix(server.url)}; try --endpoint {other}"
+    return f"{name} does not answer a request of two tokens ({failure.kind}: {failure})"
 
 
-def _called(label: str, url: str) -> str:
+def _server_name(label: str, url: str) -> str:
     return url if label in url else f"{label} ({url})"
 
 
-def _about_key(api_key: str | None, status: int) -> str:
+def _key_problem(api_key: str | None, status: int) -> str:
     if api_key:
         return f"refuses this API key (status {status}); check --api-key"
     return f"asks for an API key (status {status}); give it with --api-key or CPPBATCH_BENCH_API_KEY"

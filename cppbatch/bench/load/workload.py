@@ -1,4 +1,4 @@
-"""Which requests a server gets."""
+"""The requests of a load test, and how they are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Endpoint = Literal["completions", "chat"]
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """One request. `seed` means that its text is sampled, None that it is greedy."""
+    """One request. `seed`: the text is sampled with this seed; None: it is greedy."""
 
     prompt: str
     max_tokens: int
@@ -26,19 +26,19 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of work, and its sizes in tokens (of prompts: about). Raises `ConfigError` for sizes that no work has."""
+    """A kind of workload and its sizes in tokens, which are approximate for prompts. Raises `ConfigError`."""
 
     kind: Kind
     n_requests: int
     prompt_tokens: Lengths
-    """Of each prompt; behind `prefix_tokens` where those are shared."""
+    """Length of each prompt, without a shared prefix."""
     output_tokens: Lengths
     prefix_tokens: int = 0
-    """At the beginning of every prompt (shared-prefix)."""
+    """Length of the prefix of every prompt (shared-prefix)."""
     samples: int = 1
-    """Of each prompt (fan-out)."""
+    """Samples of each prompt (fan-out)."""
     samples_by: SamplesBy = "requests"
-    """Whether each sample is a request with a seed of its own, or one request asks for all (`n`)."""
+    """`requests`: each sample is a request with its own seed. `n`: one request asks for all samples of a prompt."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens.check("--prompt-tokens")
@@ -59,7 +59,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}: {sizes}"
 
     def requests(self, seed: int, repeat: int) -> list[LoadRequest]:
-        """The same for the same arguments; other repeats have other prompts, of the same lengths in another order."""
+        """Returns the same requests for the same arguments.
+
+        Each repeat has different prompts, with the same lengths in another order.
+        """
         if self.kind == "fan-out":
             return list(self._fanned_out(seed, repeat))
         prefix = random_text(_rng(seed, repeat, "prefix"), self.prefix_tokens)
@@ -69,7 +72,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def _fanned_out(self, seed: int, repeat: int) -> Iterator[LoadRequest]:
-        """As many prompts as give `n_requests` samples, at least."""
+        """Yields requests for at least `n_requests` samples."""
         n_prompts = -(-self.n_requests // self.samples)
         for i, (prompt, max_tokens) in enumerate(self._prompts(n_prompts, seed, repeat)):
             seeds = [1 + i * self.samples + j for j in range(self.samples)]
@@ -79,7 +82,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
                 yield from (LoadRequest(prompt, max_tokens, seed=each) for each in seeds)
 
     def _prompts(self, n: int, seed: int, repeat: int) -> Iterator[tuple[str, int]]:
-        """Texts, and how many tokens are to follow."""
+        """Yields texts and numbers of output tokens."""
         order = _rng(seed, repeat, "lengths")
         lengths = [sizes.spread(n) for sizes in (self.prompt_tokens, self.output_tokens)]
         for each in lengths:
@@ -89,7 +92,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warm_up(workload: Workload, n: int, seed: int) -> list[LoadRequest]:
-    """`n` requests of such sizes, whose prompts no repeat has."""
+    """Returns `n` requests of these sizes with prompts that no repeat uses."""
     return workload.requests(seed, repeat=-1)[:n]
 
 
@@ -98,23 +101,23 @@ def _rng(seed: int, repeat: int, what: object) -> Random:
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is sent, and how. Raises `ConfigError`."""
+    """The workload and how it is sent. Raises `ConfigError`."""
 
     workload: Workload
     concurrency: int = 16
-    """Clients of the closed loop."""
+    """Number of clients in a closed loop."""
     rate: float | None = None
-    """Requests a second, in an open loop; None: a closed loop."""
+    """Requests/s in an open loop; None: a closed loop."""
     endpoint: Endpoint = "completions"
     model: str | None = None
-    """None: the first that each server has."""
+    """None: each server's first model."""
     api_key: str | None = None
     warmup: int = 4
-    """Requests to each server before all else."""
+    """Requests to each server before the measurement."""
     repeats: int = 3
     seed: int
     latency_bound_ms: float | None = None
-    """Requests whose first text came within it are good ones."""
+    """Bound of the time to first token of requests that count as goodput."""
     timeout: float = 300
     """Seconds for a request."""
 

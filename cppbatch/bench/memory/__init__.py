@@ -1,5 +1,6 @@
-"""What an engine will take of a machine's memory, found out without loading the model.
+"""Estimating an engine's memory without loading the model.
 
-`survey` asks a child process, in which llama.cpp only simulates its allocations; `plan` holds that against what is
-free; `check` refuses what will not fit; `measure` loads the model and looks.
+`memory_estimate` asks a child process, in which llama.cpp simulates its allocations. `memory_demand` compares the
+estimate with free memory, `memory_check` refuses settings that do not fit, and `measure_memory` loads the model and
+measures.
 """

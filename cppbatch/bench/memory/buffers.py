@@ -1,4 +1,4 @@
-"""The sizes of llama.cpp's buffers, as it logs them."""
+"""Reading the sizes of llama.cpp's buffers from its log."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["weights", "adapters", "cells", "states", "compute", "output", "process", "engine"]
-"""cells: the KV cache. states: what recurrent layers have in its place. output: rows of logits, or vectors. process:
-the interpreter, libraries and vocabulary. engine: copies of such rows, in our own code."""
+"""cells: the KV cache. states: the state of recurrent layers. output: rows of logits or embeddings. process: the
+interpreter, libraries and vocabulary. engine: the engine's copies of output rows."""
 
 
 class Buffer(msgspec.Struct, frozen=True):
-    """A piece of memory."""
+    """An allocation."""
 
     kind: Kind
-    place: str
-    """llama.cpp's name of the kind of buffer: CPU, CPU_Mapped, CPU_REPACK, CUDA0, CUDA_Host ..."""
+    buffer_type: str
+    """llama.cpp's buffer type: CPU, CPU_Mapped, CPU_REPACK, CUDA0, CUDA_Host ..."""
     n_bytes: int
 
 
@@ -30,16 +30,16 @@ _CACHE_LAYER = re.compile(r"layer\s+\d+: dev = (\S+)")
 
 
 def read_buffers(lines: Iterable[str]) -> list[Buffer]:
-    """All buffers in the log of a model's load or of a context's making; one for each kind and place.
+    """Returns the buffers in the log of loading a model or creating a context, one for each kind and buffer type.
 
-    A simulated KV cache has buffers of size 0. Then its total counts, which llama.cpp logs as well, spread over the
-    devices by the number of layers on them.
+    Buffers of a simulated KV cache have size 0. Then the total that llama.cpp logs is divided among the devices by
+    their number of layers.
     """
     sizes: Counter[tuple[Kind, str]] = Counter()
-    cache: Counter[str] = Counter()  # of the cache whose total has not come yet
+    cache: Counter[str] = Counter()  # of the cache whose total was not logged yet
     layers: Counter[str] = Counter()
     for line in lines:
-        if "sched_reserve: reserving ..." in line:  # planned anew: what was planned before is gone
+        if "sched_reserve: reserving ..." in line:  # reserved again: replaces the earlier reservation
             sizes = Counter({key: n for key, n in sizes.items() if key[0] != "compute"})
         elif found := _CACHE_LAYER.search(line):
             layers[found[1]] += 1

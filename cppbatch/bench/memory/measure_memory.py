@@ -1,4 +1,4 @@
-"""What an engine takes of the memory once it is loaded and has worked."""
+"""Measuring the memory of a loaded engine after its first steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NEW_TOKENS = 4
 
 
 class MeasuredMemory(msgspec.Struct, frozen=True):
-    """What was measured, in bytes."""
+    """Measured memory in bytes."""
 
     buffers: list[Buffer]
     """As llama.cpp logged them."""
     process: int
-    """By how much the process has grown, without what nobody has touched yet."""
+    """Growth of the process's resident memory, without pages that were never written."""
     devices: dict[str, int]
-    """How much less each device has free."""
+    """Decrease of free memory, by device."""
 
 
 def measure_memory(config: EngineConfig) -> MeasuredMemory:
-    """Loads the model into this process and lets every sequence work, so that its memory is not only promised."""
+    """Loads the model and runs every sequence, so that the memory is resident, not only allocated."""
     backend, process = Backend.get(), psutil.Process()
     free_before, resident_before = _free(backend), process.memory_info().rss
     with backend.lines() as lines:

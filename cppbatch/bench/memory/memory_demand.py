@@ -1,4 +1,4 @@
-"""What engines need, held against what is free."""
+"""The memory that engines need, compared with free memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_host_memory(cgroups: Path = _CGROUPS) -> int:
-    """Bytes that processes can still have: the system's, or a container's where that has less.
+    """Returns the free bytes of the system, or of the container if that has less.
 
-    What caches files counts as free, and so does swap space.
+    File cache and swap space count as free.
     """
     system = psutil.virtual_memory().available + psutil.swap_memory().free
     limit, used = _number(cgroups / "memory.max"), _number(cgroups / "memory.current")
@@ -28,7 +28,7 @@ def free_host_memory(cgroups: Path = _CGROUPS) -> int:
 
 
 def _number(file: Path) -> int | None:
-    """None without such a file, and where it says "max"."""
+    """Returns None if there is no file, or if it contains "max"."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def _number(file: Path) -> int | None:
 
 
 def _cached(file: Path) -> int:
-    """Bytes of files that a container keeps in memory and would give up."""
+    """Returns the bytes of the container's file cache."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -49,61 +49,66 @@ _GIB = 2**30
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What engines need in one place: the host's memory, or a GPU's. In bytes."""
+    """The memory that engines need on the host or on one GPU, in bytes."""
 
     where: str
     """`HOST`, or llama.cpp's name of the device."""
     free: int
-    """0 on a device whose driver does not tell."""
+    """0 if the driver does not report it."""
     firm: int
-    """What must be there: buffers, processes."""
+    """Memory that must be allocated: buffers and processes."""
     mapped: int = 0
-    """Weights used as they lie in the file: where memory is short they are read again and again, which is slow."""
+    """Weights mapped from the file. If memory is short, they are read from the file repeatedly, which is slow."""
 
     @property
     def will_fit(self) -> bool:
-        """Whether it can be allocated; unknown counts as yes."""
+        """Whether the memory can be allocated. True if free memory is unknown."""
         return self.firm <= self.free or (self.free == 0 and self.where != HOST)
 
     @property
     def will_be_slow(self) -> bool:
-        """Whether the weights would not stay in memory."""
+        """Whether the mapped weights do not fit into memory as well."""
         return self.will_fit and self.firm + self.mapped > self.free > 0
 
 
-def memory_demands(survey: MemoryEstimate, host_free: int) -> list[Demand]:
-    """What all engines of a survey need together, the host first.
+def memory_demands(estimate: MemoryEstimate, host_free: int) -> list[Demand]:
+    """Returns what all engines of an estimate need together, the host first. `host_free`: bytes.
 
-    Processes share the pages of a file that they map. `host_free`: bytes.
+    Processes share the pages of a mapped file, so mapped weights count once.
     """
-    buffers = [buffer for footprint in survey.footprints for buffer in footprint.buffers]
+    buffers = [buffer for footprint in estimate.footprints for buffer in footprint.buffers]
     host = Demand(
         where=HOST,
         free=host_free,
-        firm=sum(b.n_bytes for b in buffers if where(b, survey.devices) == HOST and b.place != MAPPED),
-        mapped=max((mapped_bytes(footprint) for footprint in survey.footprints), default=0),
+        firm=sum(b.n_bytes for b in buffers if location(b, estimate.devices) == HOST and b.buffer_type != MAPPED),
+        mapped=max((mapped_bytes(footprint) for footprint in estimate.footprints), default=0),
     )
     on_devices = [
         Demand(
             where=device.name,
             free=device.free,
-            firm=sum(b.n_bytes for b in buffers if where(b, survey.devices) == device.name),
+            firm=sum(b.n_bytes for b in buffers if location(b, estimate.devices) == device.name),
         )
-        for device in survey.devices
+        for device in estimate.devices
     ]
     return [host, *(each for each in on_devices if each.firm)]
 
 
 def mapped_bytes(footprint: Footprint) -> int:
-    """Its weights that are used as they lie in the file."""
-    return sum(buffer.n_bytes for buffer in footprint.buffers if buffer.place == MAPPED)
+    """Returns the bytes of weights mapped from the file."""
+    return sum(buffer.n_bytes for buffer in footprint.buffers if buffer.buffer_type == MAPPED)
 
 
-def where(buffer: Buffer, devices: Sequence[Device]) -> str:
-    """In whose memory a buffer is. Behind a device's name there may be what kind of buffer it is (Metal's)."""
-    return next((d.name for d in devices if buffer.place == d.name or buffer.place.startswith(f"{d.name}_")), HOST)
+def location(buffer: Buffer, devices: Sequence[Device]) -> str:
+    """Returns `HOST` or the name of the device that holds a buffer.
+
+    A buffer type may be a device's name with a suffix (on Metal).
+    """
+    return next(
+        (d.name for d in devices if buffer.buffer_type == d.name or buffer.buffer_type.startswith(f"{d.name}_")), HOST
+    )
 
 
 def format_gib(n_bytes: int) -> str:
-    """For messages."""
+    """Formats bytes for messages, in GiB or MiB."""
     return f"{n_bytes / _GIB:.2f} GiB" if n_bytes >= _GIB / 10 else f"{n_bytes / 2**20:.1f} MiB"

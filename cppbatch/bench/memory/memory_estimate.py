@@ -1,4 +1,4 @@
-"""Asks llama.cpp, in a child process, what engines would take: it simulates its allocations there, and may crash."""
+"""Estimating the memory of engines: a child process, which may crash, lets llama.cpp simulate its allocations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.config import EngineConfig
 from cppbatch.errors import EstimateFailed
 
-_TIMEOUT_S = 60  # the default model takes 0.3 s; a large file on a slow disk has its header read
+_TIMEOUT_S = 60  # the default model takes 0.3 s; reading the header of a large file from a slow disk takes longer
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU, as llama.cpp names it. Memory in bytes; both 0 where the driver does not tell."""
+    """A GPU. `name`: llama.cpp's. Memory in bytes, 0 if the driver does not report it."""
 
     name: str
     description: str
@@ -24,29 +24,30 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine would take, or why it cannot be made."""
+    """The memory of one engine, or why the engine cannot be created."""
 
     buffers: list[Buffer] = []
     kv_layout: str = ""
     sequence_cells: int = 0
-    """KV cells that one sequence may take."""
+    """The most KV cells that one sequence may use."""
     n_layers: int = 0
     n_ctx_train: int = 0
     error: str | None = None
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True):
-    """Footprints in the order of the settings that were asked for, and where they would be."""
+    """The footprints of several engines, and the devices."""
 
     footprints: list[Footprint]
+    """In the order of the settings."""
     devices: list[Device]
-    """GPUs; what they have free is what they had while the child used none of it but what a process takes there."""
+    """GPUs. Free memory is measured while the child process uses only what each process takes on a GPU."""
 
 
 def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:
-    """What each of these engines would take by itself. Allocates next to nothing, and takes 0.3 s and more.
+    """Estimates the memory of each of these engines on its own. Allocates almost nothing; takes 0.3 s or more.
 
-    Raises `EstimateFailed` when the child process does not answer.
+    Raises `EstimateFailed` if the child process fails.
     """
     unique = list(dict.fromkeys(configs))
     try:

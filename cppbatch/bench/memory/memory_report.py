@@ -1,4 +1,4 @@
-"""The memory plan as a table and a picture."""
+"""The report and the plot of `cppbatch memory`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from cppbatch.bench.machine import this_machine
 from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.bench.memory.measure_memory import MeasuredMemory
-from cppbatch.bench.memory.memory_demand import HOST, Demand, format_gib, free_host_memory, memory_demands, where
+from cppbatch.bench.memory.memory_demand import HOST, Demand, format_gib, free_host_memory, location, memory_demands
 from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate, estimate_memory
 from cppbatch.bench.memory.weights import MAPPED
 from cppbatch.bench.plot import new_figure
@@ -27,14 +27,14 @@ _NAMES = {
     "weights": "weights", "adapters": "LoRA adapters", "cells": "KV cells", "states": "recurrent states",
     "compute": "compute buffers", "output": "rows of logits", "engine": "their copies", "process": "process",
 }  # fmt: skip
-_PLANNED = ("process", "engine")  # llama.cpp logs no such thing
+_NOT_LOGGED = ("process", "engine")  # not in llama.cpp's log
 
 
 def memory_report(config: EngineConfig) -> Report:
-    """What the engine would take, beside what is free. Raises `EstimateFailed`, `ModelError`."""
-    found = estimate_memory([config])
-    footprint = _sound(found)[0]
-    needed = memory_demands(found, free_host_memory())
+    """Compares an engine's estimated memory with free memory. Raises `EstimateFailed`, `ModelError`."""
+    estimate = estimate_memory([config])
+    footprint = _checked(estimate)[0]
+    needed = memory_demands(estimate, free_host_memory())
     return Report(
         kind="memory",
         title=f"Memory of -c {config.n_ctx} -np {config.n_parallel}, {footprint.kv_layout}",
@@ -42,13 +42,13 @@ def memory_report(config: EngineConfig) -> Report:
         model=config.model_path,
         settings={"config": config, "sequence_cells": footprint.sequence_cells, "demands": needed},
         columns=[Column("what", ""), Column("where", "where"), Column("predicted_mib", "MiB", 1)],
-        rows=[_row(buffer, found.devices) for buffer in _sorted(footprint.buffers)],
+        rows=[_row(buffer, estimate.devices) for buffer in _sorted(footprint.buffers)],
         notes=[*map(_verdict, needed), _limits(config)],
     )
 
 
 def with_measured(report: Report, taken: MeasuredMemory, devices: Sequence[Device] = ()) -> Report:
-    """The report with what was measured beside it."""
+    """Returns the report with measured values next to the estimates."""
     measured: Counter[tuple[str, str]] = Counter()
     for buffer in taken.buffers:
         measured[_NAMES[buffer.kind], _where(buffer, devices)] += buffer.n_bytes
@@ -62,18 +62,18 @@ def with_measured(report: Report, taken: MeasuredMemory, devices: Sequence[Devic
 
 
 def plot_memory(report: Report) -> Figure:
-    """Memory against context, and against parallelism with as many cells for each sequence; asks llama.cpp anew."""
+    """Plots memory by context size, and by parallelism with constant cells per sequence. Runs further estimates."""
     config: EngineConfig = report.settings["config"]
     contexts = [config.n_ctx * part // 8 for part in range(1, 17) if config.n_ctx * part // 8 >= config.n_parallel]
     each = config.n_ctx // config.n_parallel
     parallel = [n for n in (1 << i for i in range(9)) if n <= min(MAX_SEQ_IDS, config.n_batch, 4 * config.n_parallel)]
     by_context = [replace(config, n_ctx=n) for n in contexts]
     by_parallel = [replace(config, n_parallel=n, n_ctx=n * each) for n in parallel]
-    found = _sound(estimate_memory([*by_context, *by_parallel]))
+    footprints = _checked(estimate_memory([*by_context, *by_parallel]))
     figure, (left, right) = new_figure(report, 2)
-    _areas(left, contexts, found[: len(contexts)])
+    _areas(left, contexts, footprints[: len(contexts)])
     left.set_xlabel(f"-c, with -np {config.n_parallel}")
-    _areas(right, parallel, found[len(contexts) :])
+    _areas(right, parallel, footprints[len(contexts) :])
     right.set_xlabel(f"-np, with {each} cells each")
     right.legend(loc="upper left", fontsize=8)
     return figure
@@ -86,18 +86,18 @@ def _areas(axes: Any, sizes: list[int], footprints: list[Footprint]) -> None:
     axes.set_ylabel("MiB")
 
 
-def _sound(found: MemoryEstimate) -> list[Footprint]:
-    for footprint in found.footprints:
+def _checked(estimate: MemoryEstimate) -> list[Footprint]:
+    for footprint in estimate.footprints:
         if footprint.error:
             raise ModelError(footprint.error)
-    return found.footprints
+    return estimate.footprints
 
 
 def _sorted(buffers: list[Buffer]) -> list[Buffer]:
-    """Those of a kind and a place together, in the order of the names above."""
+    """Merges buffers of the same kind and type, in the order of `_NAMES`."""
     sizes: Counter[tuple[str, str]] = Counter()
     for buffer in buffers:
-        sizes[buffer.kind, buffer.place] += buffer.n_bytes
+        sizes[buffer.kind, buffer.buffer_type] += buffer.n_bytes
     order = list(_NAMES)
     ordered = sorted(sizes.items(), key=lambda item: order.index(item[0][0]))
     return [Buffer(kind, place, n) for (kind, place), n in ordered]  # type: ignore[arg-type]
@@ -109,20 +109,20 @@ def _row(buffer: Buffer, devices: Sequence[Device]) -> dict[str, Any]:
         "where": _where(buffer, devices),
         "predicted_mib": buffer.n_bytes / _MIB,
         "kind": buffer.kind,
-        "place": buffer.place,
+        "place": buffer.buffer_type,
     }
 
 
 def _where(buffer: Buffer, devices: Sequence[Device]) -> str:
-    if buffer.place == MAPPED:
+    if buffer.buffer_type == MAPPED:
         return "host, the file itself"
-    place = where(buffer, devices)
+    place = location(buffer, devices)
     repacked = place == HOST and buffer.kind == "weights"
-    return f"{place}, repacked ({buffer.place})" if repacked else place
+    return f"{place}, repacked ({buffer.buffer_type})" if repacked else place
 
 
 def _with_measured(row: dict[str, Any], n_bytes: int | None) -> dict[str, Any]:
-    if n_bytes is None or row["kind"] in _PLANNED:
+    if n_bytes is None or row["kind"] in _NOT_LOGGED:
         return row
     measured = n_bytes / _MIB
     return {**row, "measured_mib": measured, "difference": 100 * (row["predicted_mib"] / measured - 1)}

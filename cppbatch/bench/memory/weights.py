@@ -1,4 +1,4 @@
-"""Where a model's tensors go, and how much memory they are there."""
+"""Buffer types of a model's tensors, and the memory that the weights take in each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cppbatch.bench.memory.buffers import Buffer
 _PLACED = re.compile(r"tensor (\S+) \(\d+ MiB \S+\) buffer type overridden to (\S+)")
 _LAYER = re.compile(r"layer\s+(\d+) assigned to device (\S+),")
 _OF_LAYER = re.compile(r"blk\.(\d+)\.")
-_OF_INPUT = re.compile(r"token_|position_embd|per_layer_token")  # looked up by the CPU, wherever the layers are
+_OF_INPUT = re.compile(r"token_|position_embd|per_layer_token")  # always on the CPU, whatever the device of the layers
 MAPPED = "CPU_Mapped"
-"""The place of weights that are used as they lie in the file."""
+"""The buffer type of weights that are mapped from the file."""
 
 
 class TensorInfo(Protocol):
@@ -29,10 +29,10 @@ class TensorInfo(Protocol):
 
 
 def weight_buffers(lines: Sequence[str], parts: Iterable[Sequence[TensorInfo]]) -> list[Buffer]:
-    """The buffers of the weights, from the log of a simulated load and the tensors of each of the model's files.
+    """Returns the buffers of the weights, from the log of a simulated load and the tensors of each model file.
 
-    Of what stays in a file, all from the first to the last tensor is mapped. Tensors that llama.cpp does not load
-    do not count.
+    In each file the range from the first to the last mapped tensor is mapped. Tensors that llama.cpp does not load do
+    not count.
     """
     placed: dict[str, set[str]] = {}
     layers: dict[int, str] = {}
@@ -58,14 +58,14 @@ def weight_buffers(lines: Sequence[str], parts: Iterable[Sequence[TensorInfo]]) 
 
 
 def _by_layer(name: str, layers: dict[int, str], has_output: bool) -> set[str]:
-    of_output = layers[max(layers)] if layers else MAPPED  # llama.cpp counts it as the layer behind the last one
+    of_output = layers[max(layers)] if layers else MAPPED  # llama.cpp counts the output as one more layer
     if of_layer := _OF_LAYER.match(name):
         return {layers.get(int(of_layer[1]), MAPPED)}
-    if name == "token_embd.weight" and not has_output:  # it is the output as well
+    if name == "token_embd.weight" and not has_output:  # tied embeddings: also used as the output
         return {MAPPED, of_output}
     return {MAPPED if _OF_INPUT.match(name) else of_output}
 
 
 def _place(name: str) -> str:
-    """Host memory that a GPU could read is not used when files are mapped, as they are."""
+    """Host buffers that a GPU can read become mapped, since the files are mapped."""
     return MAPPED if name == "CPU" or name.endswith("_Host") else name

@@ -1,3 +1,3 @@
-"""Ways to schedule the same requests, as schedulers of the engine, and what each of them is worth."""
+"""`cppbatch bench strategies`: schedulers of the engine that batch differently, compared on the same requests."""
 
 STRATEGIES = ("sequential", "concurrent", "static-padded", "static-ragged", "continuous")

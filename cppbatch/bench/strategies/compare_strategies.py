@@ -1,4 +1,4 @@
-"""The same requests under each strategy, in turns, on one context."""
+"""Runs the same requests under each strategy, in turns, on one context, and reports the comparison."""
 
 from __future__ import annotations
 
@@ -25,18 +25,6 @@ from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.errors import ConfigError
 
-
-def make_schedulers(*, max_wait_s: float, bucket: int) -> dict[str, Callable[..., Scheduler]]:
-    """A scheduler for each of STRATEGIES, for `BatchInferenceEngine(policy=...)`."""
-    return {
-        "sequential": SequentialScheduler,
-        "concurrent": ConcurrentScheduler,
-        "static-padded": partial(StaticScheduler, max_wait_s=max_wait_s, bucket=bucket),
-        "static-ragged": partial(StaticScheduler, max_wait_s=max_wait_s),
-        "continuous": Scheduler,
-    }
-
-
 _WARM_UP = 4  # tokens of each request
 
 _COLUMNS = [
@@ -54,13 +42,13 @@ _COLUMNS = [
 
 
 class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What to compare. Raises `ConfigError` for settings out of range."""
+    """The strategies and their settings. Raises `ConfigError` if these are out of range."""
 
     names: tuple[str, ...] = STRATEGIES
     max_wait_ms: float = 50.0
-    """How long a static batch is collected."""
+    """The longest time for which a static batch is collected."""
     bucket: int = 64
-    """Prompts of a padded batch are filled up to a multiple of it."""
+    """Prompts of a padded batch are padded to a multiple of this."""
     repeats: int = 3
 
     def __post_init__(self) -> None:
@@ -71,15 +59,26 @@ class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{flag} is {getattr(self, name)}; it must be at least 1")
 
 
+def make_schedulers(*, max_wait_s: float, bucket: int) -> dict[str, Callable[..., Scheduler]]:
+    """Returns a factory for each of `STRATEGIES`, for `BatchInferenceEngine(policy=...)`."""
+    return {
+        "sequential": SequentialScheduler,
+        "concurrent": ConcurrentScheduler,
+        "static-padded": partial(StaticScheduler, max_wait_s=max_wait_s, bucket=bucket),
+        "static-ragged": partial(StaticScheduler, max_wait_s=max_wait_s),
+        "continuous": Scheduler,
+    }
+
+
 def compare_strategies(
     config: EngineConfig,
     compared: StrategyComparison,
     work: OfflineWorkload,
-    tell: Callable[[str], object] = lambda line: None,
+    progress: Callable[[str], object] = lambda line: None,
 ) -> Report:
-    """Measures; `tell` gets a line for each run. `config`'s n_ctx is not used: the cells suffice for the requests.
+    """Measures; `progress` gets a line for each run. `config.n_ctx` is ignored: n_ctx follows from the requests.
 
-    Raises `ConfigError`, and what an engine raises.
+    Raises `ConfigError` and the engine's exceptions.
     """
     longest = round_up(work.prompt_tokens.high, compared.bucket) + work.new_tokens.high
     config = msgspec.structs.replace(
@@ -88,7 +87,7 @@ def compare_strategies(
     runtime = load_runtime(config)
     try:
         check_can_run(runtime.info, work.prompt_tokens.high, work.new_tokens.high)
-        played = run_all(config, runtime, compared, work.jobs(runtime.info.n_vocab), tell)
+        runs_by_strategy = run_all(config, runtime, compared, work.requests(runtime.info.n_vocab), progress)
     finally:
         runtime.close()
     info = runtime.info
@@ -108,7 +107,7 @@ def compare_strategies(
             "n_threads": config.n_threads,
         },
         columns=_COLUMNS,
-        rows=[_row(name, runs, played.get("sequential")) for name, runs in played.items()],
+        rows=[_row(name, runs, runs_by_strategy.get("sequential")) for name, runs in runs_by_strategy.items()],
     )
 
 
@@ -116,26 +115,30 @@ def run_all(
     config: EngineConfig,
     runtime: Runtime,
     compared: StrategyComparison,
-    jobs: list[TimedRequest],
-    tell: Callable[[str], object],
+    requests: list[TimedRequest],
+    progress: Callable[[str], object],
 ) -> dict[str, list[WorkloadRun]]:
-    """Each strategy's runs. They take turns, so that all see the same machine; the runtime stays open."""
+    """Returns the runs of each strategy. Strategies take turns, so that all see the same machine state."""
     shared = replace(runtime, close=lambda: None)
-    known = make_schedulers(max_wait_s=compared.max_wait_ms / 1000, bucket=compared.bucket)
+    schedulers = make_schedulers(max_wait_s=compared.max_wait_ms / 1000, bucket=compared.bucket)
     with contextlib.ExitStack() as stack:
         engines = {}
         for name in compared.names:
-            engine = BatchInferenceEngine(config, runtime=shared, policy=known[name])
+            engine = BatchInferenceEngine(config, runtime=shared, policy=schedulers[name])
             engines[name] = stack.enter_context(engine)
             engine.survives_failures = False
-        few = [replace(job, at=0.0, n_new=min(job.n_new, _WARM_UP)) for job in jobs[: config.n_parallel]]
-        run_workload(engines[compared.names[-1]], few)
-        played: dict[str, list[WorkloadRun]] = {name: [] for name in engines}
+        warm_up = [
+            replace(request, at=0.0, n_new=min(request.n_new, _WARM_UP)) for request in requests[: config.n_parallel]
+        ]
+        run_workload(engines[compared.names[-1]], warm_up)
+        runs_by_strategy: dict[str, list[WorkloadRun]] = {name: [] for name in engines}
         for turn in range(compared.repeats):
             for name, engine in engines.items():
-                played[name].append(run_workload(engine, jobs))
-                tell(f"{turn + 1}/{compared.repeats} {name}: {played[name][-1].tokens_per_second:.1f} tok/s")
-    return played
+                runs_by_strategy[name].append(run_workload(engine, requests))
+                progress(
+                    f"{turn + 1}/{compared.repeats} {name}: {runs_by_strategy[name][-1].tokens_per_second:.1f} tok/s"
+                )
+    return runs_by_strategy
 
 
 def _row(name: str, runs: Sequence[WorkloadRun], sequential: Sequence[WorkloadRun] | None) -> dict[str, Any]:

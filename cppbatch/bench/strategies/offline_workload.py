@@ -1,4 +1,4 @@
-"""The requests that every strategy gets: the same lengths, tokens and times of arrival."""
+"""The requests of a strategy comparison: the same lengths, tokens and arrival times for every strategy."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class TimedRequest:
     """One request."""
 
     at: float
-    """Seconds after the start."""
+    """Arrival in seconds after the start."""
     prompt: list[int]
     n_new: int
 
 
 class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises `ConfigError` for sizes out of range."""
+    """Numbers and sizes of requests. Raises `ConfigError` if they are out of range."""
 
     n_requests: int = 48
     prompt_tokens: Lengths = Lengths(16, 256)
     new_tokens: Lengths = Lengths(16, 256)
     rate: float = 0.0
-    """Requests a second, with exponential gaps (Poisson); 0: all at once."""
+    """Requests/s with exponential gaps (a Poisson process); 0: all at once."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,13 +41,13 @@ class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
         if self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
 
-    def jobs(self, n_vocab: int) -> list[TimedRequest]:
-        """The requests in order of arrival; the same for the same workload and vocabulary.
+    def requests(self, n_vocab: int) -> list[TimedRequest]:
+        """Returns the requests in order of arrival, always the same for a workload and vocabulary.
 
-        Lengths are log-uniform: half of them lie below the geometric mean of the ends, so a few are long.
+        Lengths are log-uniform: half of them are below the geometric mean of the range, and a few are long.
         """
         draw, n = np.random.default_rng(self.seed), self.n_requests
-        prompts, news = (_drawn(draw, of, n) for of in (self.prompt_tokens, self.new_tokens))
+        prompts, news = (_random_lengths(draw, lengths, n) for lengths in (self.prompt_tokens, self.new_tokens))
         gaps = draw.exponential(1 / self.rate, n) if self.rate else np.zeros(n)
         at = np.cumsum(gaps) - gaps[0]
         return [
@@ -55,7 +55,7 @@ class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def _drawn(draw: np.random.Generator, of: Lengths, n: int) -> list[int]:
-    low, high = of
-    lengths: list[int] = np.exp(draw.uniform(np.log(low), np.log(high + 1), n)).astype(int).clip(low, high).tolist()
-    return lengths
+def _random_lengths(draw: np.random.Generator, lengths: Lengths, n: int) -> list[int]:
+    low, high = lengths
+    values: list[int] = np.exp(draw.uniform(np.log(low), np.log(high + 1), n)).astype(int).clip(low, high).tolist()
+    return values

@@ -1,4 +1,4 @@
-"""How busy the machine was."""
+"""Measuring the use of CPU and GPUs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cppbatch.config import available_threads
 
 log = logging.getLogger("cppbatch.bench")
 
-_EVERY_S = 0.1  # the driver itself looks at a GPU no more often
+_SAMPLE_INTERVAL_S = 0.1  # the driver does not update the figure more often
 
 
 class ResourceUsage:
-    """A context manager; the figures are there when it is left.
+    """A context manager that sets its figures at the end.
 
-    `cpu_percent`: of the cores that this process may use, by this process; threads that spin count as working.
-    `gpu_percent`: of the time, the mean of all GPUs that NVIDIA's library shows; None: none, no `pynvml`,
-    or a driver that does not tell (parts of a GPU, MIG, have no such figure).
+    `cpu_percent`: this process's share of the cores that it may use. Threads that spin count as busy.
+    `gpu_percent`: the share of time with a running kernel, the mean of all NVIDIA GPUs. None: no GPU, no `pynvml`,
+    or no figure from the driver (parts of a GPU, MIG, have none).
     """
 
     cpu_percent: float
@@ -29,33 +29,33 @@ class ResourceUsage:
 
     def __enter__(self) -> ResourceUsage:
         self._gpus = _gpus()
-        self._seen: list[float] = []
-        self._over = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._samples: list[float] = []
+        self._ended = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
         if self._gpus:
-            self._watcher.start()
+            self._sampler.start()
         self._cpu, self._began = _cpu_seconds(), perf_counter()
         return self
 
     def __exit__(self, *exc: object) -> None:
         seconds = perf_counter() - self._began
         self.cpu_percent = 100 * (_cpu_seconds() - self._cpu) / seconds / available_threads()
-        self._over.set()
+        self._ended.set()
         if self._gpus:
-            self._watcher.join()
-        self.gpu_percent = sum(self._seen) / len(self._seen) if self._seen else None
+            self._sampler.join()
+        self.gpu_percent = sum(self._samples) / len(self._samples) if self._samples else None
 
-    def _watch(self) -> None:
+    def _sample(self) -> None:
         import pynvml
 
-        while not self._over.wait(_EVERY_S):
+        while not self._ended.wait(_SAMPLE_INTERVAL_S):
             try:
                 busy = [pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu for gpu in self._gpus]
             except pynvml.NVMLError as error:
                 log.warning("the use of GPUs is not known: %s", error)
-                self._seen.clear()
+                self._samples.clear()
                 return
-            self._seen.append(sum(busy) / len(busy))
+            self._samples.append(sum(busy) / len(busy))
 
 
 def _cpu_seconds() -> float:
@@ -71,5 +71,5 @@ def _gpus() -> list[Any]:
     try:
         pynvml.nvmlInit()
         return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:  # no driver here
+    except pynvml.NVMLError:  # no driver
         return []

@@ -1,4 +1,4 @@
-"""One request after the other."""
+"""Schedulers without batching: one sequence in each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cppbatch.engine.sequence import SeqStatus
 
 
 class SequentialScheduler(Scheduler):
-    """The engine's own policy with one place: a step is a piece of one prompt, or one row."""
+    """Runs one request after the other: the engine's own policy with `n_parallel=1`."""
 
     def __init__(self, kv: KVPool, *, n_parallel: int, **settings: Any) -> None:
         del n_parallel
@@ -18,12 +18,12 @@ class SequentialScheduler(Scheduler):
 
 
 class ConcurrentScheduler(Scheduler):
-    """Interleaves: each step is one sequence's, its whole prompt or its next token, in turn.
+    """Interleaves requests without batching: each step computes one sequence's prompt or next token, in turn.
 
-    That is what threads over one model do: everybody gets on, and nobody gains from the others' being there.
+    This is what threads over one model do: all requests advance, and none gains from the others.
     """
 
-    _last = (float("-inf"), 0)  # the rank of whose step it was
+    _last = (float("-inf"), 0)  # rank of the sequence of the previous step
 
     def _choose(self, plan: StepPlan) -> None:
         ready = [sequence for sequence in self.running if not sequence.moving]

@@ -1,4 +1,4 @@
-"""A picture of a comparison: tokens/s, and how long one waits for them."""
+"""The plot of `cppbatch bench strategies`: tokens/s and latencies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMES = {
 
 
 def plot_strategies(report: Report) -> Figure:
-    """Bars for each strategy, with the spread of the runs."""
+    """Plots bars for each strategy, with their range over the repeats."""
     figure, (speed, times) = new_figure(report, 2)
     names = [row["strategy"] for row in report.rows]
     places = range(len(names))

@@ -1,4 +1,4 @@
-"""Lets requests arrive at an engine, and notes what became of them."""
+"""Runs a workload on an engine: adds each request at its arrival time and records its tokens and latencies."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import GenerationFailed
 
-_PAUSE_S = 0.001  # while nobody runs: before it is seen whether anybody has come or a batch is due
+_POLL_S = 0.001  # between checks for arrivals and collected batches while no sequence runs
 
 
 @dataclass(frozen=True)
 class WorkloadRun:
-    """What one engine made of the jobs. Lists are in the jobs' order, times in seconds from a job's arrival."""
+    """The result of a workload. Lists are in the order of the requests; times are in seconds from arrival."""
 
     seconds: float
     tokens: list[list[int]]
     first_token: list[float]
     latency: list[float]
     mean_rows: float
-    """Sequences in a step that decodes."""
+    """Mean number of sequences in a decode step."""
     cpu_percent: float
     gpu_percent: float | None
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the whole time."""
+        """Generated tokens per second of the whole run."""
         return sum(map(len, self.tokens)) / self.seconds
 
 
-def run_workload(engine: BatchInferenceEngine, jobs: list[TimedRequest]) -> WorkloadRun:
-    """Runs the jobs, greedily and to their full length, each from the moment when it is due.
+def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> WorkloadRun:
+    """Runs the requests greedily and to their full length, each from its arrival time.
 
-    One that is due in the midst of a step is added behind it; that wait counts. Raises `GenerationFailed` for a job
-    that ended early.
+    A request that arrives during a step is added after it, and the wait counts. Raises `GenerationFailed` if a request
+    ends early.
     """
-    n = len(jobs)
-    tokens: list[list[int]] = [[] for _ in jobs]
+    n = len(requests)
+    tokens: list[list[int]] = [[] for _ in requests]
     late, first_token, latency = [0.0] * n, [0.0] * n, [0.0] * n
-    coming = deque(enumerate(jobs))
+    pending = deque(enumerate(requests))
     before = engine.stats()
     with ResourceUsage() as usage:
         began = perf_counter()
-        while coming or engine.has_work:
-            while coming and coming[0][1].at <= (now := perf_counter() - began):
-                i, job = coming.popleft()
-                late[i] = now - job.at
-                params = SamplingParams(temperature=0, max_tokens=job.n_new, ignore_eos=True)
-                engine.add_request(job.prompt, params, request_id=str(i))
+        while pending or engine.has_work:
+            while pending and pending[0][1].at <= (now := perf_counter() - began):
+                i, request = pending.popleft()
+                late[i] = now - request.at
+                params = SamplingParams(temperature=0, max_tokens=request.n_new, ignore_eos=True)
+                engine.add_request(request.prompt, params, request_id=str(i))
             events = engine.step() if engine.has_work else []
             for event in events:
                 i = int(event.request_id)
                 tokens[i] += event.tokens
                 if event.usage:
-                    if len(tokens[i]) != jobs[i].n_new:
+                    if len(tokens[i]) != requests[i].n_new:
                         raise GenerationFailed(f"request {i} ended after {len(tokens[i])} tokens: {event.error}")
                     first_token[i] = late[i] + event.usage.first_token_seconds
                     latency[i] = late[i] + event.usage.total_seconds
             if not events and not engine.running:
-                sleep(_PAUSE_S)
+                sleep(_POLL_S)
         seconds = perf_counter() - began
     after = engine.stats()
     rows, steps = after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps

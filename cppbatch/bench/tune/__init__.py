@@ -1,1 +1,4 @@
-"""Finds the settings for a model on this machine: `search` has the rules, `points` measures, `tuner` goes round."""
+"""`cppbatch tune`: finds the best settings for a model on this machine.
+
+`tuner` varies the settings, `measurement` measures each in a child process, and `search` chooses among the results.
+"""

@@ -1,4 +1,4 @@
-"""Measures settings, each in a process of its own: llama.cpp may abort where memory runs out."""
+"""Measuring settings, each in a child process, since llama.cpp may abort when memory runs out."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from cppbatch.config import EngineConfig
 
 
 class MeasurementTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """Settings and what to measure with them."""
 
     config: EngineConfig
     seconds: float
-    """Of decoding; 0: only whether it can be loaded and computes."""
+    """Duration of decoding; 0: only test whether the model loads and runs."""
     prompt_tokens: int = 0
-    """Of one prompt, whose reading is measured too."""
+    """Length of a prompt whose prefill is measured too; 0: none."""
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, or why it could not be."""
+    """The figures, or why they could not be measured."""
 
     inter_token_ms: float = 0.0
-    """The median step with all sequences decoding."""
+    """Median duration of a step with all sequences decoding."""
     tokens_per_s: float = 0.0
-    """Of all sequences together, at that."""
+    """Median of all sequences together in these steps."""
     prompt_tokens_per_s: float = 0.0
     steps: int = 0
     kv_layout: str = ""
-    """What was used."""
+    """The layout that was used."""
     error: str | None = None
 
 
 def measure_in_child(task: MeasurementTask, timeout: float) -> Measurement:
-    """Never raises but for an interrupt; a process that takes longer than `timeout` seconds is ended."""
+    """Measures in a child process, which is killed after `timeout` seconds. Raises only KeyboardInterrupt."""
     try:
         done = run_module("cppbatch.bench.tune.measurement_child", msgspec.json.encode(task), timeout)
     except subprocess.TimeoutExpired:

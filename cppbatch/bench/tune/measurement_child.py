@@ -1,4 +1,4 @@
-"""The process of `measure_point`: runs the real engine with some settings for a second or two."""
+"""The child process of `measure_in_child`: runs the engine with the settings for a second or two."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import CppBatchError, ModelError
 
 _PROMPT = 32  # tokens of the sequences that decode
-_FEWEST_STEPS = 8
-_WARM_UP = 2  # steps that do not count
+_MIN_STEPS = 8
+_WARM_UP = 2  # steps that are not measured
 
 
 def main() -> None:
     """Reads a `MeasurementTask` from the standard input, writes a `Measurement` to the standard output."""
-    with contextlib.suppress(OSError):  # Linux: if memory runs out, let it be this process's end and nobody else's
+    with contextlib.suppress(OSError):  # Linux: if memory runs out, kill this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasurementTask)
     try:
         with BatchInferenceEngine(task.config) as engine:
-            point = _measured(engine, task)
+            point = _measure(engine, task)
     except CppBatchError as error:
         point = Measurement(error=str(error))
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(point))
 
 
-def _measured(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement:
+def _measure(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement:
     if engine.info.pooling:
         raise ModelError(f"{engine.info.name} gives vectors: a step's texts are all there is to its batch")
-    engine.generate([_prompt(engine, 1, 16)], SamplingParams(max_tokens=2, ignore_eos=True))  # pages come into memory
-    reading = _reading_speed(engine, task.prompt_tokens) if task.prompt_tokens else 0.0
+    engine.generate(
+        [_prompt(engine, 1, 16)], SamplingParams(max_tokens=2, ignore_eos=True)
+    )  # loads pages of the weights into memory
+    prefill = _prefill_speed(engine, task.prompt_tokens) if task.prompt_tokens else 0.0
     if not task.seconds and task.prompt_tokens:
-        return Measurement(prompt_tokens_per_s=reading, kv_layout=engine.info.kv_layout)
+        return Measurement(prompt_tokens_per_s=prefill, kv_layout=engine.info.kv_layout)
     steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
     return Measurement(
         inter_token_ms=1000 * statistics.median(seconds for seconds, _ in steps),
         tokens_per_s=statistics.median(tokens / seconds for seconds, tokens in steps),
-        prompt_tokens_per_s=reading,
+        prompt_tokens_per_s=prefill,
         steps=len(steps),
         kv_layout=engine.info.kv_layout,
     )
 
 
-def _reading_speed(engine: BatchInferenceEngine, n_tokens: int) -> float:
-    """Prompt tokens/s of one prompt with nothing beside it."""
+def _prefill_speed(engine: BatchInferenceEngine, n_tokens: int) -> float:
+    """Returns tokens/s of prefill of one prompt alone."""
     prompt = _prompt(engine, 2, n_tokens)
     start = perf_counter()
     engine.generate([prompt], SamplingParams(max_tokens=1))
@@ -59,22 +61,22 @@ def _reading_speed(engine: BatchInferenceEngine, n_tokens: int) -> float:
 
 
 def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -> list[tuple[float, int]]:
-    """Seconds and tokens of each step, for that long, of one at least; all sequences decode.
+    """Decodes all sequences for `seconds`, at least one step. Returns the seconds and tokens of each step.
 
-    But not where the cells hold so little that the first have ended before the last are read.
+    With few cells, the first sequences may end before the last prompts are computed.
     """
     n = engine.config.n_parallel
-    room = max(4, min(engine.info.n_ctx // n, engine.info.max_sequence) - n_prompt)
-    params = SamplingParams(max_tokens=room, ignore_eos=True)
+    max_tokens = max(4, min(engine.info.n_ctx // n, engine.info.max_sequence) - n_prompt)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     ids = [engine.add_request(_prompt(engine, 3 + i, n_prompt), params) for i in range(n)]
-    told: set[str] = set()
-    while len(told) < n:  # a first token of each: all prompts are read
-        told |= {event.request_id for event in engine.step()}
+    started: set[str] = set()
+    while len(started) < n:  # until each has its first token
+        started |= {event.request_id for event in engine.step()}
     for _ in range(_WARM_UP if seconds else 0):
         engine.step()
     steps: list[tuple[float, int]] = []
     end = perf_counter() + seconds
-    while len(steps) < (_FEWEST_STEPS if seconds else 1) or perf_counter() < end:
+    while len(steps) < (_MIN_STEPS if seconds else 1) or perf_counter() < end:
         start = perf_counter()
         events = engine.step()
         steps.append((perf_counter() - start, sum(len(event.tokens) for event in events)))
@@ -86,7 +88,7 @@ def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -
 
 
 def _prompt(engine: BatchInferenceEngine, which: int, n_tokens: int) -> list[int]:
-    """Others for each `which`, so that nothing is shared."""
+    """Returns different tokens for each `which`, so that prompts share no prefix."""
     n = max(1, min(n_tokens, engine.info.max_sequence // 2))
     return [(7 * which + 3 * k) % (engine.info.n_vocab - 1) + 1 for k in range(n)]
 

@@ -1,4 +1,4 @@
-"""The rules by which settings are chosen. They know curves, not models."""
+"""The rules for choosing settings from measured speeds. They do not know the engine."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from math import log2
 
 import msgspec
 
-LEAST_GAIN = 0.10
-"""What doubling the parallelism must add to the tokens/s of all sequences together to be worth it."""
-LEAST_DIFFERENCE = 0.03
-"""By how much another setting must be faster to be preferred: below that it is noise."""
+MIN_GAIN = 0.10
+"""The least gain in total tokens/s that justifies doubling the parallelism."""
+MIN_DIFFERENCE = 0.03
+"""The least difference in speed that is not noise."""
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """What so many sequences at once reach."""
+    """The speed of `n_parallel` sequences at once."""
 
     n_parallel: int
     tokens_per_s: float
     """Of all sequences together."""
     inter_token_ms: float
-    """Time between two tokens of one sequence, the median."""
+    """Median time between two tokens of one sequence."""
 
 
 def largest_fitting(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The largest number from `low` to `high` that fits, if all below one that fits do too; None: not even `low`.
+    """Returns the largest number from `low` to `high` that fits, None if `low` does not.
 
-    Asks for `high` first, which mostly settles it, then halves what is left.
+    All numbers below one that fits must fit too. Tries `high` first, since it usually fits, then bisects.
     """
     if fits(high):
         return high
@@ -40,10 +40,10 @@ def largest_fitting(fits: Callable[[int], bool], low: int, high: int) -> int | N
 
 
 def knee(speeds: Sequence[Speed], target_ms: float | None = None) -> Speed:
-    """The least parallelism from which the next larger one gains less than `LEAST_GAIN` for each doubling.
+    """Returns the smallest parallelism beyond which a doubling gains less than `MIN_GAIN`.
 
-    `speeds`: at least one, by rising parallelism. `target_ms`: sequences must not wait longer for a token, if any
-    parallelism keeps to it; where none does, the least one is taken.
+    `speeds`: at least one, by increasing parallelism. `target_ms`: the longest allowed time between two tokens. If no
+    parallelism meets it, returns the smallest.
     """
     allowed = [speed for speed in speeds if target_ms is None or speed.inter_token_ms <= target_ms]
     if not allowed:
@@ -55,18 +55,18 @@ def knee(speeds: Sequence[Speed], target_ms: float | None = None) -> Speed:
 
 
 def is_worth_it(this: Speed, following: Speed) -> bool:
-    """Whether so much more parallelism gains enough."""
-    least: float = (1 + LEAST_GAIN) ** log2(following.n_parallel / this.n_parallel)
-    return following.tokens_per_s >= this.tokens_per_s * least
+    """Whether the gain justifies the larger parallelism."""
+    min_ratio: float = (1 + MIN_GAIN) ** log2(following.n_parallel / this.n_parallel)
+    return following.tokens_per_s >= this.tokens_per_s * min_ratio
 
 
 def fastest(speeds: Sequence[float | None]) -> int | None:
-    """The place of the fastest, or of an earlier one that is about as fast. None stands for what does not work."""
+    """Returns the index of the fastest, or of an earlier one that is about as fast. A speed of None: does not work."""
     best = max((speed for speed in speeds if speed is not None), default=0.0)
-    good = [i for i, speed in enumerate(speeds) if speed is not None and speed * (1 + LEAST_DIFFERENCE) >= best]
+    good = [i for i, speed in enumerate(speeds) if speed is not None and speed * (1 + MIN_DIFFERENCE) >= best]
     return good[0] if good else None
 
 
 def doublings(most: int) -> list[int]:
-    """1, 2, 4 ... and `most` itself."""
+    """Returns 1, 2, 4 ... and `most` itself."""
     return [n for n in (1 << i for i in range(most.bit_length())) if n < most] + [most]

@@ -1,4 +1,4 @@
-"""Goes round the settings, one at a time, and keeps the best of each."""
+"""Varying one setting after the other and keeping the best value of each."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from cppbatch.bench.tune.search import Speed, doublings, fastest, is_worth_it, k
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 
-_SECONDS = 1.0
-_SHORTEST_POINT_S, _LONGEST_POINT_S = 10.0, 240.0
+_SECONDS = 1.0  # of decoding in each measurement
+_MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 10.0, 240.0
 _TIME_OVER = "the time was over (--max-minutes) before all was measured"
-_PARALLEL = 16  # at which threads, layouts and flash attention are compared, if so many fit
-_PROMPT = 1024  # tokens, by which -ub is chosen
-_UBATCHES = (512, 256, 128, 1024)  # the default first: others must be faster
+_PARALLEL = 16  # at which threads, layouts and flash attention are compared, if memory allows
+_PROMPT = 1024  # length of the prompt that -ub is chosen with
+_UBATCHES = (512, 256, 128, 1024)  # the default first: another value must be faster
 
 Measure = Callable[[MeasurementTask, float], Measurement]
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, and what comes of it."""
+    """The measurements and the chosen settings."""
 
     config: EngineConfig
-    """With the settings that were found."""
+    """With the chosen settings."""
     speed: Speed
     prompt_tokens_per_s: float | None
     points: list[dict[str, Any]]
-    """In the order of measuring: what varied, the setting, the speeds."""
+    """In order: what was varied, the value, the speeds."""
     curve: list[Speed]
-    """By parallelism, with all other settings chosen."""
+    """Speed by parallelism, with the chosen other settings."""
     most_parallel: int
-    """That memory has room for, or as many as were asked for."""
+    """The largest parallelism that fits into memory or was requested."""
     notes: list[str]
 
     def settings(self) -> TunedSettings:
-        """For a profile."""
+        """Returns the settings for a profile."""
         return TunedSettings(**{name: getattr(self.config, name) for name in TunedSettings.__struct_fields__})
 
     def figures(self) -> dict[str, float]:
-        """What these settings reach, rounded for a reader."""
+        """Returns the speeds of the chosen settings, rounded."""
         figures = {"tokens_per_s": self.speed.tokens_per_s, "inter_token_ms": self.speed.inter_token_ms}
         if self.prompt_tokens_per_s:
             figures["prompt_tokens_per_s"] = self.prompt_tokens_per_s
@@ -57,7 +57,7 @@ class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tuner:
-    """Measures with `measure`, until the time is over."""
+    """Measures with `measure` until the time is used up."""
 
     def __init__(
         self,
@@ -68,20 +68,22 @@ class Tuner:
         target_ms: float | None = None,
         seconds: float,
         measure: Measure = measure_in_child,
-        say: Say = lambda line: None,
+        progress: Progress = lambda line: None,
     ) -> None:
-        """`given`: settings that are decided.
+        """`given`: names of settings that stay as they are. `seconds`: time limit of the tuning.
 
-        Unless n_ctx is, it grows with the parallelism, so that each sequence has n_ctx / n_parallel cells as before; it
-        is never lowered, since that could be too little for the longest text.
+        Unless n_ctx is given, it grows with the parallelism, so that each sequence keeps n_ctx / n_parallel cells. It
+        is never lowered, since the longest text might not fit then.
         """
-        self._config = replace(config, prefix_cache=False)  # prompts are not to be found there
+        self._config = replace(config, prefix_cache=False)  # every prompt must be computed
         self._given = set(given)
         self._cells = config.n_ctx // config.n_parallel
-        self._asked = min(most_parallel, config.n_batch, config.n_ctx if "n_ctx" in self._given else most_parallel)
+        self._max_parallel = min(
+            most_parallel, config.n_batch, config.n_ctx if "n_ctx" in self._given else most_parallel
+        )
         self._n_ctx_train = 0
         self._target_ms = target_ms
-        self._measure, self._say = measure, say
+        self._measure, self._progress = measure, progress
         self._start = monotonic()
         self._end = self._start + seconds
         self._points: list[dict[str, Any]] = []
@@ -89,7 +91,7 @@ class Tuner:
         self._last_error = ""
 
     def run(self) -> TuningResult:
-        """Raises `ModelError` when nothing works, with the reason."""
+        """Measures. Raises `ModelError` with the reason if no setting works."""
         most = self._most_parallel()
         here = self._with_parallel(min(_PARALLEL, most))
         if not {"n_threads"} & self._given:
@@ -100,13 +102,13 @@ class Tuner:
         if self._target_ms and chosen.inter_token_ms > self._target_ms:
             self._notes.append(f"not even one sequence keeps to {self._target_ms:g} ms a token here")
         config = self._with_parallel(chosen.n_parallel, here)
-        reading: float | None = None
+        prefill: float | None = None
         if "n_ubatch" not in self._given:
-            config, reading = self._ubatch(config)
+            config, prefill = self._ubatch(config)
         return TuningResult(
             config=config,
             speed=chosen,
-            prompt_tokens_per_s=reading,
+            prompt_tokens_per_s=prefill,
             points=self._points,
             curve=curve,
             most_parallel=most,
@@ -121,8 +123,8 @@ class Tuner:
         return replace(config, n_parallel=n, n_ctx=n_ctx)
 
     def _most_parallel(self) -> int:
-        """The most sequences that memory has room for: by estimate, and then by trying."""
-        sizes = [self._config.n_parallel] if "n_parallel" in self._given else doublings(self._asked)
+        """Returns the largest parallelism that fits into memory, by an estimate and then by loading."""
+        sizes = [self._config.n_parallel] if "n_parallel" in self._given else doublings(self._max_parallel)
         most = self._by_estimate(sizes)
         errors: dict[int, str] = {}
 
@@ -141,38 +143,38 @@ class Tuner:
         return found
 
     def _by_estimate(self, sizes: list[int]) -> int:
-        self._say("asking llama.cpp what it would allocate")
+        self._progress("asking llama.cpp what it would allocate")
         try:
-            answer = estimate_memory([self._with_parallel(n) for n in sizes])
+            estimate = estimate_memory([self._with_parallel(n) for n in sizes])
         except EstimateFailed as error:
             self._notes.append(f"memory was tried out without an estimate: {error}")
             return sizes[-1]
-        if answer.footprints[0].error:
-            raise ModelError(answer.footprints[0].error)
-        self._n_ctx_train = answer.footprints[0].n_ctx_train
+        if estimate.footprints[0].error:
+            raise ModelError(estimate.footprints[0].error)
+        self._n_ctx_train = estimate.footprints[0].n_ctx_train
         free = free_host_memory()
         fits = [
-            all(d.will_fit for d in memory_demands(MemoryEstimate([each], answer.devices), free))
-            for each in answer.footprints
+            all(d.will_fit for d in memory_demands(MemoryEstimate([each], estimate.devices), free))
+            for each in estimate.footprints
         ]
         return max((n for n, ok in zip(sizes, fits, strict=True) if ok), default=sizes[0])
 
     def _layouts(self, config: EngineConfig, most: int) -> list[dict[str, Any]]:
-        """Those that are open, the usual one first.
+        """Returns the layouts and flash attention settings to compare, the default first.
 
-        Streams of their own only where each holds the longest text that the model knows: speed is not worth refusing
-        long ones.
+        The per-sequence layout is a candidate only if each sequence can hold the model's training context. Otherwise
+        it would refuse long texts for the sake of speed.
         """
         each = self._with_parallel(most).n_ctx // most
         layouts: list[str] = ["unified", "per-sequence"] if 0 < self._n_ctx_train <= each else ["unified"]
         if "kv_layout" in self._given:
             layouts = [config.kv_layout]
-        quantised = config.cache_type_v in ("q8_0", "q4_0")  # they need flash attention
+        quantised = config.cache_type_v in ("q8_0", "q4_0")  # these cache types need flash attention
         attention = [config.flash_attn] if "flash_attn" in self._given else ["on"] if quantised else ["on", "off"]
         return [{"kv_layout": layout, "flash_attn": fa} for layout in layouts for fa in attention]
 
     def _best(self, what: str, config: EngineConfig, choices: list[dict[str, Any]]) -> EngineConfig:
-        """`config` with the choice with which all sequences together are fastest."""
+        """Returns `config` with the choice that has the highest total speed."""
         if len(choices) == 1:
             return replace(config, **choices[0])
         speeds = [self._speed(what, replace(config, **choice), choice) for choice in choices]
@@ -183,9 +185,9 @@ class Tuner:
         return None if point.error else point.tokens_per_s
 
     def _curve(self, config: EngineConfig, most: int) -> list[Speed]:
-        """Up to the first parallelism that is not worth it, so that the curve shows where it bends.
+        """Measures up to the first parallelism without sufficient gain, so that the curve shows the knee.
 
-        That one is measured twice, and the better one counts: something else may have run on the machine.
+        That one is measured twice and the better result counts, since the machine may have been busy.
         """
         sizes = [config.n_parallel] if "n_parallel" in self._given else doublings(most)
         curve: list[Speed] = []
@@ -223,30 +225,30 @@ class Tuner:
     def _point(
         self, what: str, setting: str, config: EngineConfig, *, seconds: float = _SECONDS, prompt_tokens: int = 0
     ) -> Measurement:
-        """Measured, or with an error once the time is over."""
+        """Measures, or returns an error if the time is used up."""
         now = monotonic()
         if now >= self._end:
             if _TIME_OVER not in self._notes:
                 self._notes.append(_TIME_OVER)
             self._last_error = "there was no time left; raise --max-minutes"
             return Measurement(error=self._last_error)
-        self._say(f"{what}: {setting} ({now - self._start:.0f} of at most {self._end - self._start:.0f} s)")
+        self._progress(f"{what}: {setting} ({now - self._start:.0f} of at most {self._end - self._start:.0f} s)")
         task = MeasurementTask(config=config, seconds=seconds, prompt_tokens=prompt_tokens)
-        point = self._measure(task, min(_LONGEST_POINT_S, max(_SHORTEST_POINT_S, self._end - now)))
+        point = self._measure(task, min(_MAX_TIMEOUT_S, max(_MIN_TIMEOUT_S, self._end - now)))
         self._last_error = point.error or self._last_error
         self._points.append({"what": what, "setting": setting, **msgspec.structs.asdict(point)})
         return point
 
 
 def _threads(config: EngineConfig) -> list[int]:
-    """The usual number first."""
+    """Returns the numbers of threads to compare, the default first."""
     usual = available_threads()
     logical: Sequence[int] = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else ()
     return list(dict.fromkeys([usual, max(1, usual // 2), max(usual, len(logical))]))
 
 
 def check_limits(target_ms: float | None, max_minutes: float) -> None:
-    """Raises `ConfigError` for what cannot be."""
+    """Raises `ConfigError` for values that are not positive."""
     if target_ms is not None and not target_ms > 0:
         raise ConfigError(f"--target-latency-ms is {target_ms:g}; it must be more than 0")
     if not max_minutes > 0:

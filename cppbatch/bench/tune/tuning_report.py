@@ -1,4 +1,4 @@
-"""What was tuned, as a table and a picture."""
+"""The report and the plot of `cppbatch tune`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cppbatch.bench.machine import this_machine
 from cppbatch.bench.plot import new_figure
 from cppbatch.bench.profile import as_flags
 from cppbatch.bench.report import Column, Report
-from cppbatch.bench.tune.search import LEAST_GAIN
+from cppbatch.bench.tune.search import MIN_GAIN
 from cppbatch.bench.tune.tuner import TuningResult
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def tuning_report(tuning: TuningResult) -> Report:
-    """Each setting that was measured, and at the end what was chosen."""
+    """Reports each measured setting and the chosen ones."""
     chosen = msgspec.structs.asdict(tuning.settings())
     speed = tuning.speed
     return Report(
@@ -30,7 +30,7 @@ def tuning_report(tuning: TuningResult) -> Report:
             "chosen": chosen,
             "speed": msgspec.structs.asdict(speed),
             "curve": [msgspec.structs.asdict(each) for each in tuning.curve],
-            "least_gain": LEAST_GAIN,
+            "least_gain": MIN_GAIN,
         },
         columns=[
             Column("what", "of"),
@@ -50,7 +50,7 @@ def tuning_report(tuning: TuningResult) -> Report:
 
 
 def plot_tuning(report: Report) -> Figure:
-    """Throughput and latency against parallelism, with the choice marked."""
+    """Plots throughput and latency by parallelism and marks the chosen one."""
     curve, chosen = report.settings["curve"], report.settings["speed"]
     figure, (left, right) = new_figure(report, 2)
     sizes = [each["n_parallel"] for each in curve]
@@ -70,5 +70,5 @@ def plot_tuning(report: Report) -> Figure:
 
 
 def _row(point: dict[str, Any]) -> dict[str, Any]:
-    """What was not measured is empty, not 0."""
+    """Replaces 0, which means not measured, by None."""
     return {key: value or None if isinstance(value, float) else value for key, value in point.items()}
