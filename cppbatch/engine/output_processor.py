@@ -22,8 +22,8 @@ class OutputProcessor:
     """Decides whether a sequence goes on, makes text of its tokens, and keeps events until they are taken.
 
     For each sampled token the engine calls `accept`, which appends it and returns a finish reason if the sequence
-    ends, then `emit` or `finish`, which queues a `StepOutput`. `event` makes a `GenerationEvent` of that: here is the
-    text. `take_all`, `take_request` (events) or `take_outputs` (step outputs) empty the queue.
+    ends, then `emit` or `finish`, which queues a `StepOutput`. `event` detokenises that into a `GenerationEvent`.
+    `take_all` and `take_request` (events), or `take_outputs` (step outputs), empty the queue.
 
     Threads: all methods are for the engine's thread, except `event`, which any one thread may call for the outputs of
     `take_outputs` in their order, while the engine computes the next step. A sequence's text belongs to one of the two

@@ -46,7 +46,7 @@ TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     SeqStatus.SWAPPED: frozenset((SeqStatus.PREFILL, SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.FINISHED)),
     SeqStatus.FINISHED: frozenset(),
 }
-"""Which status may follow which. The methods of `Seq` under "status changes" make these changes."""
+"""Which status may follow which. The methods of `Seq` under "changes of tokens and status" make these changes."""
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class Seq:
         """How many of its next `n` pending tokens need logits; they are the last ones."""
         return n if self.is_scored or self.request.task == "embed" else int(n == self.n_pending)
 
-    # --- status changes -----------------------------------------------------------------------------------------
+    # --- changes of tokens and status ---------------------------------------------------------------------------
 
     def resume(self, progress: ResumeState, now: float) -> None:
         """Adds the tokens that it got from an engine that crashed; `OutputProcessor.resume` makes their text."""

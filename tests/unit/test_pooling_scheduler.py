@@ -167,7 +167,7 @@ def test_scores_of_a_reranker_are_not_normalised() -> None:
 def test_what_a_model_does_not_do_is_refused_and_said() -> None:
     with pytest.raises(InvalidRequest, match=r"task: fake generates text.*--pooling mean"):
         add(fake_engine(), [1])
-    with pytest.raises(InvalidRequest, match=r"task: fake runs as an embedding model \(--pooling cls\) and gives"):
+    with pytest.raises(InvalidRequest, match=r"task: fake runs as an embedding model \(--pooling cls\) and returns"):
         fake_engine(pooling="cls").add_request([1])
     with pytest.raises(InvalidRequest, match="task: fake runs as a reranker and returns no text"):
         fake_engine(pooling="rank").add_request([1])
