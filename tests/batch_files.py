@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from openai import OpenAI
 from openai.types import Batch
 
+from cppbatch.server.app import create_app
+from cppbatch.server.batches.work import URLS
+from cppbatch.server.limits import Limits
+from cppbatch.server.settings import ServerSettings
+from cppbatch.server.storage import open_storage
 from tests.app_thread import AppThread
 from tests.server_process import ServerProcess
 
@@ -84,3 +90,12 @@ def is_same_text(one: Json, other: Json) -> bool:
     best, second = sorted(one["logprobs"]["top_logprobs"][parting].values(), reverse=True)[:2]
     print(f"a tie: token {parting}, {best:.6f} and {second:.6f}")
     return bool(best - second < TIE)
+
+
+def start_server(model: Path, folder: Path | None, **limits: Any) -> AppThread:
+    """A server with batches over that folder."""
+    engine = {"model": model, "n_ctx": 2048, "n_parallel": 4, "n_threads": 1}
+    settings = ServerSettings(limits=Limits(**limits))
+    return AppThread(
+        engine, lambda client: create_app(client, settings, open_storage(folder, URLS) if folder else None)
+    )

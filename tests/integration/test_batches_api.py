@@ -6,7 +6,6 @@ import json
 import os
 import select
 import socket
-import sqlite3
 import time
 import urllib.error
 import urllib.request
@@ -24,27 +23,15 @@ from cppbatch.jobs import active_batch, durable_files, journal
 from cppbatch.jobs.data_folder import DataFolder
 from cppbatch.jobs.database import Database
 from cppbatch.server import storage
-from cppbatch.server.app import create_app
-from cppbatch.server.batches.work import URLS, BatchWork
-from cppbatch.server.limits import Limits
-from cppbatch.server.settings import ServerSettings
-from cppbatch.server.storage import STORAGE, open_storage
+from cppbatch.server.batches.work import BatchWork
+from cppbatch.server.storage import STORAGE
 from tests import tiny_models
 from tests.app_thread import AppThread
-from tests.batch_files import client_of, counts, line, lines, make_batch, results, wait_for, wait_until
-from tests.server_process import ServerProcess
+from tests.batch_files import client_of, counts, line, lines, make_batch, results, start_server, wait_for, wait_until
 
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 
 Start = Callable[..., AppThread]
-
-
-def start_server(model: Path, folder: Path | None, **limits: Any) -> AppThread:
-    engine = {"model": model, "n_ctx": 2048, "n_parallel": 4, "n_threads": 1}
-    settings = ServerSettings(limits=Limits(**limits))
-    return AppThread(
-        engine, lambda client: create_app(client, settings, open_storage(folder, URLS) if folder else None)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +59,6 @@ def start(tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
     for server in running:
         if server._thread.is_alive():
             server.stop()
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_comes_back_as_it_was(client: OpenAI) -> None:
@@ -129,7 +113,9 @@ def post_form(server: AppThread, body: bytes, kind: str = "multipart/form-data; 
 
 
 FILE_PART = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc\r\n'
+
 EMPTY_PART = b"--b\r\nContent-Disposition: form-data; name=a\r\n\r\n\r\n"
+
 PURPOSE_PART = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
 
 
@@ -219,9 +205,6 @@ def test_an_upload_that_is_cut_off_leaves_nothing(server: AppThread, client: Ope
         wait_until(lambda: bool(list(incoming.iterdir())))
     wait_until(lambda: not list(incoming.iterdir()))
     assert client.files.list().data == before
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_from_upload_to_download(client: OpenAI) -> None:
@@ -381,9 +364,6 @@ def test_batches_are_in_the_figures_and_wait_for_those_who_wait(server: AppThrea
     wait_for(client, batch.id, "cancelled")
 
 
-# --- across starts ----------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_goes_on_after_a_restart(start: Start) -> None:
     first = start()
     batch = make_batch(client_of(first), lines(60, max_tokens=30))
@@ -432,9 +412,6 @@ def test_files_whose_time_is_up_are_gone(start: Start, monkeypatch: pytest.Monke
     wait_until(
         lambda: {path.name for path in (tmp_path / "data" / "files").iterdir()} == {kept.id, batch.input_file_id}
     )
-
-
-# --- when the disk does not do ----------------------------------------------------------------------------------------
 
 
 def full(*_: object) -> None:
@@ -552,9 +529,6 @@ def failing(error: int, *_: object) -> None:
     raise OSError(error, "no")
 
 
-# --- without a place to keep things -----------------------------------------------------------------------------------
-
-
 def test_a_server_without_a_data_folder_says_so(tiny_llama: Path) -> None:
     server = start_server(tiny_llama, None)
     client = client_of(server)
@@ -564,34 +538,3 @@ def test_a_server_without_a_data_folder_says_so(tiny_llama: Path) -> None:
         assert refused.value.status_code == 503
     assert client.models.list().data
     server.stop()
-
-
-def test_a_named_folder_that_cannot_be_used_ends_the_server(start: Start, tiny_llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "jobs.sqlite3").write_bytes(b"no database" * 1000)
-    (tmp_path / "newer").mkdir()
-    newer = sqlite3.connect(tmp_path / "newer" / "jobs.sqlite3")
-    newer.execute("PRAGMA user_version = 99")
-    newer.close()
-    start()
-    says = {"file": "is a file", "broken": "not a database", "newer": "newer cppbatch", "data": "in use by another"}
-    for name, part in says.items():
-        with ServerProcess("-m", tiny_llama, "--data-dir", tmp_path / name) as process:
-            assert process.wait() == 2
-            assert part in process.stop()
-        assert len(process.errors) == 1, process.errors
-
-
-def test_a_folder_nobody_named_may_be_in_use(
-    start: Start, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    start(folder=tmp_path / "cppbatch")
-    with ServerProcess("-m", tiny_llama) as process:
-        client = client_of(process.wait_ready())
-        with pytest.raises(openai.APIStatusError, match="in use by another cppbatch") as refused:
-            client.batches.list()
-        assert refused.value.status_code == 503
-        assert client.models.list().data
-        assert "--data-dir" in process.stop()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from time import thread_time
 from typing import Any
 
 import pytest
@@ -12,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.errors import ModelError, OutOfRange, RequestCancelled
-from cppbatch.llama import Model, text_splitting
+from cppbatch.llama import Model
 from cppbatch.llama.library import C
 from cppbatch.llama.vocab import Vocab
+from tests.tokenization import SPECIAL_TEXTS, assert_parts_give_the_whole
 
 
 @pytest.fixture(scope="module")
@@ -75,43 +73,6 @@ def test_a_model_without_a_tokenizer_is_refused(monkeypatch: pytest.MonkeyPatch)
         Vocab(object(), "model-x")
 
 
-SNIPPETS = ["<|im_start|>", "<|im_end|>", "<|im", "_start|>", "<|endoftext|>", "<s>", "</s>", "user", "\n", " ", "é"]
-
-LONG = st.lists(st.sampled_from(SNIPPETS), max_size=60).map("".join)
-
-
-@pytest.fixture(scope="module")
-def default_vocab(default_model: Path) -> Iterator[Vocab]:
-    with Model(default_model) as model:
-        yield model.vocab
-
-
-@pytest.mark.parametrize("name", ["vocab", "default_vocab"])
-@given(text=LONG)
-@settings(max_examples=300, deadline=None)
-def test_parts_give_the_tokens_of_the_whole(request: pytest.FixtureRequest, name: str, text: str) -> None:
-    vocab = request.getfixturevalue(name)
-    whole = [vocab._tokenize(text, True, parse).tolist() for parse in (True, False)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_splitting, "_MIN_PART", 8)
-        parts = [vocab.tokenize(text, parse_special=parse).tolist() for parse in (True, False)]
-    if whole[0][:2] == [vocab.bos] * 2 and vocab.adds_bos:
-        whole[0] = whole[0][1:]
-    assert parts == whole
-
-
-def test_long_texts_of_special_tokens_take_time_by_their_length(default_vocab: Vocab) -> None:
-    """40,000 tiny messages took 16 times as long as 10,000."""
-
-    def seconds(n: int) -> float:
-        text = "<|im_start|>user\nhi<|im_end|>\n" * n
-        began = thread_time()
-        assert len(default_vocab.tokenize(text)) == 6 * n
-        return thread_time() - began
-
-    assert min(seconds(40_000) for _ in range(2)) < 8 * min(seconds(10_000) for _ in range(2))
-
-
 def test_a_cancelled_text_is_not_tokenised_to_its_end(vocab: Vocab) -> None:
     asked: list[int] = []
 
@@ -122,3 +83,9 @@ def test_a_cancelled_text_is_not_tokenised_to_its_end(vocab: Vocab) -> None:
     with pytest.raises(RequestCancelled):
         vocab.tokenize("<|im_end|>x" * 10_000, cancelled=cancelled)
     assert len(asked) == 3
+
+
+@given(text=SPECIAL_TEXTS)
+@settings(max_examples=300, deadline=None)
+def test_parts_give_the_tokens_of_the_whole(vocab: Vocab, text: str) -> None:
+    assert_parts_give_the_whole(vocab, text)

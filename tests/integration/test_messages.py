@@ -29,9 +29,13 @@ from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strict
 Json = dict[str, Any]
 
 ALIAS = "claude-here"
+
 HELLO: Json = {"model": "tiny-llama", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
+
 GREEDY: dict[str, Any] = {"temperature": 0}
+
 WEATHER = {"name": "weather", "description": "How it is.", "input_schema": {"type": "object"}}
+
 TIME = {"name": "time", "input_schema": {"type": "object"}}
 
 
@@ -73,9 +77,6 @@ def like(message: Message) -> Json:
     for block in shown["content"]:
         block.pop("parsed_output", None)
     return shown
-
-
-# --- the client and its types -----------------------------------------------------------------------------------------
 
 
 def test_an_answer_is_a_whole_message_of_the_clients_types(client: anthropic.Anthropic) -> None:
@@ -143,9 +144,6 @@ def test_a_call_that_was_cut_off_is_left_out(server: ChatServer, client: anthrop
     assert message.stop_reason == "max_tokens"
 
 
-# --- how a message ends -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_stop_sequence_that_came_is_told_and_no_part_of_the_text(
     client: anthropic.Anthropic, *, stream: bool
@@ -182,9 +180,6 @@ def test_tokens_are_counted_as_the_message_would_have_them(client: anthropic.Ant
     assert counted.input_tokens == total_input(ask(client, **fields))
     longer = client.messages.count_tokens(model="tiny-llama", messages=HELLO["messages"] * 50)
     assert longer.input_tokens > counted.input_tokens
-
-
-# --- what the model is given ------------------------------------------------------------------------------------------
 
 
 def read(messages: list[Json], **fields: Any) -> list[Json]:
@@ -245,6 +240,7 @@ def test_messages_of_one_role_in_a_row_are_one() -> None:
 
 
 NEITHER: Json = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": {}}]}
+
 UNREADABLE = {
     "no messages": ([], "messages"),
     "an image": ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "messages[0].content[0]"),
@@ -304,8 +300,6 @@ def test_thinking_can_be_switched_off_and_is_else_the_templates_affair(
     ask(client)
     assert form.asked["variables"] == {}
 
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "no max_tokens": ({"max_tokens": None}, "max_tokens"),
@@ -407,66 +401,3 @@ def test_an_error_in_midstream_is_raised_by_the_client(
         with pytest.raises(anthropic.APIStatusError, match="on fire") as failed:
             stream.until_done()
     assert strictly(ErrorResponse, failed.value.body).error.type == "api_error"
-
-
-# --- the default model ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def real(default_model: Path) -> Iterator[anthropic.Anthropic]:
-    server = ChatServer(default_model, ServerSettings(aliases=(ALIAS,)))
-    yield client_of(server)
-    server.stop()
-
-
-def real_ask(client: anthropic.Anthropic, question: str, **fields: Any) -> Message:
-    messages = [{"role": "user", "content": question}]
-    return ask(client, model=ALIAS, max_tokens=32, messages=messages, **GREEDY, **fields)
-
-
-def test_the_default_model_answers_anthropics_client(real: anthropic.Anthropic) -> None:
-    message = real_ask(real, "What is 2+2? Answer with a number.")
-    assert "4" in message.content[0].text
-    assert message.stop_reason in ("end_turn", "max_tokens")
-
-
-def test_the_default_model_stops_at_a_stop_sequence(real: anthropic.Anthropic) -> None:
-    message = real_ask(real, "Count from 1 to 9: 1, 2, 3, ...", stop_sequences=["5"])
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "5")
-    assert message.content[0].text.rstrip(" ,\n").endswith("4")
-
-
-def test_the_default_model_answers_in_json(real: anthropic.Anthropic) -> None:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "maximum": 99}},
-        "required": ["n"],
-    }
-    form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
-    message = real_ask(real, "What is 3+4?", output_config={"format": form})
-    assert set(json.loads(message.content[0].text)) == {"n"}
-
-
-def test_the_default_model_continues_the_assistants_message(real: anthropic.Anthropic) -> None:
-    messages = [
-        {"role": "user", "content": "What is the capital of France?"},
-        {"role": "assistant", "content": "The capital of France is"},
-    ]
-    assert ask(real, model=ALIAS, messages=messages, **GREEDY).content[0].text.startswith(" Paris")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_default_model_calls_a_tool_and_is_told_what_it_gave(real: anthropic.Anthropic, *, stream: bool) -> None:
-    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
-    question = {"role": "user", "content": "How is the weather in Oslo?"}
-    fields: Json = {"model": ALIAS, "max_tokens": 60, "tools": [{"name": "weather", "input_schema": city}]}
-    once = {"type": "any", "disable_parallel_tool_use": True}
-    asked: Json = {**fields, "messages": [question], "tool_choice": once}
-    called = streamed(real, **asked) if stream else ask(real, **asked, **GREEDY)
-    (call,) = called.content[-1:]
-    assert (called.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
-    assert isinstance(call.input["city"], str)
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is sunny in Oslo."}
-    said = {"role": "assistant", "content": [block.to_dict() for block in called.content]}
-    messages = [question, said, {"role": "user", "content": [result]}]
-    assert ask(real, **{**fields, "tools": []}, messages=messages, **GREEDY).content

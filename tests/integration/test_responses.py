@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import openai
-import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
@@ -26,8 +24,11 @@ from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strict
 Json = dict[str, Any]
 
 HELLO: Json = {"model": "tiny-llama", "input": "hello", "max_output_tokens": 8, "temperature": 0}
+
 OURS = "store"  # OpenAI's answers have it, its client's type does not
+
 WEATHER: Json = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
+
 TIME: Json = {"type": "function", "name": "time", "description": "What time it is.", "parameters": None, "strict": None}
 
 
@@ -69,9 +70,6 @@ def like(response: Response) -> Json:
     for item in shown["output"]:
         del item["id"]
     return shown
-
-
-# --- the client and its types -----------------------------------------------------------------------------------------
 
 
 def test_an_answer_is_a_whole_response_of_the_clients_types(client: openai.OpenAI) -> None:
@@ -190,9 +188,6 @@ def test_log_probabilities_are_in_the_events_too(server: ChatServer) -> None:
     assert len(deltas) == 8
 
 
-# --- what the model is given ------------------------------------------------------------------------------------------
-
-
 def read(items: str | list[Json], **fields: Any) -> list[Json]:
     return conversation(msgspec.convert({"input": items, **fields}, ResponsesRequest))
 
@@ -298,8 +293,6 @@ def test_what_is_no_text_is_refused_with_the_place_where_it_stands(items: list[J
     assert refused.value.field == field
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
 REFUSED = {
     "an earlier response": ({"previous_response_id": "resp_1"}, "previous_response_id"),
     "a conversation": ({"conversation": "conv_1"}, "conversation"),
@@ -371,55 +364,3 @@ def test_an_error_in_midstream_is_a_failed_response(
     assert (last.response.error.code, last.response.error.message) == ("server_error", "the device is on fire")
     assert last.response.output_text
     strictly(ResponseStreamEvent, last.to_dict(), OURS)
-
-
-# --- the default model ------------------------------------------------------------------------------------------------
-
-
-class Sum(pydantic.BaseModel):
-    """A sum."""
-
-    a: int
-    b: int
-
-
-@pytest.fixture(scope="module")
-def real(default_model: Path) -> Iterator[openai.OpenAI]:
-    server = ChatServer(default_model)
-    yield client_of(server)
-    server.stop()
-
-
-def test_the_default_model_answers_and_streams_the_same(real: openai.OpenAI, default_model: Path) -> None:
-    fields: Json = {"model": default_model.stem, "input": "What is 2+2? Answer with a number."}
-    response = ask(real, **fields)
-    assert "4" in response.output_text
-    with real.responses.stream(**{**HELLO, **fields, "max_output_tokens": 40}) as stream:
-        deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        assert deltas == stream.get_final_response().output_text
-    assert deltas.startswith(response.output_text)
-
-
-def test_the_default_model_gives_what_the_client_can_parse(real: openai.OpenAI, default_model: Path) -> None:
-    fields: Json = {"model": default_model.stem, "input": "Split 7 into two numbers.", "max_output_tokens": 40}
-    response = real.responses.parse(**{**HELLO, **fields}, text_format=Sum)
-    assert isinstance(response.output_parsed, Sum)
-    assert response.status == "completed"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_default_model_calls_a_tool(real: openai.OpenAI, default_model: Path, *, stream: bool) -> None:
-    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
-    fields: Json = {
-        "model": default_model.stem,
-        "input": "How is the weather in Oslo?",
-        "tools": [{"type": "function", "name": "weather", "parameters": city, "strict": True}],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_output_tokens": 60,
-    }
-    response = streamed(real, **fields) if stream else ask(real, **fields)
-    strictly(Response, response.to_dict(), OURS)
-    (call,) = response.output
-    assert (call.type, call.name, response.status) == ("function_call", "weather", "completed")
-    assert isinstance(json.loads(call.arguments)["city"], str)

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.engine.trace import TRACKS, Trace
 from cppbatch.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1}
+
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -57,17 +58,6 @@ def test_counters_show_how_many_run_and_wait(tiny_llama: Path, tmp_path: Path) -
     counts = [event["args"] for event in json.loads((tmp_path / "t.json").read_text()) if event.get("ph") == "C"]
     assert max(each.get("running", 0) for each in counts) == 2
     assert max(each.get("waiting", 0) for each in counts) == 3
-
-
-async def test_the_text_of_one_step_is_made_while_the_next_one_computes(default_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    async with LocalEngine(default_model, trace=str(path), n_ctx=512, n_parallel=2) as engine:
-        request = GenerationRequest(id="a", prompt="Hello", params=SamplingParams(max_tokens=40, ignore_eos=True))
-        assert [event async for event in engine.submit(request)][-1].finish_reason
-    decodes = [(span["ts"], span["ts"] + span["dur"]) for span in spans(path) if span["tid"] == TRACKS["device"]]
-    texts = [span["ts"] for span in spans(path) if span["name"] == "text"]
-    meanwhile = [began for began in texts if any(start <= began <= end for start, end in decodes)]
-    assert len(meanwhile) > len(texts) / 2
 
 
 def test_what_has_ended_is_in_the_file_before_the_engine_is_closed(tiny_llama: Path, tmp_path: Path) -> None:

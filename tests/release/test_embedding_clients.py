@@ -151,3 +151,11 @@ async def test_a_text_that_kills_workers_fails_alone(tiny_llama: Path, expected:
         assert same(others, expected[:30])
         assert poisonous.finish_reason is FinishReason.ERROR
         assert "3 times in a row" in (poisonous.error or "")
+
+
+def test_paraphrases_are_closer_than_other_sentences(default_model: Path) -> None:
+    with BatchInferenceEngine(default_model, n_ctx=512, n_threads=2, pooling="mean") as engine:
+        a, b, other = engine.embed(
+            ["The cat is sleeping on the sofa.", "A cat sleeps on the couch.", "Interest rates rose by half a percent."]
+        )
+    assert a @ b > 1.02 * max(a @ other, b @ other)

@@ -1,0 +1,43 @@
+"""`cppbatch serve` and a data folder that it cannot use."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.batch_files import client_of, start_server
+from tests.server_process import ServerProcess
+
+
+def test_a_named_folder_that_cannot_be_used_ends_the_server(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "jobs.sqlite3").write_bytes(b"no database" * 1000)
+    (tmp_path / "newer").mkdir()
+    newer = sqlite3.connect(tmp_path / "newer" / "jobs.sqlite3")
+    newer.execute("PRAGMA user_version = 99")
+    newer.close()
+    says = {"file": "is a file", "broken": "not a database", "newer": "newer cppbatch", "data": "in use by another"}
+    other = start_server(tiny_llama, tmp_path / "data")
+    for name, part in says.items():
+        with ServerProcess("-m", tiny_llama, "--data-dir", tmp_path / name) as process:
+            assert process.wait() == 2
+            assert part in process.stop()
+        assert len(process.errors) == 1, process.errors
+    other.stop()
+
+
+def test_a_folder_nobody_named_may_be_in_use(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    other = start_server(tiny_llama, tmp_path / "cppbatch")
+    with ServerProcess("-m", tiny_llama) as process:
+        client = client_of(process.wait_ready())
+        with pytest.raises(openai.APIStatusError, match="in use by another cppbatch") as refused:
+            client.batches.list()
+        assert refused.value.status_code == 503
+        assert client.models.list().data
+        assert "--data-dir" in process.stop()
+    other.stop()
