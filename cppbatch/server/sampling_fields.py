@@ -1,4 +1,4 @@
-"""The fields that every generating endpoint shares, and how they become `SamplingParams`."""
+"""The request fields that all generation endpoints share, and their conversion to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class NamedSchema(msgspec.Struct):
-    """`response_format.json_schema`: OpenAI's envelope of a schema."""
+    """`response_format.json_schema`: a JSON schema with its name."""
 
     schema: dict[str, Any] | bool = True
     name: str | None = None
@@ -34,10 +34,10 @@ class ResponseFormat(msgspec.Struct):
     type: str
     json_schema: NamedSchema | None = None
     schema: dict[str, Any] | bool | None = None
-    """llama-server's place for it."""
+    """Where llama-server expects the schema."""
 
     def wanted(self) -> dict[str, Any] | bool | None:
-        """The schema of the answer, None for free text. Raises `InvalidRequest`."""
+        """The JSON schema of the answer, None for free text. Raises `InvalidRequest`."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -51,21 +51,21 @@ class ResponseFormat(msgspec.Struct):
 
 
 class LoraScale(msgspec.Struct):
-    """An entry of `lora` as llama-server has it."""
+    """An entry of `lora`, in llama-server's form."""
 
     id: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
-    """The adapter's place among those of --lora, from 0."""
+    """The index of the adapter among those of --lora, from 0."""
     scale: float
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """Names and meanings are those of `SamplingParams`; None: not given."""
+    """The names and meanings are those of `SamplingParams`. None: not given."""
 
     _ALIASES: ClassVar[dict[str, str]] = {
         "repetition_penalty": "repeat_penalty",
         "penalty_last_n": "repeat_last_n",
     }
-    """Fields of `SamplingParams` by names that others use; those win."""
+    """Other names of fields of `SamplingParams`. A value under the other name takes precedence."""
 
     model: str | None = None
     n: int | None = None
@@ -93,12 +93,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     adaptive_decay: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None
-    """llama.cpp's name of `repetition_penalty`."""
+    """llama.cpp's name for `repetition_penalty`."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     penalty_last_n: int | None = None
     repeat_last_n: int | None = None
-    """llama.cpp's name of `penalty_last_n`."""
+    """llama.cpp's name for `penalty_last_n`."""
     dry_multiplier: float | None = None
     dry_base: float | None = None
     dry_allowed_length: int | None = None
@@ -126,17 +126,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_prompt: bool | None = None
     cache_salt: str | None = None
     lora: dict[str, float] | list[LoraScale] | None = None
-    """LoRA adapters with their scales: {"name": 0.5}, or llama-server's [{"id": 0, "scale": 0.5}]. Those left out are
-    off; None: as the server was started."""
+    """LoRA adapters with their scales: {"name": 0.5}, or llama-server's [{"id": 0, "scale": 0.5}]. Others are off.
+    None: the server's scales (--lora)."""
 
     @property
     def n_choices(self) -> int:
-        """How many completions of each prompt the client gets. Raises `InvalidRequest`."""
+        """The number of completions of each prompt in the response. Raises `InvalidRequest`."""
         return _count("n", self.n)
 
     @property
     def n_candidates(self) -> int:
-        """How many completions of each prompt are made, of which those are the likeliest. Raises `InvalidRequest`."""
+        """The number of generated completions of each prompt, of which the best are shown. Raises `InvalidRequest`."""
         n = self.n_choices
         candidates = n_candidates(n, None if self.best_of is None else _count("best_of", self.best_of))
         if candidates > n and self.stream:
@@ -144,9 +144,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return candidates
 
     def params(self, **defaults: Any) -> SamplingParams:
-        """The fields as `SamplingParams`; `defaults` where the client gave none. Raises `InvalidRequest`.
+        """The fields as `SamplingParams`. Raises `InvalidRequest`, with the client's name of the field.
 
-        Of `GRAMMARS`, the defaults are what the endpoint itself has to ask for.
+        `defaults`: for fields that the client has not given. A default of a grammar field (`GRAMMARS`) is a requirement
+        of the endpoint, such as a response format, and conflicts with the client's own grammar.
         """
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         aliases = {ours: alias for ours, alias in self._ALIASES.items() if getattr(self, alias) is not None}
@@ -155,30 +156,28 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise InvalidRequest(name, "cannot be used together with response_format or a tool call that is required")
         try:
             return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
-        except InvalidRequest as error:  # names the field as the client does
+        except InvalidRequest as error:
             raise InvalidRequest(aliases.get(error.field, error.field), error.message) from error
 
     def schema(self) -> dict[str, Any] | bool | None:
-        """What `response_format` wants, None for free text. Raises `InvalidRequest`."""
+        """The JSON schema of `response_format`, None for free text. Raises `InvalidRequest`."""
         return self.response_format.wanted() if self.response_format else None
 
     @property
-    def names_length(self) -> bool:
-        """Whether the client says itself how long the text may be."""
-        return self.max_tokens is not None
+    def clamps_max_tokens(self) -> bool:
+        """Whether `max_tokens` is reduced to what the context holds (`GenerationRequest.fit`), instead of refusing the
+        request. By default, if the client has not given it."""
+        return self.max_tokens is None
 
     def options(self) -> dict[str, Any]:
-        """What the client gave of `GenerationRequest`'s other fields: priority, timeouts, caching, adapters.
-
-        Raises `InvalidRequest`.
-        """
+        """The given fields of `GenerationRequest`: priority, timeouts, caching, adapters. Raises `InvalidRequest`."""
         given = {name: getattr(self, name, None) for name in GenerationRequest.__struct_fields__}
         given["lora"] = _by_number(self.lora) if isinstance(self.lora, list) else self.lora
-        return {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
+        return {name: value for name, value in given.items() if value is not None and name not in _NO_OPTIONS}
 
 
 class SingleChoiceFields(SamplingFields, kw_only=True):
-    """Of APIs that have one answer to a request."""
+    """Fields of APIs whose responses have a single choice."""
 
     @property
     def n_candidates(self) -> int:
@@ -189,8 +188,8 @@ class SingleChoiceFields(SamplingFields, kw_only=True):
         return 1
 
 
-_OWN_FIELDS = ("id", "prompt", "params")
-"""Fields of `GenerationRequest` that are no options."""
+_NO_OPTIONS = ("id", "prompt", "params")
+"""Fields of `GenerationRequest` that have no field of their own in requests."""
 
 
 def _by_number(lora: list[LoraScale]) -> dict[int, float]:
@@ -209,15 +208,18 @@ def _count(field: str, given: int | None) -> int:
     return n
 
 
-_SAME = [
-    {*GRAMMARS, "response_format"},  # what the text must look like
+_SYNONYMS = [
+    {*GRAMMARS, "response_format"},  # all of them constrain the text
     {"max_tokens", "max_completion_tokens", "max_output_tokens"},
     *({ours, theirs} for ours, theirs in SamplingFields._ALIASES.items()),
 ]
-"""Fields of which an item's own replaces any that all items have."""
+"""Fields that replace each other in `merge_fields`."""
 
 
-def merged(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """An item's own fields, before they are typed, over those that all items have."""
-    replaced = set(own) | {name for same in _SAME if not same.isdisjoint(own) for name in same}
+def merge_fields(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The fields of one item of a batch, as decoded JSON: its own, and those shared by all items.
+
+    An own field replaces all shared fields with the same meaning: `repeat_penalty` replaces `repetition_penalty`.
+    """
+    replaced = set(own) | {name for same in _SYNONYMS if not same.isdisjoint(own) for name in same}
     return {name: value for name, value in shared.items() if name not in replaced} | own

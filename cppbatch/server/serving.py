@@ -133,7 +133,7 @@ class Serving:
         if len(prompts) * n > _MAX_SEQUENCES:
             message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MAX_SEQUENCES}"
             raise InvalidRequest("prompt", message)
-        options = body.options() | {"timeout": self.limits.timeout(body.timeout), "fit": not body.names_length}
+        options = body.options() | {"timeout": self.limits.timeout(body.timeout), "fit": body.clamps_max_tokens}
         each = expand([params], n, ranked=n > body.n_choices)
         requests = []
         for p, prompt in enumerate(prompts):

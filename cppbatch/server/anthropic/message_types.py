@@ -108,9 +108,9 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
     """Not used."""
 
     @property
-    def names_length(self) -> bool:
-        """As in `SamplingFields`. Anthropic's `max_tokens` is an upper limit and may exceed the context."""
-        return False
+    def clamps_max_tokens(self) -> bool:
+        """Always: Anthropic's `max_tokens` is an upper limit and may exceed the context."""
+        return True
 
     def functions(self) -> list[Json]:
         """The tools as OpenAI's objects. Raises `InvalidRequest` for tools that Anthropic's servers would run."""

@@ -18,7 +18,7 @@ from cppbatch.server.response import PreparedRequest
 from cppbatch.server.responses.create_response import prepare_response
 from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.run_requests import Event, run_requests
-from cppbatch.server.sampling_fields import SamplingFields, merged
+from cppbatch.server.sampling_fields import SamplingFields, merge_fields
 from cppbatch.server.serving import Serving, new_id
 from cppbatch.server.vectors.plans import prepare_embeddings, prepare_rerank
 from cppbatch.server.vectors.schemas import EmbeddingRequest, RerankRequest
@@ -89,7 +89,7 @@ class BatchWork:
             prepare = partial(prepare_completion, default_max_tokens=None if item.is_plain else DEFAULT_MAX_TOKENS)
         fields = item.body
         if issubclass(kind, SamplingFields):
-            fields = merged(self._defaults, fields)
+            fields = merge_fields(self._defaults, fields)
         if self._any_model:
             fields = {name: value for name, value in fields.items() if name != "model"}
         if fields.get("stream"):

@@ -11,7 +11,7 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.server.generate.generate_endpoint import GenerateFields, GenerateRequest
 from cppbatch.server.limits import Limits
 from cppbatch.server.parse import convert
-from cppbatch.server.sampling_fields import merged
+from cppbatch.server.sampling_fields import merge_fields
 
 Json = dict[str, Any]
 
@@ -39,14 +39,14 @@ class BatchItem:
         self._item, self._path, self._shared = item, path, shared
 
     def body(self) -> GenerateRequest:
-        """The item's fields merged with the shared ones. Raises `InvalidRequest`."""
+        """The item's fields merge_fields with the shared ones. Raises `InvalidRequest`."""
         own = self._item if isinstance(self._item, dict) else {"prompt": self._item}
         if own is not self._item and "prompt" in self._shared:
             raise InvalidRequest(self._path, f"is {self._item!r:.80}; it must be an object of sampling fields")
         for name in _BATCH_ONLY:
             if own.get(name):
                 raise InvalidRequest(name, "is for a whole batch, not for one of its items")
-        body = convert(merged(self._shared, own), GenerateRequest)
+        body = convert(merge_fields(self._shared, own), GenerateRequest)
         body.check_single_completion()
         return body
 

@@ -51,9 +51,9 @@ class LlamaFields(SamplingFields, kw_only=True):
     """An object, or pairs of a token id or a text with a bias; false in place of a bias: never."""
 
     @property
-    def names_length(self) -> bool:
-        """Never: a text ends where the context is full, however long it was to be."""
-        return False
+    def clamps_max_tokens(self) -> bool:
+        """Always: as on llama-server, a text ends where the context is full."""
+        return True
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True):

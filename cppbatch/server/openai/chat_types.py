@@ -146,9 +146,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     """Not used."""
 
     @property
-    def names_length(self) -> bool:
+    def clamps_max_tokens(self) -> bool:
         """As in `SamplingFields`."""
-        return super().names_length or self.max_completion_tokens is not None
+        return super().clamps_max_tokens and self.max_completion_tokens is None
 
     def params(self, **defaults: Any) -> SamplingParams:
         """As in `SamplingFields`."""

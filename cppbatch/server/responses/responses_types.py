@@ -164,9 +164,9 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     """Must be absent: prompts are not stored."""
 
     @property
-    def names_length(self) -> bool:
+    def clamps_max_tokens(self) -> bool:
         """As in `SamplingFields`."""
-        return super().names_length or self.max_output_tokens is not None
+        return super().clamps_max_tokens and self.max_output_tokens is None
 
     @property
     def wants_logprobs(self) -> bool:
