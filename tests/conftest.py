@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.llama import Context, Model
@@ -76,16 +78,27 @@ def default_model() -> Path:
     return pull_default()
 
 
+def once_a_run(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Path]) -> Path:
+    """A file that one process of the run makes and all of them use (pytest-xdist has several)."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    path = folder / name
+    with FileLock(folder / f"{name}.lock"):
+        if not path.exists():
+            make(folder / f"{name}.part").rename(path)
+    return path
+
+
 @pytest.fixture(scope="session")
 def f16_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model with float weights: wherever identical text is demanded (DESIGN)."""
-    return requantize(default_model, tmp_path_factory.mktemp("f16") / "default-F16.gguf", "F16")
+    return once_a_run(tmp_path_factory, "default-F16.gguf", lambda path: requantize(default_model, path, "F16"))
 
 
 @pytest.fixture(scope="session")
 def f32_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model with weights that, with a float cache, give practically the same logits in every batch."""
-    return requantize(default_model, tmp_path_factory.mktemp("f32") / "default-F32.gguf", "F32")
+    return once_a_run(tmp_path_factory, "default-F32.gguf", lambda path: requantize(default_model, path, "F32"))
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
+from cppbatch import BatchInferenceEngine, Completion, FinishReason, SamplingParams
 from cppbatch.errors import InvalidRequest
 from tests import tiny_models
+
+OpenEngine = Callable[..., BatchInferenceEngine]
 
 KINDS = [
     ("tiny_llama", "unified"),
@@ -30,11 +33,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture
-def open_engine():
+def open_engine() -> Iterator[OpenEngine]:
     """Opens engines; at the end each must have given every cell and seq_id back."""
     with contextlib.ExitStack() as stack:
 
-        def open_engine(path, **settings):
+        def open_engine(path: Path, **settings: Any) -> BatchInferenceEngine:
             engine = stack.enter_context(BatchInferenceEngine(path, **{**SETTINGS, **settings}))
             stack.callback(assert_everything_is_free, engine)
             return engine
@@ -53,18 +56,18 @@ def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
 
 
 @pytest.fixture(params=KINDS, ids=[f"{model}-{layout}" for model, layout in KINDS])
-def kind(request: pytest.FixtureRequest):
+def kind(request: pytest.FixtureRequest) -> tuple[Path, str]:
     """A model's path and a KV layout."""
     name, layout = request.param
     return request.getfixturevalue(name), layout
 
 
 @pytest.fixture
-def engine(open_engine, tiny_llama: Path):
+def engine(open_engine: OpenEngine, tiny_llama: Path) -> BatchInferenceEngine:
     return open_engine(tiny_llama)
 
 
-def tokens_of(completions) -> list[list[int]]:
+def tokens_of(completions: list[Completion]) -> list[list[int]]:
     return [completion.tokens for completion in completions]
 
 
@@ -82,7 +85,9 @@ def drain(engine) -> dict[str, list[int]]:
 # --- the same text, whatever else runs -----------------------------------------------------------------------------
 
 
-def test_greedy_text_batched_equals_each_prompt_alone_in_a_fresh_engine(open_engine, kind) -> None:
+def test_greedy_text_batched_equals_each_prompt_alone_in_a_fresh_engine(
+    open_engine: OpenEngine, kind: tuple[Path, str]
+) -> None:
     path, layout = kind
     batched = open_engine(path, kv_layout=layout).generate(PROMPTS, GREEDY)
     alone = [open_engine(path, kv_layout=layout, n_parallel=1).generate([prompt], GREEDY)[0] for prompt in PROMPTS]
@@ -91,13 +96,15 @@ def test_greedy_text_batched_equals_each_prompt_alone_in_a_fresh_engine(open_eng
     assert all(result.finish_reason is FinishReason.LENGTH for result in batched)
 
 
-def test_different_prompts_get_different_texts(open_engine, kind) -> None:
+def test_different_prompts_get_different_texts(open_engine: OpenEngine, kind: tuple[Path, str]) -> None:
     path, layout = kind
     results = open_engine(path, kv_layout=layout).generate(PROMPTS, GREEDY)
     assert len({tuple(result.tokens) for result in results}) == len(PROMPTS)
 
 
-def test_requests_join_and_leave_at_any_step_without_changing_the_others(open_engine, kind) -> None:
+def test_requests_join_and_leave_at_any_step_without_changing_the_others(
+    open_engine: OpenEngine, kind: tuple[Path, str]
+) -> None:
     path, layout = kind
     expected = tokens_of(open_engine(path, kv_layout=layout).generate(PROMPTS, GREEDY))
     engine = open_engine(path, kv_layout=layout)
@@ -115,7 +122,7 @@ def test_requests_join_and_leave_at_any_step_without_changing_the_others(open_en
     assert [tokens[str(i)] for i in range(len(PROMPTS))] == expected
 
 
-def test_seeded_sampling_batched_draws_the_same_as_alone(open_engine, kind) -> None:
+def test_seeded_sampling_batched_draws_the_same_as_alone(open_engine: OpenEngine, kind: tuple[Path, str]) -> None:
     path, layout = kind
     n = len(PROMPTS)
     params = [SamplingParams(temperature=1, top_k=5, seed=i, max_tokens=12, ignore_eos=True) for i in range(n)]
@@ -128,14 +135,14 @@ def test_seeded_sampling_batched_draws_the_same_as_alone(open_engine, kind) -> N
     assert same >= n - 1  # a key rounded to float16 the other way may move a draw; a shared random state moves all
 
 
-def test_another_seed_gives_another_text(open_engine, kind) -> None:
+def test_another_seed_gives_another_text(open_engine: OpenEngine, kind: tuple[Path, str]) -> None:
     path, layout = kind
     params = [SamplingParams(temperature=1, seed=i, max_tokens=12, ignore_eos=True) for i in range(8)]
     results = open_engine(path, kv_layout=layout).generate(["Hello"] * 8, params)
     assert len({tuple(result.tokens) for result in results}) == 8
 
 
-def test_a_text_continued_from_its_own_tokens_goes_on_alike(open_engine, kind) -> None:
+def test_a_text_continued_from_its_own_tokens_goes_on_alike(open_engine: OpenEngine, kind: tuple[Path, str]) -> None:
     path, layout = kind
     engine = open_engine(path, kv_layout=layout)
     prompt = [1, *range(300, 380)]  # well beyond the sliding window
@@ -145,7 +152,7 @@ def test_a_text_continued_from_its_own_tokens_goes_on_alike(open_engine, kind) -
         assert engine.generate([prompt + whole[:n]], rest)[0].tokens == whole[n:]
 
 
-def test_seq_ids_used_again_carry_nothing_over(open_engine, kind) -> None:
+def test_seq_ids_used_again_carry_nothing_over(open_engine: OpenEngine, kind: tuple[Path, str]) -> None:
     path, layout = kind
     engine = open_engine(path, kv_layout=layout)
     first = tokens_of(engine.generate(PROMPTS, GREEDY))
@@ -155,20 +162,20 @@ def test_seq_ids_used_again_carry_nothing_over(open_engine, kind) -> None:
 # --- layouts and limits --------------------------------------------------------------------------------------------
 
 
-def test_one_request_may_fill_the_whole_unified_context(open_engine, tiny_llama: Path) -> None:
+def test_one_request_may_fill_the_whole_unified_context(open_engine: OpenEngine, tiny_llama: Path) -> None:
     engine = open_engine(tiny_llama, n_ctx=256)
     result = engine.generate(["x" * 100], SamplingParams(max_tokens=256 - 101, ignore_eos=True))[0]
     assert len(result.tokens) == 155
 
 
-def test_every_stream_may_be_filled_to_its_last_cell(open_engine, tiny_llama: Path) -> None:
+def test_every_stream_may_be_filled_to_its_last_cell(open_engine: OpenEngine, tiny_llama: Path) -> None:
     engine = open_engine(tiny_llama, kv_layout="per-sequence")
     assert engine.info.max_sequence == 256
     results = engine.generate(["x" * 200] * 6, SamplingParams(max_tokens=55, ignore_eos=True))
     assert [len(result.tokens) for result in results] == [55] * 6
 
 
-def test_more_requests_than_cells_wait_and_all_end_well(open_engine, tiny_llama: Path) -> None:
+def test_more_requests_than_cells_wait_and_all_end_well(open_engine: OpenEngine, tiny_llama: Path) -> None:
     engine = open_engine(tiny_llama, n_ctx=256)
     results = engine.generate(["x" * 80] * 12, SamplingParams(max_tokens=40, ignore_eos=True))
     assert [result.finish_reason for result in results] == [FinishReason.LENGTH] * 12
@@ -177,7 +184,7 @@ def test_more_requests_than_cells_wait_and_all_end_well(open_engine, tiny_llama:
 @pytest.mark.parametrize("swap_space", [64, 0], ids=["swapped", "recomputed"])
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mamba", "tiny_swa", "tiny_hybrid"])
 def test_requests_that_outgrow_a_tiny_cache_get_the_texts_of_an_ample_one(
-    open_engine, request: pytest.FixtureRequest, model: str, swap_space: int
+    open_engine: OpenEngine, request: pytest.FixtureRequest, model: str, swap_space: int
 ) -> None:
     path, params = request.getfixturevalue(model), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     tiny, ample = open_engine(path, n_ctx=256, n_parallel=6, swap_space=swap_space), open_engine(path, n_ctx=4096)
@@ -208,20 +215,20 @@ def test_closing_an_engine_ends_what_runs(tiny_llama: Path) -> None:
 # --- sampling on the real chain --------------------------------------------------------------------------------------
 
 
-def test_a_strong_repetition_penalty_leaves_no_token_twice(engine) -> None:
+def test_a_strong_repetition_penalty_leaves_no_token_twice(engine: BatchInferenceEngine) -> None:
     params = SamplingParams(temperature=0, repetition_penalty=100, max_tokens=40, ignore_eos=True)
     for result in engine.generate(PROMPTS, params):
         assert len(set(result.tokens)) == len(result.tokens)
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_each_penalty_changes_greedy_text(engine, penalty: str) -> None:
+def test_each_penalty_changes_greedy_text(engine: BatchInferenceEngine, penalty: str) -> None:
     plain = engine.generate(PROMPTS, GREEDY)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **{penalty: 2.0})
     assert tokens_of(engine.generate(PROMPTS, params)) != tokens_of(plain)
 
 
-def test_penalties_count_the_prompt(engine) -> None:
+def test_penalties_count_the_prompt(engine: BatchInferenceEngine) -> None:
     prompt = [1, *range(300, 330)]
     first = engine.generate([prompt], GREEDY)[0].tokens[0]
     params = SamplingParams(temperature=0, repetition_penalty=100, max_tokens=1, ignore_eos=True)
@@ -231,7 +238,7 @@ def test_penalties_count_the_prompt(engine) -> None:
     assert chosen not in repeated
 
 
-def test_a_stop_token_ends_the_text_and_is_not_part_of_it(engine) -> None:
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(engine: BatchInferenceEngine) -> None:
     tokens = engine.generate(["Hello"], GREEDY)[0].tokens
     stop = next(token for token in tokens[3:] if token not in tokens[:3])
     result = engine.generate(["Hello"], SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(stop,)))[0]
@@ -239,7 +246,7 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(engine) -> None:
     assert result.tokens == tokens[: tokens.index(stop)]
 
 
-def test_min_tokens_keeps_stop_tokens_away_until_then(engine) -> None:
+def test_min_tokens_keeps_stop_tokens_away_until_then(engine: BatchInferenceEngine) -> None:
     first = engine.generate(["Hello"], GREEDY)[0].tokens[0]
     params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(first,), min_tokens=6)
     result = engine.generate(["Hello"], params)[0]
@@ -248,30 +255,30 @@ def test_min_tokens_keeps_stop_tokens_away_until_then(engine) -> None:
 
 
 @pytest.fixture
-def talkative(open_engine, tmp_path: Path):
+def talkative(open_engine: OpenEngine, tmp_path: Path) -> BatchInferenceEngine:
     """A model that often ends its text."""
     return open_engine(tiny_models.llama(tmp_path / "ends.gguf", silent=()))
 
 
 @pytest.fixture
-def hot():
+def hot() -> list[dict[str, Any]]:
     sampling: dict[str, Any] = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 120}
     return [{**sampling, "seed": seed} for seed in range(32)]
 
 
-def test_a_model_may_end_its_text_itself(talkative, hot) -> None:
+def test_a_model_may_end_its_text_itself(talkative: BatchInferenceEngine, hot: list[dict[str, Any]]) -> None:
     results = talkative.generate(["Hello"] * 32, [SamplingParams(**its) for its in hot])
     ended = [result for result in results if result.finish_reason is FinishReason.STOP]
     assert ended
     assert all(len(result.tokens) < 120 for result in ended)
 
 
-def test_with_ignore_eos_no_text_ends_early(talkative, hot) -> None:
+def test_with_ignore_eos_no_text_ends_early(talkative: BatchInferenceEngine, hot: list[dict[str, Any]]) -> None:
     results = talkative.generate(["Hello"] * 32, [SamplingParams(**its, ignore_eos=True) for its in hot])
     assert [(result.finish_reason, len(result.tokens)) for result in results] == [(FinishReason.LENGTH, 120)] * 32
 
 
-def test_with_min_tokens_no_text_ends_before(talkative, hot) -> None:
+def test_with_min_tokens_no_text_ends_before(talkative: BatchInferenceEngine, hot: list[dict[str, Any]]) -> None:
     results = talkative.generate(["Hello"] * 32, [SamplingParams(**its, min_tokens=20) for its in hot])
     assert all(len(result.tokens) >= 20 for result in results)
     assert any(result.finish_reason is FinishReason.STOP for result in results)

