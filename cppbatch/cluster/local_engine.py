@@ -61,6 +61,7 @@ class LocalEngine(EngineClient):
         self._numbers = map(str, itertools.count())
         self._by_id: dict[str, _LocalRequest] = {}
         self._by_number: dict[str, _LocalRequest] = {}
+        self._stats_waiters: set[asyncio.Future[EngineStats]] = set()
         self._input_threads = InputThreads()
         # A daemon: a second Ctrl-C does not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
@@ -138,6 +139,8 @@ class LocalEngine(EngineClient):
         """Counters and state."""
         self._ready()
         answer: asyncio.Future[EngineStats] = self._loop.create_future()
+        self._stats_waiters.add(answer)
+        answer.add_done_callback(self._stats_waiters.discard)
         self._step_loop.post(lambda engine: self._call_on_loop(_resolve, answer, engine.stats()))
         return await answer
 
@@ -173,10 +176,13 @@ class LocalEngine(EngineClient):
         if request := self._by_number.get(number):
             request.outputs.fail(error)
 
-    def _deliver_to_all(self, reason: FinishReason, error: str | None) -> None:
+    def _end_all(self, reason: FinishReason, error: str | None) -> None:
+        """Ends all requests, and the callers that wait for statistics: the engine may never answer them."""
         self._deliver(
             [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._by_number]
         )
+        for answer in list(self._stats_waiters):
+            _reject(answer, EngineClosed(f"the engine does not answer: it is {self._health.status}"))
 
     # --- on the engine's thread ---------------------------------------------------------------------------------
 
@@ -196,10 +202,10 @@ class LocalEngine(EngineClient):
         except Exception as error:  # a bug: end all requests with this error, and keep answering commands
             log.exception("the engine failed")
             self._health = Health(status="failed", error=f"{type(error).__name__}: {error}")
-            self._call_on_loop(self._deliver_to_all, FinishReason.ERROR, self._health.error)
+            self._call_on_loop(self._end_all, FinishReason.ERROR, self._health.error)
             self._run_commands_until_stopped(engine)
         finally:
-            self._call_on_loop(self._deliver_to_all, FinishReason.CANCELLED, None)
+            self._call_on_loop(self._end_all, FinishReason.CANCELLED, None)
             engine.close()
 
     def _run_commands_until_stopped(self, engine: BatchInferenceEngine) -> None:

@@ -328,6 +328,18 @@ async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_say
     assert engine.health().status == "failed"
 
 
+async def test_statistics_that_the_engine_cannot_compute_are_refused(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: BatchInferenceEngine) -> None:
+        raise RuntimeError("boom")
+
+    async with LocalEngine(tiny_llama, **SETTINGS) as engine:
+        monkeypatch.setattr(BatchInferenceEngine, "stats", failing)
+        with pytest.raises(EngineClosed, match="failed"):
+            await soon(engine.stats())
+
+
 CLOSE_WHILE_TOKENISING = """
 import asyncio, sys
 from cppbatch import GenerationRequest, LocalEngine, SamplingParams
