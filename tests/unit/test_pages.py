@@ -30,3 +30,11 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         assert file.exists(), target
         if anchor:
             assert anchor in headings(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_named_script_test_and_example_exists(page: Path) -> None:
+    if page.name == "CHANGELOG.md":  # names files of earlier versions
+        return
+    for path in re.findall(r"\b(?:scripts|tests|examples)/[\w/]+\.py\b", page.read_text()):
+        assert (ROOT / path).exists(), path
