@@ -16,7 +16,7 @@ import msgspec
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
 from cppbatch.cluster.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests
 from cppbatch.cluster.supervisor import Supervisor
-from cppbatch.cluster.worker_messages import (
+from cppbatch.cluster.worker_link import (
     Cancel,
     Check,
     Checked,

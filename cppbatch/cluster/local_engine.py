@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
 from cppbatch.cluster.engine_threads import InputThreads, StepLoop
-from cppbatch.cluster.output_collector import OutputCollector
+from cppbatch.cluster.in_flight import OutputCollector
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats

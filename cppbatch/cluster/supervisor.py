@@ -12,7 +12,7 @@ import msgspec
 from cppbatch import errors
 from cppbatch.cluster.engine_client import Health
 from cppbatch.cluster.worker_handle import WorkerDied, WorkerHandle
-from cppbatch.cluster.worker_messages import FromWorker, Loaded, LoadFailed, Loading, Log
+from cppbatch.cluster.worker_link import FromWorker, Loaded, LoadFailed, Loading, Log
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo

@@ -18,8 +18,7 @@ import msgspec
 import psutil
 
 from cppbatch.cluster.shared_status import SharedStatus
-from cppbatch.cluster.worker_link import ServerLink, can_use_files
-from cppbatch.cluster.worker_messages import FromWorker, Hello, ToWorker, WorkerSetup
+from cppbatch.cluster.worker_link import FromWorker, Hello, ServerLink, ToWorker, WorkerSetup, can_use_files
 from cppbatch.config import EngineConfig
 
 Result = TypeVar("Result")

@@ -18,8 +18,7 @@ import msgspec
 
 from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.shared_status import SharedStatus
-from cppbatch.cluster.worker_link import WorkerLink
-from cppbatch.cluster.worker_messages import (
+from cppbatch.cluster.worker_link import (
     Cancel,
     Check,
     Checked,
@@ -36,6 +35,7 @@ from cppbatch.cluster.worker_messages import (
     Tokenize,
     Tokenized,
     ToWorker,
+    WorkerLink,
     WorkerSetup,
 )
 from cppbatch.config import EngineConfig
