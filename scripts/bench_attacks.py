@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What hostile clients cost others: 8 streams and /health, undisturbed and beside each kind of attack, in turn.
+"""Effect of hostile clients on others: latencies of 8 streams and of /health, alone and beside each kind of attack.
 
-Each attack runs in a process of its own at the lowest CPU priority, so that on a small machine its own work is not
-taken for the server's. Before each attack the same streams run undisturbed for as long.
+Each attack runs in its own process at the lowest CPU priority, so that on a small machine its own work does not count
+as the server's. Before each attack the same streams run alone for the same time.
 
 .venv/bin/python scripts/bench_attacks.py [-m model.gguf] [--seconds 15] [--only NAME ...]
 """
@@ -42,7 +42,7 @@ MIB = 1 << 20
 Attack = Callable[[aiohttp.ClientSession, str], Awaitable[object]]
 
 
-# --- the attacks: each is called again and again until the time is over -------------------------------------------
+# --- the attacks: each is repeated until the time is used up ------------------------------------------------------
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: bytes, kind: str = "application/json") -> int:
@@ -90,7 +90,7 @@ async def ids_out_of_range(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def special_tokens(session: aiohttp.ClientSession, url: str) -> None:
-    """Two megabytes-long prompts of control tokens at once, whose clients leave after 2 s."""
+    """Sends two prompts of megabytes of control tokens at once. The clients disconnect after 2 s."""
     prompt, chat = special_bodies()
     sends = [post(session, f"{url}/v1/completions", prompt), post(session, f"{url}/v1/chat/completions", chat)]
     with contextlib.suppress(asyncio.TimeoutError):
@@ -98,7 +98,7 @@ async def special_tokens(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def endless_forms(session: aiohttp.ClientSession, url: str) -> None:
-    """A form of 10,000 empty parts, then one that goes on for a second."""
+    """Sends a form of 10,000 empty parts, then one that continues for a second."""
     part = b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\n\r\n"
     kind = "multipart/form-data; boundary=x"
     await post(session, f"{url}/v1/files", part * 10_000, kind)
@@ -115,13 +115,13 @@ async def endless_forms(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def large_json(session: aiohttp.ClientSession, url: str) -> None:
-    """One after the other: bodies of 13 MB with as many small values as they hold, and a deep one."""
+    """Sends one of several bodies, in turn: 13 MB full of small values, or deeply nested."""
     path, body = large_bodies()[next(NEXT_LARGE)]
     await post(session, url + path, body)
 
 
 async def slow_bodies(session: aiohttp.ClientSession, url: str) -> None:
-    """200 requests whose bodies come one byte a second."""
+    """Sends 200 requests with bodies of one byte per second."""
 
     async def slow() -> AsyncIterator[bytes]:
         for _ in range(600):
@@ -147,7 +147,7 @@ async def idle_connections(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def huge_schemas(session: aiohttp.ClientSession, url: str) -> None:
-    """Schemas that are wide, that explode, and that are large."""
+    """Sends schemas that are wide, that explode, and that are large."""
     wide = {"type": "object", "properties": {f"p{i}": {"enum": [f"v{j}" for j in range(20)]} for i in range(500)}}
     explosive = {"type": "array", "items": {"type": "integer", "multipleOf": 99999989}, "minItems": 100_000}
     pattern = {"type": "string", "pattern": "(a{1,500}b{1,500}){1,500}"}
@@ -156,7 +156,7 @@ async def huge_schemas(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def cancelled_requests(session: aiohttp.ClientSession, url: str) -> None:
-    """100 requests whose clients leave at once; 10,000 and more in all."""
+    """Sends 100 requests whose clients disconnect at once; over 10,000 in total."""
     host, port = url.removeprefix("http://").split(":")
     body = encoded(prompt="Hello, " * 50, max_tokens=100, stream=True)
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -187,7 +187,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 async def run_attack(name: str, url: str, seconds: float) -> None:
-    """Says when it is ready; then repeats it; prints how often it was done."""
+    """Prints "ready", waits for a line on stdin, repeats the attack, and prints how often it completed."""
     special_bodies(), large_bodies()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -205,7 +205,7 @@ async def run_attack(name: str, url: str, seconds: float) -> None:
 
 
 class Load(NamedTuple):
-    """What the streams and /health had in one phase, in seconds."""
+    """Latencies of the streams and of /health in one phase, in seconds."""
 
     gaps: list[float]
     health: list[float]
@@ -213,7 +213,7 @@ class Load(NamedTuple):
 
 
 async def normal_load(url: str, until: Callable[[], bool]) -> Load:
-    """8 streams, one request after the other each, until then; all end by themselves."""
+    """Runs 8 streams of consecutive requests until `until` returns True. Started requests run to their end."""
     load = Load([], [], [])
     timeout = aiohttp.ClientTimeout(total=120)
 
@@ -223,17 +223,17 @@ async def normal_load(url: str, until: Callable[[], bool]) -> Load:
             n += 1
             prompt = f"Stream {i} tells story {n} of {os.getpid()}:"
             body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "stream": True, "ignore_eos": True, "temperature": 0}
-            reading = CompletionStream()
+            completion = CompletionStream()
             try:
                 async with session.post(f"{url}/v1/completions", json=body) as answer:
                     if answer.status != 200:
                         raise RequestFailure(f"status {answer.status}", (await answer.text())[:200])
                     async for data in answer.content.iter_any():
-                        reading.feed(data, time.perf_counter())
-                reading.finish(time.perf_counter())
+                        completion.feed(data, time.perf_counter())
+                completion.finish(time.perf_counter())
             except (RequestFailure, aiohttp.ClientError, asyncio.TimeoutError) as error:
                 load.failures.append(f"{type(error).__name__}: {error}")
-            load.gaps.extend(reading.gaps)
+            load.gaps.extend(completion.gaps)
 
     async def ask_health(session: aiohttp.ClientSession) -> None:
         began = time.perf_counter()
@@ -242,12 +242,12 @@ async def normal_load(url: str, until: Callable[[], bool]) -> Load:
         load.health.append(time.perf_counter() - began)
 
     async def health(session: aiohttp.ClientSession) -> None:
-        """Asks at fixed times, whether or not the last answer has come: else one long wait would count once."""
-        asked = []
+        """Sends requests at fixed times, without waiting for answers. Otherwise one long wait would count once."""
+        requests = []
         while not until():
-            asked.append(asyncio.create_task(ask_health(session)))
+            requests.append(asyncio.create_task(ask_health(session)))
             await asyncio.sleep(HEALTH_EVERY_S)
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*requests, return_exceptions=True)
 
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(health(session), *(stream(session, i) for i in range(STREAMS)))
@@ -258,7 +258,7 @@ async def normal_load(url: str, until: Callable[[], bool]) -> Load:
 
 
 class State(NamedTuple):
-    """What must be back where it was."""
+    """Values that must be the same before and after an attack."""
 
     in_flight: int
     cells: int
@@ -269,7 +269,7 @@ class State(NamedTuple):
 
 
 class Server:
-    """`cppbatch serve` with the default settings and 16 places."""
+    """`cppbatch serve` with the default settings and -np 16."""
 
     def __init__(self, model: str) -> None:
         command = [sys.executable, "-m", "cppbatch", "serve", "-m", model, "--port", "0", "-np", "16", "-c", "16384"]
@@ -282,7 +282,7 @@ class Server:
         raise SystemExit("the server did not start")
 
     def state(self) -> State:
-        """When nothing runs any more, which it waits for."""
+        """Waits until no request is in flight, for 20 s at most. Returns the state."""
         end = time.monotonic() + 20
         while True:
             with urllib.request.urlopen(f"{self.url}/stats", timeout=120) as answer:
@@ -292,14 +292,14 @@ class Server:
                 break
             time.sleep(0.2)
         process = psutil.Process(self.process.pid)
-        family = [process, *process.children(recursive=True)]
+        processes = [process, *process.children(recursive=True)]
         return State(
             in_flight,
             stats["kv_cells_used"],
             stats["seq_ids"] - stats["seq_ids_free"] - stats["prefixes_in_cells"],
             sum(worker["restarts"] for worker in stats["workers"]),
-            sum(each.memory_info().rss for each in family) / MIB,
-            sum(each.num_fds() for each in family),
+            sum(each.memory_info().rss for each in processes) / MIB,
+            sum(each.num_fds() for each in processes),
         )
 
     def stop(self) -> None:
@@ -308,7 +308,7 @@ class Server:
 
 
 def phase(url: str, seconds: float, attack: str | None) -> tuple[Load, str]:
-    """The normal load for so long, beside the attack; and how often that was done."""
+    """Runs the normal load beside the attack. Returns the latencies and how often the attack completed."""
     attacker = None
     if attack:
         command = ["nice", "-n", "19", sys.executable, __file__, "--attack", attack, "--url", url]
@@ -347,7 +347,7 @@ def main() -> None:
     server = Server(str(choose_model(args.model)))
     try:
         phase(server.url, 5, None)  # warm-up
-        print("inter-token p95 and /health p99 in ms, undisturbed > attacked; state before > after\n")
+        print("inter-token p95 and /health p99 in ms, alone > attacked; state before > after\n")
         print("| " + " | ".join(COLUMNS) + " |")
         print("|---" * len(COLUMNS) + "|")
         for name in args.only:

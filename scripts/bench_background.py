@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""What work in the background does to a request that somebody waits for: its time to the first token (TTFT) on an idle
-engine, and while prompts of priority 100 keep all places busy.
+"""Time to first token (TTFT) of interactive requests, on an idle engine and while background work of priority 100 runs.
 
-In turns, several times: a backlog is started, requests with prompts of three lengths come one after the other at random
-moments, the backlog is cancelled, and like requests come to the idle engine. No two prompts begin alike.
+In each repeat a backlog is started, requests with prompts of three lengths arrive one after the other at random times,
+the backlog is cancelled, and the same kind of requests arrive at the idle engine. No two prompts share a prefix.
 
 .venv/bin/python scripts/bench_background.py [-m model.gguf] [--kv-layout unified] [--repeats 5] [--priority 100]
 """
@@ -23,26 +22,26 @@ from cppbatch import GenerationRequest, LocalEngine, SamplingParams
 from cppbatch.bench.prompts import random_text
 from cppbatch.models.pull import choose_model
 
-PLACES, LENGTHS = 16, (20, 100, 400)
-BACKGROUND_PROMPT, BACKGROUND_NEW = (30, 160), (64, 128)  # tokens, from and to
+N_PARALLEL, LENGTHS = 16, (20, 100, 400)
+BACKGROUND_PROMPT, BACKGROUND_NEW = (30, 160), (64, 128)  # ranges in tokens
 SETTLE_S, ALONE_S, PAUSE_S = 8.0, 2.5, (0.4, 0.8)
 
 
 class Background:
-    """Twice as many requests as there are places, each followed by another, until it is cancelled."""
+    """Keeps twice `N_PARALLEL` requests in the engine until it is cancelled."""
 
     def __init__(self, engine: LocalEngine, rng: Random, priority: int, numbers: Iterator[int]) -> None:
         self._engine, self._rng, self._priority, self._numbers = engine, rng, priority, numbers
         self.n_tokens = 0
-        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(2 * PLACES)]
+        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(2 * N_PARALLEL)]
 
     async def _go_on(self) -> None:
-        fewest = 1  # at first, so that they do not end together
+        min_tokens = 1  # short first outputs, so that the requests do not end together
         while True:
             n = next(self._numbers)
             prompt = f"{n}. {random_text(self._rng, self._rng.randint(*BACKGROUND_PROMPT))}"
-            params = SamplingParams(max_tokens=self._rng.randint(fewest, BACKGROUND_NEW[1]), ignore_eos=True)
-            fewest = BACKGROUND_NEW[0]
+            params = SamplingParams(max_tokens=self._rng.randint(min_tokens, BACKGROUND_NEW[1]), ignore_eos=True)
+            min_tokens = BACKGROUND_NEW[0]
             request = GenerationRequest(id=f"b{n}", prompt=prompt, params=params, priority=self._priority)
             async for event in self._engine.submit(request):
                 self.n_tokens += len(event.tokens)
@@ -54,7 +53,7 @@ class Background:
 
 
 async def ask(engine: LocalEngine, rng: Random, n_prompt: int, n: int) -> tuple[float, float]:
-    """A request of a few tokens: its TTFT, and how much of that it waited for a place."""
+    """Sends a request of a few tokens. Returns its TTFT and its time in the queue, in seconds."""
     prompt = f"{n}: {random_text(rng, n_prompt - 2)}"
     request = GenerationRequest(id=f"i{n}", prompt=prompt, params=SamplingParams(max_tokens=4, ignore_eos=True))
     began, first = perf_counter(), 0.0
@@ -64,8 +63,8 @@ async def ask(engine: LocalEngine, rng: Random, n_prompt: int, n: int) -> tuple[
     return first, waited
 
 
-async def look(engine: LocalEngine, background: Background, speeds: list[float], steps: list[float]) -> None:
-    """Notes the tokens/s of work in the background that has the engine to itself, and the seconds of its steps."""
+async def observe(engine: LocalEngine, background: Background, speeds: list[float], steps: list[float]) -> None:
+    """Records the tokens/s and the mean step seconds of background work that runs alone."""
     before, n_before, began = await engine.stats(), background.n_tokens, perf_counter()
     await asyncio.sleep(ALONE_S)
     took = perf_counter() - began
@@ -80,22 +79,22 @@ async def run(args: argparse.Namespace) -> None:
     beside: list[float] = []
     steps: list[float] = []
     settings = {"n_ctx": args.n_ctx, "kv_layout": args.kv_layout}
-    async with LocalEngine(choose_model(args.model), n_parallel=PLACES, **settings) as engine:
+    async with LocalEngine(choose_model(args.model), n_parallel=N_PARALLEL, **settings) as engine:
         for n_prompt in LENGTHS:
             await ask(engine, rng, n_prompt, next(numbers))  # warm-up
         for _ in range(args.repeats):
             background = Background(engine, rng, args.priority, numbers)
             await asyncio.sleep(SETTLE_S)
-            assert (await engine.stats()).waiting, "they are all busy"
-            await look(engine, background, alone, steps)
+            assert (await engine.stats()).waiting, "the backlog does not fill the engine"
+            await observe(engine, background, alone, steps)
             n_before, began = background.n_tokens, perf_counter()
             for n_prompt in LENGTHS:
                 await asyncio.sleep(rng.uniform(*PAUSE_S))
                 ttfts["busy", n_prompt].append(await ask(engine, rng, n_prompt, next(numbers)))
             beside.append((background.n_tokens - n_before) / (perf_counter() - began))
-            await look(engine, background, alone, steps)
+            await observe(engine, background, alone, steps)
             await background.cancel()
-            await asyncio.sleep(1)  # its cells are moved out of the way
+            await asyncio.sleep(1)  # lets the engine move its cells out of the way
             for n_prompt in LENGTHS:
                 await asyncio.sleep(0.5)
                 ttfts["idle", n_prompt].append(await ask(engine, rng, n_prompt, next(numbers)))
@@ -104,7 +103,7 @@ async def run(args: argparse.Namespace) -> None:
 
 def report(ttfts: dict[tuple[str, int], list[tuple[float, float]]], step_s: float, alone: float, beside: float) -> None:
     print(f"a step of the background work takes {1000 * step_s:.0f} ms; medians of {len(ttfts['idle', LENGTHS[0]])}:")
-    print("| prompt tokens | TTFT idle, ms | busy | of that waiting for a place | the rest over idle |")
+    print("| prompt tokens | TTFT idle, ms | busy | of that in the queue | the rest over idle |")
     print("|---|---|---|---|---|")
     for n_prompt in LENGTHS:
         idle = median(ttft for ttft, _ in ttfts["idle", n_prompt])
@@ -112,7 +111,7 @@ def report(ttfts: dict[tuple[str, int], list[tuple[float, float]]], step_s: floa
         waited = median(waited for _, waited in ttfts["busy", n_prompt])
         rest = median(ttft - waited for ttft, waited in ttfts["busy", n_prompt])
         print(f"| {n_prompt} | {1000 * idle:.0f} | {1000 * busy:.0f} | {1000 * waited:.0f} | {rest / idle:.2f} |")
-    print(f"background work: {alone:.1f} tokens/s alone, {beside:.1f} while such requests come one after the other")
+    print(f"background work: {alone:.1f} tokens/s alone, {beside:.1f} beside the interactive requests")
 
 
 def main() -> None:

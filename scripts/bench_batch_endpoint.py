@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What /generate/batch gains: 64 short prompts in one request against as many /generate requests, one after the other.
+"""Speedup of /generate/batch: 64 short prompts in one request against 64 sequential /generate requests.
 
-Starts `cppbatch serve` with its defaults, prints the median of some runs of each and their ratio, and then shows that
-of 64 prompts an invalid one fails alone. Every run has prompts of its own, so that the prefix cache helps neither way.
+Starts `cppbatch serve` with its defaults, prints the medians of both and their ratio, and then checks that one invalid
+prompt of 64 fails alone. Every run has new prompts, so that the prefix cache has no effect.
 
 .venv/bin/python scripts/bench_batch_endpoint.py [--repeats 3] [-- -m model.gguf]
 """
@@ -28,19 +28,19 @@ NUMBERS = itertools.count(1)
 
 
 def prompts() -> list[str]:
-    """New ones, of a sentence each, that differ from their first word on."""
+    """Returns new prompts of one sentence each. They differ from the first word on."""
     return [f"{next(NUMBERS)} short stories about {TOPICS[i % len(TOPICS)]}. The first one:" for i in range(N_PROMPTS)]
 
 
 def post(url: str, path: str, body: object) -> Any:
-    """The answer to a JSON body."""
+    """Posts JSON and returns the decoded answer."""
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as answer:
         return json.load(answer)
 
 
 def one_by_one(url: str) -> float:
-    """Seconds."""
+    """Returns the seconds of sequential requests."""
     began = perf_counter()
     for prompt in prompts():
         assert post(url, "/generate", {**FIELDS, "prompt": prompt})["completion_tokens"] == N_TOKENS
@@ -48,7 +48,7 @@ def one_by_one(url: str) -> float:
 
 
 def all_at_once(url: str) -> float:
-    """Seconds."""
+    """Returns the seconds of one batch request."""
     began = perf_counter()
     answer = post(url, "/generate/batch", {**FIELDS, "prompts": prompts()})
     assert [result["completion_tokens"] for result in answer["results"]] == [N_TOKENS] * N_PROMPTS
@@ -56,7 +56,7 @@ def all_at_once(url: str) -> float:
 
 
 def one_invalid(url: str) -> list[dict[str, Any]]:
-    """Those of 64 results that are errors, when one prompt is too long for any context."""
+    """Sends 64 prompts, one of them longer than the context. Returns the results that are errors."""
     items = prompts()
     items[13] = "x " * 200_000
     results = post(url, "/generate/batch", {**FIELDS, "prompts": items})["results"]
@@ -65,7 +65,7 @@ def one_invalid(url: str) -> list[dict[str, Any]]:
 
 
 def serve(arguments: list[str]) -> Iterator[str]:
-    """A server's address, for as long as it is wanted."""
+    """Starts a server, yields its URL, and stops it when the generator is closed."""
     command = [sys.executable, "-m", "cppbatch", "serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout
@@ -77,7 +77,7 @@ def serve(arguments: list[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints both medians, their ratio, and what became of the invalid prompt."""
+    """Prints both medians, their ratio, and the error of the invalid prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")

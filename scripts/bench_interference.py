@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What a long prompt does to running streams: inter-token times of 8 streams, quiet and while 4,000 tokens are read.
+"""Effect of a long prompt on running streams: inter-token times of 8 streams, alone and beside 4,000 prompt tokens.
 
-Streams that end are followed by new ones from the same prompts, so that their length stays the same all the time and
-only the long prompt makes a difference.
+When a stream ends, a new one with the same prompt starts. So the context length stays the same on average, and only the
+long prompt makes a difference.
 
 .venv/bin/python scripts/bench_interference.py [-m model.gguf] [--kv-layout unified] [--target-step-ms 0]
 """
@@ -33,7 +33,7 @@ def main() -> None:
     with BatchInferenceEngine(model, n_ctx=n_ctx, n_parallel=STREAMS + 1, **settings) as engine:
         engine.generate([[20] * 512], SamplingParams(max_tokens=1))  # warm-up
         start_streams(engine)
-        measure(engine, until=None, steps=STREAM_NEW)  # the next ones find their prompts cached
+        measure(engine, until=None, steps=STREAM_NEW)  # later streams find their prompts cached
         quiet = measure(engine, until=None, steps=STREAM_NEW)
         long = engine.add_request([200] * PROMPT, SamplingParams(max_tokens=1, temperature=0))
         busy = measure(engine, until=long, steps=100_000)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def start_streams(engine: BatchInferenceEngine) -> None:
-    """Streams of different length, so that they do not end together."""
+    """Starts streams of different lengths, so that they do not end together."""
     for i in range(STREAMS):
         params = stream_params(STREAM_NEW * (i + 1) // STREAMS)
         engine.add_request([100 + i] * STREAM_PROMPT, params, request_id=f"0-{i}")
@@ -52,7 +52,7 @@ def stream_params(n_new: int) -> SamplingParams:
 
 
 def measure(engine: BatchInferenceEngine, *, until: str | None, steps: int) -> list[float]:
-    """Seconds of each step, which is the inter-token time of every stream, until a request ends or for `steps`."""
+    """Runs `steps` steps, or until a request ends. Returns the seconds of each: every stream's inter-token time."""
     times: list[float] = []
     while len(times) < steps:
         start = perf_counter()

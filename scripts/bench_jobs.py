@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Batch jobs: their speed beside the engine's own, and a million lines of input.
+"""Batch jobs: their speed compared with the engine, and a million lines of input.
 
-throughput: 300 prompts by `BatchInferenceEngine.generate`, and the same ones by a job (worker process, ledger, files),
-in turns; tokens/s of each and their ratio, medians of some turns. Loading and freeing the model is not counted.
-input: a file of a million requests: how long the command takes to its first result, what it takes of memory; how long
-reading all of it into a ledger takes, and the most memory of that.
+throughput: 300 prompts by `BatchInferenceEngine.generate` and by a job (worker process, ledger, files), in turns.
+Prints the median tokens/s of both and the median ratio. Loading and freeing the model does not count.
+input: a file of a million requests. Prints the time to the first result and the memory of the command, and the time and
+peak memory of reading the whole file into a ledger.
 
 .venv/bin/python scripts/bench_jobs.py throughput|input [--repeats 3] [-m model.gguf]
 """
@@ -54,12 +54,12 @@ N_LINES = 1_000_000
 
 
 def prompts() -> list[str]:
-    """300 of them, of 8 to 20 tokens."""
+    """Returns 300 prompts of 8 to 20 tokens."""
     return [f"{task} {subject}.\n\n" for task in TASKS for subject in SUBJECTS]
 
 
 def by_engine(config: EngineConfig) -> float:
-    """Tokens/s."""
+    """Returns tokens/s."""
     params = SamplingParams(max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
     with BatchInferenceEngine(config) as engine:
         began = time.perf_counter()
@@ -69,7 +69,7 @@ def by_engine(config: EngineConfig) -> float:
 
 
 def by_job(config: EngineConfig, folder: Path) -> float:
-    """Tokens/s, from the loaded model to the last result on the disk."""
+    """Returns tokens/s from the loaded model to the last result on disk."""
     source, out = folder / "in.jsonl", folder / "out.jsonl"
     fields = {"max_tokens": N_TOKENS, "temperature": 0, "ignore_eos": True}
     source.write_text("".join(json.dumps({"prompt": prompt, **fields}) + "\n" for prompt in prompts()))
@@ -90,7 +90,7 @@ def by_job(config: EngineConfig, folder: Path) -> float:
 
 
 def throughput(config: EngineConfig, repeats: int) -> None:
-    """Prints each turn, and the medians."""
+    """Prints each repeat and the medians."""
     rates: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeats):
@@ -98,11 +98,11 @@ def throughput(config: EngineConfig, repeats: int) -> None:
             print(f"engine {rates[-1][0]:6.1f} tokens/s   job {rates[-1][1]:6.1f}", flush=True)
     engine, job = (median(each) for each in zip(*rates, strict=True))
     share = median(job / engine for engine, job in rates)
-    print(f"medians: {engine:.1f} and {job:.1f} tokens/s; of the turns' shares {share:.1%}")
+    print(f"medians: {engine:.1f} and {job:.1f} tokens/s; median ratio {share:.1%}")
 
 
-def a_million(path: Path) -> None:
-    """About 180 bytes each."""
+def write_million_requests(path: Path) -> None:
+    """Writes a file with a million requests of about 180 bytes each."""
     with path.open("w") as file:
         for i in range(N_LINES):
             body = {
@@ -114,7 +114,7 @@ def a_million(path: Path) -> None:
 
 
 def first_result(config: EngineConfig, source: Path, folder: Path) -> None:
-    """Runs the command until there is a result, and a while longer."""
+    """Runs the command until the first result and 20 s longer."""
     out = folder / "out.jsonl"
     command = [sys.executable, "-m", "cppbatch", "batch", str(source), "-o", str(out), "-m", config.model_path]
     began = time.perf_counter()
@@ -124,14 +124,14 @@ def first_result(config: EngineConfig, source: Path, folder: Path) -> None:
                 time.sleep(0.02)
             seconds = time.perf_counter() - began
             time.sleep(20)
-            me = psutil.Process(process.pid)
-            print(f"first result after {seconds:.1f} s; the reader's memory {me.memory_info().rss / 2**20:.0f} MiB")
+            reader = psutil.Process(process.pid)
+            print(f"first result after {seconds:.1f} s; the reader's memory {reader.memory_info().rss / 2**20:.0f} MiB")
         finally:
             process.terminate()
 
 
 def read_all(source: Path, folder: Path) -> None:
-    """In this process, which has nothing else in it."""
+    """Reads the file into a ledger in this process, and prints the time and the peak memory."""
     journal = Journal(Ledger(folder / "job"), folder / "all.jsonl", folder / "errors.jsonl")
     began = time.perf_counter()
     with InputReader(detect_input_format(source), URLS) as reader:
@@ -143,18 +143,18 @@ def read_all(source: Path, folder: Path) -> None:
 
 
 def big_input(config: EngineConfig) -> None:
-    """Prints both."""
+    """Measures reading the whole file, and the time to the first result."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = folder / "in.jsonl"
-        a_million(source)
+        write_million_requests(source)
         print(f"{source.stat().st_size / 2**20:.0f} MiB of input")
         read_all(source, folder)
         first_result(config, source, folder)
 
 
 def main() -> None:
-    """One of the two."""
+    """Runs one of the two measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["throughput", "input"])
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Decode speed of the engine beside llama-batched-bench, llama.cpp's own loop in C++, in turns on the same machine.
+"""Decode speed of the engine compared with llama-batched-bench, llama.cpp's own loop in C++, in turns.
 
-Each turn runs both for one KV layout and all batch sizes, in a new process each; the ratio is the turns' median.
-PEERS is a folder with llama.cpp's llama-batched-bench, of the same version and flags as the library.
+Each turn runs both in new processes, for one KV layout and all batch sizes. The ratio is the median of the turns.
+PEERS is a folder with llama-batched-bench, built from the library's version of llama.cpp with the same flags.
 
     .venv/bin/python scripts/bench_peer.py PEERS [-B 1,8,16,32] [--turns 5] [-m model.gguf] [-t 2]
 """
@@ -25,7 +25,7 @@ LIMIT_S = 600
 
 
 def main() -> None:
-    """Prints a line for each layout and size."""
+    """Prints a line for each KV layout and batch size."""
     args = _arguments()
     model, sizes = choose_model(args.model), [int(size) for size in args.sizes.split(",")]
     print(f"{model.stem}: decode tokens/s, {PROMPT} prompt + {NEW} new tokens, flash attention on, -t {args.threads}")
@@ -55,19 +55,19 @@ def _arguments() -> argparse.Namespace:
 
 
 def batched_bench(peers: Path, model: Path, layout: str, sizes: str, threads: int) -> dict[int, float]:
-    """Its S_TG column, by batch size."""
+    """Returns the S_TG column (decode tokens/s), by batch size."""
     cells = max(map(int, sizes.split(","))) * (PROMPT + NEW)
     command = [
         peers / "llama-batched-bench", "-m", model, "-c", cells, "-b", 2048, "-ub", 512, "-t", threads, "-fa", "on",
         "-npp", PROMPT, "-ntg", NEW, "-npl", sizes, *(["-kvu"] if layout == "unified" else []),
     ]  # fmt: skip
     rows = [line.split("|") for line in output_of(command).splitlines() if line.startswith("|")]
-    at = {name.strip(): place for place, name in enumerate(rows[0])}
-    return {int(row[at["B"]]): float(row[at["S_TG t/s"]]) for row in rows[2:]}
+    column = {name.strip(): i for i, name in enumerate(rows[0])}
+    return {int(row[column["B"]]): float(row[column["S_TG t/s"]]) for row in rows[2:]}
 
 
 def engine(model: Path, layout: str, sizes: str, threads: int) -> dict[int, float]:
-    """The engine's own, by batch size."""
+    """Returns the engine's decode tokens/s, by batch size."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         command = [
@@ -80,7 +80,7 @@ def engine(model: Path, layout: str, sizes: str, threads: int) -> dict[int, floa
 
 
 def output_of(command: list[object]) -> str:
-    """What it writes; its errors go to the terminal if it fails."""
+    """Returns the command's stdout. Exits with its stderr if it fails."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}\n{done.stderr}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What sharing prefixes gains: requests with a common beginning, and many completions of one prompt.
+"""Speedup by sharing prefixes: requests with a common prefix, and many completions of one prompt.
 
 .venv/bin/python scripts/bench_prefix.py [-m model.gguf] [--kv-layout unified] [--repeats 3]
 """
@@ -49,10 +49,12 @@ def shared_prefix(cached: BatchInferenceEngine, plain: BatchInferenceEngine, rep
         peak = max(peak, cells)
         ratios.append(without / seconds)
         speeds.append(N_REQUESTS * N_NEW / seconds)
-    print(f"{N_REQUESTS} requests, {N_PREFIX} common tokens, {N_SUFFIX} their own, {N_NEW} new, {N_PARALLEL} at once:")
+    print(
+        f"{N_REQUESTS} requests, {N_PREFIX} common tokens, {N_SUFFIX} of their own, {N_NEW} new, {N_PARALLEL} at once:"
+    )
     print(f"  {median(speeds):.1f} tok/s, {median(ratios):.2f} times as fast as without the prefix cache")
     bound = N_PREFIX + N_REQUESTS * (N_SUFFIX + N_NEW)
-    print(f"  peak cells held, by running and finished ones: {peak}; prefix + all suffixes and outputs = {bound}\n")
+    print(f"  peak cells, of running and finished sequences: {peak}; prefix + all suffixes and outputs = {bound}\n")
 
 
 def completions(cached: BatchInferenceEngine, plain: BatchInferenceEngine, repeats: int) -> None:
@@ -66,11 +68,11 @@ def completions(cached: BatchInferenceEngine, plain: BatchInferenceEngine, repea
         ratios.append(one_by_one / seconds)
     print(f"one prompt of {N_PREFIX} tokens x 16 settings, {N_NEW} new tokens each:")
     print(f"  {median(ratios):.2f} times as fast as one after the other without the prefix cache")
-    print(f"  peak cells held: {peak}; prompt + 16 outputs = {N_PREFIX + 16 * N_NEW}")
+    print(f"  peak cells: {peak}; prompt + 16 outputs = {N_PREFIX + 16 * N_NEW}")
 
 
 def run(engine: BatchInferenceEngine, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, int]:
-    """Seconds until all have ended, and the most cells that were held after a step."""
+    """Returns the seconds until all requests have ended, and the most cells used after a step."""
     began, peak = perf_counter(), 0
     for prompt, its in zip(prompts, params, strict=True):
         engine.add_request(prompt, its)

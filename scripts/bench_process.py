@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What the process boundary costs: 16 streams over HTTP, the engine in a worker process against --in-process.
+"""Cost of the process boundary: 16 streams over HTTP, with the engine in a worker process and with --in-process.
 
-Starts `cppbatch serve` both ways in turn, several times, and prints the tokens/s of each run and the ratio of medians.
+Starts `cppbatch serve` in both modes in turn and prints the tokens/s of each run and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import time
 
 import aiohttp
 
-WAYS = {"worker process": [], "in process": ["--in-process"]}
+MODES = {"worker process": [], "in process": ["--in-process"]}
 
 
 async def streams(url: str, n: int, n_tokens: int) -> float:
-    """Tokens/s of `n` streams at once, from the first chunk of any to the last."""
+    """Returns the tokens/s of `n` concurrent streams, from the first chunk of any stream to the end."""
     body = {"max_tokens": n_tokens, "ignore_eos": True, "stream": True, "temperature": 0.8}
     first, total = 0.0, 0
 
@@ -38,7 +38,7 @@ async def streams(url: str, n: int, n_tokens: int) -> float:
 
 
 def measure(arguments: list[str], n: int, n_tokens: int) -> float:
-    """Tokens/s of a server with these arguments, after a warm-up."""
+    """Returns the tokens/s of a server with these arguments, after a warm-up."""
     command = [sys.executable, "-m", "cppbatch", "serve", "--port", "0", "-np", str(n), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout
@@ -51,20 +51,20 @@ def measure(arguments: list[str], n: int, n_tokens: int) -> float:
 
 
 def main() -> None:
-    """Prints a line for each run, and the ratio of the medians."""
+    """Prints each run and the ratio of the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-n", type=int, default=16, help="streams at once")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
     options = parser.parse_args()
-    speeds: dict[str, list[float]] = {way: [] for way in WAYS}
+    speeds: dict[str, list[float]] = {mode: [] for mode in MODES}
     for i in range(options.repeats):
-        for way, flags in list(WAYS.items())[:: 1 if i % 2 else -1]:
-            speeds[way].append(measure([*flags, *options.rest], options.n, options.tokens))
-            print(f"{way:<15} {speeds[way][-1]:7.1f} tokens/s", flush=True)
-    theirs, ours = (statistics.median(speeds[way]) for way in ("in process", "worker process"))
-    print(f"medians: worker process {ours:.1f}, in process {theirs:.1f}: {ours / theirs:.1%}")
+        for mode, flags in list(MODES.items())[:: 1 if i % 2 else -1]:
+            speeds[mode].append(measure([*flags, *options.rest], options.n, options.tokens))
+            print(f"{mode:<15} {speeds[mode][-1]:7.1f} tokens/s", flush=True)
+    in_process, worker = (statistics.median(speeds[mode]) for mode in ("in process", "worker process"))
+    print(f"medians: worker process {worker:.1f}, in process {in_process:.1f}: {worker / in_process:.1%}")
 
 
 if __name__ == "__main__":

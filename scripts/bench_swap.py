@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What it takes to move a sequence to host memory and back, beside computing it again.
+"""The time to move a sequence to host memory and back, compared with computing it again.
 
-That is what happens to a sequence which must give up its KV cells to others.
+The engine swaps a sequence out when others need its KV cells.
 
     .venv/bin/python scripts/bench_swap.py [-m model.gguf] [--tokens 1000] [--json FILE]
 """
@@ -36,7 +36,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Measures both layouts, and prints or writes the report."""
+    """Measures both layouts and prints or writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", help="GGUF file (the default model)")
     parser.add_argument("-ngl", "--gpu-layers", type=int, default=-1, help="-1: all")
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(model: str, args: argparse.Namespace) -> Report:
-    """A row for each layout."""
+    """Returns a report with a row for each KV layout."""
     layouts: list[KvLayout] = ["unified", "per-sequence"]
     return Report(
         kind="swap",
@@ -72,7 +72,7 @@ def measure(model: str, args: argparse.Namespace) -> Report:
 def _row(model: str, args: argparse.Namespace, layout: KvLayout) -> dict[str, Any]:
     config = EngineConfig(
         model_path=model,
-        n_ctx=2 * args.tokens,  # one sequence that stays, and the same one coming back
+        n_ctx=2 * args.tokens,  # the original sequence and its restored copy
         n_parallel=2,
         n_gpu_layers=args.gpu_layers,
         kv_layout=layout,
@@ -107,7 +107,7 @@ def _row(model: str, args: argparse.Namespace, layout: KvLayout) -> dict[str, An
 
 
 def compute(context: Context, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> float:
-    """Seconds to read these tokens into sequence 0, which has nothing before and all of them after."""
+    """Computes these tokens in sequence 0, after clearing it. Returns the seconds."""
     context.remove(0)
     batch = Batch(context.n_batch)
     began = perf_counter()

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measures all that matters on a GPU, in a few minutes, and writes one Markdown report.
+"""Runs all benchmarks that matter on a GPU in a few minutes and writes one Markdown report.
 
-llama.cpp's own benchmark, the engine at the same points, sampling on the host and on the device, servers under load,
-where the time of a step goes, swapping, and tests. Each part is a process of its own with a time limit; one that fails
-is a paragraph with its output, and the others go on. The report is written anew after every part.
+llama.cpp's own benchmark, the engine with the same sizes, sampling on the host and on the device, servers under load,
+the time of a step by phase, swapping, and tests. Each part is a child process with a time limit. If one fails, the
+report contains its output, and the other parts run. The report file is complete after every part.
 
--m takes GGUF files, or shapes of which a random-weight file is made first. --peers is a folder with llama.cpp's
-bin/llama-batched-bench and bin/llama-server, built for the same device. It runs without a GPU too (-ngl 0 --small).
+-m takes GGUF files, or shapes for which a random-weight file is written first. --peers is a folder with llama.cpp's
+bin/llama-batched-bench and bin/llama-server, built for the same device. It also runs without a GPU (-ngl 0 --small).
 
     .venv/bin/python scripts/gpu_report.py -m 8B --peers peers -o gpu-report.md
 """
@@ -37,15 +37,15 @@ from cppbatch.models.pull import DEFAULT
 from cppbatch.models.synthetic import SHAPES
 
 Command = Sequence[object]
-"""Its words, as they are or to be written out."""
+"""The words of a command; each is converted by `str`."""
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 CPPBATCH = [PYTHON, "-m", "cppbatch"]
-LEAST_SECONDS = 3  # a part for which less is left is not begun
-OUTPUT_LINES = 30  # of what failed
+MIN_SECONDS = 3  # with less time left, a part is not started
+OUTPUT_LINES = 30  # shown of a failed part
 
-TELL_MACHINE = (
+PRINT_MACHINE = (
     "import msgspec; from cppbatch.bench.machine import this_machine; "
     "print(msgspec.json.encode(this_machine()).decode())"
 )
@@ -53,7 +53,7 @@ TELL_MACHINE = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
     batch_sizes: tuple[int, ...] = (1, 8, 16, 32, 64)
     sampled: tuple[int, ...] = (16, 32, 64)
@@ -64,7 +64,7 @@ class Sizes:
     requests: int = 48
     concurrency: int = 16
     cells: int = 16_384
-    """Of the servers."""
+    """n_ctx of the servers."""
     swapped: int = 1000
     tests: tuple[str, ...] = ("test_llama_context", "test_llama_memory", "test_device_sampling", "test_engine_native")
 
@@ -76,7 +76,7 @@ SMALL = Sizes(
 
 
 class Page:
-    """The report, and the time that is left for it."""
+    """The report and its time limit."""
 
     def __init__(self, path: Path, seconds: float) -> None:
         self.path = path
@@ -91,7 +91,7 @@ class Page:
         self.path.write_text("\n\n".join(self._blocks) + "\n", "utf-8")
 
     def add_failure(self, why: str, output: str = "") -> None:
-        """Appends what went wrong."""
+        """Appends an error and the end of the output."""
         self.failed += 1
         self.add(f"**Failed**: {why}.")
         if output.strip():
@@ -100,21 +100,21 @@ class Page:
     def seconds_left(self) -> float:
         return self._end - time.monotonic()
 
-    def seconds_gone(self) -> float:
+    def seconds_elapsed(self) -> float:
         return time.monotonic() - self._began
 
     def part(self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str]) -> str | None:
-        """A section: the command, and what `show` makes of its output. None when it failed."""
+        """Adds a section with a command and its result, formatted by `show`. Returns None if the command failed."""
         self.add(f"### {title}")
         return self.run(title, command, seconds, show)
 
     def run(self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str]) -> str | None:
-        """The same without a heading."""
-        if self.seconds_left() < LEAST_SECONDS:
+        """As `part`, without a heading."""
+        if self.seconds_left() < MIN_SECONDS:
             self.add_failure("not begun, because the time for the whole report (--minutes) is over")
             return None
-        print(f"{self.seconds_gone():4.0f} s  {title}", file=sys.stderr, flush=True)
-        self.add(as_typed(command))
+        print(f"{self.seconds_elapsed():4.0f} s  {title}", file=sys.stderr, flush=True)
+        self.add(shell_line(command))
         outcome = run_with_timeout(
             list(map(str, command)), min(seconds, self.seconds_left()), env=environment(), cwd=ROOT
         )
@@ -123,7 +123,7 @@ class Page:
             return None
         try:
             shown = show(outcome)
-        except (OSError, ValueError, LookupError) as error:  # it ended well, and yet left nothing that can be read
+        except (OSError, ValueError, LookupError) as error:  # the command succeeded, but its result is unreadable
             self.add_failure(f"its result cannot be read: {error}", outcome.output)
             return None
         self.add(f"{shown}\n\nTook {outcome.seconds:.1f} s.")
@@ -134,13 +134,13 @@ def as_code(text: str) -> str:
     return f"```text\n{text.replace('```', chr(39) * 3)}\n```"
 
 
-def as_typed(command: Command) -> str:
-    """As one would write it in a shell."""
+def shell_line(command: Command) -> str:
+    """Formats a command as in a shell."""
     return as_code(shlex.join("python" if word == PYTHON else str(word) for word in command))
 
 
 def environment() -> dict[str, str]:
-    """So that the children find this checkout's package, installed or not."""
+    """Returns an environment in which child processes import this checkout's package."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -151,7 +151,7 @@ def numbers(values: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One model, and what is known about how to measure it."""
+    """Measurements of one model."""
 
     page: Page
     sizes: Sizes
@@ -159,10 +159,10 @@ class Measurement:
     gpu_layers: int
     peers: Path | None
     folder: Path
-    """For files of the children."""
+    """For files that the child processes write."""
 
     def all(self) -> None:
-        """Every part, the ones to compare side by side one after the other."""
+        """Runs all parts; parts to be compared run one after the other."""
         self.page.add(f"## {self.model.stem}")
         self.batched_bench()
         self.engine()
@@ -226,8 +226,8 @@ class Measurement:
                 self._load(urls)
 
     def _start(self, stack: ExitStack, name: str, command: Command, port: int) -> bool:
-        """Whether it is ready for requests; the page says why not."""
-        self.page.add(as_typed(command))
+        """Starts a server. Returns whether it is ready; if not, the page says why."""
+        self.page.add(shell_line(command))
         try:
             server = stack.enter_context(ChildProcess(list(map(str, command)), env=environment(), cwd=ROOT))
         except OSError as error:
@@ -279,7 +279,7 @@ class Measurement:
 
 
 def with_phases(report: Report) -> str:
-    """A throughput report, and below it where the time of its decode steps went."""
+    """Formats a throughput report and the time of its decode steps by phase."""
     phases = list(report.rows[0]["phases_ms"])
     columns = [column for column in report.columns if column.key in ("kv_layout", "kind", "batch_size")]
     columns += [Column(phase, phase, 3) for phase in phases]
@@ -289,7 +289,7 @@ def with_phases(report: Report) -> str:
 
 
 def its_table(outcome: CommandResult) -> str:
-    """The lines of a table that llama.cpp's tools print, which is Markdown already."""
+    """Returns the table that a llama.cpp tool printed, which is Markdown."""
     lines = [line for line in outcome.output.splitlines() if line.startswith("|")]
     if not lines:
         raise ValueError("there is no table in its output")
@@ -297,38 +297,40 @@ def its_table(outcome: CommandResult) -> str:
 
 
 def about_machine(page: Page) -> None:
-    """The first section. Says plainly when there is no GPU."""
+    """Adds the first section, with a note if there is no GPU."""
     page.add("## Machine and build")
     machines: list[Machine] = []
 
     def show(outcome: CommandResult) -> str:
         machine = msgspec.json.decode(outcome.output.strip().splitlines()[-1], type=Machine)
         machines.append(machine)
-        return markdown_table(["", ""], [[name, told(value)] for name, value in msgspec.to_builtins(machine).items()])
+        return markdown_table(
+            ["", ""], [[name, format_value(value)] for name, value in msgspec.to_builtins(machine).items()]
+        )
 
-    page.run("Machine and build", [PYTHON, "-c", TELL_MACHINE], 60, show)
+    page.run("Machine and build", [PYTHON, "-c", PRINT_MACHINE], 60, show)
     if machines and not machines[0].devices:
         page.add("**No GPU was there, or none that this build can use: all figures are the CPU's.**")
 
 
-def told(value: object) -> str:
+def format_value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def made_model(page: Page, shape: str, folder: Path) -> Path | None:
-    """A random-weight file of this shape; None when that failed."""
+    """Writes a random-weight file of this shape. Returns None if that failed."""
     page.add(f"## A model of the shape {shape}")
     model = folder / f"synthetic-{shape}-Q4_0.gguf"
     command = [PYTHON, "scripts/synthetic_model.py", model, "--shape", shape, "--type", "Q4_0"]
-    donor = models_folder() / DEFAULT.file_name
-    command += ["--vocab-from", donor.absolute() if donor.is_file() else "bytes"]
+    vocab_source = models_folder() / DEFAULT.file_name
+    command += ["--vocab-from", vocab_source.absolute() if vocab_source.is_file() else "bytes"]
     return model if page.run(f"Writing {shape}", command, 180, lambda done: as_code(done.output.strip())) else None
 
 
 def gpu_tests(page: Page, sizes: Sizes) -> None:
-    """Those that compute on the device, with tiny models."""
+    """Runs the tests that compute on the device with tiny models."""
     command = [
         PYTHON,
         "-m",
@@ -343,9 +345,9 @@ def gpu_tests(page: Page, sizes: Sizes) -> None:
 
 
 def main() -> None:
-    """Writes the report. The exit code is 0 whatever failed in it: the report says so."""
+    """Writes the report. The exit code is 0 even if parts failed: the report says so."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # children are ended as for Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends child processes as Ctrl-C does
     page = Page(args.output, args.minutes * 60)
     page.add(f"# GPU report\n\nWritten by scripts/gpu_report.py, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}.")
     sizes = SMALL if args.small else Sizes()
@@ -362,8 +364,8 @@ def main() -> None:
         page.add_failure("interrupted here")
         sys.exit(130)
     parts = "1 part" if page.failed == 1 else f"{page.failed} parts"
-    page.add(f"---\n\n{parts} failed; {page.seconds_gone():.0f} s in all.")
-    print(f"{args.output}: {parts} failed, {page.seconds_gone():.0f} s", file=sys.stderr)
+    page.add(f"---\n\n{parts} failed; {page.seconds_elapsed():.0f} s in all.")
+    print(f"{args.output}: {parts} failed, {page.seconds_elapsed():.0f} s", file=sys.stderr)
 
 
 def _arguments() -> argparse.Namespace:
@@ -374,8 +376,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("-ngl", "--gpu-layers", type=int, default=99)
     parser.add_argument("--peers", type=lambda path: Path(path).absolute(), help="folder with llama.cpp's programs")
     parser.add_argument("-o", "--output", type=Path, default=Path("gpu-report.md"))
-    parser.add_argument("--minutes", type=float, default=8, help="for all together (8)")
-    parser.add_argument("--small", action="store_true", help="little of everything: to see whether it works")
+    parser.add_argument("--minutes", type=float, default=8, help="for the whole report (8)")
+    parser.add_argument("--small", action="store_true", help="minimal sizes, to see whether it works")
     args = parser.parse_args()
     if not args.output.absolute().parent.is_dir():
         parser.error(f"-o {args.output}: there is no folder {args.output.absolute().parent}")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes a GGUF file with random weights of a given shape: speed and memory are those of a real model, the text is not.
+"""Writes a GGUF file with random weights of a given shape: it has a real model's speed and memory, but not its text.
 
-To see what a machine can serve before downloading gigabytes, and to measure one that has no weights at hand. The
-vocabulary and the chat template are those of another GGUF file, so text goes in and comes out; --vocab-from bytes
-needs no other file. --shape gives all sizes; the other flags change some of them.
+Use it to see what a machine can serve before downloading gigabytes, or to measure a machine without a model. The
+vocabulary and the chat template come from another GGUF file; --vocab-from bytes needs no other file. --shape sets all
+sizes, and the other flags override some of them.
 
     .venv/bin/python scripts/synthetic_model.py 8b.gguf --shape 8B --type Q4_0
 """
@@ -34,7 +34,7 @@ from cppbatch.models.synthetic import (
 
 
 def main() -> None:
-    """Writes the file, and says how large it is and how to serve it."""
+    """Writes the file and prints its size and how to serve it."""
     args = _arguments()
     try:
         _write(args)
@@ -54,7 +54,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--heads", dest="n_head", type=int)
     parser.add_argument("--kv-heads", dest="n_head_kv", type=int, help="fewer than --heads: grouped-query attention")
     parser.add_argument("--ff", dest="n_ff", type=int, help="size of the feed-forward layers")
-    parser.add_argument("--ctx", dest="n_ctx_train", type=int, help="longest sequence that the model knows")
+    parser.add_argument("--ctx", dest="n_ctx_train", type=int, help="context length of the training")
     parser.add_argument(
         "--vocab-from",
         metavar="FILE|bytes",
@@ -69,7 +69,7 @@ def _arguments() -> argparse.Namespace:
 
 def _write(args: argparse.Namespace) -> None:
     if args.file.exists():
-        raise ValueError(f"{args.file} is there already. Name another file, or delete it")
+        raise ValueError(f"{args.file} exists already. Name another file, or delete it")
     sizes = {f.name: getattr(args, f.name, None) for f in fields(LlamaShape)}
     shape = replace(SHAPES[args.shape], **{name: size for name, size in sizes.items() if size is not None})
     vocab = _vocab(args.vocab_from, args.vocab_size)
@@ -80,7 +80,7 @@ def _write(args: argparse.Namespace) -> None:
     began = perf_counter()
     try:
         write_llama(part, shape, quant=args.type, vocab=vocab, seed=args.seed)
-        part.replace(args.file)  # whole, or not there at all
+        part.replace(args.file)  # atomically
     finally:
         part.unlink(missing_ok=True)
     took = perf_counter() - began
