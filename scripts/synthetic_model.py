@@ -69,7 +69,7 @@ def _arguments() -> argparse.Namespace:
 
 def _write(args: argparse.Namespace) -> None:
     if args.file.exists():
-        raise ValueError(f"{args.file} exists already. Name another file, or delete it")
+        raise ValueError(f"{args.file} is there already. Name another file, or delete it")
     sizes = {f.name: getattr(args, f.name, None) for f in fields(LlamaShape)}
     shape = replace(SHAPES[args.shape], **{name: size for name, size in sizes.items() if size is not None})
     vocab = _vocab(args.vocab_from, args.vocab_size)
