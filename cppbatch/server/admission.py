@@ -68,7 +68,7 @@ async def availability_middleware(request: web.Request, handler: Handler) -> web
     if request.method in (hdrs.METH_GET, hdrs.METH_HEAD):  # these start no work, so the states below allow them
         return await handler(request)
     if in_flight.draining:
-        return _unavailable(request, "the server is going down", "shutting_down")
+        return _unavailable(request, "the server is shutting down", "shutting_down")
     if not state.takes_requests:
         raise EngineClosed(f"the engine takes no requests: it is {state.status}")
     with in_flight.one():

@@ -102,7 +102,7 @@ def raise_failure(event: GenerationEvent) -> None:
     if event.finish_reason is FinishReason.ERROR:
         raise GenerationFailed(event.error or "the generation failed")
     if event.finish_reason is FinishReason.CANCELLED:  # not by the client, which would have closed the connection
-        raise EngineClosed("the server is going down")
+        raise EngineClosed("the server is shutting down")
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ async def run_server(
         await engine.close()
         raise
     if storage.error:
-        log.warning("no files and no batches are kept: %s. Or start this server with another --data-dir", storage.error)
+        log.warning("this server stores no files: %s. Or start it with another --data-dir", storage.error)
     async with listener:
         try:
             await _wait_until_loaded(engine, stop)
@@ -64,9 +64,7 @@ async def _listen(app: web.Application, settings: ServerSettings, address: Addre
     idle_timeout = settings.limits.idle_timeout
     listener = await listen(app, address, max_open=max_connections(), idle_timeout=idle_timeout)
     if not (listener.is_private or settings.keys):
-        log.warning(
-            "anybody who can reach %s may use this server: give it an --api-key, or --host 127.0.0.1", listener.url
-        )
+        log.warning("%s is open to everyone who can reach it: set an --api-key, or listen on 127.0.0.1", listener.url)
     return listener
 
 

@@ -32,7 +32,7 @@ _MAX_SEQUENCES = 1024
 
 
 def new_id(prefix: str) -> str:
-    """A new id of a response, such as `cmpl-…`."""
+    """A new id of a response, for example `cmpl-…`."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
@@ -85,7 +85,7 @@ class Serving:
         if len(messages) > most:
             raise InvalidRequest(field, f"has {len(messages):,} messages; the context holds {most:,} tokens")
         if tools and len(tools) > _MAX_TOOLS:
-            raise InvalidRequest("tools", f"has {len(tools):,} tools; {_MAX_TOOLS:,} may be")
+            raise InvalidRequest("tools", f"has {len(tools):,} tools; the limit is {_MAX_TOOLS:,}")
 
     async def prepare_chat(
         self,

@@ -125,7 +125,7 @@ def test_requests_that_outlast_the_drain_timeout_are_told_and_counted(default_mo
                 ask(server, ENDLESS)
             assert refused.value.code == 503
             rest = answer.read().decode()
-        assert "the server is going down" in rest
+        assert "the server is shutting down" in rest
         assert rest.endswith("data: [DONE]\n\n")
         assert server.wait() == 0
         server.wait_line("cut off 1 request(s) that did not end within 0.3 s")
