@@ -34,8 +34,8 @@ from cppbatch.jobs.input_reader import InputReader
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
 from cppbatch.jobs.request_order import chunks
-from cppbatch.server.batches.offline import OfflineJob, run_offline
-from cppbatch.server.batches.work import URLS
+from cppbatch.server.batches.batch_handler import URLS
+from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
 
 N_TOKENS = 32
 TASKS = [

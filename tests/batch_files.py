@@ -12,7 +12,7 @@ from openai import OpenAI
 from openai.types import Batch
 
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.work import URLS
+from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage

@@ -29,7 +29,7 @@ from cppbatch.engine.params import SamplingParams
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
     from cppbatch.jobs.file_job import FileJob
-    from cppbatch.server.batches.offline import OfflineJob
+    from cppbatch.server.batches.offline_batch import OfflineJob
 
 _SAMPLE_S = 0.25  # between two updates of the bar
 _N_SAMPLES = 20  # for the speed in the bar
@@ -120,8 +120,8 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
     """
     from cppbatch.jobs.file_job import open_job
     from cppbatch.jobs.input_reader import InputReader
-    from cppbatch.server.batches.offline import OfflineJob, run_offline
-    from cppbatch.server.batches.work import URLS
+    from cppbatch.server.batches.batch_handler import URLS
+    from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
 
     with InputReader(job.input_format, URLS) as reader:
         journal = open_job(job, config.model_path, overwrite=overwrite, retry_failed=retry_failed, say=_say)

@@ -10,23 +10,23 @@ from cppbatch.server import openapi, status
 from cppbatch.server.admission import IN_FLIGHT, SLOTS, InFlight, admission_middleware, availability_middleware
 from cppbatch.server.anthropic import messages
 from cppbatch.server.api_errors import error_middleware
-from cppbatch.server.batches import routes as batches
-from cppbatch.server.batches.background import batches_at_work
+from cppbatch.server.batches import batches_endpoint
+from cppbatch.server.batches.batch_background import run_batches
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import allow_origins
-from cppbatch.server.files import routes as files
+from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import generate_batch, generate_endpoint
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.limits import Slots
 from cppbatch.server.llama_server import routes as llama_server
 from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
+from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
 from cppbatch.server.responses import create_response
 from cppbatch.server.server_metrics import METRICS, ServerMetrics, metrics_middleware
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, Storage
-from cppbatch.server.vectors import routes as vectors
 
 _ROUTES = (
     status.routes,
@@ -36,12 +36,13 @@ _ROUTES = (
     chat_completions.routes,
     create_response.routes,
     messages.routes,
-    vectors.routes,
+    embeddings_endpoint.routes,
+    rerank_endpoint.routes,
     generate_endpoint.routes,
     generate_batch.routes,
     llama_server.routes,
-    files.routes,
-    batches.routes,
+    files_endpoint.routes,
+    batches_endpoint.routes,
 )
 
 
@@ -62,7 +63,7 @@ def create_app(
     app[STORAGE] = storage or Storage()
     for routes in _ROUTES:
         app.add_routes(routes)
-    app.cleanup_ctx.append(batches_at_work)
+    app.cleanup_ctx.append(run_batches)
     app.on_response_prepare.append(add_request_id)
     if settings.cors_origins:
         allow_origins(app, settings.cors_origins)

@@ -13,15 +13,15 @@ from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_R
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server import status
 from cppbatch.server.anthropic import messages
-from cppbatch.server.batches.endpoints import ENDPOINTS as BATCHES
+from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
-from cppbatch.server.files.endpoints import ENDPOINTS as FILES
+from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import generate_batch, generate_endpoint
 from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
+from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
 from cppbatch.server.responses import create_response
 from cppbatch.server.sampling_fields import MAX_CHOICES, SamplingFields
-from cppbatch.server.vectors.endpoints import ENDPOINTS as VECTORS
 
 Json = dict[str, Any]
 
@@ -54,11 +54,12 @@ ENDPOINTS = {
     **chat_completions.ENDPOINTS,
     **create_response.ENDPOINTS,
     **messages.ENDPOINTS,
-    **VECTORS,
+    **embeddings_endpoint.ENDPOINTS,
+    **rerank_endpoint.ENDPOINTS,
     **generate_endpoint.ENDPOINTS,
     **generate_batch.ENDPOINTS,
-    **FILES,
-    **BATCHES,
+    **files_endpoint.ENDPOINTS,
+    **batches_endpoint.ENDPOINTS,
     **LLAMA_SERVER,
 }
 """All routes by method and path. tests/integration/test_openapi.py compares them with the application's routes."""

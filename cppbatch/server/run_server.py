@@ -16,7 +16,7 @@ from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.config import EngineConfig
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.work import URLS
+from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.connections import max_connections
 from cppbatch.server.listener import Address, Listener, listen
 from cppbatch.server.settings import ServerSettings

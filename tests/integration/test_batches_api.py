@@ -23,7 +23,7 @@ from cppbatch.jobs import active_batch, durable_files, journal
 from cppbatch.jobs.data_folder import DataFolder
 from cppbatch.jobs.database import Database
 from cppbatch.server import storage
-from cppbatch.server.batches.work import BatchWork
+from cppbatch.server.batches.batch_handler import BatchRequestHandler
 from cppbatch.server.storage import STORAGE
 from tests import tiny_models
 from tests.app_thread import AppThread
@@ -131,9 +131,9 @@ def test_parts_may_come_in_any_order(server: AppThread) -> None:
         (FILE_PART + b"--b--\r\n", "multipart/form-data; boundary=b", "purpose: is required"),
         (PURPOSE_PART + b"--b--\r\n", "multipart/form-data; boundary=b", "file: is required"),
         (FILE_PART + FILE_PART + PURPOSE_PART + b"--b--\r\n", "multipart/form-data; boundary=b", "twice"),
-        (PURPOSE_PART + FILE_PART[:-4], "multipart/form-data; boundary=b", "to its end"),
-        (b"nonsense", "multipart/form-data; boundary=b", "to its end"),
-        (b"nonsense", "multipart/form-data", "to its end"),
+        (PURPOSE_PART + FILE_PART[:-4], "multipart/form-data; boundary=b", "not a complete multipart form"),
+        (b"nonsense", "multipart/form-data; boundary=b", "not a complete multipart form"),
+        (b"nonsense", "multipart/form-data", "not a complete multipart form"),
         (b"{}", "application/json", "multipart/form-data"),
         (PURPOSE_PART * 17 + b"--b--\r\n", "multipart/form-data; boundary=b", "Maximum segment count"),
         (EMPTY_PART * 10_000 + b"--b--\r\n", "multipart/form-data; boundary=b", "Maximum segment count"),
@@ -443,7 +443,7 @@ def test_a_batch_goes_on_when_the_engine_is_back(start: Start, monkeypatch: pyte
 
     client = client_of(start())
     with monkeypatch.context() as patch:
-        patch.setattr(BatchWork, "__call__", gone)
+        patch.setattr(BatchRequestHandler, "__call__", gone)
         batch = make_batch(client, lines(10))
         wait_for(client, batch.id, "in_progress")
         time.sleep(0.3)

@@ -21,7 +21,7 @@ from cppbatch.errors import ConfigError
 from cppbatch.jobs.batch_records import File
 from cppbatch.server import listener as listener_module
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.work import URLS
+from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.connections import max_connections
 from cppbatch.server.listener import Listener, tls_context
 from cppbatch.server.storage import open_storage

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.work import URLS
+from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage

@@ -23,7 +23,7 @@ from cppbatch.jobs.job_request import JobRequest
 from cppbatch.jobs.jsonl_input import parse_json_line
 from cppbatch.jobs.request_builder import RequestBuilder
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.work import URLS, BatchWork
+from cppbatch.server.batches.batch_handler import URLS, BatchRequestHandler
 from cppbatch.server.limits import Limits
 from cppbatch.server.openapi import document
 from cppbatch.server.serving import Serving
@@ -214,7 +214,7 @@ async def test_integers_in_every_field_of_embeddings_and_reranking(
 async def test_integers_in_every_field_of_every_line_of_a_batch(tiny_llama: Path, n: int) -> None:
     statuses: Counter[int] = Counter()
     async with serving(tiny_llama) as (engine, _):
-        work = BatchWork(Serving(engine, ServerSettings(limits=Limits(max_n=4, max_tokens=8))))
+        work = BatchRequestHandler(Serving(engine, ServerSettings(limits=Limits(max_n=4, max_tokens=8))))
         requests, chance, at_once = (
             RequestBuilder(InputFormat(path=Path("in.jsonl"), kind="jsonl"), URLS),
             random.Random(2),

@@ -1,1 +1,1 @@
-"""Batch jobs, and the files they are made of, over OpenAI's API."""
+"""Batch jobs: OpenAI's batches API, and `cppbatch batch` without a server."""

@@ -1,1 +1,1 @@
-"""OpenAI's files: uploaded, listed, downloaded, deleted."""
+"""OpenAI's files API: upload, list, download, delete."""

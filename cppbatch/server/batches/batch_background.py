@@ -1,4 +1,4 @@
-"""Keeps batches at work while the application runs."""
+"""Runs a server's batches while the application runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.errors import CppBatchError
 from cppbatch.jobs.active_batch import BatchResources
-from cppbatch.server.batches.work import BatchWork
+from cppbatch.server.batches.batch_handler import BatchRequestHandler
 from cppbatch.server.run_requests import Event, target_concurrency
 from cppbatch.server.server_metrics import METRICS
 from cppbatch.server.serving import SERVING
@@ -19,11 +19,11 @@ from cppbatch.server.storage import STORAGE
 
 log = logging.getLogger("cppbatch.server")
 
-_ENDPOINT = "/v1/batches"  # under which their requests are counted
+_ENDPOINT = "/v1/batches"  # the metrics' endpoint label of the batches' requests
 
 
-async def batches_at_work(app: web.Application) -> AsyncIterator[None]:
-    """For `Application.cleanup_ctx`."""
+async def run_batches(app: web.Application) -> AsyncIterator[None]:
+    """A cleanup context of the application (`Application.cleanup_ctx`)."""
     storage = app[STORAGE]
     starting = asyncio.create_task(_start(app))
     yield
@@ -34,20 +34,20 @@ async def batches_at_work(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _start(app: web.Application) -> None:
-    """As soon as there are a place to keep them and a model."""
+    """Starts the batches once the storage is open and the model is loaded."""
     serving, metrics = app[SERVING], app[METRICS]
     batches = await app[STORAGE].opened()
     if batches is None:
         return
 
-    def watch(events: AsyncGenerator[Event, None], n: int) -> AsyncGenerator[Event, None]:
-        return metrics.observe(events, _ENDPOINT, n)
+    def observe(events: AsyncGenerator[Event, None], n_requests: int) -> AsyncGenerator[Event, None]:
+        return metrics.observe(events, _ENDPOINT, n_requests)
 
     try:
         await serving.client.loaded()
-        places = asyncio.Semaphore(await target_concurrency(serving.client))
+        request_slots = asyncio.Semaphore(await target_concurrency(serving.client))
     except CppBatchError as error:
-        log.info("no batches are worked on: %s", error)  # whoever waits for the model says it aloud
+        log.info("batches do not run: %s", error)  # the server reports the failure to load
         return
-    work = BatchWork(serving, priority=BACKGROUND, watch=watch)
-    batches.start(BatchResources(serving.info.name, work, places))
+    handler = BatchRequestHandler(serving, priority=BACKGROUND, observe=observe)
+    batches.start(BatchResources(serving.info.name, handler, request_slots))

@@ -1,4 +1,4 @@
-"""Has the items of batch jobs answered by the engine, as their endpoints would."""
+"""Runs the requests of batch jobs on the engine. The responses are those of the requests' endpoints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cppbatch.server.openai.chat_completions import prepare_chat_completion
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest, prepare_completion
 from cppbatch.server.parse import convert
+from cppbatch.server.pooling.embeddings_endpoint import EmbeddingRequest, prepare_embeddings
+from cppbatch.server.pooling.rerank_endpoint import RerankRequest, prepare_rerank
 from cppbatch.server.response import PreparedRequest
 from cppbatch.server.responses.create_response import prepare_response
 from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.run_requests import Event, run_requests
 from cppbatch.server.sampling_fields import SamplingFields, merge_fields
 from cppbatch.server.serving import Serving, new_id
-from cppbatch.server.vectors.plans import prepare_embeddings, prepare_rerank
-from cppbatch.server.vectors.schemas import EmbeddingRequest, RerankRequest
 
 _ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[PreparedRequest]]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, prepare_chat_completion),
@@ -32,15 +32,15 @@ _ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[Prepar
 }
 
 URLS = tuple(_ENDPOINTS)
-"""The endpoints that items can be for."""
+"""The endpoints that batches support."""
 
-Watch = Callable[[AsyncGenerator[Event, None], int], AsyncGenerator[Event, None]]
+ObserveEvents = Callable[[AsyncGenerator[Event, None], int], AsyncGenerator[Event, None]]
 
 
-class BatchWork:
+class BatchRequestHandler:
     """A `cppbatch.jobs.job_request.RequestHandler`. Raises `EngineClosed` when the engine is closed or has failed.
 
-    Patient with a full queue: an item waits until there is a place.
+    While the engine's queue is full, a request waits.
     """
 
     def __init__(
@@ -50,28 +50,28 @@ class BatchWork:
         defaults: dict[str, Any] | None = None,
         any_model: bool = False,
         priority: int | None = None,
-        watch: Watch | None = None,
+        observe: ObserveEvents | None = None,
     ) -> None:
-        """`defaults`: fields that items have unless they give them. `any_model`: whichever model an item names, it is
-        answered by the one that is here. `priority`: of all, instead of their own. `watch` is shown the events of each
-        plan, with the number of its requests, and passes them on."""
+        """`defaults`: body fields of requests that do not set them. `any_model`: ignore the model that a request names.
+        `priority`: overrides the requests' own. `observe`: called with the events of a request and the number of its
+        completions; yields the events unchanged."""
         self._serving = serving
         self._defaults = defaults or {}
         self._any_model = any_model
         self._priority = priority
-        self._watch = watch
+        self._observe = observe
 
-    async def __call__(self, item: JobRequest) -> JobResponse:
-        """The answer to one item: its endpoint's, or an error."""
+    async def __call__(self, request: JobRequest) -> JobResponse:
+        """The response of the request's endpoint, which may be an error."""
         request_id = new_id("req-")
         try:
-            prepared = await self._prepare(item)
+            prepared = await self._prepare(request)
             body = await self._run(prepared)
         except EngineClosed:
             raise
-        except Exception as error:
-            failed = api_error(error)
-            return JobResponse(status=failed.status, request_id=request_id, body=error_body(item.url, failed))
+        except Exception as exception:
+            error = api_error(exception)
+            return JobResponse(status=error.status, request_id=request_id, body=error_body(request.url, error))
         prompt, cached, completion = prepared.builder.token_counts()
         return JobResponse(
             status=200,
@@ -82,18 +82,19 @@ class BatchWork:
             completion_tokens=completion,
         )
 
-    async def _prepare(self, item: JobRequest) -> PreparedRequest:
+    async def _prepare(self, request: JobRequest) -> PreparedRequest:
         """Raises `InvalidRequest`."""
-        kind, prepare = _ENDPOINTS[item.url]
-        if kind is CompletionRequest:  # a mere prompt asks for a text, not for 16 tokens of one
-            prepare = partial(prepare_completion, default_max_tokens=None if item.is_plain else DEFAULT_MAX_TOKENS)
-        fields = item.body
+        kind, prepare = _ENDPOINTS[request.url]
+        if kind is CompletionRequest:  # OpenAI's default of 16 tokens makes no sense for a plain prompt
+            default_max_tokens = None if request.is_plain else DEFAULT_MAX_TOKENS
+            prepare = partial(prepare_completion, default_max_tokens=default_max_tokens)
+        fields = request.body
         if issubclass(kind, SamplingFields):
             fields = merge_fields(self._defaults, fields)
         if self._any_model:
             fields = {name: value for name, value in fields.items() if name != "model"}
         if fields.get("stream"):
-            raise InvalidRequest("stream", "is true; the items of a batch are answered whole")
+            raise InvalidRequest("stream", "is true; responses to batch requests cannot be streamed")
         return await prepare(convert(fields, kind), self._serving)
 
     async def _run(self, prepared: PreparedRequest) -> object:
@@ -101,6 +102,6 @@ class BatchWork:
         if self._priority is not None:
             requests = [replaced(request, priority=self._priority) for request in requests]
         events = run_requests(self._serving.client, requests, wait_when_full=True)
-        if self._watch:
-            events = self._watch(events, len(requests))
+        if self._observe:
+            events = self._observe(events, len(requests))
         return await prepared.gather(events)

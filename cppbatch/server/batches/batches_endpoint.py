@@ -1,0 +1,113 @@
+"""`/v1/batches`: create, list, get and cancel batches, as in OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.jobs.batch_records import Batch
+from cppbatch.jobs.batch_store import Page
+from cppbatch.server.api_errors import json_response
+from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
+from cppbatch.server.files.file_upload import ExpiresAfter
+from cppbatch.server.parse import convert, read_json
+from cppbatch.server.serving import SERVING
+from cppbatch.server.storage import batches_of
+
+routes = web.RouteTableDef()
+
+
+class CreateBatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `POST /v1/batches`."""
+
+    input_file_id: str
+    """A file that was uploaded with the purpose `batch`, with a request on each line."""
+    endpoint: str
+    """The endpoint of all requests."""
+    completion_window: str
+    """The time limit: a whole number with s, m, h or d, for example 24h."""
+    metadata: dict[str, str] | None = None
+    """For the client's own use: up to 16 pairs."""
+    output_expires_after: ExpiresAfter | None = None
+    """How long the results are kept; None: until they are deleted."""
+
+
+class BatchQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """The query string of `GET /v1/batches`."""
+
+    after: str = ""
+    """The id of the last batch of the previous page."""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20
+
+    @property
+    def page(self) -> Page:
+        """The page for `BatchStore`."""
+        return Page(after=self.after or None, limit=self.limit)
+
+
+class BatchList(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/batches`: a page of batches, the newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+@routes.post("/v1/batches")
+async def create_batch(request: web.Request) -> web.Response:
+    """Creates a batch. Once this responds, the batch survives a restart."""
+    body = await read_json(request, CreateBatchRequest)
+    batch = await batches_of(request).create(
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        model=request.app[SERVING].info.name,
+        metadata=body.metadata,
+        output_lifetime_s=body.output_expires_after.seconds if body.output_expires_after else None,
+    )
+    return json_response(batch)
+
+
+@routes.get("/v1/batches")
+async def list_batches(request: web.Request) -> web.Response:
+    """Lists a page of batches."""
+    query = convert(dict(request.query), BatchQuery, from_text=True)
+    batches, has_more = await batches_of(request).page(query.page)
+    first, last = (batches[0].id, batches[-1].id) if batches else (None, None)
+    return json_response(BatchList(data=batches, first_id=first, last_id=last, has_more=has_more))
+
+
+@routes.get("/v1/batches/{id}")
+async def get_batch(request: web.Request) -> web.Response:
+    """Returns a batch."""
+    return json_response(await batches_of(request).get(request.match_info["id"]))
+
+
+@routes.post("/v1/batches/{id}/cancel")
+async def cancel_batch(request: web.Request) -> web.Response:
+    """Cancels a batch."""
+    return json_response(await batches_of(request).cancel(request.match_info["id"]))
+
+
+_WRITE_ERRORS = (401, 413, 429, 503, 507)
+
+ENDPOINTS = {
+    ("post", "/v1/batches"): Endpoint(
+        "Runs every request of a file",
+        json_content(schema_ref(Batch)),
+        (400, *_WRITE_ERRORS),
+        CreateBatchRequest,
+        types=(Batch,),
+    ),
+    ("get", "/v1/batches"): query_endpoint(
+        "Lists the batches, the newest first", BatchList, (400, 401, 503), query=BatchQuery
+    ),
+    ("get", "/v1/batches/{id}"): query_endpoint("Returns a batch with its current counts", Batch, (401, 404, 503)),
+    ("post", "/v1/batches/{id}/cancel"): query_endpoint(
+        "Cancels a batch; its results so far are kept. 409 if it has ended", Batch, (404, 409, *_WRITE_ERRORS)
+    ),
+}

@@ -1,0 +1,127 @@
+"""Runs a file job without a server: starts an engine for the job and closes it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from itertools import chain, takewhile
+from typing import Any
+
+from cppbatch.cluster.deployment import Deployment
+from cppbatch.cluster.engine_client import EngineClient
+from cppbatch.config import EngineConfig
+from cppbatch.errors import EngineClosed
+from cppbatch.jobs.file_job import FileJob
+from cppbatch.jobs.input_reader import InputReader
+from cppbatch.jobs.job_request import JobRequest, RejectedLine
+from cppbatch.jobs.job_runner import JobRunner
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.request_order import chunks
+from cppbatch.server.batches.batch_handler import BatchRequestHandler
+from cppbatch.server.run_requests import Event, target_concurrency
+from cppbatch.server.serving import Serving
+from cppbatch.server.settings import ServerSettings
+from cppbatch.server.signals import set_on_signals
+
+_STATS_INTERVAL_S = 0.5
+
+Chunk = Sequence[JobRequest | RejectedLine]
+
+
+class OfflineJob:
+    """A file job that is run, with its progress."""
+
+    def __init__(self, job: FileJob, journal: Journal, reader: InputReader) -> None:
+        self.job, self.journal = job, journal
+        self.n_tokens = 0
+        """Tokens generated so far."""
+        self.n_running = 0
+        """Sequences that the engine runs."""
+        self._reader = reader
+        self._n_read = 0
+
+    @property
+    def n_lines(self) -> int:
+        """Lines of the input that are not blank; an estimate until the whole input was read."""
+        return max(self._n_read, round(self._n_read / max(self._reader.fraction, 1e-9)))
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The chunks of the input. Counts their lines."""
+        for chunk in chunks(self._reader):
+            self._n_read += len(chunk)
+            yield chunk
+
+    async def poll_stats(self, client: EngineClient) -> None:
+        """Updates `n_running` until it is cancelled."""
+        while True:
+            try:
+                self.n_running = (await client.stats()).running
+            except EngineClosed:  # a worker is restarting; the job waits for it
+                self.n_running = 0
+            await asyncio.sleep(_STATS_INTERVAL_S)
+
+    async def count_tokens(self, events: AsyncGenerator[Event, None], _n_requests: int) -> AsyncGenerator[Event, None]:
+        """Yields the events unchanged and counts their tokens."""
+        async with contextlib.aclosing(events):
+            async for index, event in events:
+                self.n_tokens += len(event.tokens)
+                yield index, event
+
+
+async def run_offline(
+    config: EngineConfig, deployment: Deployment, offline: OfflineJob, *, started: Callable[[], None]
+) -> bool:
+    """Runs a job until every line is finished or the process gets a signal. Returns whether every line is finished.
+
+    The model is loaded only if there is a request to run; `started` is called when it is loaded. Raises `StorageError`
+    and `ConfigError` for files, `EngineClosed`, and the errors of loading. Results so far are recorded in any case.
+    """
+    stop = asyncio.Event()
+    set_on_signals(stop)
+    input_chunks = offline.chunks()
+    until_stop = takewhile(lambda _: not stop.is_set(), input_chunks)
+    # On another thread, so that signals are handled meanwhile.
+    first = await asyncio.to_thread(_first_open_chunk, until_stop, offline.journal)
+    if not first:
+        return not stop.is_set()
+    engine = deployment.start(config)
+    try:
+        if not await _unless_stopped(stop, engine.loaded()):
+            return False
+        started()
+        job, request_slots = offline.job, asyncio.Semaphore(await target_concurrency(engine))
+        serving = Serving(engine, ServerSettings(chat_template=job.chat_template))
+        handler = BatchRequestHandler(serving, defaults=job.defaults, any_model=True, observe=offline.count_tokens)
+        runner = JobRunner(
+            chain([first], input_chunks), offline.journal, handler, request_slots, longest_first=job.longest_first
+        )
+        polling = asyncio.create_task(offline.poll_stats(engine))
+        try:
+            return await _unless_stopped(stop, runner.run())
+        finally:
+            polling.cancel()
+    finally:
+        await engine.close()
+
+
+def _first_open_chunk(input_chunks: Iterator[Chunk], journal: Journal) -> Chunk | None:
+    """The first chunk of the input with a request to run."""
+    for chunk in input_chunks:
+        if journal.register(chunk):
+            return chunk
+    return None
+
+
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Runs `work`, and cancels it when `stop` is set. Returns whether it finished; raises its exceptions."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not working.done():
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+        return False
+    working.result()
+    return True

@@ -1,0 +1,157 @@
+"""`/v1/files`: upload, list, get, download and delete files, as in OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Annotated, BinaryIO, Literal
+
+import msgspec
+from aiohttp import hdrs, web
+
+from cppbatch.errors import NotFound
+from cppbatch.jobs.batch_manager import new_file_id
+from cppbatch.jobs.batch_records import File
+from cppbatch.jobs.batch_store import BatchStore, Page
+from cppbatch.server.api_errors import json_response
+from cppbatch.server.connections import reading
+from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
+from cppbatch.server.files.file_upload import BINARY, UPLOAD_FORM, receive_upload
+from cppbatch.server.parse import convert
+from cppbatch.server.serving import SERVING
+from cppbatch.server.storage import batches_of
+
+routes = web.RouteTableDef()
+
+_CHUNK_BYTES = 1 << 18
+
+
+class FileQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """The query string of `GET /v1/files`."""
+
+    after: str = ""
+    """The id of the last file of the previous page."""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=10000)] = 10000
+    order: Literal["asc", "desc"] = "desc"
+    """By creation time."""
+    purpose: str = ""
+    """List only files with this purpose; empty: all."""
+
+    @property
+    def page(self) -> Page:
+        """The page for `BatchStore`."""
+        return Page(after=self.after or None, limit=self.limit, newest_first=self.order == "desc")
+
+
+class FileList(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/files`: a page of files."""
+
+    object: Literal["list"] = "list"
+    data: list[File]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    """`DELETE /v1/files/{id}`."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+@routes.post("/v1/files")
+async def upload_file(request: web.Request) -> web.Response:
+    """Stores a file, durably before it responds. An incomplete upload leaves nothing behind."""
+    data = batches_of(request).data
+    file_id = new_file_id()
+    path = data.incoming(file_id)
+    try:
+        with reading(request):
+            upload = await receive_upload(request, path, request.app[SERVING].limits.max_file_mb)
+        now = int(time.time())
+        file = File(
+            id=file_id,
+            bytes=upload.n_bytes,
+            created_at=now,
+            expires_at=now + upload.lifetime_s if upload.lifetime_s else None,
+            filename=upload.filename,
+            purpose=upload.purpose,
+        )
+        await data.add_file(file)
+    finally:
+        path.unlink(missing_ok=True)
+    return json_response(file)
+
+
+@routes.get("/v1/files")
+async def list_files(request: web.Request) -> web.Response:
+    """Lists a page of files."""
+    query = convert(dict(request.query), FileQuery, from_text=True)
+    files, has_more = await batches_of(request).data.query(BatchStore.files, query.page, query.purpose or None)
+    first, last = (files[0].id, files[-1].id) if files else (None, None)
+    return json_response(FileList(data=files, first_id=first, last_id=last, has_more=has_more))
+
+
+@routes.get("/v1/files/{id}")
+async def get_file(request: web.Request) -> web.Response:
+    """Returns a file object."""
+    return json_response(await batches_of(request).data.query(BatchStore.file, request.match_info["id"]))
+
+
+@routes.delete("/v1/files/{id}")
+async def delete_file(request: web.Request) -> web.Response:
+    """Deletes a file."""
+    file_id = request.match_info["id"]
+    await batches_of(request).data.delete_file(file_id)
+    return json_response(FileDeleted(id=file_id))
+
+
+@routes.get("/v1/files/{id}/content")
+async def get_file_content(request: web.Request) -> web.StreamResponse:
+    """Returns the contents of a file.
+
+    Does not use aiohttp's `FileResponse`: there the kernel sends the file, so a client that does not read would not
+    be noticed.
+    """
+    data = batches_of(request).data
+    file = await data.query(BatchStore.file, request.match_info["id"])
+    content = await asyncio.to_thread(_open_content, data.content(file.id))
+    try:
+        kind = "application/jsonl" if file.filename.endswith(".jsonl") else "application/octet-stream"
+        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: kind})
+        response.content_length = file.bytes
+        await response.prepare(request)
+        while request.method != hdrs.METH_HEAD and (chunk := await asyncio.to_thread(content.read, _CHUNK_BYTES)):
+            await response.write(chunk)
+            await request.writer.drain()
+        await response.write_eof()
+        return response
+    finally:
+        content.close()
+
+
+def _open_content(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise NotFound("id", f"the contents of {path.name} are missing from the server's data folder") from None
+
+
+ENDPOINTS = {
+    ("post", "/v1/files"): Endpoint(
+        "Stores a file", json_content(schema_ref(File)), (400, 401, 413, 429, 503, 507), types=(File,), form=UPLOAD_FORM
+    ),
+    ("get", "/v1/files"): query_endpoint("Lists the files", FileList, (400, 401, 503), query=FileQuery),
+    ("get", "/v1/files/{id}"): query_endpoint("Returns a file object", File, (401, 404, 503)),
+    ("get", "/v1/files/{id}/content"): Endpoint(
+        "Returns the contents of a file",
+        {"application/octet-stream": BINARY, "application/jsonl": BINARY},
+        (401, 404, 503),
+    ),
+    ("delete", "/v1/files/{id}"): query_endpoint(
+        "Deletes a file, unless a batch reads it", FileDeleted, (401, 404, 409, 429, 503, 507)
+    ),
+}
