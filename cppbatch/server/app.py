@@ -18,7 +18,7 @@ from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import generate_batch, generate_endpoint
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.limits import Slots
-from cppbatch.server.llama_server import routes as llama_server
+from cppbatch.server.llama_server import llama_completion, llama_infill, llama_status, llama_tokenize
 from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
@@ -40,7 +40,10 @@ _ROUTES = (
     rerank_endpoint.routes,
     generate_endpoint.routes,
     generate_batch.routes,
-    llama_server.routes,
+    llama_completion.routes,
+    llama_infill.routes,
+    llama_tokenize.routes,
+    llama_status.routes,
     files_endpoint.routes,
     batches_endpoint.routes,
 )

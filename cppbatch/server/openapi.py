@@ -17,7 +17,7 @@ from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
 from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import generate_batch, generate_endpoint
-from cppbatch.server.llama_server.endpoints import ENDPOINTS as LLAMA_SERVER
+from cppbatch.server.llama_server import llama_completion, llama_infill, llama_status, llama_tokenize
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
 from cppbatch.server.responses import create_response
@@ -60,7 +60,10 @@ ENDPOINTS = {
     **generate_batch.ENDPOINTS,
     **files_endpoint.ENDPOINTS,
     **batches_endpoint.ENDPOINTS,
-    **LLAMA_SERVER,
+    **llama_completion.ENDPOINTS,
+    **llama_infill.ENDPOINTS,
+    **llama_tokenize.ENDPOINTS,
+    **llama_status.ENDPOINTS,
 }
 """All routes by method and path. tests/integration/test_openapi.py compares them with the application's routes."""
 

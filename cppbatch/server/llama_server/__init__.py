@@ -1,1 +1,1 @@
-"""llama-server's own API, for front-ends and tools that know that one."""
+"""llama-server's own API, for its clients and tools."""

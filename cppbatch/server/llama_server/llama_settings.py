@@ -1,0 +1,86 @@
+"""The sampling parameters of a completion, under llama-server's names."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cppbatch.engine.params import SamplingParams
+from cppbatch.server.llama_server.llama_fields import RANDOM_SEED, LlamaFields, llama_sampler_names
+
+
+class TokenBias(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `logit_bias`."""
+
+    token: int
+    bias: float
+
+
+class _SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that `SamplingParams` has under the same names."""
+
+    temperature: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    top_k: int
+    top_p: float
+    min_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    typical_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str, ...]
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    adaptive_target: float
+    adaptive_decay: float
+    ignore_eos: bool
+    stop: tuple[str, ...]
+
+
+class GenerationSettings(_SharedSettings, frozen=True, kw_only=True):
+    """How a completion is generated."""
+
+    seed: int
+    """2^32 - 1: random."""
+    repeat_penalty: float
+    repeat_last_n: int
+    max_tokens: int
+    """-1: unlimited."""
+    n_predict: int
+    """The same."""
+    n_keep: int = 0
+    n_discard: int = 0
+    stream: bool
+    logit_bias: list[TokenBias]
+    n_probs: int
+    min_keep: int = 0
+    grammar: str
+    samplers: list[str]
+    timings_per_token: bool
+    post_sampling_probs: bool = False
+
+
+def generation_settings(params: SamplingParams, body: LlamaFields, seed: int | None = None) -> GenerationSettings:
+    """The settings of these parameters. `seed`: the one that was used; None: not known yet."""
+    n_predict = -1 if params.max_tokens is None else params.max_tokens
+    return GenerationSettings(
+        **{name: getattr(params, name) for name in _SharedSettings.__struct_fields__},
+        seed=RANDOM_SEED if seed is None else seed,
+        repeat_penalty=params.repetition_penalty,
+        repeat_last_n=params.penalty_last_n,
+        max_tokens=n_predict,
+        n_predict=n_predict,
+        stream=bool(body.stream),
+        logit_bias=[TokenBias(token=int(token), bias=bias) for token, bias in params.logit_bias.items()],
+        n_probs=params.logprobs or 0,
+        grammar=params.grammar or "",
+        samplers=llama_sampler_names(params),
+        timings_per_token=bool(body.timings_per_token),
+    )

@@ -1,0 +1,153 @@
+"""`GET /props`, `/slots` and `/lora-adapters`, and llama-server's paths of other APIs' endpoints."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from cppbatch import __version__
+from cppbatch.chat.template import CHATML
+from cppbatch.engine.params import SamplingParams
+from cppbatch.server.api_errors import json_response
+from cppbatch.server.endpoint import (
+    QUERY_ERRORS,
+    Endpoint,
+    generation_endpoint,
+    json_content,
+    query_endpoint,
+    schema_ref,
+)
+from cppbatch.server.llama_server.llama_fields import LlamaFields
+from cppbatch.server.llama_server.llama_settings import GenerationSettings, generation_settings
+from cppbatch.server.openai.chat_completions import chat_completions
+from cppbatch.server.openai.chat_types import ChatCompletionRequest, ChatCompletionResponse
+from cppbatch.server.openai.models_endpoint import ModelList, models
+from cppbatch.server.serving import SERVING, Serving
+
+routes = web.RouteTableDef()
+routes.post("/chat/completions")(chat_completions)
+routes.get("/models")(models)
+
+
+class DefaultSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a request that does not set them."""
+
+    params: GenerationSettings
+    n_ctx: int
+    """The maximum number of tokens of prompt and completion together."""
+
+
+class Modalities(msgspec.Struct, frozen=True, kw_only=True):
+    """Inputs besides text."""
+
+    vision: bool = False
+    video: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /props`."""
+
+    default_generation_settings: DefaultSettings
+    total_slots: int
+    """Sequences that can run at once, of all workers."""
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+    endpoint_slots: bool = True
+    endpoint_props: bool = False
+    """The properties cannot be changed."""
+    endpoint_metrics: bool = True
+    is_sleeping: bool = False
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `GET /slots`."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    speculative: bool = False
+
+
+class LoraAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `GET /lora-adapters`."""
+
+    id: int
+    name: str
+    path: str
+    scale: float
+    """The default scale."""
+
+
+@routes.get("/props")
+async def props(request: web.Request) -> web.Response:
+    """Returns the properties of the model and the default settings."""
+    serving = request.app[SERVING]
+    info = serving.info
+    return json_response(
+        Props(
+            default_generation_settings=DefaultSettings(params=_default_settings(serving), n_ctx=info.max_sequence),
+            total_slots=serving.client.config.n_parallel * len(await serving.client.workers()),
+            model_alias=info.name,
+            model_path=info.path,
+            modalities=Modalities(),
+            chat_template=serving.template or CHATML,
+            bos_token=info.bos,
+            eos_token=info.eos,
+            build_info=f"cppbatch {__version__}",
+        )
+    )
+
+
+def _default_settings(serving: Serving) -> GenerationSettings:
+    params = SamplingParams(max_tokens=serving.limits.default_tokens(None))
+    return generation_settings(params, LlamaFields())
+
+
+@routes.get("/slots")
+async def slots(request: web.Request) -> web.Response:
+    """Returns a slot for each sequence that can run at once; with `fail_on_no_slot` 503 if all are busy.
+
+    Requests have no slots of their own: the first slots of each worker are reported as busy.
+    """
+    serving = request.app[SERVING]
+    n, n_ctx = serving.client.config.n_parallel, serving.info.max_sequence
+    found: list[Slot] = []
+    for worker in await serving.client.workers():
+        running = worker.stats.running if worker.stats else worker.in_flight
+        found += [Slot(id=len(found) + i, n_ctx=n_ctx, is_processing=i < running) for i in range(n)]
+    if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in found):
+        raise web.HTTPServiceUnavailable(text="no slot available")
+    return json_response(found)
+
+
+@routes.get("/lora-adapters")
+async def lora_adapters(request: web.Request) -> web.Response:
+    """Returns the adapters that a request's `lora` can name. --lora and each request set their scales."""
+    adapters = request.app[SERVING].info.adapters
+    found = [
+        LoraAdapter(id=i, name=adapter.name, path=adapter.path, scale=adapter.scale)
+        for i, adapter in enumerate(adapters)
+    ]
+    return json_response(found)
+
+
+def _list_endpoint(summary: str, kind: type) -> Endpoint:
+    content = json_content({"type": "array", "items": schema_ref(kind)})
+    return Endpoint(summary, content, QUERY_ERRORS, types=(kind,))
+
+
+ENDPOINTS = {
+    ("get", "/props"): query_endpoint("Returns the properties of the model, and the default settings", Props),
+    ("get", "/slots"): _list_endpoint("Returns a slot for each sequence that can run at once", Slot),
+    ("get", "/lora-adapters"): _list_endpoint("Returns the adapters that a request's `lora` can name", LoraAdapter),
+    ("get", "/models"): query_endpoint("As /v1/models", ModelList),
+    ("post", "/chat/completions"): generation_endpoint(
+        "As /v1/chat/completions", ChatCompletionRequest, ChatCompletionResponse
+    ),
+}
