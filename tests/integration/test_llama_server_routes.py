@@ -159,8 +159,8 @@ async def test_the_models_own_end_is_an_eos(http: Http) -> None:
 
 
 async def test_without_a_limit_the_context_is_one(http: Http) -> None:
-    for n_predict in (-1, 5000):
-        answer = await complete(http, n_predict=n_predict)
+    for length in ({"n_predict": -1}, {"n_predict": 5000}, {"n_predict": None, "max_tokens": 5000}):
+        answer = await complete(http, **length)
         assert (answer["stop_type"], answer["truncated"]) == ("limit", True)
         assert answer["tokens_predicted"] + answer["tokens_evaluated"] == 1024
 
