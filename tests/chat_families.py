@@ -106,7 +106,7 @@ def chat_format(family: str, token_ids: dict[str, int] | None = None) -> ChatFor
 
 def turn(family: str, *, tools: list[Json] = TOOLS, mode: Any = "auto", **more: Any) -> PreparedChat:
     """The answer to a question."""
-    variables = {key: more.pop(key) for key in ("opened", "quick") if key in more}
+    variables: Json = {key: more.pop(key) for key in ("opened", "quick") if key in more}
     messages = more.pop("messages", QUESTION)
     choice = ToolChoice(mode=mode, name=more.pop("name", None), parallel=more.pop("parallel", True))
     return chat_format(family, more.pop("token_ids", None)).prepare(

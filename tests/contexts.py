@@ -19,7 +19,8 @@ def decode(context: Context, tokens: Sequence[int] | npt.NDArray[np.int32], seq_
     batch = Batch(context.n_batch)
     batch.add_run(np.asarray(tokens, np.int32), position, seq_id, n_logits=1)
     context.decode(batch)
-    return context.logits(1)[0].copy()
+    row: Row = context.logits(1)[0].copy()
+    return row
 
 
 def close(a: Row, b: Row) -> bool:

@@ -54,6 +54,7 @@ class FakeOpenAI:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self._uses[request.transport] = self._uses.get(request.transport, 0) + 1
         if self._uses[request.transport] > self.requests_per_connection:
+            assert request.transport
             request.transport.close()
             return web.Response()
         self.bodies.append(body := await request.json())
@@ -81,6 +82,7 @@ class FakeOpenAI:
         for i in range(0 if fault == "empty answer" else body["max_tokens"]):
             await self._send(response, {"choices": [{"index": 0, "text": "word ", "finish_reason": None}]})
             if i == 1 and fault == "connection closed":
+                assert request.transport
                 request.transport.close()
                 return response
             if i == 1 and fault == "stream cut short":
@@ -106,6 +108,7 @@ class FakeOpenAI:
 def on_a_thread(app: web.Application) -> Iterator[str]:
     """Serves it, for clients that have a loop of their own, or none. Gives its URL."""
     ready, stop, url = threading.Event(), asyncio.Event(), ""
+    loop: asyncio.AbstractEventLoop | None = None
 
     async def serve() -> None:
         nonlocal loop, url
@@ -118,10 +121,10 @@ def on_a_thread(app: web.Application) -> Iterator[str]:
         await stop.wait()
         await runner.cleanup()
 
-    loop: asyncio.AbstractEventLoop
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     assert ready.wait(10)
+    assert loop
     yield url
     loop.call_soon_threadsafe(stop.set)
     thread.join(10)

@@ -20,7 +20,7 @@ from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Runtime
 from cppbatch.errors import CacheFull, LlamaError
-from cppbatch.llama import Batch
+from cppbatch.llama import BackendSampling, Batch
 
 EOG = frozenset({60, 61, 62, 63})
 PIECES: list[bytes] = [
@@ -62,6 +62,9 @@ class FakeVocab:
     ) -> npt.NDArray[np.int32]:
         letters = np.frombuffer("".join(text.split()).encode(), np.uint8)
         return (letters % min(EOG)).astype(np.int32)
+
+    def tokenize_pair(self, query: str, document: str) -> npt.NDArray[np.int32]:
+        return np.concatenate([self.tokenize(query), self.tokenize(document)])
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         return b"<end>" if special and token in EOG else PIECES[token]
@@ -130,7 +133,7 @@ class FakeContext:
         self.steps: list[dict[int, int]] = []
         self.fail_at: dict[int, LlamaError] = {}
         self.fail_restore = False
-        self.backend_sampling = None
+        self.backend_sampling: BackendSampling | None = None
         self.closed = False
         self._moods: list[int] = []
 
@@ -183,6 +186,9 @@ class FakeContext:
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
         assert n_outputs == len(self._moods), f"{n_outputs} rows read, {len(self._moods)} asked for"
         return LOGITS[self._moods]
+
+    def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
+        raise AssertionError("a context for text has no embeddings")
 
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
         assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
@@ -321,7 +327,7 @@ def drain(engine: BatchInferenceEngine) -> list[GenerationEvent]:
 
 
 def greedy(max_tokens: int | None = None, **others: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **others)  # type: ignore[arg-type]
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **others)
 
 
 def cut_before_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,7 +31,7 @@ def opened(folder: Path, *, ordered: bool = False) -> Journal:
     return Journal(Ledger(folder / "job"), folder / "out.jsonl", folder / "errors.jsonl", ordered=ordered)
 
 
-def lines_of(path: Path) -> list[dict]:
+def lines_of(path: Path) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 

@@ -21,7 +21,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class HeldEngine(LocalEngine):
     """Begins no request before `go_on` is set."""
 
-    def __init__(self, *args: object, **settings: Any) -> None:
+    def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.go_on = asyncio.Event()
         self.n_held = 0

@@ -59,7 +59,7 @@ def open_engine(model: Path, files: Files, **settings: Any) -> BatchInferenceEng
 
 def texts_apart(model: Path, files: Files) -> list[str]:
     """The text of each of PROMPTS with its adapters, each alone."""
-    texts = {}
+    texts: dict[int, str] = {}
     for lora in LORAS:
         mine = [i for i, its in enumerate(OF) if its == lora]
         texts |= dict(zip(mine, alone(model, files, lora, [PROMPTS[i] for i in mine]), strict=True))

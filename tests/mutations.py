@@ -253,7 +253,7 @@ def _name(rng: random.Random, fields: Json) -> str:
 
 
 def _value(rng: random.Random) -> Any:
-    plain = [None, True, False, [], {}, [[]], {"a": 1}, [None], [1, "a"], {"": {}}, list(range(300))]
+    plain: list[Any] = [None, True, False, [], {}, [[]], {"a": 1}, [None], [1, "a"], {"": {}}, list(range(300))]
     return rng.choice([rng.choice(plain), rng.choice(NUMBERS), rng.choice(TEXTS)])
 
 

@@ -19,9 +19,10 @@ import pytest
 from openai import OpenAI
 
 from cppbatch.errors import EngineClosed
-from cppbatch.jobs import active_batch, durable_files, journal
-from cppbatch.jobs.data_folder import DataFolder
+from cppbatch.jobs import active_batch, durable_files
+from cppbatch.jobs.data_folder import DataFolder, open_data_folder
 from cppbatch.jobs.database import Database
+from cppbatch.jobs.durable_files import DurableFile
 from cppbatch.server import storage
 from cppbatch.server.batches.batch_handler import BatchRequestHandler
 from cppbatch.server.storage import STORAGE
@@ -61,6 +62,9 @@ def start(tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
             server.stop()
 
 
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
 def test_a_file_comes_back_as_it_was(client: OpenAI) -> None:
     data = os.urandom(1_500_000) + b"\r\n--boundary\r\n"
     file = client.files.create(file=('naïve "name".bin', data), purpose="user_data")
@@ -81,7 +85,7 @@ def test_files_are_listed_page_by_page(client: OpenAI) -> None:
     assert ([file.id for file in page.data], page.has_more) == (ids[2:4], True)
     for wrong, field in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "nobody"}, "after")):
         with pytest.raises(openai.BadRequestError) as refused:
-            client.files.list(**wrong)  # type: ignore[arg-type]
+            client.files.list(**wrong)
         assert refused.value.param == field
 
 
@@ -207,6 +211,9 @@ def test_an_upload_that_is_cut_off_leaves_nothing(server: AppThread, client: Ope
     assert client.files.list().data == before
 
 
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
 def test_a_batch_from_upload_to_download(client: OpenAI) -> None:
     batch = make_batch(client, lines(30), metadata={"for": "a test"})
     assert (batch.status, batch.endpoint, batch.metadata) == ("validating", "/v1/completions", {"for": "a test"})
@@ -225,6 +232,7 @@ def test_a_batch_from_upload_to_download(client: OpenAI) -> None:
             model="tiny-llama", prompt=f"prompt {answer['custom_id']}", max_tokens=4, temperature=0
         )
         assert answer["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
+    assert batch.output_file_id
     output = client.files.retrieve(batch.output_file_id)
     assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
 
@@ -293,7 +301,7 @@ def test_a_bad_batch_names_its_field(client: OpenAI, fields: Any, field: str) ->
     file = client.files.create(file=b"{}", purpose="batch")
     good: dict[str, Any] = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
     with pytest.raises(openai.BadRequestError) as refused:
-        client.batches.create(**{**good, **fields})  # type: ignore[arg-type]
+        client.batches.create(**{**good, **fields})
     assert refused.value.param == field
 
 
@@ -364,6 +372,9 @@ def test_batches_are_in_the_figures_and_wait_for_those_who_wait(server: AppThrea
     wait_for(client, batch.id, "cancelled")
 
 
+# --- across starts ----------------------------------------------------------------------------------------------------
+
+
 def test_a_batch_goes_on_after_a_restart(start: Start) -> None:
     first = start()
     batch = make_batch(client_of(first), lines(60, max_tokens=30))
@@ -402,6 +413,7 @@ def test_files_whose_time_is_up_are_gone(start: Start, monkeypatch: pytest.Monke
     batch = make_batch(client, lines(2), output_expires_after=expires)
     batch = wait_for(client, batch.id, "completed")
     assert batch.output_file_id
+    assert batch.output_file_id
     output = client.files.retrieve(batch.output_file_id)
     assert output.expires_at == output.created_at + 3600
     first.stop()
@@ -414,6 +426,9 @@ def test_files_whose_time_is_up_are_gone(start: Start, monkeypatch: pytest.Monke
     )
 
 
+# --- when the disk does not do ----------------------------------------------------------------------------------------
+
+
 def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
@@ -422,7 +437,7 @@ def test_a_batch_stands_still_while_the_disk_is_full(start: Start, monkeypatch: 
     monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
     client = client_of(start())
     with monkeypatch.context() as patch:
-        patch.setattr(journal.DurableFile, "append", lambda *_: outputs_full())
+        patch.setattr(DurableFile, "append", lambda *_: outputs_full())
         batch = make_batch(client, lines(10))
         wait_for(client, batch.id, "in_progress")
         time.sleep(0.5)
@@ -475,14 +490,14 @@ def test_a_disk_that_is_full_at_the_start_is_tried_again(
     batch = make_batch(client_of(first), lines(100, **LONG))
     wait_for(client_of(first), batch.id, "in_progress")
     first.stop()
-    real, is_full = storage.open_data_folder, True
+    real, is_full = open_data_folder, True
 
-    def open_data_folder(folder: Path) -> DataFolder:
+    def open_when_there_is_room(folder: Path) -> DataFolder:
         if is_full:
             full_database(folder)
         return real(folder)
 
-    monkeypatch.setattr(storage, "open_data_folder", open_data_folder)
+    monkeypatch.setattr(storage, "open_data_folder", open_when_there_is_room)
     client = client_of(start())
     assert client.completions.create(model="tiny-llama", prompt="a", max_tokens=2).choices
     with pytest.raises(openai.APIStatusError, match="disk is full") as refused:
@@ -523,6 +538,9 @@ def test_what_is_wrong_with_the_disk_is_told_without_the_servers_paths(
         assert refused.value.status_code == 507
         assert str(tmp_path) not in str(refused.value.body)
     assert any(str(tmp_path) in record.getMessage() for record in caplog.records)
+
+
+# --- without a place to keep things -----------------------------------------------------------------------------------
 
 
 def failing(error: int, *_: object) -> None:

@@ -15,9 +15,15 @@ import pytest
 from cppbatch.cli import main
 from tests import tiny_models
 
+
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
 BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda path: path, "models list"),
-    "folder": (lambda path: path.mkdir() or path, "is a folder, not a GGUF file"),
+    "folder": (make_folder, "is a folder, not a GGUF file"),
     "empty": (tiny_models.empty, "Download it again"),
     "truncated": (tiny_models.truncated, "Download it again"),
     "not-gguf": (tiny_models.not_gguf, "Download a .gguf version"),
@@ -192,7 +198,7 @@ def test_inspect_shows_brackets_as_they_are(
 
     init = gguf.GGUFWriter.__init__
 
-    def named(self, *arguments):
+    def named(self: gguf.GGUFWriter, *arguments: Any) -> None:
         init(self, *arguments)
         self.add_name(name)
 

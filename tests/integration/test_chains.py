@@ -18,7 +18,7 @@ from cppbatch.engine.sampling.sampler import Sampler
 from cppbatch.engine.sampling.sampling_plan import SamplingType, make_sampling_plan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
-from cppbatch.llama import Model
+from cppbatch.llama import BackendSampling, Model
 from tests.distributions import assert_drawn_from, exact, softmax
 from tests.fakes import FakeVocab
 
@@ -52,7 +52,7 @@ STRONG: dict[str, dict[str, Any]] = {  # what each sampler must visibly do, wher
 }
 
 
-class Vocab(FakeVocab):
+class SmallVocab(FakeVocab):
     n_tokens = N
     eog = frozenset()
 
@@ -60,7 +60,7 @@ class Vocab(FakeVocab):
 class NoContext:
     """The tests sample rows of their own (`Sampler.sample_logits`)."""
 
-    backend_sampling = None
+    backend_sampling: BackendSampling | None = None
 
     def logits(self, n_outputs: int) -> Row:
         raise AssertionError("no context is needed here")
@@ -71,7 +71,7 @@ def logits(spread: float = 2.0, seed: int = 7) -> Row:
 
 
 def sequence_of(params: SamplingParams, seed: int = 0, vocab: Vocabulary | None = None, prompt: str = "a") -> Seq:
-    vocab = vocab or Vocab()
+    vocab = vocab or SmallVocab()
     tokens = vocab.tokenize(prompt)
     request = GenerationRequest(id=str(seed), prompt=tokens.tolist(), params=params)
     sequence = Seq(request, tokens, max_new=2000, seed=seed, now=0.0)
@@ -81,7 +81,7 @@ def sequence_of(params: SamplingParams, seed: int = 0, vocab: Vocabulary | None 
 
 @pytest.fixture
 def sampler() -> Iterator[Sampler]:
-    sampler = Sampler(Vocab(), NoContext())
+    sampler = Sampler(SmallVocab(), NoContext())
     yield sampler
     sampler.close()
 
@@ -353,7 +353,7 @@ def test_the_samplers_are_applied_in_the_order_they_are_given(sampler: Sampler) 
 
 def test_penalties_may_come_after_the_filters(sampler: Sampler) -> None:
     row = logits()
-    (seen,) = Vocab().tokenize("a").tolist()
+    (seen,) = SmallVocab().tokenize("a").tolist()
     row[seen] = row.max() + 1
     fields: dict[str, Any] = {"top_k": 1, "presence_penalty": 2.0}
     assert counts_of(sampler, row, 50, samplers=["top_k", "penalties"], **fields)[seen] == 50
@@ -382,6 +382,9 @@ def test_a_row_without_a_possible_token_is_an_error_of_its_own_request(sampler: 
     }
     assert {choice.error for choice in choices[1::2]} == {None}
     assert all(choice.token >= 0 for choice in choices[1::2])
+
+
+# --- the edges ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [kind for name, kind in KINDS.items() if name != "dry"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -26,6 +27,7 @@ from tests.conversations import (
     TOOLS,
     WEATHER,
     Conversation,
+    Message,
     for_reference,
     template_of,
 )  # fmt: skip
@@ -43,9 +45,9 @@ def ours(template: ChatTemplate, conversation: Conversation) -> str | None:
 def reference(template: ChatTemplate, conversation: Conversation) -> str | None:
     messages, tools, kwargs, continue_final_message = conversation
     try:
-        rendered, _ = render_jinja_template(
+        answer: Any = render_jinja_template(
             [for_reference(messages, template.capabilities)],
-            tools=tools,
+            tools=[*tools] if tools else None,
             chat_template=template.source,
             continue_final_message=continue_final_message,
             add_generation_prompt=not continue_final_message,
@@ -55,8 +57,11 @@ def reference(template: ChatTemplate, conversation: Conversation) -> str | None:
         )
     except Exception:  # a template may fail in any way
         return None
-    text: str = rendered[0]
+    text: str = answer[0][0]
     return text
+
+
+# --- equal to the reference -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(900)  # the first test on a machine fetches the templates
@@ -99,6 +104,9 @@ def test_templates_write_calls_right_in_the_way_that_was_found_out(models_templa
         assert "None" not in text, name
 
 
+# --- known names ------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "model"),
@@ -123,10 +131,13 @@ def test_a_known_name_writes_what_its_models_own_template_does(
     assert text == own
 
 
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_twenty_messages_are_rendered_within_five_milliseconds(models_templates: dict[str, ChatTemplate]) -> None:
-    turns = [SUM, CALL, RESULT, CLEAR] * 5
+    turns: list[Message] = [SUM, CALL, RESULT, CLEAR] * 5
     best = {}
     for name, template in models_templates.items():
         if ours(template, Conversation(turns, TOOLS)) is None:  # knows no tools

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout
-from cppbatch.llama import Batch, Context, Model, backend_sampling
+from cppbatch.llama import Batch, Context, Model
+from cppbatch.llama.library import C
 from tests.unit.test_device_sampling import FROM_ALL_LOGITS, FROM_CANDIDATES
 
 PROMPTS = ["The capital of France is", "Once upon a time", "def f(x):", "1, 2, 3,"] * 4
 
-MIXED = [SamplingParams(max_tokens=12, seed=i, **kind) for i, kind in enumerate(FROM_CANDIDATES + FROM_ALL_LOGITS)]  # type: ignore[arg-type]
+MIXED = [SamplingParams(max_tokens=12, seed=i, **kind) for i, kind in enumerate(FROM_CANDIDATES + FROM_ALL_LOGITS)]
 
 
 def texts(
-    model: Path, layout: KvLayout, sampling: str, params: list[SamplingParams], **settings: int
+    model: Path, layout: KvLayout, sampling: Literal["host", "backend"], params: list[SamplingParams], **settings: Any
 ) -> list[Completion]:
-    settings: dict[str, Any] = {"n_ctx": 2048, "n_parallel": 8, "n_threads": 1, **settings}
+    settings = {"n_ctx": 2048, "n_parallel": 8, "n_threads": 1, **settings}
     with BatchInferenceEngine(
         model, kv_layout=layout, sampling=sampling, flash_attn="off", prefix_cache=False, **settings
     ) as engine:
@@ -30,13 +32,14 @@ def texts(
 
 
 @pytest.fixture
-def context(make_context: type[Context]) -> Context:
+def context(make_context: Callable[..., Context]) -> Context:
     return make_context(n_seq_max=4)
 
 
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_backend_and_host_give_the_same_texts_whatever_the_requests_ask_for(tiny_llama: Path, layout: KvLayout) -> None:
-    host, backend = (texts(tiny_llama, layout, where, MIXED) for where in ("host", "backend"))
+    host = texts(tiny_llama, layout, "host", MIXED)
+    backend = texts(tiny_llama, layout, "backend", MIXED)
     for ours, theirs, params in zip(backend, host, MIXED, strict=True):
         assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason), params
 
@@ -50,13 +53,13 @@ def test_backend_and_host_agree_when_sequences_are_preempted(tiny_llama: Path) -
 
 def test_a_seq_id_may_go_from_candidates_to_whole_rows_and_back_as_often_as_requests_want(tiny_llama: Path) -> None:
     kinds: list[dict[str, Any]] = [{}, {"logprobs": 1}, {"top_k": 0}] * 8
-    params = [SamplingParams(max_tokens=3, seed=i, **kind) for i, kind in enumerate(kinds)]  # type: ignore[arg-type]
+    params = [SamplingParams(max_tokens=3, seed=i, **kind) for i, kind in enumerate(kinds)]
     with BatchInferenceEngine(tiny_llama, n_ctx=256, n_parallel=1, n_threads=1, sampling="backend") as engine:
         assert all(len(engine.generate(["Hello"], its)[0].tokens) == 3 for its in params)
 
 
 def test_a_device_that_cannot_sample_leaves_it_to_the_host(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_sampling.C, "llama_set_sampler", lambda *_: False)
+    monkeypatch.setattr(C, "llama_set_sampler", lambda *_: False)
     with Model(tiny_llama) as model, Context(model, n_ctx=256, n_threads=1) as context:
         assert not context.enable_backend_sampling()
         assert context.backend_sampling is None

@@ -91,6 +91,7 @@ def test_vectors_of_a_batch_are_those_that_llama_cpp_gives_for_each_text_alone(
         one_by_one = np.concatenate([engine.embed([text], normalise=False) for text in TEXTS])
         used = engine.info.pooling
         assert engine.info.n_embd == together.shape[1] == tiny_models.N_EMBD
+    assert used
     assert used == (pooling or "mean")
     assert same(together, one_by_one, difference)
     assert same(one_by_one, alone(model, used, tokens_of(model, TEXTS), tiny_models.N_EMBD))

@@ -12,6 +12,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, Completion, FinishReason, SamplingParams
 from cppbatch.errors import InvalidRequest
 from tests import tiny_models
+from tests.fakes import greedy
 
 OpenEngine = Callable[..., BatchInferenceEngine]
 
@@ -71,7 +72,7 @@ def tokens_of(completions: list[Completion]) -> list[list[int]]:
     return [completion.tokens for completion in completions]
 
 
-def drain(engine) -> dict[str, list[int]]:
+def drain(engine: BatchInferenceEngine) -> dict[str, list[int]]:
     """Steps until nothing runs; each request's tokens."""
     tokens: dict[str, list[int]] = {}
     for _ in range(2000):
@@ -224,7 +225,7 @@ def test_a_strong_repetition_penalty_leaves_no_token_twice(engine: BatchInferenc
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_each_penalty_changes_greedy_text(engine: BatchInferenceEngine, penalty: str) -> None:
     plain = engine.generate(PROMPTS, GREEDY)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **{penalty: 2.0})
+    params = greedy(24, ignore_eos=True, **{penalty: 2.0})
     assert tokens_of(engine.generate(PROMPTS, params)) != tokens_of(plain)
 
 

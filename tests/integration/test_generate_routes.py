@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
@@ -49,6 +50,7 @@ async def stream(http: Http, path: str, body: Json) -> list[Json]:
 
 
 async def batch(http: Http, **body: Any) -> Json:
+    answer: Json
     status, answer = await post(http, "/generate/batch", {**GREEDY, **body})
     assert status == 200, answer
     assert [result["index"] for result in answer["results"]] == list(range(len(answer["results"])))
@@ -314,7 +316,10 @@ async def test_a_client_that_goes_away_frees_all_of_its_batch(tiny_llama: Path) 
                 assert (await engine.stats()).running == 4
                 asking.cancel()
                 if streams:
-                    (await asyncio.gather(asking, return_exceptions=True))[0].close()
+                    ended = await asyncio.gather(asking, return_exceptions=True)
+                    stream = ended[0]
+                    assert isinstance(stream, ClientResponse)
+                    stream.close()
                 assert await is_idle(engine)
 
 

@@ -103,6 +103,9 @@ WAYS: dict[str, Fields] = {
 }
 
 
+# --- what comes out matches ------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_every_kind_of_grammar_is_kept_to_however_tokens_are_chosen(engine: BatchInferenceEngine, way: Fields) -> None:
     kinds = [kind for kind in KINDS for _ in range(4)]
@@ -153,6 +156,9 @@ def test_a_stream_gives_the_text_piece_by_piece(engine: BatchInferenceEngine) ->
 
 def test_an_echoed_prompt_stands_before_the_text(engine: BatchInferenceEngine) -> None:
     assert one(engine, greedy(20, guided_choice=["answer"], echo=True)).text == PROMPT + "answer"
+
+
+# --- bad grammars ----------------------------------------------------------------------------------------------------
 
 
 NESTED = {"type": "integer"}
@@ -243,6 +249,9 @@ def test_bad_grammars_change_nothing_for_a_neighbour_before_beside_or_after_them
     events += drain(engine)
     assert [text_of(events, name) for name in names] == alone
     assert [result.text for result in engine.generate([PROMPT] * 2, params)] == alone
+
+
+# --- grammars that are large, or ask for much ------------------------------------------------------------------------
 
 
 def properties(n: int, *, required: bool) -> Fields:
@@ -359,6 +368,9 @@ def test_ctrl_c_while_a_grammar_is_read_leaves_nothing_behind_for_the_next(tiny_
         assert one(engine, greedy(9, guided_choice=["and again"])).text == "and again"
 
 
+# --- cells run out, steps are interrupted ----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("swap_space", [0, 1024])
 def test_preempted_constrained_texts_of_a_real_model_are_those_of_ample_cells(
     tiny_llama: Path, swap_space: int
@@ -375,6 +387,9 @@ def test_preempted_constrained_texts_of_a_real_model_are_those_of_ample_cells(
     assert stats.swaps + stats.recomputes > 0
 
 
+# --- where a text ends -----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 30}, {"ignore_eos": True, "min_tokens": 30}])
 def test_a_grammar_ends_its_text_whatever_is_said_of_ends(engine: BatchInferenceEngine, fields: Fields) -> None:
     for regex in ("[a-c]", "[a-c]{3}", "abc", "(ab|abc)"):
@@ -386,6 +401,9 @@ def test_a_grammar_ends_its_text_whatever_is_said_of_ends(engine: BatchInference
 def test_the_empty_text_may_be_all_that_matches(engine: BatchInferenceEngine) -> None:
     result = one(engine, greedy(5, guided_regex=""))
     assert (result.text, result.tokens, result.finish_reason) == ("", [], FinishReason.STOP)
+
+
+# --- special tokens --------------------------------------------------------------------------------------------------
 
 
 def specials(engine: BatchInferenceEngine) -> list[int]:
@@ -410,12 +428,13 @@ def test_a_text_that_looks_like_a_special_token_is_spelled_in_ordinary_ones(
     engine: BatchInferenceEngine, kind: str, fields: Fields
 ) -> None:
     text = "say <|im_end|> </s> now"
-    its: dict[str, Any] = {"guided_choice": [text], "json_schema": {"const": text}, "grammar": f'root ::= "{text}"'}[
-        kind
-    ]
+    its: object = {"guided_choice": [text], "json_schema": {"const": text}, "grammar": f'root ::= "{text}"'}[kind]
     result = one(engine, greedy(60, **{kind: its}, **fields))
     assert (result.text.strip('"'), result.finish_reason) == (text, FinishReason.STOP)
     assert not set(specials(engine)) & set(result.tokens)
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -461,6 +480,9 @@ def test_any_thread_may_prepare_while_the_engine_runs(engine: BatchInferenceEngi
         events = drain(engine)
         assert all(sequence.constraint for sequence in sequences)
     assert text_of(events, name) == alone
+
+
+# --- on models -------------------------------------------------------------------------------------------------------
 
 
 def test_a_marker_that_is_a_control_token_is_enforced_as_that_and_seen(tiny_llama: Path) -> None:

@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine import engine as engine_module
+from cppbatch.engine.runtime import load_runtime
 from cppbatch.errors import LlamaError
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
@@ -80,6 +81,9 @@ BAD_COMPLETIONS = {
     "not UTF-8": (b'{"prompt": "\xff"}', "body"),
     "an empty body": ("", "body"),
 }
+
+
+# --- /completion ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("body", "field"), BAD_COMPLETIONS.values(), ids=BAD_COMPLETIONS.keys())
@@ -171,6 +175,7 @@ async def test_a_step_that_fails_is_a_500_and_the_server_goes_on(
         raise LlamaError("the device is on fire")
 
     with monkeypatch.context() as broken:
+        assert engine._engine
         broken.setattr(engine._engine._context, "decode", fail)
         status, answer = await post(http, "/v1/chat/completions", HELLO)
     assert (status, answer["error"]["message"]) == (500, "the device is on fire")
@@ -180,7 +185,7 @@ async def test_a_step_that_fails_is_a_500_and_the_server_goes_on(
 async def test_while_the_model_loads_health_says_how_far_it_is(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached, go_on, load = threading.Event(), threading.Event(), engine_module.load_runtime
+    reached, go_on, load = threading.Event(), threading.Event(), load_runtime
 
     def slow_load(config: Any, progress: Any) -> Any:
         progress(0.42)

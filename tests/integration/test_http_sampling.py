@@ -101,6 +101,9 @@ async def refusal(http: Http, body: Json, path: str = "/v1/completions") -> tupl
     return answer["error"]["param"], answer["error"]["message"]
 
 
+# --- log-probabilities of completions --------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("n_top", [0, 5, 20])
 async def test_a_completions_logprobs_have_openais_four_lists(http: Http, n_top: int) -> None:
     choice = await complete(http, **GREEDY, logprobs=n_top)
@@ -121,6 +124,7 @@ async def test_http_logprobs_are_those_of_the_engine(http: Http, tiny_llama: Pat
     assert shown["token_logprobs"] == pytest.approx([entry.logprob for entry in expected.logprobs], abs=1e-4)
     assert shown["text_offset"] == [entry.text_offset for entry in expected.logprobs]
     for top, entry in zip(shown["top_logprobs"], expected.logprobs, strict=True):
+        assert entry.logprob is not None
         likeliest = {piece: logprob for _, piece, logprob in entry.top} | {entry.piece: entry.logprob}
         assert sorted(top.values()) == pytest.approx(sorted(likeliest.values()), abs=1e-4)
 
@@ -142,6 +146,9 @@ async def test_each_choice_has_its_own_logprobs(http: Http) -> None:
     assert len({json.dumps(choice["logprobs"]) for choice in choices}) == 4
     for choice in choices:
         assert len(choice["logprobs"]["tokens"]) == 12
+
+
+# --- echo ------------------------------------------------------------------------------------------------------------
 
 
 async def test_echo_puts_the_prompt_before_the_text_and_its_logprobs_before_the_texts(http: Http) -> None:
@@ -180,6 +187,9 @@ async def test_every_prompt_of_a_request_is_echoed(http: Http) -> None:
     choices = await complete_all(http, prompt=["one", "two"], n=2, max_tokens=0, echo=True, logprobs=0)
     assert [choice["text"] for choice in choices] == ["one", "one", "two", "two"]
     assert ["".join(choice["logprobs"]["tokens"]) for choice in choices] == ["<s>one"] * 2 + ["<s>two"] * 2
+
+
+# --- log-probabilities of chats, and streamed ------------------------------------------------------------------------
 
 
 async def test_a_chats_logprobs_are_the_completions_of_the_same_prompt(http: Http) -> None:
@@ -238,6 +248,9 @@ async def test_max_tokens_0_can_be_streamed(http: Http) -> None:
     assert chunks[-1]["finish_reason"] == "length"
 
 
+# --- the official client ---------------------------------------------------------------------------------------------
+
+
 async def test_openais_client_reads_a_completions_logprobs(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(
         model="tiny-llama", prompt="Hello", max_tokens=6, logprobs=5, seed=1, n=2, extra_body={"ignore_eos": True}
@@ -251,19 +264,13 @@ async def test_openais_client_reads_a_completions_logprobs(client: openai.AsyncO
 
 
 async def test_openais_client_reads_a_chats_logprobs_whole_and_streamed(client: openai.AsyncOpenAI) -> None:
-    whole = await client.chat.completions.create(
-        model="tiny-llama", messages=MESSAGES, max_completion_tokens=6, seed=1, logprobs=True, top_logprobs=4
-    )
+    asked: dict[str, Any] = {"max_completion_tokens": 6, "seed": 1, "logprobs": True, "top_logprobs": 4}
+    whole = await client.chat.completions.create(model="tiny-llama", messages=MESSAGES, **asked)
+    assert isinstance(whole, ChatCompletion)
+    assert whole.usage
     ChatCompletion.model_validate(whole.model_dump(), strict=True)
-    stream = await client.chat.completions.create(
-        model="tiny-llama",
-        messages=MESSAGES,
-        max_completion_tokens=6,
-        seed=1,
-        logprobs=True,
-        top_logprobs=4,
-        stream=True,
-    )
+    stream = await client.chat.completions.create(model="tiny-llama", messages=MESSAGES, stream=True, **asked)
+    assert isinstance(stream, openai.AsyncStream)
     chunks = [chunk async for chunk in stream]
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
@@ -294,22 +301,24 @@ SIZES = {
 
 
 async def test_openais_client_gets_json_of_its_schema(client: openai.AsyncOpenAI) -> None:
-    envelope = {"type": "json_schema", "json_schema": {"name": "sizes", "schema": SIZES, "strict": True}}
+    envelope: Any = {"type": "json_schema", "json_schema": {"name": "sizes", "schema": SIZES, "strict": True}}
     answer = await client.chat.completions.create(
         model="tiny-llama", messages=MESSAGES, max_tokens=200, seed=1, response_format=envelope, logprobs=True
     )
     assert answer.choices[0].finish_reason == "stop"
     jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SIZES)
+    incomplete: Any = {"type": "json_schema"}
     with pytest.raises(openai.BadRequestError, match="json_schema"):
-        await client.chat.completions.create(
-            model="tiny-llama", messages=MESSAGES, response_format={"type": "json_schema"}
-        )
+        await client.chat.completions.create(model="tiny-llama", messages=MESSAGES, response_format=incomplete)
 
 
 async def test_openais_client_gets_the_best_of_many(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model="tiny-llama", prompt="Hello", max_tokens=6, n=2, best_of=5, seed=1)
     OpenAICompletion.model_validate(answer.model_dump(), strict=True)
     assert [choice.index for choice in answer.choices] == [0, 1]
+
+
+# --- best_of ---------------------------------------------------------------------------------------------------------
 
 
 DIFFERENT: Json = {**SAMPLED, "seed": 242, "stop": ["e"]}
@@ -391,6 +400,9 @@ async def test_a_best_of_that_cannot_be_is_refused(http: Http, more: Json, messa
     field, why = await refusal(http, {**GREEDY, **more})
     assert field == "best_of"
     assert message in why
+
+
+# --- structured output -----------------------------------------------------------------------------------------------
 
 
 SHAPES: dict[str, Json] = {
@@ -518,6 +530,9 @@ async def test_a_schema_nested_too_deeply_is_a_400(http: Http) -> None:
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), depth
 
 
+# --- biases, stops, samplers, seeds ----------------------------------------------------------------------------------
+
+
 async def test_a_bias_favours_a_token_by_its_id_or_its_text(http: Http) -> None:
     by_id = await complete(http, **GREEDY, logit_bias={"300": 100})
     by_text = await complete(http, **GREEDY, logit_bias={"G": 100})
@@ -611,6 +626,9 @@ async def test_a_given_seed_is_the_one_that_is_used(http: Http, seed: int) -> No
     assert first == again
     assert first["seed"] == seed % 2**64
     assert (await complete(http, **SAMPLED, seed=first["seed"]))["text"] == first["text"]
+
+
+# --- every field -----------------------------------------------------------------------------------------------------
 
 
 async def test_all_fields_can_be_given_at_once(http: Http) -> None:

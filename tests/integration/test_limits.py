@@ -44,6 +44,9 @@ async def ask(http: Http, path: str, body: object, **options: Any) -> tuple[int,
         return answer.status, await answer.json()
 
 
+# --- the fields of a request ------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_larger_max_tokens_than_allowed_is_a_400_that_names_it(engine: HeldEngine, path: str) -> None:
     async with limited(engine, max_tokens=8) as http:
@@ -80,6 +83,9 @@ async def test_a_request_ends_after_the_servers_timeout_or_its_own_shorter_one(t
             body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, **given}
             status, answer = await ask(http, "/v1/completions", body)
             assert (status, answer["choices"][0]["finish_reason"]) == (200, "timeout")
+
+
+# --- bodies and headers -----------------------------------------------------------------------------------------------
 
 
 async def test_a_declared_gigabyte_is_refused_unread(engine: HeldEngine) -> None:
@@ -139,6 +145,9 @@ async def test_megabytes_of_headers_are_refused(engine: HeldEngine) -> None:
                 assert fine.status == 200
 
 
+# --- how many at once -------------------------------------------------------------------------------------------------
+
+
 async def test_one_keys_requests_are_limited_and_the_others_go_on(engine: HeldEngine) -> None:
     body = {"prompt": "Hello", "max_tokens": 2}
     async with limited(engine, Keys(["a-key", "b-key"]), max_concurrent_per_key=2) as http:
@@ -193,7 +202,7 @@ async def test_a_client_that_is_slow_to_send_takes_nobodys_place(engine: HeldEng
         writer.close()
 
 
-async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine) -> None:
+async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue between them is bounded: see `run`."""
     from cppbatch import GenerationRequest, SamplingParams
     from cppbatch.server.run_requests import run_requests
@@ -209,7 +218,7 @@ async def test_choices_of_a_slow_reader_wait_for_it(engine: HeldEngine) -> None:
             yield event
             await asyncio.sleep(0)
 
-    engine.submit = counted
+    monkeypatch.setattr(engine, "submit", counted)
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     events = run_requests(engine, [GenerationRequest(id=f"x-{i}", prompt="Hello", params=params) for i in range(3)])
     await anext(events)

@@ -19,7 +19,12 @@ from tests import tiny_models
 
 def test_loading_reports_rising_fractions_up_to_one(tiny_llama: Path) -> None:
     fractions = []
-    Model(tiny_llama, progress=lambda fraction: fractions.append(fraction) or True).close()
+
+    def note(fraction: float) -> bool:
+        fractions.append(fraction)
+        return True
+
+    Model(tiny_llama, progress=note).close()
     assert fractions == sorted(fractions)
     assert fractions[0] == 0.0
     assert fractions[-1] == 1.0

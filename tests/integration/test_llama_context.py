@@ -35,7 +35,7 @@ def test_a_batch_may_be_as_small_as_a_token_for_each_sequence(
     make_context: Callable[..., Context], kv_unified: bool
 ) -> None:
     context, batch = make_context(n_batch=4, kv_unified=kv_unified), Batch(4)  # llama.cpp would abort here
-    batch.add_rows([7] * 4, [0] * 4, range(4))
+    batch.add_rows([7] * 4, [0] * 4, [0, 1, 2, 3])
     context.decode(batch)
     assert context.logits(4).shape[0] == 4
 
@@ -167,7 +167,8 @@ def test_logits_are_a_writable_view_of_llama_cpps_own_memory(context: Context) -
     batch.add_rows([5, 6], [0, 0], [0, 1])
     context.decode(batch)
     logits = context.logits(2)
-    assert (logits.shape, logits.dtype) == ((2, 512), np.float32)
+    assert logits.shape == (2, 512)
+    assert logits.dtype == np.float32
     logits[1, 3] = 123.0
     assert context.logits(2)[1, 3] == 123.0
     assert np.shares_memory(logits, context.logits(2))

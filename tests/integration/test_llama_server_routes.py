@@ -393,7 +393,7 @@ async def infill(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         LocalEngine(path, n_ctx=512, n_parallel=2, n_threads=1) as engine,
         TestClient(TestServer(create_app(engine))) as http,
     ):
-        http.files = bool(request.param)  # type: ignore[attr-defined]
+        http.files = bool(request.param)
         yield http
 
 
@@ -500,7 +500,7 @@ async def test_adapters_are_listed_and_chosen_by_each_request(tiny_llama: Path, 
     async with LocalEngine(config) as engine, TestClient(TestServer(create_app(engine))) as http:
         _, listed = await get(http, "/lora-adapters")
         assert listed == [{"id": 0, "name": "loud", "path": str(adapter), "scale": 0.5}]
-        choices = ([], [{"id": 0, "scale": 0.5}], [{"id": 0, "scale": 4}])
+        choices: list[list[Json]] = [[], [{"id": 0, "scale": 0.5}], [{"id": 0, "scale": 4}]]
         texts = [(await post(http, "/completion", asked | {"lora": lora}))[1]["content"] for lora in choices]
         assert len(set(texts)) == 3
         assert (await post(http, "/completion", asked))[1]["content"] == texts[1]

@@ -41,6 +41,9 @@ def expected(tiny_llama: Path, adapters: Files) -> list[str]:
     return texts_apart(tiny_llama, adapters)
 
 
+# --- whoever runs beside it -----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_16_of_16_texts_mixed_equal_those_of_engines_with_these_adapters_only(
     tiny_llama: Path, adapters: Files, expected: list[str], layout: KvLayout
@@ -80,7 +83,7 @@ def test_one_prompt_under_different_adapters_never_gets_the_prefix_of_another(
 def test_a_request_that_does_not_say_gets_the_adapters_as_they_were_started(
     tiny_llama: Path, adapters: Files, expected: list[str]
 ) -> None:
-    at_start = {"x": 1, "y": 0.5}
+    at_start: Lora = {"x": 1, "y": 0.5}
     with BatchInferenceEngine(tiny_llama, n_ctx=2048, lora=chosen(adapters, at_start), **FLOATS) as engine:
         assert [(each.name, each.scale) for each in engine.info.adapters] == [("x", 1), ("y", 0.5)]
         i = OF.index(at_start)
@@ -88,6 +91,9 @@ def test_a_request_that_does_not_say_gets_the_adapters_as_they_were_started(
         for lora in (None, at_start, by_number):
             assert engine.generate([PROMPTS[i]], GREEDY, lora=lora)[0].text == expected[i]
         assert engine.generate([PROMPTS[2]], GREEDY, lora={"x": 0, "y": 1e-50})[0].text == expected[OF.index({})]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,6 +130,9 @@ def test_an_engine_without_adapters_says_so(tiny_llama: Path) -> None:
         with pytest.raises(InvalidRequest, match=r"no adapter 'x'; there are none \(--lora\)"):
             engine.add_request("a", lora={"x": 1})
         assert engine.generate(["a"], GREEDY, lora={})[0].text
+
+
+# --- in a worker process, over HTTP ---------------------------------------------------------------------------------
 
 
 async def test_over_http_adapters_are_chosen_by_name_or_as_llama_server_has_it(

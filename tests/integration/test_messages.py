@@ -13,7 +13,14 @@ from typing import Any
 import anthropic
 import msgspec
 import pytest
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import (
+    Message,
+    MessageTokensCount,
+    RawMessageStreamEvent,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
 from anthropic.types.shared import ErrorResponse
 
 from cppbatch.chat.deltas import ArgumentsDelta, TextDelta, ToolCallStart
@@ -24,6 +31,7 @@ from cppbatch.server.anthropic.message_types import MessagesRequest
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
+from tests.narrow import expect, some
 from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
 
 Json = dict[str, Any]
@@ -63,12 +71,17 @@ def client_of(server: ChatServer, key: str = "x") -> anthropic.Anthropic:
 def ask(client: anthropic.Anthropic, **fields: Any) -> Message:
     """Fields that the client has no argument for go into the body all the same."""
     extra = {name: fields.pop(name) for name in ("temperature", "top_k", "top_p", "timeout") if name in fields}
-    return client.messages.create(**{**HELLO, **fields}, extra_body=extra)
+    return expect(Message, client.messages.create(**{**HELLO, **fields}, extra_body=extra))
 
 
 def streamed(client: anthropic.Anthropic, **fields: Any) -> Message:
     with client.messages.stream(**{**HELLO, **fields}, extra_body=GREEDY) as stream:
         return stream.get_final_message()
+
+
+def text_of(message: Message) -> str:
+    """The text of its first block."""
+    return expect(TextBlock, message.content[0]).text
 
 
 def like(message: Message) -> Json:
@@ -77,6 +90,9 @@ def like(message: Message) -> Json:
     for block in shown["content"]:
         block.pop("parsed_output", None)
     return shown
+
+
+# --- the client and its types -----------------------------------------------------------------------------------------
 
 
 def test_an_answer_is_a_whole_message_of_the_clients_types(client: anthropic.Anthropic) -> None:
@@ -111,14 +127,19 @@ def test_thoughts_text_and_calls_are_blocks_streamed_or_not(server: ChatServer, 
     server.use(ScriptedFormat(SCRIPT, **ENDS))
     whole, again = ask(client, max_tokens=40, tools=[WEATHER, TIME]), streamed(client, max_tokens=40)
     for message in (whole, again):
-        thoughts, text, weather, time = message.content
+        first, second, third, fourth = message.content
+        thoughts, text = expect(ThinkingBlock, first), expect(TextBlock, second)
+        weather, time = expect(ToolUseBlock, third), expect(ToolUseBlock, fourth)
         assert (thoughts.type, thoughts.thinking, thoughts.signature) == ("thinking", "Let me think.", "")
         assert (text.type, text.text) == ("text", "I shall look.")
         assert (weather.type, weather.id, weather.name) == ("tool_use", "call_a", "weather")
         assert (weather.input, time.input) == ({"city": "Paris"}, {})
         assert message.stop_reason == "tool_use"
-        assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
+        assert 0 < some(message.usage.output_tokens_details).thinking_tokens < message.usage.output_tokens
         strictly(Message, message.to_dict(), "parsed_output")
+
+
+# --- the client and its types -----------------------------------------------------------------------------------------
 
 
 def test_every_event_of_a_stream_is_one_of_the_clients_types_in_order(server: ChatServer) -> None:
@@ -144,16 +165,19 @@ def test_a_call_that_was_cut_off_is_left_out(server: ChatServer, client: anthrop
     assert message.stop_reason == "max_tokens"
 
 
+# --- how a message ends -----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_stop_sequence_that_came_is_told_and_no_part_of_the_text(
     client: anthropic.Anthropic, *, stream: bool
 ) -> None:
-    text = ask(client, max_tokens=20, **GREEDY).content[0].text
+    text = text_of(ask(client, max_tokens=20, **GREEDY))
     stop = text[5:8]
     fields: Json = {"max_tokens": 20, "stop_sequences": ["never this", stop[1:], stop, stop[-1:] * 9]}
     message = streamed(client, **fields) if stream else ask(client, **fields, **GREEDY)
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
-    assert message.content[0].text == text[: text.index(stop)]
+    assert text_of(message) == text[: text.index(stop)]
 
 
 def test_a_text_that_ends_by_itself_is_the_end_of_the_turn(server: ChatServer, client: anthropic.Anthropic) -> None:
@@ -182,12 +206,15 @@ def test_tokens_are_counted_as_the_message_would_have_them(client: anthropic.Ant
     assert longer.input_tokens > counted.input_tokens
 
 
+# --- what the model is given ------------------------------------------------------------------------------------------
+
+
 def read(messages: list[Json], **fields: Any) -> list[Json]:
     return conversation(msgspec.convert({**HELLO, "messages": messages, **fields}, MessagesRequest))
 
 
 def test_a_conversation_with_tools_and_thoughts_becomes_openais() -> None:
-    messages = [
+    messages: list[Json] = [
         {"role": "user", "content": "How is the weather?"},
         {
             "role": "assistant",
@@ -237,6 +264,9 @@ def test_messages_of_one_role_in_a_row_are_one() -> None:
     texts = [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d")]
     merged = read([{"role": role, "content": text} for role, text in texts])
     assert merged == [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "cd"}]
+
+
+# --- what the model is given ------------------------------------------------------------------------------------------
 
 
 NEITHER: Json = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": {}}]}
@@ -301,6 +331,9 @@ def test_thinking_can_be_switched_off_and_is_else_the_templates_affair(
     assert form.asked["variables"] == {}
 
 
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
 REFUSED = {
     "no max_tokens": ({"max_tokens": None}, "max_tokens"),
     "no tokens wanted": ({"max_tokens": 0}, "max_tokens"),
@@ -328,6 +361,9 @@ def test_a_bad_request_is_the_clients_bad_request_error(client: anthropic.Anthro
     assert refused.value.request_id
     error = strictly(ErrorResponse, refused.value.body)
     assert error.error.message.startswith(f"{field}:")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_model_is_the_clients_not_found_error(client: anthropic.Anthropic) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import schemathesis
@@ -23,6 +23,8 @@ from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.app_thread import AppThread
 from tests.unit.test_openapi import DOCUMENT
+
+Case: TypeAlias = "schemathesis.Case[Any]"
 
 Json = dict[str, Any]
 
@@ -64,15 +66,13 @@ def test_the_document_is_served(server: AppThread) -> None:
 # Bodies of any kind for those that compute are behind the soak marker: `test_mutated_requests` has thousands of them.
 @SCHEMA.exclude(method="POST", path_regex="embeddings|rerank|generate|complet|responses|messages|infill").parametrize()
 @settings(max_examples=2, **EXAMPLES)
-def test_answers_are_as_documented(case: schemathesis.Case, server: AppThread) -> None:
+def test_answers_are_as_documented(case: Case, server: AppThread) -> None:
     check(case, server)
 
 
 @SCHEMA.include(method="POST").parametrize()
 @settings(max_examples=2, **EXAMPLES)
-def test_answers_to_a_good_prompt_with_any_options_are_as_documented(
-    case: schemathesis.Case, server: AppThread
-) -> None:
+def test_answers_to_a_good_prompt_with_any_options_are_as_documented(case: Case, server: AppThread) -> None:
     tame(case)
     check(case, server)
 
@@ -81,7 +81,7 @@ def test_answers_to_a_good_prompt_with_any_options_are_as_documented(
 @pytest.mark.timeout(3600)
 @SCHEMA.parametrize()
 @settings(max_examples=MANY, **EXAMPLES)
-def test_answers_are_as_documented_for_long(case: schemathesis.Case, server: AppThread) -> None:
+def test_answers_are_as_documented_for_long(case: Case, server: AppThread) -> None:
     assert check(case, server) < SLOWEST
 
 
@@ -89,14 +89,12 @@ def test_answers_are_as_documented_for_long(case: schemathesis.Case, server: App
 @pytest.mark.timeout(3600)
 @SCHEMA.include(method="POST").parametrize()
 @settings(max_examples=MANY, **EXAMPLES)
-def test_answers_to_a_good_prompt_with_any_options_are_as_documented_for_long(
-    case: schemathesis.Case, server: AppThread
-) -> None:
+def test_answers_to_a_good_prompt_with_any_options_are_as_documented_for_long(case: Case, server: AppThread) -> None:
     tame(case)
     assert check(case, server) < SLOWEST
 
 
-def tame(case: schemathesis.Case) -> None:
+def tame(case: Case) -> None:
     """Gives a request what it needs to get as far as the engine; what else it asks for stays."""
     if not isinstance(case.body, dict) or case.media_type == "multipart/form-data":
         return
@@ -111,6 +109,6 @@ def tame(case: schemathesis.Case) -> None:
         case.body["model"] = "tiny-llama"
 
 
-def check(case: schemathesis.Case, server: AppThread) -> float:
+def check(case: Case, server: AppThread) -> float:
     """Raises for what is wrong with the answer; the seconds that it took."""
     return float(case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=30).elapsed)

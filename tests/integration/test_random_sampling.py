@@ -39,6 +39,9 @@ def drawn_by_llama(row: Row, filters: Filters, n: int = N_DRAWS, seed: int = 1) 
         return np.bincount([chain.sample(row, seed) for seed in seeds], minlength=len(row))
 
 
+# --- the distribution -----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("filters", SMALL.values(), ids=SMALL)
 def test_numpy_and_llama_cpp_draw_from_the_same_distribution(filters: Filters) -> None:
     row = logits(250)
@@ -50,6 +53,9 @@ def test_a_top_k_of_many_hundreds_is_that_of_llama_cpp() -> None:
     row, filters = logits(700, 1.0), Filters(600, 0.95, 0.0, 1.3)
     assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
     assert_drawn_from(drawn_by_llama(row, filters), exact(row, filters))
+
+
+# --- the support ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -64,6 +70,9 @@ def test_every_token_that_llama_cpp_can_draw_comes_and_no_other(seed: int) -> No
     )
     theirs = np.flatnonzero(drawn_by_llama(row, filters, 4000))
     assert np.flatnonzero(drawn(row, filters, keys(4000))).tolist() == theirs.tolist()
+
+
+# --- ties -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

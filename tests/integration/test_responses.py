@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import (
+    FunctionTool,
+    Response,
+    ResponseFormatTextJSONSchemaConfig,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseOutputText,
+    ResponseReasoningItem,
+    ResponseStreamEvent,
+)
 
 from cppbatch.chat.deltas import TextDelta
 from cppbatch.chat.tools import ToolChoice
@@ -19,6 +28,7 @@ from cppbatch.server.limits import Limits
 from cppbatch.server.responses.input_conversion import conversation
 from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.settings import ServerSettings
+from tests.narrow import expect, some
 from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
 
 Json = dict[str, Any]
@@ -54,14 +64,25 @@ def client_of(server: ChatServer, key: str = "x") -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Response:
-    return client.responses.create(**{**HELLO, **fields})
+    return expect(Response, client.responses.create(**{**HELLO, **fields}))
 
 
 def streamed(client: openai.OpenAI, **fields: Any) -> Response:
     """The response of a stream's last event."""
+    last: ResponseStreamEvent
     *_, last = client.responses.create(**{**HELLO, **fields}, stream=True)
-    assert last.type in ("response.completed", "response.incomplete")
+    assert last.type == "response.completed" or last.type == "response.incomplete"  # noqa: PLR1714 (narrows the type)
     return last.response
+
+
+def reason(response: Response) -> str | None:
+    """Why it is incomplete."""
+    return some(response.incomplete_details).reason
+
+
+def text_of(message: ResponseOutputMessage) -> ResponseOutputText:
+    (text,) = message.content
+    return expect(ResponseOutputText, text)
 
 
 def like(response: Response) -> Json:
@@ -72,26 +93,32 @@ def like(response: Response) -> Json:
     return shown
 
 
+# --- the client and its types -----------------------------------------------------------------------------------------
+
+
 def test_an_answer_is_a_whole_response_of_the_clients_types(client: openai.OpenAI) -> None:
     response = ask(client, instructions="Be brief.", metadata={"a": "b"}, user="me", store=True, truncation="auto")
     strictly(Response, response.to_dict(), OURS)
     assert response.id.startswith("resp_")
-    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (response.status, reason(response)) == ("incomplete", "max_output_tokens")
     assert (response.instructions, response.metadata, response.user) == ("Be brief.", {"a": "b"}, "me")
     assert (response.temperature, response.max_output_tokens, response.truncation) == (0, 8, "disabled")
-    assert response.store is False
-    (message,) = response.output
+    assert response.to_dict()["store"] is False
+    (item,) = response.output
+    message = expect(ResponseOutputMessage, item)
     assert (message.type, message.role, message.status) == ("message", "assistant", "incomplete")
     assert message.id.startswith("msg_")
     assert response.output_text
-    assert response.usage.output_tokens == 8
-    assert response.usage.total_tokens == response.usage.input_tokens + 8
+    usage = some(response.usage)
+    assert usage.output_tokens == 8
+    assert usage.total_tokens == usage.input_tokens + 8
 
 
 def test_a_streamed_response_is_the_same_as_a_whole_one(client: openai.OpenAI) -> None:
     whole, again = ask(client), streamed(client)
     assert like(whole) == like(again)
-    assert again.usage.input_tokens_details.cached_tokens == whole.usage.input_tokens - 1  # asked a second time
+    n_cached = some(again.usage).input_tokens_details.cached_tokens
+    assert n_cached == some(whole.usage).input_tokens - 1  # asked a second time
 
 
 def test_a_model_answers_to_its_aliases_and_without_a_name(client: openai.OpenAI) -> None:
@@ -103,16 +130,21 @@ def test_thoughts_text_and_calls_are_items_streamed_or_not(server: ChatServer, c
     server.use(ScriptedFormat(SCRIPT, **ENDS))
     fields: Json = {"max_output_tokens": 40, "tools": [WEATHER, TIME], "reasoning": {"effort": "low"}}
     for response in (ask(client, **fields), streamed(client, **fields)):
-        thoughts, message, weather, time = response.output
-        assert (thoughts.type, thoughts.summary, thoughts.content[0].text) == ("reasoning", [], "Let me think.")
-        assert (message.type, message.content[0].text) == ("message", "I shall look.")
+        first, second, third, fourth = response.output
+        thoughts, message = expect(ResponseReasoningItem, first), expect(ResponseOutputMessage, second)
+        weather, time = expect(ResponseFunctionToolCall, third), expect(ResponseFunctionToolCall, fourth)
+        assert (thoughts.type, thoughts.summary) == ("reasoning", [])
+        assert some(thoughts.content)[0].text == "Let me think."
+        assert (message.type, text_of(message).text) == ("message", "I shall look.")
         assert (weather.type, weather.call_id, weather.name) == ("function_call", "call_a", "weather")
         assert (weather.arguments, time.arguments) == ('{"city": "Paris"}', "{}")
-        assert [item.id.split("_")[0] for item in response.output] == ["rs", "msg", "fc", "fc"]
-        assert {item.status for item in response.output} == {response.status} == {"completed"}
-        assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
-        assert [tool.name for tool in response.tools] == ["weather", "time"]
-        assert response.reasoning.effort == "low"
+        items = (thoughts, message, weather, time)
+        assert [some(item.id).split("_")[0] for item in items] == ["rs", "msg", "fc", "fc"]
+        assert {item.status for item in items} == {response.status} == {"completed"}
+        usage = some(response.usage)
+        assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+        assert [expect(FunctionTool, tool).name for tool in response.tools] == ["weather", "time"]
+        assert some(response.reasoning).effort == "low"
         strictly(Response, response.to_dict(), OURS)
 
 
@@ -156,14 +188,14 @@ def test_every_event_of_a_stream_is_one_of_the_clients_types_in_order(server: Ch
 def test_what_is_open_when_the_tokens_run_out_is_incomplete(server: ChatServer, client: openai.OpenAI) -> None:
     server.use(ScriptedFormat(SCRIPT[:6]))
     response = streamed(client)
-    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert [item.status for item in response.output] == ["completed", "completed", "incomplete"]
-    assert response.output[-1].arguments == '{"city": '
+    assert (response.status, reason(response)) == ("incomplete", "max_output_tokens")
+    assert [item.to_dict()["status"] for item in response.output] == ["completed", "completed", "incomplete"]
+    assert expect(ResponseFunctionToolCall, response.output[-1]).arguments == '{"city": '
 
 
 def test_a_response_whose_time_is_up_is_incomplete(client: openai.OpenAI) -> None:
     response = ask(client, max_output_tokens=900, extra_body={"timeout": 0.05, "ignore_eos": True})
-    assert (response.status, response.incomplete_details.reason) == ("incomplete", "timeout")
+    assert (response.status, reason(response)) == ("incomplete", "timeout")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -171,10 +203,11 @@ def test_log_probabilities_come_with_the_text(client: openai.OpenAI, *, stream: 
     fields: Json = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     response = streamed(client, **fields) if stream else ask(client, **fields)
     strictly(Response, response.to_dict(), OURS)
-    (text,) = response.output[0].content
-    assert len(text.logprobs) == 8
-    assert bytes(byte for entry in text.logprobs for byte in entry.bytes).decode("utf-8", "replace") == text.text
-    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in text.logprobs)
+    text = text_of(expect(ResponseOutputMessage, response.output[0]))
+    logprobs = some(text.logprobs)
+    assert len(logprobs) == 8
+    assert bytes(byte for entry in logprobs for byte in entry.bytes).decode("utf-8", "replace") == text.text
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in logprobs)
     assert response.top_logprobs == 2
 
 
@@ -186,6 +219,9 @@ def test_log_probabilities_are_in_the_events_too(server: ChatServer) -> None:
     (done,) = (data for name, data in events if name == "response.output_text.done")
     assert deltas == done["logprobs"]
     assert len(deltas) == 8
+
+
+# --- what the model is given ------------------------------------------------------------------------------------------
 
 
 def read(items: str | list[Json], **fields: Any) -> list[Json]:
@@ -200,7 +236,7 @@ def test_a_text_is_the_users_message() -> None:
 
 
 def test_items_become_messages_and_those_of_one_turn_become_one() -> None:
-    items = [
+    items: list[Json] = [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "input_text", "text": "How is"}, {"type": "input_text", "text": "it?"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Where?"}]},
@@ -271,7 +307,7 @@ def test_tools_effort_and_a_schema_reach_the_template(
     assert form.asked["choice"] == expected
     assert form.asked["schema"] == schema
     assert form.asked["variables"] == {"reasoning_effort": "none", "enable_thinking": False}
-    assert response.text.format.schema_ == schema
+    assert expect(ResponseFormatTextJSONSchemaConfig, some(response.text).format).schema_ == schema
 
 
 UNREADABLE = {
@@ -291,6 +327,9 @@ def test_what_is_no_text_is_refused_with_the_place_where_it_stands(items: list[J
     with pytest.raises(InvalidRequest) as refused:
         read(items)
     assert refused.value.field == field
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 REFUSED = {
@@ -328,7 +367,13 @@ def test_a_bad_request_is_the_clients_bad_request_error(
 
 
 def test_what_a_client_sends_to_leave_nothing_stored_is_taken(client: openai.OpenAI) -> None:
-    extra = {"previous_response_id": None, "background": False, "conversation": None, "stream_options": {}, "x": 1}
+    extra: Json = {
+        "previous_response_id": None,
+        "background": False,
+        "conversation": None,
+        "stream_options": {},
+        "x": 1,
+    }
     assert ask(client, store=False, include=["reasoning.encrypted_content"], extra_body=extra).output_text
 
 
@@ -347,7 +392,7 @@ def test_keys_and_limits_are_the_clients_own_errors(tiny_llama: Path) -> None:
             ask(client_of(server, "wrong"))
         with pytest.raises(openai.BadRequestError, match="--max-tokens"):
             ask(client, max_output_tokens=9)
-        assert ask(client, max_output_tokens=openai.NOT_GIVEN).usage.output_tokens <= 8
+        assert some(ask(client, max_output_tokens=openai.NOT_GIVEN).usage).output_tokens <= 8
     finally:
         server.stop()
 

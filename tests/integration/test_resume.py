@@ -37,7 +37,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(tiny_llama, **SETTINGS, **FLOATS) as engine:  # type: ignore[arg-type]
+    with BatchInferenceEngine(tiny_llama, **SETTINGS, **FLOATS) as engine:
         yield engine
 
 
@@ -51,7 +51,7 @@ def run(
     return events
 
 
-def told(events: list[GenerationEvent]) -> tuple[str, list[int], list[object], object]:
+def told(events: list[GenerationEvent]) -> tuple[str, list[int], list[tuple[int, int]], object]:
     logprobs = [(entry.token, entry.text_offset) for event in events for entry in event.logprobs]
     tokens = [token for event in events for token in event.tokens]
     return "".join(event.text for event in events), tokens, logprobs, events[-1].finish_reason

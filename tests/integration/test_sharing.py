@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.config import Sharing
+from cppbatch.config import KvLayout, Sharing
 from cppbatch.llama import Batch, Context, Model, probe_prefix_sharing
 
 KINDS: list[tuple[str, str, Sharing]] = [
@@ -30,13 +30,13 @@ OpenEngine = Callable[..., BatchInferenceEngine]
 
 
 @pytest.fixture(params=KINDS, ids=[f"{model}-{layout}" for model, layout, _ in KINDS])
-def kind(request: pytest.FixtureRequest) -> tuple[Path, str, Sharing]:
+def kind(request: pytest.FixtureRequest) -> tuple[Path, KvLayout, Sharing]:
     model, layout, sharing = request.param
     return request.getfixturevalue(model), layout, sharing
 
 
 @pytest.fixture
-def open_engine(kind: tuple[Path, str, Sharing]) -> Iterator[OpenEngine]:
+def open_engine(kind: tuple[Path, KvLayout, Sharing]) -> Iterator[OpenEngine]:
     """Opens engines over the kind's model; at the end each must be empty but for its cache, and then altogether."""
     path, layout, _ = kind
     with contextlib.ExitStack() as stack:
@@ -68,7 +68,7 @@ def tokens_of(engine: BatchInferenceEngine, prompts: list[list[int]]) -> list[li
     return [completion.tokens for completion in engine.generate(prompts, GREEDY)]
 
 
-def test_each_kind_of_model_shares_as_far_as_its_memory_allows(kind: tuple[Path, str, Sharing]) -> None:
+def test_each_kind_of_model_shares_as_far_as_its_memory_allows(kind: tuple[Path, KvLayout, Sharing]) -> None:
     path, layout, sharing = kind
     with Model(path) as model:
         context = Context(model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=layout == "unified")
@@ -98,7 +98,7 @@ def batch_of_nonsense(context: Context) -> None:
     context.decode(batch)
 
 
-def test_with_one_sequence_at_a_time_and_very_few_cells_all_is_well(kind: tuple[Path, str, Sharing]) -> None:
+def test_with_one_sequence_at_a_time_and_very_few_cells_all_is_well(kind: tuple[Path, KvLayout, Sharing]) -> None:
     path, layout, _ = kind
     with BatchInferenceEngine(path, n_ctx=256, n_parallel=1, n_threads=1, kv_layout=layout, flash_attn="off") as engine:
         first = tokens_of(engine, [STORY])

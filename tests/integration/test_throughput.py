@@ -15,8 +15,9 @@ from cppbatch.bench.throughput import REQUEST_KINDS, Sizes, bare_loop, engine_lo
 from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import PHASES
+from cppbatch.engine.runtime import load_model
 from cppbatch.errors import ConfigError
-from cppbatch.llama import Batch
+from cppbatch.llama import Batch, Model
 from tests.fakes import N_VOCAB, FakeContext, context_of, fake_engine, greedy
 
 SMALL = ["--prompt-tokens", "6", "--new-tokens", "4", "--repeats", "1", "-t", "1"]
@@ -67,8 +68,12 @@ def test_one_model_serves_all_contexts(tiny_llama: Path, monkeypatch: pytest.Mon
     import cppbatch.bench.throughput as module
 
     loaded = []
-    load = module.load_model
-    monkeypatch.setattr(module, "load_model", lambda config: loaded.append(load(config)) or loaded[-1])
+
+    def load(config: EngineConfig) -> Model:
+        loaded.append(load_model(config))
+        return loaded[-1]
+
+    monkeypatch.setattr(module, "load_model", load)
     sizes = Sizes(batch_sizes=(2,), prompt_tokens=4, new_tokens=2, repeats=1)
     measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes)
     assert len(loaded) == 1
@@ -77,7 +82,7 @@ def test_one_model_serves_all_contexts(tiny_llama: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("command", ["throughput", "strategies"])
 def test_figures_go_to_a_table_a_file_and_a_picture(command: str, tiny_llama: Path, tmp_path: Path) -> None:
     few = ["-B", "1,2"] if command == "throughput" else ["--requests", "3", "-np", "2"]
-    files = ["--json", tmp_path / "figures.json", "--plot", tmp_path / "figures.png"]
+    files: list[str | Path] = ["--json", tmp_path / "figures.json", "--plot", tmp_path / "figures.png"]
     result = run(command, "-m", tiny_llama, *few, *SMALL, *files)
     assert result.exit_code == 0, result.output
     assert "tok/s" in result.stdout

@@ -239,7 +239,7 @@ def test_text_and_tables_have_a_prompt_a_line(tiny_llama: Path, tmp_path: Path) 
 
 def test_an_items_own_fields_win_over_the_flags(tiny_llama: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    chat = {"custom_id": "own", "url": "/v1/chat/completions"}
+    chat: dict[str, Any] = {"custom_id": "own", "url": "/v1/chat/completions"}
     chat["body"] = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5, "ignore_eos": True}
     write_lines(source, [{"prompt": "a", "ignore_eos": True}, chat])
     assert batch(tiny_llama, source, out, "-n", "3").returncode == 0

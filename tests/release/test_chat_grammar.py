@@ -45,7 +45,7 @@ def test_all_of_the_required_calls_name_a_tool_and_match_its_schema(engine: Batc
     drawn: dict[str, Any] = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 200}
     params = [SamplingParams(seed=seed, **drawn, **its.params) for seed, its in enumerate(turns)]
     results = engine.generate([its.prompt for its in turns], params)
-    named = Counter()
+    named: Counter[str] = Counter()
     schemas = {each["function"]["name"]: each["function"].get("parameters", record({})) for each in KINDS}
     for its, result in zip(turns, results, strict=True):
         assert result.finish_reason is FinishReason.STOP, result.text

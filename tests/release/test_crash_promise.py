@@ -32,7 +32,7 @@ KINDS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def server(f32_model: Path) -> Iterator[ServerProcess]:
     floats = ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
-    with ServerProcess("-m", f32_model, "-np", N, "-c", "4096", "--step-timeout", "10", *floats) as process:
+    with ServerProcess("-m", f32_model, "-np", str(N), "-c", "4096", "--step-timeout", "10", *floats) as process:
         yield process.wait_ready()
 
 

@@ -153,6 +153,9 @@ async def test_a_text_that_kills_workers_fails_alone(tiny_llama: Path, expected:
         assert "3 times in a row" in (poisonous.error or "")
 
 
+# --- the default model ------------------------------------------------------------------------------------------------
+
+
 def test_paraphrases_are_closer_than_other_sentences(default_model: Path) -> None:
     with BatchInferenceEngine(default_model, n_ctx=512, n_threads=2, pooling="mean") as engine:
         a, b, other = engine.embed(

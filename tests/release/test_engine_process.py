@@ -23,8 +23,10 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.cluster import supervisor, worker_handle, worker_link
+from cppbatch.cluster.engine_client import Health
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.in_flight import InFlightRequest
+from cppbatch.cluster.worker_messages import LoadFailed
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
 from tests import tiny_models
@@ -61,7 +63,7 @@ async def opened(model: Path, runtime: str | None = None, **settings: Any) -> As
 def request(
     name: object, prompt: str | list[int] | None = None, max_tokens: int = 40, **params: Any
 ) -> GenerationRequest:
-    params: dict[str, Any] = {"temperature": 0, "ignore_eos": True, **params}
+    params = {"temperature": 0, "ignore_eos": True, **params}
     text = f"{name} and {name}" if prompt is None else prompt
     return GenerationRequest(id=str(name), prompt=text, params=SamplingParams(max_tokens=max_tokens, **params))
 
@@ -372,7 +374,7 @@ async def test_health_tells_how_far_loading_is_and_nothing_is_taken_meanwhile(ti
     with pytest.raises(EngineClosed):
         engine.info  # noqa: B018
     await engine.loaded()
-    assert engine.health() == supervisor.Health(status="ok", progress=1.0)
+    assert engine.health() == Health(status="ok", progress=1.0)
     await engine.close()
 
 
@@ -396,6 +398,9 @@ async def test_a_request_that_cannot_be_serialised_is_refused(tiny_llama: Path) 
             await run(engine, request("a", "half \ud800 of one"))
         (events,) = await together(engine, [request("a")])
         assert told(events)[3] is FinishReason.LENGTH
+
+
+# --- what cannot be sent ----------------------------------------------------------------------------------------------
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_back(tiny_llama: Path) -> None:
@@ -492,7 +497,7 @@ def test_interrupting_the_whole_group_leaves_the_worker_to_the_servers_process(t
 
 
 def test_errors_of_loading_keep_their_type() -> None:
-    error = supervisor._load_error(supervisor.LoadFailed("LibraryError", "no library"))
+    error = supervisor._load_error(LoadFailed("LibraryError", "no library"))
     assert type(error) is LibraryError
     assert str(error) == "no library"
 

@@ -55,7 +55,8 @@ def gpu_report(folder: Path, *args: str | Path) -> dict[str, str]:
     command = [sys.executable, str(SCRIPT), "-ngl", "0", "--small", "-o", str(file), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
-    sections, heading = {}, ""
+    sections: dict[str, str] = {}
+    heading = ""
     for line in file.read_text().splitlines():
         heading = line.lstrip("# ") if line.startswith("#") else heading
         sections[heading] = sections.get(heading, "") + line + "\n"

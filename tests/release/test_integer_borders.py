@@ -113,8 +113,8 @@ def _numbers(schema: Json, place: Place, depth: int) -> Iterator[Place]:
 
 def body_with(path: str, place: Place, value: int) -> Json:
     """A good body but for this value there."""
-    body: Any = copy.deepcopy(VALID[path])
-    at = body
+    body: Json = copy.deepcopy(VALID[path])
+    at: Any = body
     for key, following in itertools.pairwise(place):
         empty: Any = [] if isinstance(following, int) else {}
         if isinstance(key, int):
@@ -236,7 +236,9 @@ async def test_integers_in_every_field_of_every_line_of_a_batch(tiny_llama: Path
                 for value in integers(chance, n)
             ]
             await asyncio.gather(*map(one, records))
-        plain = [{"prompt": "abc", "max_tokens": 2, "id": value, "seed": value} for value in integers(chance, n)]
+        plain: list[Json] = [
+            {"prompt": "abc", "max_tokens": 2, "id": value, "seed": value} for value in integers(chance, n)
+        ]
         await asyncio.gather(*map(one, [*plain, *({"prompt": [value]} for value in integers(chance, n))]))
         assert min(statuses[200], statuses[400]) > 20
         await assert_nothing_stays(engine)

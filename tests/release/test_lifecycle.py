@@ -50,18 +50,19 @@ async def get(http: Http, path: str) -> tuple[int, Any]:
         ("closed", 503, False),
     ],
 )
-async def test_health_and_ready_follow_the_engine(engine: HeldEngine, status: Any, code: int, is_ready: bool) -> None:
+async def test_health_and_ready_follow_the_engine(
+    engine: HeldEngine, monkeypatch: pytest.MonkeyPatch, status: Any, code: int, is_ready: bool
+) -> None:
     engine.go_on.set()
-    usual = engine.health
     async with TestClient(TestServer(create_app(engine))) as http:
-        engine.health = lambda: Health(status=status, progress=0.5, error="the reason")
+        monkeypatch.setattr(engine, "health", lambda: Health(status=status, progress=0.5, error="the reason"))
         health = {"status": status, "progress": 0.5, "error": "the reason"}
         assert await get(http, "/health") == (code, health)
         assert await get(http, "/ready") == (code, {"ready": is_ready, "status": status})
         async with http.post("/v1/completions", json=HELLO) as answer:
             assert answer.status == code
             assert ("Retry-After" in answer.headers) == (code == 503)
-        engine.health = usual
+        monkeypatch.undo()
 
 
 async def test_on_the_way_down_what_runs_is_finished_and_nothing_new_begins(engine: HeldEngine) -> None:
@@ -171,7 +172,17 @@ def test_a_server_that_is_open_to_anybody_says_so_in_one_line(tiny_llama: Path, 
 def test_with_a_key_the_logs_are_json_and_the_key_is_not_in_them(tiny_llama: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("fr0m-the-file\n")
-    options = ["--api-key", "fr0m-the-flag", "--api-key-file", keys, "--log-format", "json", "--host", "0.0.0.0", "-v"]
+    options: list[str | Path] = [
+        "--api-key",
+        "fr0m-the-flag",
+        "--api-key-file",
+        keys,
+        "--log-format",
+        "json",
+        "--host",
+        "0.0.0.0",
+        "-v",
+    ]
     with ServerProcess("-m", tiny_llama, "-c", "256", "-np", "2", *options) as server:
         server.wait_ready()
         for key in ("fr0m-the-file", "fr0m-the-flag"):

@@ -29,6 +29,8 @@ from tests.lora_texts import (
     texts_together,
 )
 
+# --- whoever runs beside it -----------------------------------------------------------------------------------------
+
 
 def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:
     shape = LlamaShape(n_layer=30, n_embd=576, n_head=9, n_head_kv=3, n_ff=1536)
@@ -40,6 +42,9 @@ def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:
     with open_engine(f32_model, files, n_ctx=2048, n_parallel=6, kv_layout="unified") as engine:
         mixed = texts_together(engine, params, prompts * 3, [lora for lora in loras for _ in prompts])
     assert mixed == [text for texts in wanted for text in texts]
+
+
+# --- in a worker process, over HTTP ---------------------------------------------------------------------------------
 
 
 async def test_a_killed_workers_requests_go_on_with_their_adapters(

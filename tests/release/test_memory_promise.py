@@ -16,7 +16,7 @@ from cppbatch.bench.memory import memory_estimate_child
 from cppbatch.bench.memory.buffers import Buffer, read_buffers
 from cppbatch.bench.memory.measure_memory import MeasuredMemory
 from cppbatch.bench.memory.memory_estimate import Footprint, estimate_memory
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.runtime import load_model, make_context
 from cppbatch.errors import EstimateFailed, OutOfRange
 from cppbatch.llama import Backend, Batch
@@ -96,7 +96,7 @@ def taken(config: EngineConfig) -> MeasuredMemory:
 
 
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
-def test_what_16_sequences_take_more_than_one_is_predicted_to_5_percent(layout: str, default_model: Path) -> None:
+def test_what_16_sequences_take_more_than_one_is_predicted_to_5_percent(layout: KvLayout, default_model: Path) -> None:
     """In what llama.cpp allocates, and in what the process grows by when each has had its tokens."""
     config = EngineConfig(
         model_path=str(default_model), n_ubatch=64, kv_layout=layout, prefix_cache=False, swap_space=0

@@ -9,10 +9,11 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import Message
+from anthropic.types import Message, ToolUseBlock
 
 from cppbatch.server.settings import ServerSettings
-from tests.integration.test_messages import ALIAS, GREEDY, ask, client_of, streamed
+from tests.integration.test_messages import ALIAS, GREEDY, ask, client_of, streamed, text_of
+from tests.narrow import expect
 from tests.scripted_chat import ChatServer
 
 Json = dict[str, Any]
@@ -32,14 +33,14 @@ def real_ask(client: anthropic.Anthropic, question: str, **fields: Any) -> Messa
 
 def test_the_default_model_answers_anthropics_client(real: anthropic.Anthropic) -> None:
     message = real_ask(real, "What is 2+2? Answer with a number.")
-    assert "4" in message.content[0].text
+    assert "4" in text_of(message)
     assert message.stop_reason in ("end_turn", "max_tokens")
 
 
 def test_the_default_model_stops_at_a_stop_sequence(real: anthropic.Anthropic) -> None:
     message = real_ask(real, "Count from 1 to 9: 1, 2, 3, ...", stop_sequences=["5"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "5")
-    assert message.content[0].text.rstrip(" ,\n").endswith("4")
+    assert text_of(message).rstrip(" ,\n").endswith("4")
 
 
 def test_the_default_model_answers_in_json(real: anthropic.Anthropic) -> None:
@@ -50,7 +51,7 @@ def test_the_default_model_answers_in_json(real: anthropic.Anthropic) -> None:
     }
     form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
     message = real_ask(real, "What is 3+4?", output_config={"format": form})
-    assert set(json.loads(message.content[0].text)) == {"n"}
+    assert set(json.loads(text_of(message))) == {"n"}
 
 
 def test_the_default_model_continues_the_assistants_message(real: anthropic.Anthropic) -> None:
@@ -58,7 +59,7 @@ def test_the_default_model_continues_the_assistants_message(real: anthropic.Anth
         {"role": "user", "content": "What is the capital of France?"},
         {"role": "assistant", "content": "The capital of France is"},
     ]
-    assert ask(real, model=ALIAS, messages=messages, **GREEDY).content[0].text.startswith(" Paris")
+    assert text_of(ask(real, model=ALIAS, messages=messages, **GREEDY)).startswith(" Paris")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -69,7 +70,7 @@ def test_the_default_model_calls_a_tool_and_is_told_what_it_gave(real: anthropic
     once = {"type": "any", "disable_parallel_tool_use": True}
     asked: Json = {**fields, "messages": [question], "tool_choice": once}
     called = streamed(real, **asked) if stream else ask(real, **asked, **GREEDY)
-    (call,) = called.content[-1:]
+    call = expect(ToolUseBlock, called.content[-1])
     assert (called.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
     assert isinstance(call.input["city"], str)
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is sunny in Oslo."}

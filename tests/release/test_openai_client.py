@@ -94,7 +94,8 @@ def test_the_other_fields_of_a_completion_do_what_they_say(client: openai.OpenAI
             "temperature": 0,
             "user": "me",
         } | fields
-        return client.completions.create(**asked).choices[0].text
+        answer: str = client.completions.create(**asked).choices[0].text
+        return answer
 
     assert text(echo=True).startswith("One, two, three,")
     assert "five" not in text(stop=["five"])
@@ -171,7 +172,8 @@ def test_what_the_template_may_be_told_is_passed_on(client: openai.OpenAI) -> No
 
 def test_a_required_tool_is_called_whole_and_streamed(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "max_tokens": 200, "seed": 3}
-    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "get_weather"}}]
+    for choice in choices:
         whole = client.chat.completions.create(**asked, tool_choice=choice, parallel_tool_calls=False)
         assert whole.choices[0].finish_reason == "tool_calls"
         (call,) = whole.choices[0].message.tool_calls or []

@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseFunctionToolCall
 
 from tests.integration.test_responses import HELLO, OURS, ask, client_of, streamed
+from tests.narrow import expect
 from tests.scripted_chat import ChatServer, strictly
 
 Json = dict[str, Any]
@@ -62,6 +63,7 @@ def test_the_default_model_calls_a_tool(real: openai.OpenAI, default_model: Path
     }
     response = streamed(real, **fields) if stream else ask(real, **fields)
     strictly(Response, response.to_dict(), OURS)
-    (call,) = response.output
+    (item,) = response.output
+    call = expect(ResponseFunctionToolCall, item)
     assert (call.type, call.name, response.status) == ("function_call", "weather", "completed")
     assert isinstance(json.loads(call.arguments)["city"], str)

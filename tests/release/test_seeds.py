@@ -26,12 +26,13 @@ KINDS: list[dict[str, Any]] = [
     {"json_schema": {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}}},
 ]
 
-PARAMS = [SamplingParams(seed=1000 + i, max_tokens=16, **KINDS[i % len(KINDS)]) for i in range(N)]  # type: ignore[arg-type]
+PARAMS = [SamplingParams(seed=1000 + i, max_tokens=16, **KINDS[i % len(KINDS)]) for i in range(N)]
 
 
-def open_engine(model: Path, layout: KvLayout = "unified", **settings: int) -> BatchInferenceEngine:
+def open_engine(model: Path, layout: KvLayout = "unified", **settings: Any) -> BatchInferenceEngine:
+    sizes = {"n_ctx": 4096, "n_parallel": N, **settings}
     floats: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
-    return BatchInferenceEngine(model, kv_layout=layout, **floats, **{"n_ctx": 4096, "n_parallel": N, **settings})  # type: ignore[arg-type]
+    return BatchInferenceEngine(model, kv_layout=layout, **floats, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import socket
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,17 @@ def test_a_chat_answer_is_a_whole_openai_object(client: openai.OpenAI, default_m
 
 
 def test_a_streamed_chat_gives_the_same_text_and_its_usage_last(client: openai.OpenAI, default_model: Path) -> None:
-    def ask(stream: bool) -> object:
-        return client.chat.completions.create(
-            model=default_model.stem,
-            messages=[{"role": "user", "content": "Count to five."}],
-            temperature=0,
-            max_completion_tokens=16,
-            stream=stream,
-            stream_options={"include_usage": True} if stream else openai.NOT_GIVEN,
-        )
-
-    whole = ask(stream=False)
-    *chunks, last = ask(stream=True)
+    asked: Any = {
+        "model": default_model.stem,
+        "messages": [{"role": "user", "content": "Count to five."}],
+        "temperature": 0,
+        "max_completion_tokens": 16,
+    }
+    whole = client.chat.completions.create(**asked)
+    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert whole.usage
+    assert last.usage
+    assert last.usage.prompt_tokens_details
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
@@ -156,7 +155,7 @@ def raw_post(server: ServerProcess, path: str, body: str) -> socket.socket:
     return connection
 
 
-def wait_for(condition: object, seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"

@@ -127,7 +127,7 @@ def test_the_size_is_known_before_anything_is_written(tmp_path: Path, tiny_llama
 def test_what_cannot_be_written_is_refused_with_its_name_and_leaves_nothing(
     tmp_path: Path, tiny_llama: Path, flags: list[str], message: str
 ) -> None:
-    donor = [] if "--vocab-from" in flags else ["--vocab-from", tiny_llama]
+    donor: list[str | Path] = [] if "--vocab-from" in flags else ["--vocab-from", tiny_llama]
     done = script(tmp_path / "m.gguf", *donor, *flags)
     assert done.returncode != 0
     assert message in done.stderr

@@ -35,6 +35,9 @@ def test_the_lowest_priority_there_is_is_that_of_background_work() -> None:
     assert GenerationRequest(id="", prompt="", priority=BACKGROUND).priority == BACKGROUND
 
 
+# --- the first token of others --------------------------------------------------------------------------------------
+
+
 def test_while_a_prompt_is_read_background_rows_and_prompts_stand_still_and_then_go_on() -> None:
     policy = Policy(n_ctx=512)
     streams = background(policy, 2)
@@ -120,6 +123,9 @@ def test_rows_that_stand_still_are_no_rows_of_the_steps_that_are_learnt_from() -
     assert times._decode_s.of(3) == pytest.approx(0.3)
 
 
+# --- background prompts ---------------------------------------------------------------------------------------------
+
+
 def test_many_background_prompts_hold_up_streams_of_others_no_more_than_one_does() -> None:
     policy = Policy(n_ctx=1024, n_parallel=8)
     stream = policy.add(NONE)
@@ -140,6 +146,9 @@ def test_without_such_streams_they_are_read_together_however_few_decode() -> Non
         policy.step(lambda plan: 0.001 * plan.n_tokens)
     background(policy, 7, 20)
     assert policy.step(lambda plan: 0.001 * plan.n_tokens).n_tokens == 16
+
+
+# --- cells and places -----------------------------------------------------------------------------------------------
 
 
 def test_one_that_comes_when_background_work_has_all_places_and_cells_is_admitted_and_read_at_once() -> None:
@@ -181,6 +190,9 @@ def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_s
     urgent = policy.add(NONE, 8)
     assert policy.step().admitted == [urgent]
     assert streams[0].status is SeqStatus.DECODE
+
+
+# --- nobody starves -------------------------------------------------------------------------------------------------
 
 
 def test_prompts_that_never_cease_hold_background_work_up_until_it_ranks_before_them() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import BaseTestServer, TestServer
 
 from cppbatch.bench.load.arrivals import closed_loop
 from cppbatch.bench.load.compare_servers import compare_servers
@@ -40,6 +40,9 @@ async def send_all(fake: FakeOpenAI, n: int = 5, n_clients: int = 1, timeout: fl
 
         await closed_loop([LoadRequest("a b c", 4)] * n, send, n_clients)
     return outcomes
+
+
+# --- one request ---
 
 
 async def test_a_closed_loop_never_has_more_in_flight_than_clients() -> None:
@@ -97,8 +100,12 @@ async def test_usage_that_is_less_than_what_came_is_not_believed() -> None:
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, 3, False)] * 2
 
 
+# --- servers ---
+
+
 def a_load(workload: Workload = FIXED, **settings: Any) -> LoadSettings:
-    return LoadSettings(**{"workload": workload, "concurrency": 3, "warmup": 2, "repeats": 2, "seed": 7} | settings)
+    defaults: dict[str, Any] = {"concurrency": 3, "warmup": 2, "repeats": 2, "seed": 7}
+    return LoadSettings(workload=workload, **defaults | settings)
 
 
 def shown(report: LoadReport) -> str:
@@ -152,7 +159,7 @@ async def test_a_strict_server_gets_only_the_fields_it_knows() -> None:
 NOBODY = Target("nobody", "http://127.0.0.1:9")
 
 
-async def look_at(http: TestServer, **given: Any) -> TargetServer:
+async def look_at(http: BaseTestServer, **given: Any) -> TargetServer:
     settings: dict[str, Any] = {"model": None, "endpoint": "completions", "api_key": None, "timeout": 5} | given
     return await probe_server(Target("fake", str(http.make_url("")).rstrip("/")), **settings)
 
@@ -190,6 +197,9 @@ def test_addresses_are_read_as_people_write_them() -> None:
     for wrong in ("127.0.0.1:8080", "ours=", "ftp://host", "http://", "http://host:port"):
         with pytest.raises(ConfigError, match="--url"):
             Target.read(wrong)
+
+
+# --- the command ---
 
 
 @pytest.mark.parametrize(

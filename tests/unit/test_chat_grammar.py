@@ -36,7 +36,7 @@ ARGUMENTS: dict[str, Schema] = {
 
 FREE_TEXT = record({"note": {"type": "string"}, "more": OPTIONAL_TEXT}, "more")
 
-FUNCTIONS = [
+FUNCTIONS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": f"tool-{i}", "parameters": schema}}
     for i, schema in enumerate([*ARGUMENTS.values(), FREE_TEXT])
 ]
@@ -102,6 +102,9 @@ def check(its: PreparedChat, written: str) -> int:
     for call in read.calls:
         assert fault(call.arguments, SCHEMA_OF[call.name]) is None, (call, written)
     return len(read.calls)
+
+
+# --- random texts that the grammars allow ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["markers are tokens", "markers are text"])
@@ -173,6 +176,9 @@ def test_an_answer_that_must_be_json_is_plainly_that_where_no_thought_can_come()
         assert its.renames["json_schema"] == "response_format"
 
 
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
 def nested(levels: int) -> Any:
     schema: Any = {"type": "integer"}
     for _ in range(levels):
@@ -229,6 +235,9 @@ def test_odd_schemas_end_in_a_grammar_or_a_refusal(family: str) -> None:
         with contextlib.suppress(InvalidRequest):
             its = turn(family, tools=bad(parameters), mode="required")
             assert its.params["grammar"].startswith("start: ")
+
+
+# --- the form for templates without tools ----------------------------------------------------------------------------
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}

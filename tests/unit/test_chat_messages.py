@@ -104,7 +104,7 @@ def test_the_content_of_a_message_with_calls_only_is_null_or_empty_as_the_templa
 
 def test_fields_that_are_null_count_as_not_there() -> None:
     source = "{{ messages[0].tool_calls is defined }} {{ messages[0].name is defined }} {{ messages[0].content }}"
-    message = {"role": "assistant", "content": None, "tool_calls": [], "name": None}
+    message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [], "name": None}
     assert template_of(source).render([message]) == "False False "
 
 

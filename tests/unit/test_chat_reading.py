@@ -15,7 +15,7 @@ from tests.chat_families import QUESTION, TEMPLATES, WEATHER, calls_of, chat_for
 
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": 'R"o}m\ne', "days": 3})
-PING = ("ping", {})
+PING: tuple[str, dict[str, Any]] = ("ping", {})
 SET = ("set", {"options": {"a": [1, "x", None], "b": {}}, "on": True, "note": "null and void"})
 
 PARIS_JSON = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
@@ -297,7 +297,7 @@ def test_a_call_as_the_template_writes_it_is_read_back(family: str, arguments: d
     call = {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
     form = chat_format(family)
     asked = turn(family)
-    answered = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answered: list[dict[str, Any]] = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
     if family == "generic":
         again = turn(family, messages=[*answered, {"role": "user", "content": "?"}]).prompt
         written = again.removeprefix(asked.prompt)

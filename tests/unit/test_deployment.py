@@ -41,6 +41,7 @@ def test_every_environment_variable_exists(text: str) -> None:
 
 def test_the_service_has_longer_to_stop_than_requests_have_to_finish(service: configparser.SectionProxy) -> None:
     drain = OPTIONS["CPPBATCH_DRAIN_TIMEOUT"].default
+    assert isinstance(drain, float | int)
     assert int(service["TimeoutStopSec"]) > drain
     stop_timeouts = [int(seconds) for seconds in re.findall(r"--stop-timeout (\d+)", DEPLOYMENT)]
     assert stop_timeouts

@@ -34,10 +34,10 @@ FROM_ALL_LOGITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", FROM_CANDIDATES)
 def test_a_request_that_only_lowers_some_logits_needs_few_candidates(kind: dict[str, Any]) -> None:
-    assert 0 < make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates <= 128  # type: ignore[arg-type]
+    assert 0 < make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates <= 128
 
 
 @pytest.mark.parametrize("kind", FROM_ALL_LOGITS)
 def test_a_request_that_looks_at_all_logits_or_raises_some_gets_them_all(kind: dict[str, Any]) -> None:
-    needed = make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates  # type: ignore[arg-type]
+    needed = make_sampling_plan(SamplingParams(**kind), FakeVocab(), 100).n_candidates
     assert needed == 0 or needed > 128

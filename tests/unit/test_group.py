@@ -14,6 +14,7 @@ from cppbatch.cluster.engine_client import Health
 from cppbatch.cluster.engine_group import EngineGroup
 from cppbatch.cluster.prefix_affinity import PrefixAffinity
 from cppbatch.config import EngineConfig, available_threads
+from cppbatch.engine.request import Prompt
 from cppbatch.errors import ConfigError, InvalidRequest
 
 LONG = "All of them begin with these words, which are worth reading only once. " * 40  # 2,800 letters
@@ -25,7 +26,7 @@ class Worker:
     config = EngineConfig(model_path="", n_parallel=16)
 
     def __init__(self) -> None:
-        self.prompts: list[str | list[int]] = []
+        self.prompts: list[Prompt] = []
         self.in_flight = 0
         self.status: Any = "ok"
         self.go = asyncio.Event()

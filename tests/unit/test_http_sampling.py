@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from cppbatch import SamplingParams
 from cppbatch.engine.params import SAMPLERS
@@ -15,7 +16,7 @@ from cppbatch.server.parse import parse
 
 Json = dict[str, Any]
 
-MESSAGES = [{"role": "user", "content": "hello"}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 
 OTHERS: Json = {
     "max_tokens": 5, "min_tokens": 2, "seed": 3, "temperature": 0.5, "dynatemp_range": 0.25, "dynatemp_exponent": 2.0,

@@ -55,6 +55,9 @@ def prompts(found: list[JobRequest | RejectedLine]) -> list[str]:
     return [each.body["prompt"] for each in found if isinstance(each, JobRequest)]
 
 
+# --- OpenAI's form
+
+
 def test_a_line_in_openais_form_is_taken_as_it_is(reading: Any) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
     line = json.dumps({"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": body})
@@ -114,6 +117,9 @@ def test_the_method_may_be_left_out_or_written_small(reading: Any) -> None:
     assert codes(reading("in.jsonl", f"{small}\n{without}")) == ["a", "a"]
 
 
+# --- plain lines of JSON
+
+
 @pytest.mark.parametrize(
     ("line", "options", "url", "body"),
     [
@@ -163,6 +169,9 @@ def test_an_endpoint_that_is_not_there_is_refused_for_plain_lines_too(tmp_path: 
     path.write_text('"Hi"\n{"messages": []}\n')
     found = list(InputReader(detect_input_format(path), {"/v1/embeddings"}))
     assert codes(found) == ["invalid_url", "invalid_url"]
+
+
+# --- lines
 
 
 def test_blank_lines_a_byte_order_mark_and_line_ends_of_windows_are_nothing(reading: Any) -> None:
@@ -227,6 +236,9 @@ def test_a_text_file_has_a_prompt_on_each_line(reading: Any) -> None:
     assert codes(found) == ["line-1", "line-2", "invalid_text", "invalid_text", "line-6"]
     assert prompts(found) == ["Hé", "{1}", "last"]
     assert (found[2].custom_id, "\\xff" in found[2].message) == ("line-3", True)
+
+
+# --- CSV
 
 
 def test_a_csv_files_columns_are_named_by_its_first_line(reading: Any) -> None:
@@ -307,6 +319,9 @@ def test_whatever_the_records_reading_a_csv_file_goes_on_to_the_end(tmp_path: Pa
     assert [each.line for each in found] == sorted({each.line for each in found})
 
 
+# --- Parquet
+
+
 def test_rows_of_a_parquet_file_are_items(tmp_path: Path) -> None:
     table = pa.table({"id": [1, None, 3, 4], "prompt": ["a", "b", None, ""], "a.b": ["w", "x", "y", "z"]})
     pq.write_table(table, tmp_path / "in.parquet")
@@ -359,6 +374,9 @@ def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pip install 'cppbatch\[parquet\]'"):
         read(tmp_path / "in.parquet")
+
+
+# --- files
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])

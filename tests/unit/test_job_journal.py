@@ -20,6 +20,8 @@ from cppbatch.jobs.journal import Journal, response_line
 from cppbatch.jobs.ledger import Ledger
 from tests.job_results import ids_of, item, lines_of, opened, result
 
+# --- going on -------------------------------------------------------------------------------------------------------
+
 
 def test_what_was_recorded_is_not_asked_again(tmp_path: Path) -> None:
     items = [item(i) for i in range(1, 6)]
@@ -211,6 +213,9 @@ def test_several_texts_on_a_plain_line_have_a_vector_each() -> None:
     assert msgspec.json.decode(response_line(plain, JobResponse(status=200, body=body)).data)["embedding"] == [0.5]
 
 
+# --- lines that are not as they should be ---------------------------------------------------------------------------
+
+
 def test_a_second_line_with_the_same_id_is_refused_with_the_first_ones_number(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     items = [item(1, "a"), item(2, "b"), item(3, "a")]
@@ -287,6 +292,9 @@ def test_ordered_results_do_not_wait_for_a_line_that_is_not_there_any_more(tmp_p
     assert journal.register([item(1), item(3)]) == [item(1)]  # the second one is blank now
     journal.record([result(item(1))])
     assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-3"]
+
+
+# --- files that are not as they should be ---------------------------------------------------------------------------
 
 
 def test_an_output_that_was_shortened_is_not_written_to(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout
 
 
 def config(**settings: Any) -> EngineConfig:
-    return EngineConfig(model_path="model.gguf", **settings)  # type: ignore[arg-type]
+    return EngineConfig(model_path="model.gguf", **settings)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_flash_attention_is_off_only_in_streams_on_a_cpu_with_amx() -> None:
         for layout in ("unified", "per-sequence")
         for on_gpu in (False, True)
         for has_amx in (False, True)
-        if choose_flash_attn(config(), layout, on_gpu=on_gpu, has_amx=has_amx) == "off"  # type: ignore[arg-type]
+        if choose_flash_attn(config(), layout, on_gpu=on_gpu, has_amx=has_amx) == "off"
     ]
     assert off == [("per-sequence", False, True)]
 
@@ -51,4 +51,4 @@ def test_flash_attention_is_off_only_in_streams_on_a_cpu_with_amx() -> None:
 @pytest.mark.parametrize("setting", ["on", "off"])
 def test_flash_attention_that_was_asked_for_is_kept(setting: str) -> None:
     for layout in ("unified", "per-sequence"):
-        assert choose_flash_attn(config(flash_attn=setting), layout, on_gpu=False, has_amx=True) == setting  # type: ignore[arg-type]
+        assert choose_flash_attn(config(flash_attn=setting), layout, on_gpu=False, has_amx=True) == setting

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cppbatch.errors import ConfigError
 from cppbatch.server.api_errors import TooManyRequests
 from cppbatch.server.limits import Limits, Slots
 
+# --- the fields of a request ------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("max_body_mb", 0), ("max_n", 129), ("max_tokens", 0), ("request_timeout", float("nan")), ("idle_timeout", 0)],
 )
-def test_limits_out_of_range_are_refused_by_their_flag(name: str, value: float) -> None:
+def test_limits_out_of_range_are_refused_by_their_flag(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
         Limits(**{name: value})
+
+
+# --- how many at once -------------------------------------------------------------------------------------------------
 
 
 def test_slots_forget_clients_that_are_gone() -> None:

@@ -30,6 +30,9 @@ def fan_out(by: Any) -> Workload:
     return Workload(kind="fan-out", n_requests=12, samples=4, samples_by=by, **sizes)
 
 
+# --- which requests ---
+
+
 def test_a_seed_gives_the_same_requests_and_each_repeat_new_ones() -> None:
     assert MIXED.requests(1, 0) == MIXED.requests(1, 0)
     runs = [MIXED.requests(1, 0), MIXED.requests(1, 1), MIXED.requests(2, 0)]
@@ -58,10 +61,12 @@ def test_samples_of_a_prompt_differ_by_seed_or_are_one_request() -> None:
 
 @pytest.mark.parametrize("sizes", [{"n_requests": 0}, {"prompt_tokens": Lengths(9, 3)}, {"samples": 0}])
 def test_sizes_that_no_work_has_are_refused(sizes: dict[str, Any]) -> None:
+    valid: dict[str, Any] = {"n_requests": 1, "prompt_tokens": Lengths(1, 2)}
     with pytest.raises(ConfigError, match="--"):
-        Workload(
-            **{"kind": "mixed", "n_requests": 1, "prompt_tokens": Lengths(1, 2), "output_tokens": Lengths(1, 1)} | sizes
-        )
+        Workload(kind="mixed", output_tokens=Lengths(1, 1), **valid | sizes)
+
+
+# --- when they are sent ---
 
 
 def test_poisson_arrivals_are_seeded_and_keep_to_the_rate() -> None:
@@ -93,6 +98,9 @@ async def test_an_open_loop_waits_for_no_answer_and_counts_from_when_a_request_w
     assert sent[3][1] > 0.1  # its lateness counts
 
 
+# --- one stream ---
+
+
 def stream(*events: str) -> bytes:
     return "".join(f"data: {event}\r\n\r\n" for event in events).encode()
 
@@ -121,6 +129,9 @@ def test_a_stream_reads_the_same_however_it_is_cut() -> None:
         assert reading.n_chunks == 1
         assert reading.usage
         assert reading.usage.completion_tokens == 7
+
+
+# --- what comes of many ---
 
 
 def made_up(ttft: float, **fields: Any) -> RequestOutcome:

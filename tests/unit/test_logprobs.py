@@ -87,6 +87,9 @@ def assert_hashed(result: Completion, prompt: list[int], params: SamplingParams)
     assert_those_of(hashed(tokens), tokens, result.logprobs, n_top=params.logprobs or 0)
 
 
+# --- one row ---------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("spread", [0, 0.01, 1, 30, 1000])
 @pytest.mark.parametrize("shift", [0, -500, 1e4])
 def test_a_row_of_49152_logits_is_normalised_as_in_float64(spread: float, shift: float) -> None:
@@ -104,6 +107,9 @@ def test_what_is_done_to_a_row_afterwards_changes_nothing() -> None:
     row[:] = -np.inf
     assert (likelihoods.of(5), likelihoods.top()) == before
     assert [token for token, _ in before[1]] == [99, 98, 97]
+
+
+# --- a fake model, whose logits no batch can change: exact always ----------------------------------------------------
 
 
 def test_side_by_side_with_others_each_number_of_likeliest_tokens_is_exact() -> None:
@@ -187,6 +193,9 @@ def test_scores_are_exact_in_any_crowd(
     results = engine.generate([prompt for prompt, _ in wanted], [params for _, params in wanted])
     for (prompt, params), result in zip(wanted, results, strict=True):
         assert_hashed(result, prompt, params)
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"stop": ("ab", "b a")}, {"stop": ("a",), "include_stop": True}])

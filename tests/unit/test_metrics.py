@@ -27,6 +27,9 @@ class Clock:
         return self.now
 
 
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+
 def test_a_value_is_counted_in_the_bin_whose_bound_it_does_not_exceed() -> None:
     bins = Bins((1, 2, 4))
     for value in (0, 1, 1.5, 2, 4, 4.5, 100):
@@ -153,6 +156,9 @@ def test_the_last_minute_has_the_completions_that_ended_in_it() -> None:
     clock.now += 31
     later = recent.last_minute(5.0)
     assert (later.requests, later.total_seconds.p50, later.first_token_seconds.p50) == (20, 10, None)
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------------------
 
 
 async def test_merged_events_count_a_gap_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:

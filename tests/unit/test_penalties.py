@@ -64,6 +64,9 @@ def edited(row: Row, sequence: Seq) -> Row:
     return row
 
 
+# --- penalties as in llama.cpp --------------------------------------------------------------------------------------
+
+
 def test_a_minus_one_window_holds_all_tokens_of_prompt_and_text() -> None:
     known = [5] + [6] * 200
     sequence = sequence_of(SamplingParams(penalty_last_n=-1), known, n_prompt=150)
@@ -113,6 +116,9 @@ def test_a_row_of_some_tokens_is_changed_as_these_are_in_the_whole_row(n_kept: i
     assert part.tolist() == whole[ids].tolist()
 
 
+# --- penalties in the engine ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "off",
     [{"penalty_last_n": 0, "repetition_penalty": 9.0}, {"samplers": ["temperature"], "repetition_penalty": 9.0}, {}],
@@ -130,6 +136,9 @@ def test_the_prompt_counts_as_recent() -> None:
         plain, other = engine.generate([prompt] * 2, [greedy(1), greedy(1, presence_penalty=2.0)])
     assert plain.tokens == [likeliest[prompt[0], prompt[1]]]
     assert other.tokens == [LIKELIEST_FIRST[mood(bytes(prompt))][1]]
+
+
+# --- biases ---------------------------------------------------------------------------------------------------------
 
 
 def biased(bias: dict[int | str, float], **others: Any) -> Row:
@@ -200,6 +209,9 @@ def test_a_bias_changes_drawn_texts_too() -> None:
     assert not set(plain.tokens) <= favoured
 
 
+# --- bans -----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("temperature", [0.0, 50.0])
 def test_suppressed_tokens_never_come(temperature: float) -> None:
     never = tuple(range(0, 60, 2))
@@ -214,10 +226,10 @@ def test_suppressed_tokens_never_come(temperature: float) -> None:
 
 
 def test_tokens_that_the_model_suppresses_never_come() -> None:
-    class Vocab(FakeVocab):
+    class Suppressing(FakeVocab):
         suppressed = frozenset({1, 2, 3})
 
-    plan = make_sampling_plan(SamplingParams(suppress_tokens=(9,)), Vocab(), 4096)
+    plan = make_sampling_plan(SamplingParams(suppress_tokens=(9,)), Suppressing(), 4096)
     assert plan.banned_ids.tolist() == [1, 2, 3, 9]
 
 

@@ -176,7 +176,7 @@ def test_what_a_model_does_not_do_is_refused_and_said() -> None:
     with pytest.raises(InvalidRequest, match=r"prompt: is .*it must be a string or a list of token ids"):
         fake_engine().add_request(Pair("a", "b"))
     with pytest.raises(InvalidRequest, match="task: is 'sing'; it must be one of generate, embed"):
-        fake_engine().add_request([1], task="sing")
+        fake_engine().add_request([1], task="sing")  # type: ignore[arg-type]
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_normalised_vectors_have_length_one_after_they_were_cut() -> None:
     whole, cut = normalised(vectors), normalised(vectors, 2)
     assert whole.dtype == cut.dtype == np.float32
     assert np.allclose(whole[0], [3 / 13, 4 / 13, 12 / 13])
-    assert np.allclose(cut, [[0.6, 0.8], [0, 0], [0, 0], [0.5**0.5, 0.5**0.5]])
+    assert np.allclose(cut, np.array([[0.6, 0.8], [0, 0], [0, 0], [0.5**0.5, 0.5**0.5]]))
     assert np.allclose(normalised(vectors[0], 2), [0.6, 0.8])
     assert vectors[0, 0] == 3
 

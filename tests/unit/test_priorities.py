@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
@@ -123,7 +125,7 @@ def test_when_cells_run_out_the_lowest_priority_gives_up_its_own() -> None:
 
 
 @pytest.mark.parametrize("priority", [-101, 101, 0.5, "high", True])
-def test_a_priority_out_of_range_is_refused(priority: object) -> None:
+def test_a_priority_out_of_range_is_refused(priority: Any) -> None:
     with pytest.raises(InvalidRequest, match="priority"):
         fake_engine().add_request([1], priority=priority)
 
@@ -145,10 +147,11 @@ def test_a_running_request_ends_with_what_it_has_when_its_time_is_over(clock: Cl
 
 @pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
 def test_a_request_that_never_got_its_turn_ends_too(clock: Clock, limit: str) -> None:
+    limits: dict[str, Any] = {limit: 5}
     engine = fake_engine(n_parallel=1)
     engine.add_request([1], endless(30), request_id="running")
     engine.step()
-    engine.add_request([2], endless(1), request_id="waiting", **{limit: 5})
+    engine.add_request([2], endless(1), request_id="waiting", **limits)
     clock.now += 4
     assert "waiting" not in ends(engine.step())
     clock.now += 1
@@ -180,7 +183,7 @@ def test_what_has_ended_in_time_leaves_nothing_behind(clock: Clock) -> None:
 
 @pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "5", True])
-def test_a_timeout_that_is_no_time_is_refused(limit: str, seconds: object) -> None:
+def test_a_timeout_that_is_no_time_is_refused(limit: str, seconds: Any) -> None:
     with pytest.raises(InvalidRequest, match=limit):
         fake_engine().add_request([1], **{limit: seconds})
 

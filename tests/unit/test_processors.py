@@ -55,6 +55,9 @@ def result_of(completion: Completion) -> tuple[list[int], str, FinishReason]:
     return completion.tokens, completion.text, completion.finish_reason
 
 
+# --- what it is given ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("kind", [SeenOneByOne, SeenTogether])
 def test_it_sees_the_tokens_so_far_and_the_row_after_them_once_for_every_token(kind: type[Seen]) -> None:
     seen = kind()
@@ -122,8 +125,11 @@ def test_a_preempted_request_calls_it_once_for_every_token_all_the_same(swap_spa
     assert sorted(tokens for tokens, _ in seen.pairs) == sorted(wanted)
 
 
+# --- what it may do --------------------------------------------------------------------------------------------------
+
+
 def without(tokens: tuple[int, ...], row: Row) -> Row:
-    changed = row.copy()
+    changed: Row = row.copy()
     changed[list(tokens)] = -np.inf
     return changed
 
@@ -169,7 +175,7 @@ def test_it_changes_the_row_in_place_or_returns_it_anew(ban: Any) -> None:
 
 def test_each_of_many_rows_gets_its_own_back() -> None:
     def prefer(tokens: Tokens, row: Row) -> Row:
-        changed = row.copy()
+        changed: Row = row.copy()
         changed[int(tokens[0]) + 20] = 1000
         return changed
 
@@ -185,6 +191,9 @@ def test_it_may_go_by_the_tokens_so_far() -> None:
     start = reference(PROMPTS[0], greedy(2))[0]
     third = LIKELIEST_FIRST[mood(bytes(PROMPTS[0] + start))][-1]
     assert result.tokens[:3] == ([*start, third] if third not in EOG else start)
+
+
+# --- its mistakes ----------------------------------------------------------------------------------------------------
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {

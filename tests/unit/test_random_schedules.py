@@ -98,7 +98,7 @@ MEMORIES: st.SearchStrategy[tuple[bool, Sharing]] = st.sampled_from(
 BEGINNINGS = (b"", b"", b"\1" * 5, b"\1" * 5 + b"\2" * 4, b"\1" * 5 + b"\3", b"\4\5\6\7\x08\x09")
 
 ADAPTERS = (AdapterInfo(name="x", path="", scale=1), AdapterInfo(name="y", path="", scale=0))
-LORAS = (None, None, None, None, {}, {"x": 0.5}, {"y": 1, "x": 1})
+LORAS: tuple[dict[str | int, float] | None, ...] = (None, None, None, None, {}, {"x": 0.5}, {"y": 1, "x": 1})
 
 STOPS = ((), (), ("a",), ("ab", "b "), ("aab", "ba"), ("é",), ("🙂", "bé"))
 STOP_TOKENS = ((), (), tuple(range(8)), (33, 42, 60))
@@ -221,7 +221,7 @@ def test_in_twenty_thousand_schedules_too(**schedule: Any) -> None:
     run_and_check(**schedule)
 
 
-def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: int, sizes: dict[str, int]) -> None:
+def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: int, sizes: dict[str, Any]) -> None:
     unified, sharing = memory
     engine = fake_engine(
         n_ctx=n_ctx if unified else N_CTX,

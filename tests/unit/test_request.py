@@ -230,7 +230,7 @@ def test_ids_of_tokens_are_int32(field: str, token: int) -> None:
 
 
 def test_ids_of_numpy_become_pythons() -> None:
-    request = GenerationRequest(id="a", prompt=[np.int64(5), 6], params=SamplingParams(stop_token_ids=[np.int32(7)]))  # type: ignore[arg-type,list-item]
+    request = GenerationRequest(id="a", prompt=[np.int64(5), 6], params=SamplingParams(stop_token_ids=[np.int32(7)]))  # type: ignore[arg-type]
     assert [type(token) for token in [*request.prompt, *request.params.stop_token_ids]] == [int] * 3  # type: ignore[misc]
 
 

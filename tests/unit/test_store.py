@@ -35,7 +35,7 @@ def file(name: str, **others: Any) -> File:
         "filename": f"{name}.jsonl",
         "purpose": "batch",
     }
-    return File(**{**fields, **others})  # type: ignore[arg-type]
+    return File(**{**fields, **others})
 
 
 def batch(name: str, **others: Any) -> BatchRecord:
@@ -45,7 +45,7 @@ def batch(name: str, **others: Any) -> BatchRecord:
         "input_file_id": "file-in",
         "completion_window": "1h",
     }
-    shown = Batch(id=f"batch_{name}", created_at=1, expires_at=2, **{**fields, **others})  # type: ignore[arg-type]
+    shown = Batch(id=f"batch_{name}", created_at=1, expires_at=2, **{**fields, **others})
     return BatchRecord(batch=shown, output_file_id=f"file-{name}-out", error_file_id=f"file-{name}-err")
 
 
@@ -208,7 +208,12 @@ async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
     data = open_data_folder(tmp_path)
     await data.query(BatchStore.add_file, file("in"))
     add = BatchStore.add_batch
-    monkeypatch.setattr(BatchStore, "add_batch", lambda *arguments: (time.sleep(0.2), add(*arguments)))
+
+    def add_slowly(*arguments: Any) -> None:
+        time.sleep(0.2)
+        add(*arguments)
+
+    monkeypatch.setattr(BatchStore, "add_batch", add_slowly)
     batches = BatchManager(data, ["/v1/completions"])
     fields: dict[str, Any] = {
         "endpoint": "/v1/completions",
@@ -216,7 +221,7 @@ async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
         "completion_window": "1h",
         "model": "m",
     }
-    making = asyncio.create_task(batches.create(**fields))  # type: ignore[arg-type]
+    making = asyncio.create_task(batches.create(**fields))
     await asyncio.sleep(0.05)
     making.cancel()
     with pytest.raises(asyncio.CancelledError):

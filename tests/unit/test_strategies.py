@@ -66,6 +66,9 @@ def n_computed(engine: BatchInferenceEngine) -> int:
     return sum(sum(step.values()) for step in context_of(engine).steps)
 
 
+# --- the same work, whoever schedules it ----------------------------------------------------------------------------
+
+
 @LAYOUTS
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unified: bool) -> None:
@@ -101,6 +104,9 @@ def test_a_cancelled_request_leaves_no_trace(name: str, unified: bool) -> None:
     assert ended == {"length": 4, "cancelled": 2}
     engine.kv.check()
     assert engine.kv.n_used == 0
+
+
+# --- sequential and concurrent --------------------------------------------------------------------------------------
 
 
 def test_sequential_never_has_two_sequences_at_once() -> None:
@@ -143,6 +149,9 @@ def test_concurrent_reads_a_prompt_longer_than_a_step_in_turns_too() -> None:
     add(engine, "short", 3, 2)
     drain(engine)
     assert [sum(step.values()) for step in context_of(engine).steps] == [8, 3, 8, 1, 4, 1]
+
+
+# --- static ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bucket", [0, 8])
@@ -218,6 +227,9 @@ def test_a_padded_batch_computes_a_rectangle_of_prompts_and_one_of_rows(n_batch:
     assert engine.stats().decode_rows == sum(new) - 4  # those that somebody has asked for
 
 
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
 def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() -> None:
     work = OfflineWorkload(n_requests=200, prompt_tokens=Lengths(4, 32), new_tokens=Lengths(1, 64), rate=10.0, seed=3)
     drawn = work.requests(N_VOCAB)
@@ -240,7 +252,7 @@ def test_workloads_are_the_same_for_the_same_seed_and_stay_within_their_spans() 
 )  # fmt: skip
 def test_a_bad_workload_is_refused_with_its_flag(settings: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
-        OfflineWorkload(**settings)  # type: ignore[arg-type]
+        OfflineWorkload(**settings)
 
 
 def test_times_count_from_when_a_request_was_due() -> None:

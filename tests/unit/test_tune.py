@@ -10,6 +10,7 @@ import pytest
 
 from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.bench.memory.memory_estimate import Footprint, MemoryEstimate
+from cppbatch.bench.profile import TunedSettings
 from cppbatch.bench.tune import tuner
 from cppbatch.bench.tune.measurement import Measurement, MeasurementTask
 from cppbatch.bench.tune.search import Speed, doublings, fastest, knee, largest_fitting
@@ -22,6 +23,9 @@ CONFIG = EngineConfig(model_path="model.gguf", n_threads=2)
 
 def curve(*tokens_per_s: float) -> list[Speed]:
     return [Speed(1 << i, speed, 1000 * (1 << i) / speed) for i, speed in enumerate(tokens_per_s)]
+
+
+# --- the rules ---
 
 
 def test_the_knee_is_where_another_doubling_gains_less_than_a_tenth() -> None:
@@ -77,6 +81,9 @@ def test_targets_and_times_must_make_sense() -> None:
             check_limits(target, minutes)
 
 
+# --- going round, on a made-up machine ---
+
+
 def machine(task: MeasurementTask, timeout: float) -> Measurement:
     """Fastest with one thread, per-sequence streams, flash attention off and -ub 256; no gain beyond 8 sequences."""
     config = task.config
@@ -111,7 +118,7 @@ def tuned(
     config: EngineConfig = CONFIG, measure: Callable[[MeasurementTask, float], Measurement] = machine, **options: Any
 ) -> TuningResult:
     settings: dict[str, Any] = {"most_parallel": 64, "seconds": 60.0, "measure": measure, **options}
-    return Tuner(config, **settings).run()  # type: ignore[arg-type]
+    return Tuner(config, **settings).run()
 
 
 @pytest.mark.usefixtures("memory_for")
@@ -163,7 +170,7 @@ def test_what_the_user_has_given_stays() -> None:
     given = {"n_parallel", "flash_attn", "n_ubatch", "n_threads", "kv_layout"}
     config = EngineConfig(model_path="model.gguf", n_parallel=3, n_ctx=999, flash_attn="on", n_ubatch=64, n_threads=4)
     found = tuned(config, given=given)
-    assert found.settings() == tuner.TunedSettings(
+    assert found.settings() == TunedSettings(
         n_parallel=3, n_ctx=999, kv_layout="auto", flash_attn="on", n_ubatch=64, n_threads=4
     )
 
