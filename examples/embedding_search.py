@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cppbatch import BatchInferenceEngine
+from cppbatch.config import Pooling
 
 DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -27,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
 
     lines = [line for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    pooling = args.pooling or ("mean" if args.model == DEFAULT_MODEL else None)
+    pooling: Pooling | None = args.pooling or ("mean" if args.model == DEFAULT_MODEL else None)
     with BatchInferenceEngine(args.model, n_batch=512, pooling=pooling) as engine:
         query, *texts = engine.embed([args.query, *lines])  # vectors of length 1
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.models.pull import choose_model
 
 N_REQUESTS, N_PARALLEL, N_PREFIX, N_SUFFIX, N_NEW = 48, 16, 600, 20, 32
 PREFIX = [100 + i * 37 % 9000 for i in range(N_PREFIX)]
-GREEDY = {"temperature": 0, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from cppbatch.cluster import supervisor, worker_handle, worker_link
 from cppbatch.cluster.engine_client import Health
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.in_flight import InFlightRequest
-from cppbatch.cluster.worker_messages import LoadFailed
+from cppbatch.cluster.worker_link import LoadFailed
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
 from tests import tiny_models
