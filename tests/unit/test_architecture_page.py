@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.python_names import defined_in
+
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 GLOSSARY = (ROOT / "docs/glossary.md").read_text()
 TRACE = re.findall(r"^\d+\. .*$", ARCHITECTURE, re.MULTILINE)
-
-
-def defined_in(path: Path) -> set[str]:
-    """Functions, classes, and methods as `Class.method`, that a module defines."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            methods = (part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef))
-            names |= {f"{node.name}.{method.name}" for method in methods}
-    return names
 
 
 def test_a_chat_request_takes_at_most_15_steps_through_at_most_25_files() -> None:
