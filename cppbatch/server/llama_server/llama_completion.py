@@ -65,9 +65,9 @@ class LlamaResponse(msgspec.Struct, frozen=True, kw_only=True):
     content: str
     tokens: list[int]
     """With `return_tokens`."""
-    id_slot: int = _NO_SLOT
+    id_slot: int
     """-1: requests have no slots of their own."""
-    stop: Literal[True] = True
+    stop: Literal[True]
     model: str
     tokens_predicted: int
     tokens_evaluated: int
@@ -93,8 +93,8 @@ class LlamaChunk(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     content: str
     tokens: list[int]
-    stop: Literal[False] = False
-    id_slot: int = _NO_SLOT
+    stop: Literal[False]
+    id_slot: int
     tokens_predicted: int
     tokens_evaluated: int
     timings: GenerationSpeed | UnsetType = UNSET
@@ -221,6 +221,8 @@ class LlamaCompletionBuilder(ResponseBuilder):
             index=index,
             content=event.text,
             tokens=event.tokens,
+            stop=False,
+            id_slot=_NO_SLOT,
             tokens_predicted=n_predicted,
             tokens_evaluated=len(self._prompts[index // self.n_candidates]),
             timings=_generation_speed(n_predicted, perf_counter() - self._first_token_at[index])
@@ -242,6 +244,8 @@ class LlamaCompletionBuilder(ResponseBuilder):
             index=index,
             content="".join(event.text for event in shown),
             tokens=[token for event in shown for token in event.tokens] if self._body.return_tokens else [],
+            id_slot=_NO_SLOT,
+            stop=True,
             model=self._info.name,
             tokens_predicted=n_predicted,
             tokens_evaluated=n_prompt,
