@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ from cppbatch.models.pull import pull_default
 from tests import tiny_models
 from tests.conversations import template_of
 from tests.llama_cpp_source import chat_templates
+
+
+def pytest_configure() -> None:
+    """Gives each process of pytest-xdist cores of its own: two engines on the same ones wait for each other's threads."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if worker and count and sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: int(count)] or cores)
 
 
 @pytest.fixture(scope="session", autouse=True)
