@@ -23,7 +23,7 @@ from tests.llama_cpp_source import chat_templates
 
 
 def pytest_configure() -> None:
-    """Gives each process of pytest-xdist cores of its own: two engines on the same ones wait for each other's threads."""
+    """Gives each process of pytest-xdist its own cores: engines on the same cores wait for each other's threads."""
     worker, count = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
     if worker and count and sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
