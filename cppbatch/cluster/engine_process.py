@@ -1,4 +1,4 @@
-"""An engine in a worker process. When the worker dies, its requests continue in the next one, unnoticed by clients."""
+"""An engine in a worker process. When the worker dies, its requests continue in the next one; clients see a pause."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EngineProcess(EngineClient):
         worker_config = msgspec.structs.replace(self.config, max_queue=_UNLIMITED)  # this process limits the queue
         self._supervisor = Supervisor(worker_config, self, step_timeout=step_timeout, runtime=runtime)
         self._in_flight = InFlightRequests()
-        self._by_id: dict[str, InFlightRequest] = {}  # submitted, and the iterator is still open
+        self._by_id: dict[str, InFlightRequest] = {}  # by the client's id; while the iterator of `submit` is open
         self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
         self._stats_waiters: list[asyncio.Future[None]] = []
         self._last_stats: EngineStats | None = None
@@ -118,7 +118,7 @@ class EngineProcess(EngineClient):
         return [pieces[token] for token in answer.ids]
 
     async def _ask_worker(self, request: GenerationRequest, question: Check | Tokenize) -> Checked | Tokenized | None:
-        """Questions are requests too: preparing a text can crash a worker."""
+        """Sends the question as a request, with crash recovery: preparing a text can crash a worker."""
         asked = self._start(request, question)
         try:
             end = await asked.outputs.get()
@@ -155,21 +155,21 @@ class EngineProcess(EngineClient):
         return started
 
     def _release(self, request: InFlightRequest) -> None:
-        """Its reader has all events or has left: in the second case, cancels it."""
+        """The reader takes no more events. Cancels the request if it has not ended."""
         if request in self._in_flight:
             self._send_cancel(request)
             self._in_flight.remove(request)
-            self._send_requests()  # it may have been the suspect that ran alone
+            self._send_requests()  # the request may have been the suspect that ran alone
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
         if request := self._by_id.get(request_id):
             request.cancelled = True
-            if not self._send_cancel(request):  # else the worker sends its last event
+            if not self._send_cancel(request):  # otherwise the worker sends the last event
                 self._end(request, FinishReason.CANCELLED)
 
     def _send_cancel(self, request: InFlightRequest) -> bool:
-        """False when no worker has the request."""
+        """Tells the worker to cancel the request. Returns False if no worker has it."""
         worker = self._supervisor.worker
         if worker is None or not self._in_flight.is_sent(request):
             return False
@@ -236,14 +236,14 @@ class EngineProcess(EngineClient):
 
     def _handle_event(self, event: GenerationEvent) -> None:
         request = self._in_flight.get(int(event.request_id))
-        if request is None:  # its reader has left
+        if request is None:  # the reader has left, or the request was sent again under another number
             return
         self._supervisor.made_progress()
-        makes_way = self._in_flight.token_received(request)
+        must_requeue = self._in_flight.token_received(request)
         if event.finish_reason:
             self._in_flight.remove(request)
             self._finish_times.append(perf_counter())
-        elif makes_way and not request.cancelled:
+        elif must_requeue and not request.cancelled:
             self._send_cancel(request)
             self._in_flight.requeue(request)
         request.put(event)
@@ -265,7 +265,7 @@ class EngineProcess(EngineClient):
         self._wake_stats_waiters()
 
     def _end(self, request: InFlightRequest, reason: FinishReason, error: str | None = None) -> None:
-        """Writes the last event in place of the worker."""
+        """Makes the last event, in place of the worker."""
         self._in_flight.remove(request)
         request.outputs.put(GenerationEvent(request_id=str(request.number), finish_reason=reason, error=error))
 
@@ -298,7 +298,7 @@ class EngineProcess(EngineClient):
         return [state]
 
     async def _fetch_stats(self) -> EngineStats | None:
-        """Asks the worker; returns its last report when it is in a long step or is not running."""
+        """Asks the worker. Returns its previous report if it is in a long step or is not running."""
         if worker := self._supervisor.worker:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._stats_waiters.append(waiter)

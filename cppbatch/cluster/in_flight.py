@@ -1,4 +1,4 @@
-"""Requests in flight: their events until a reader takes them, and which of them the next worker gets after a crash."""
+"""Unfinished requests: their events until a reader takes them, and which of them the next worker gets after a crash."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cppbatch.engine.params import actual_seed, replaced
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState, TokenLogprob
 
 MAX_CRASHES = 3
-"""Consecutive crashes that a request may be involved in; then it fails."""
+"""The number of consecutive crashes, while it was computed or prepared, after which a request fails."""
 
 
 class OutputCollector:
-    """Merges unread events into one: a slow reader costs memory for its text, not for its events.
+    """Merges the unread events of a request into one, so that a slow reader costs memory for text, not for events.
 
     The engine numbers requests by itself; the collector puts the client's `request_id` into the events. Used on the
     event loop only.
@@ -79,26 +79,26 @@ class OutputCollector:
 
 
 class InFlightRequest:
-    """A request in a worker, with everything another worker needs to continue it."""
+    """An unfinished request, with everything that the next worker needs to continue it."""
 
     def __init__(self, number: int, request: GenerationRequest, question: Check | Tokenize | None = None) -> None:
         """`question` is sent instead of running the request; the worker's reply to it becomes `answer`."""
         params = replaced(request.params, seed=actual_seed(request.params.seed))  # the same seed in every worker
         self.number = number
-        """Identifies it in the messages to and from the worker."""
+        """Identifies the request in the messages to and from the worker."""
         self.request = replaced(request, params=params)
         self._question = question
         self.answer: Checked | Tokenized | None = None
         self.outputs = OutputCollector(request.id)
         self.n_crashes = 0
-        """Consecutive workers that died while they computed or prepared it."""
+        """Consecutive workers that died while they computed or prepared the request."""
         self.cancelled = False
         self._tokens = array("i")
         self._arrived_at = perf_counter()
         self._first_token_at = 0.0
 
     def message(self) -> Check | Tokenize | Submit:
-        """The message that starts it in a worker, or continues it after the tokens so far."""
+        """The message that starts the request in a worker, or continues it after the tokens so far."""
         if self._question:
             return msgspec.structs.replace(self._question, number=self.number)
         resume = ResumeState(
@@ -121,9 +121,9 @@ class InFlightRequests:
 
     After a first crash, all requests are resent together: usually no request caused it. Requests that were active
     (computed or being prepared) in two consecutive crashes, with no token in between, are suspects. While there are
-    suspects, all requests are held, and one suspect after the other is sent alone, until its next token. What a
-    request does is independent of its neighbours, so a token clears the suspect, and a crash convicts it: it fails.
-    A cleared suspect makes way for the next one. When no suspect is left, all requests are sent again.
+    suspects, all requests are held, and one suspect after the other is sent alone, until its next token. A
+    request behaves the same whatever else is in the batch. So after a token the request is no suspect any more, and
+    after a crash it fails; the next suspect follows. When no suspect is left, all requests are sent again.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class InFlightRequests:
         return request.number in self._requests
 
     def get(self, number: int) -> InFlightRequest | None:
-        """The request of this number; None when it has ended, or has another number by now."""
+        """The request of this number; None if it has ended, or was given another number (`requeue`)."""
         return self._requests.get(number)
 
     def add(self, request: GenerationRequest, question: Check | Tokenize | None = None) -> InFlightRequest:
@@ -168,11 +168,11 @@ class InFlightRequests:
         return chosen
 
     def is_sent(self, request: InFlightRequest) -> bool:
-        """Whether the current worker has it."""
+        """Whether the request was sent to the current worker."""
         return request.number not in self._held
 
     def token_received(self, request: InFlightRequest) -> bool:
-        """Clears the request: it is no suspect any more. True if it was one and other suspects wait: see `requeue`."""
+        """The request is no suspect any more. Returns whether it was one and other suspects wait: then `requeue` it."""
         request.n_crashes = 0
         was_suspect = self._suspects.pop(request.number, None) is not None
         return was_suspect and bool(self._suspects)
@@ -189,16 +189,16 @@ class InFlightRequests:
             table.pop(request.number, None)
 
     def worker_died(self, active: Collection[int]) -> list[InFlightRequest]:
-        """Counts a crash against the requests `active` in the worker. Removes and returns the ones that must fail.
+        """Counts a crash of the requests that were `active` in the worker. Removes and returns those that must fail.
 
         All other requests are held for the next worker.
         """
         for number in active:
             if request := self._requests.get(number):
                 request.n_crashes += 1
-        convicted = [request for request in self if request.n_crashes >= MAX_CRASHES]
-        for request in convicted:
+        failed = [request for request in self if request.n_crashes >= MAX_CRASHES]
+        for request in failed:
             self.remove(request)
         self._held = dict(self._requests)
         self._suspects = {n: request for n, request in self._requests.items() if request.n_crashes == MAX_CRASHES - 1}
-        return convicted
+        return failed

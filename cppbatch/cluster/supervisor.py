@@ -24,8 +24,8 @@ _LOAD_TIMEOUT_S = 600  # without progress; the self-check of a new machine may t
 _MAX_FAILURES = 5  # consecutive deaths with no token in between, after which requests are failed
 _MAX_EXTERNAL_KILLS = 20  # consecutive deaths with an external cause, as far as can be known
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
-_STABLE_S = 60.0  # a worker that lived this long did not die of its predecessor's cause
-_BAD_CODE = ("SIGSEGV", "SIGILL", "SIGBUS")
+_STABLE_S = 60.0  # the death of a worker that lived this long counts as the first in a row
+_FAULTS = ("SIGSEGV", "SIGILL", "SIGBUS")
 _LOAD_ERRORS = (errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError)
 
 
@@ -39,11 +39,11 @@ class WorkerListener(Protocol):
         """A message about requests or stats."""
 
     def on_worker_died(self, active: set[int], give_up: str | None) -> None:
-        """`active`: the requests that may have caused it. `give_up`: why unfinished requests should not wait longer."""
+        """`active`: the requests that may have caused the death. `give_up`: why unfinished requests must fail now."""
 
 
 class Supervisor:
-    """Runs one worker after another. `worker` is the current one once it is ready for requests, else None."""
+    """Runs one worker after another. `worker` is the current worker; None until it is ready for requests."""
 
     def __init__(
         self, config: EngineConfig, listener: WorkerListener, *, step_timeout: float, runtime: str | None
@@ -132,13 +132,14 @@ class Supervisor:
                 self._listener.on_worker_message(message)
 
     def _switch_cpu_path(self, why: str) -> bool:
-        """Turns weight repacking off, or on again; True if the next worker tries the other setting.
+        """Turns the fast CPU path (weight repacking, `use_extra_bufts`) off, or on again. Returns whether it did.
 
-        Only after a crash by bad code, and before any worker has produced a token: the self-check's tiny models may
-        miss a crash that this model hits. If the worker dies without repacking too, repacking was not the cause.
+        Only after a fault (`_FAULTS`), and before any worker has produced a token: the self-check's tiny models
+        may miss a crash that this model hits. If a worker dies without the fast path too, the fast path was not the
+        cause.
         """
         is_plain = not self._config.use_extra_bufts
-        if self._has_worked or not self._may_repack or not why.endswith(_BAD_CODE) or (is_plain and self.info is None):
+        if self._has_worked or not self._may_repack or not why.endswith(_FAULTS) or (is_plain and self.info is None):
             return False
         self._config = msgspec.structs.replace(self._config, use_extra_bufts=is_plain)
         return True
@@ -146,8 +147,8 @@ class Supervisor:
     async def _report_and_pause(self, why: str, active: set[int], *, external: bool) -> None:
         """Reports the death, and waits before the next attempt: longer after each consecutive death.
 
-        An external kill blames no request. But after 20 in a row with no token in between, a request may be the cause
-        after all: some programs kill a process that takes too much memory.
+        An external kill counts against no request. After 20 in a row with no token in between it does: a request may be
+        the cause if another program kills processes that take too much memory.
         """
         self.restarts += 1
         if external and self._external_kills < _MAX_EXTERNAL_KILLS:

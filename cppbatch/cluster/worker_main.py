@@ -1,4 +1,4 @@
-"""Runs in a worker process: an engine and the link to the server. Start: `python -m cppbatch.cluster.worker_main`."""
+"""The worker process: an engine and the link to the server. Start: `python -m cppbatch.cluster.worker_main`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Worker:
         self._input_threads = InputThreads()
         self._thread_numbers = _ThreadNumbers()
         self._preparing: set[int] = set()
-        self._cancelled: set[int] = set()  # while they were being prepared
+        self._cancelled: set[int] = set()  # requests that were cancelled while they were being prepared
         self._last_computed: list[int] = []
         engine.on_plan = self._record_computed_requests
         engine.survives_failures = False
@@ -73,7 +73,7 @@ class Worker:
         self._step_loop.run(self._engine)
 
     def _record_computed_requests(self, plan: StepPlan) -> None:
-        """Writes the step's requests to the shared status. Admitted sequences without tokens in it cannot crash it."""
+        """Writes the requests that compute tokens in a step to the shared status: only these can crash the step."""
         computed = [int(sequence.id) for sequence, _ in plan.chunks]
         if computed != self._last_computed:
             self._status.set_computing(computed)
@@ -117,7 +117,7 @@ class Worker:
             refused = Refused(number, error.field, error.message)
             self._step_loop.post(lambda engine: self._answer(number, refused))
         except RequestCancelled:
-            self._step_loop.post(lambda engine: self._answer(number, _cancelled(number)))
+            self._step_loop.post(lambda engine: self._answer(number, _cancelled_event(number)))
         except Exception:
             _crash(self._link, "preparing a request failed")
         else:
@@ -156,7 +156,7 @@ class Worker:
     def _add(self, engine: BatchInferenceEngine, number: int, sequence: Seq) -> None:
         self._preparing.discard(number)
         if number in self._cancelled:
-            self._answer(number, _cancelled(number))
+            self._answer(number, _cancelled_event(number))
         else:
             engine.add(sequence)
 
@@ -167,11 +167,11 @@ class Worker:
 
     def _cancel(self, engine: BatchInferenceEngine, number: int) -> None:
         engine.cancel(str(number))
-        if number not in self._preparing:  # it is in the engine now, or has ended
+        if number not in self._preparing:  # the request is in the engine now, or has ended
             self._cancelled.discard(number)
 
 
-def _cancelled(number: int) -> Events:
+def _cancelled_event(number: int) -> Events:
     """The last event of a request that was cancelled before it was added to the engine."""
     return Events([GenerationEvent(request_id=str(number), finish_reason=FinishReason.CANCELLED)])
 
@@ -204,7 +204,7 @@ class _LogSender(logging.Handler):
 
 
 def _crash(link: WorkerLink, message: str) -> NoReturn:
-    """Ends the process after a bug, so that crash recovery finds the request that triggers it and saves the others."""
+    """Ends the process after a bug. Crash recovery then finds the request at fault and continues the others."""
     log.exception(message)
     link.flush()
     os._exit(1)
@@ -231,7 +231,7 @@ def _runtime(setup: WorkerSetup, on_progress: OnProgress) -> Runtime | None:
 
 def main() -> None:
     """Reads the setup from the standard input, loads the model, serves requests."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # sent to the whole group: the server decides when the worker ends
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C signals the worker too, but the server decides when it ends
         if hasattr(signal, name):  # Windows has no SIGHUP
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)

@@ -11,10 +11,10 @@ class Detokenizer:
 
     `push` returns text that is certain. It holds back incomplete UTF-8 characters, and text that could be the beginning
     of a stop string. Example with the stop string "END": after "the E" it returns "the " and holds back "E"; after "N"
-    it returns ""; after "G" it returns "ENG"; had "D" come instead, `stopped` would be True.
+    it returns ""; after "G" it returns "ENG". With "D" instead of "G" it returns "", and `stopped` is True.
 
-    After a stop string all further text is dropped. A character costs nearly the same with one stop string as with a
-    thousand, except that different lengths of them cost more.
+    After a stop string all further text is dropped. The time per character grows with the number of different lengths
+    of the stop strings, hardly with their number.
     """
 
     def __init__(self, stop: tuple[str, ...] = (), *, include_stop: bool = False) -> None:
@@ -64,8 +64,8 @@ class Detokenizer:
     def _first_stop(self, text: str, n_old: int) -> tuple[int, str] | None:
         """The first stop string in `text` and the index where it ends.
 
-        First is the one that is complete first when the text is read character by character; of two that end at the
-        same character, the longer one. The first `n_old` characters were searched before.
+        The first is the stop string whose last character comes first in the text; of two that end at the same
+        character, the longer one. None ends within the first `n_old` characters, which were searched before.
         """
         for end in range(n_old + 1, len(text) + 1):
             for length in self._lengths:
@@ -74,7 +74,7 @@ class Detokenizer:
         return None
 
     def _possible_start(self, text: str) -> int:
-        """The index where the longest end of `text` starts that is the beginning of a stop string; else its length."""
+        """Where the longest end of `text` that begins a stop string starts; `len(text)` if no end begins one."""
         longest = self._lengths[0] - 1
         for start in range(max(0, len(text) - longest), len(text)):
             if self._is_beginning(text[start:]):
@@ -82,6 +82,6 @@ class Detokenizer:
         return len(text)
 
     def _is_beginning(self, text: str) -> bool:
-        """Whether a stop string begins with `text`. If so, the first of them is where `text` would be inserted."""
+        """Whether a stop string begins with `text`. In the sorted list these follow the place of `text`."""
         i = bisect_left(self._sorted, text)
         return i < len(self._sorted) and self._sorted[i].startswith(text)

@@ -101,14 +101,14 @@ class BatchInferenceEngine:
         self._sampler = Pooler(context) if self.info.pooling else Sampler(self._vocab, context)
         self.metrics = Metrics(self._trace)
         self.outputs = OutputProcessor(self._vocab, self.metrics)
-        """Outputs of the steps. After `compute` another thread may make events of them (`StepLoop`)."""
+        """The queue of step outputs. After `compute` another thread may make events of them (`StepLoop`)."""
         self._sequences: dict[str, Seq] = {}
         self._next_id = 0
         self._closed = False
         self.survives_failures = True
-        """When a batch fails: True: its sequences end with an error, the others go on. False: `step` raises."""
+        """When a batch fails, True ends its sequences with an error, and the others go on; False makes `step` raise."""
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None
-        """Called in every step with its plan, before llama.cpp is called."""
+        """Called in every step with the step's plan, before llama.cpp is called."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -120,15 +120,15 @@ class BatchInferenceEngine:
     def prepare(
         self,
         request: GenerationRequest,
-        progress: ResumeState | None = None,
+        resume: ResumeState | None = None,
         *,
         cancelled: IsCancelled = never_cancelled,
     ) -> Seq:
         """Tokenises and validates a request. Any thread may call this, until the engine is closed.
 
-        `progress`: the tokens that the request got from an engine that crashed. With the same seed it continues as if
-        it had always run here, except that mirostat and adaptive-p start to learn again. `cancelled`: called now and
-        then while a long text is tokenised; True stops that.
+        `resume`: the tokens that the request got from an engine that crashed. With the same seed the request
+        continues with the same text, except that mirostat and adaptive-p start to learn again. `cancelled`: called now
+        and then while a long text is tokenised; if it returns True, `RequestCancelled` is raised.
 
         Raises `InvalidRequest` for a request that can never run (an empty prompt, unknown token ids, too many tokens,
         a wrong grammar); `RequestCancelled`; `EngineClosed`.
@@ -136,8 +136,8 @@ class BatchInferenceEngine:
         if self._closed:
             raise EngineClosed("the engine is closed")
         sequence = self._inputs.prepare(request, cancelled)
-        if progress:
-            sequence.resume(progress, perf_counter())
+        if resume:
+            sequence.resume(resume, perf_counter())
             self.outputs.resume(sequence)
         return sequence
 
@@ -207,7 +207,7 @@ class BatchInferenceEngine:
         return request_id in self._sequences
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request; its cells are free when this returns. False if it neither waits nor runs."""
+        """Ends a request and frees its cells. Returns False if the request neither waits nor runs."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
@@ -291,10 +291,10 @@ class BatchInferenceEngine:
 
     @contextmanager
     def _restart_if_interrupted(self) -> Iterator[None]:
-        """After an exception in here (Ctrl-C): empties the KV cache; all sequences wait, and are computed again.
+        """If the block raises (Ctrl-C, for example): empties the KV cache. All sequences wait, and are computed again.
 
-        The accounting may be half changed, so none of it is trusted. Known tokens and events stay as they are, so no
-        text changes.
+        The accounting of an interrupted step may be incomplete, so it is rebuilt from nothing. Known tokens and events
+        stay as they are, so no text changes.
         """
         try:
             yield
@@ -347,7 +347,7 @@ class BatchInferenceEngine:
         self._scheduler.remove(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
         self.outputs.finish(sequence, reason, perf_counter())
-        # Not before its last event is queued: if interrupted before that, the sequence runs again.
+        # Only now: a sequence that is interrupted before its last event is queued must run again.
         sequence.finished()
         if sequence.sampler:
             sequence.sampler.close()

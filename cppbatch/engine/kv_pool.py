@@ -18,6 +18,7 @@ from cppbatch.errors import LlamaError
 log = logging.getLogger("cppbatch.engine")
 
 CACHED_SHARE = 0.25
+"""The default of `KVPool`'s `cached_share`."""
 _MIN_CACHED = 20  # tokens: computing a shorter prefix is as fast as taking it
 
 OUT_OF_MEMORY = (LlamaError, MemoryError)
@@ -51,7 +52,7 @@ class KVPool:
 
     `swap_bytes`: host memory for preempted sequences; beyond it they are computed again when they resume.
     `cache_bytes`: host memory for cached prefixes. `cached_share`: part of the cells of a unified layout that cached
-    prefixes may hold; attention reads past all cells, which slows every row down (docs/decisions/0005).
+    prefixes may hold; attention passes over these cells too, which slows every row down (docs/decisions/0005).
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class KVPool:
 
     def _reset_accounting(self) -> None:
         self.swapped_bytes = 0
-        """Host memory of the sequences that are swapped out now."""
+        """Host memory of the sequences that are swapped out now, in bytes."""
         self._cells = Cells()
-        # Heaps: the lowest is used first, so that seq_ids in use stay close. Only the first n_seq_max may be in a
-        # batch; the others can hold cells of cached prefixes.
+        # Heaps: the lowest free seq_id is used first, so that the seq_ids in use are neighbours. Only the first
+        # n_seq_max may be in a batch; the others can hold cells of cached prefixes.
         self._free_ids = list(range(self._memory.n_seq_max))
         self._cache_only_ids = list(range(self._memory.n_seq_max, self.n_seq_ids))
         self._running: dict[int, Seq] = {}
@@ -127,7 +128,7 @@ class KVPool:
             self._plan_swap_in(sequence)
         elif match is None:
             self._take_id(sequence, None)
-        elif self._continues_in_place(match):
+        elif self._should_continue_in_place(match):
             self._continue_in_place(sequence, match)
         else:
             self._take_prefix(sequence, match)
@@ -166,10 +167,10 @@ class KVPool:
 
     def preempt(self, sequence: Seq) -> None:
         """Takes cells and seq_id from a running sequence, which keeps its tokens and resumes later."""
-        # Cells that other sequences hold too are found again when it resumes; a restored copy would take new cells.
+        # A resumed sequence finds shared cells again as a prefix; restored from host memory, it would take new cells.
         worth_saving = n_shared(sequence.cells) * 2 < sequence.n_computed
         self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, worth_saving=worth_saving))
-        self._give_up(sequence)
+        self._free_cells_and_id(sequence)
         sequence.preempted()
 
     def ensure_free(self, n_free: int, *, keep: object = None) -> bool:
@@ -185,7 +186,7 @@ class KVPool:
     def _evict(self, keep: object, *, for_cells: bool = False) -> bool:
         """Moves the least recently used cached prefix, but not `keep`, to host memory. False when there is none.
 
-        `for_cells`: one that does not share all of its cells; others would free none.
+        `for_cells`: skips prefixes whose cells are all shared, because evicting those frees no cell.
         """
         for cached in self.cache.in_cells:
             if cached is not keep and not (for_cells and cached.cells and cached.cells.refs > 1):
@@ -204,19 +205,20 @@ class KVPool:
     def _shares_cells(self, match: Match) -> bool:
         return self.cache.sharing == "cells" and match.source.seq_id >= 0
 
-    def _continues_in_place(self, match: Match) -> bool:
+    def _should_continue_in_place(self, match: Match) -> bool:
+        """Whether the sequence takes over the cached prefix itself, instead of a copy of it or a share in its cells."""
         source = match.source
         if not isinstance(source, CachedPrefix) or source.seq_id < 0:
             return False
         if not self._free_ids and (len(self.cache.in_cells) == 1 or self.cache.sharing == "whole"):
-            return True  # no other seq_id is free, or only if another prefix is evicted
+            return True  # the only way to a seq_id, or the only one that evicts no other prefix
         return self.cache.sharing == "copy" and 2 * match.n >= source.n_computed
 
     def _take_id(self, sequence: Seq, keep: object) -> None:
         if not self._free_ids:
             self._evict(keep)
         if self.cache.sharing != "cells" and self._running:
-            # llama.cpp computes neighbouring streams together: a stream that is only cached must not lie between them.
+            # llama.cpp computes neighbouring streams together: no stream between them may hold only a cached prefix.
             between = range(min(self._running), self._free_ids[0])
             in_the_way = [c for c in self.cache.in_cells if c.seq_id in between and c is not keep]
             if in_the_way:
@@ -244,7 +246,7 @@ class KVPool:
 
     def _swap_out(self, seq_id: int, sequence: Seq, *, worth_saving: bool) -> None:
         free_bytes = self._swap_bytes - self.swapped_bytes
-        saved = self._saved(seq_id) if worth_saving and free_bytes > 0 else None
+        saved = self._try_save(seq_id) if worth_saving and free_bytes > 0 else None
         self._memory.remove(seq_id)
         if saved and saved.n_bytes <= free_bytes:
             sequence.saved = saved
@@ -287,11 +289,12 @@ class KVPool:
         sequence.will_recompute()
 
     def _save(self, cached: CachedPrefix, seq_id: int) -> None:
-        saved = self._saved(seq_id) if cached in self.cache.in_host else None
+        saved = self._try_save(seq_id) if cached in self.cache.in_host else None
         self._memory.remove(seq_id)
         self.cache.keep_in_host(cached, saved)
 
-    def _saved(self, seq_id: int) -> SavedState | None:
+    def _try_save(self, seq_id: int) -> SavedState | None:
+        """The state of a seq_id; None if memory for it runs out."""
         try:
             return self._memory.save_sequence(seq_id)
         except OUT_OF_MEMORY as error:
@@ -309,21 +312,21 @@ class KVPool:
         """Frees what a finished sequence holds. `keep`: its tokens become a cached prefix, if that is of use."""
         if sequence.seq_id >= 0:
             if keep and sequence.n_computed >= _MIN_CACHED and self.cache.wants(sequence):
-                self._cache(sequence)
+                self._keep_as_prefix(sequence)
             else:
                 self._memory.remove(sequence.seq_id)
-                self._give_up(sequence)
+                self._free_cells_and_id(sequence)
         self._drop_saved(sequence)
         sequence.n_computed = 0
 
-    def _cache(self, sequence: Seq) -> None:
+    def _keep_as_prefix(self, sequence: Seq) -> None:
         tokens = sequence.tokens[: sequence.n_computed].copy()
         cached = CachedPrefix(tokens, sequence.salt, sequence.seq_id, sequence.cells)
         self.cache.forget(sequence)
         del self._running[sequence.seq_id]
         sequence.seq_id, sequence.cells = -1, None
         for redundant in self.cache.add(cached):
-            self._forget(redundant)
+            self._drop(redundant)
         if cached in self.cache.in_cells:
             self._limit_cached_cells(cached)
         self.apply()
@@ -331,7 +334,7 @@ class KVPool:
     def _limit_cached_cells(self, cached: CachedPrefix) -> None:
         """Evicts until cached prefixes hold no more than their share of the cells.
 
-        A new prefix that is too long by itself is evicted at once, and not the others for it.
+        A new prefix that alone exceeds the share is evicted at once; the others stay.
         """
         if self.unified and cached.n_computed > self._max_cached:
             self._move_out(cached)
@@ -341,7 +344,7 @@ class KVPool:
             pass
 
     def _move_to_cache_only_id(self, cached: CachedPrefix) -> None:
-        """Moves the cells to a seq_id that no batch may contain, if there are any, so that its own is free to run."""
+        """Moves the cells to a seq_id that no batch may contain, if there are such, to free the one that may run."""
         if self.n_seq_ids == self._memory.n_seq_max:
             return
         if not self._cache_only_ids:
@@ -353,7 +356,7 @@ class KVPool:
         self._free_id(cached.seq_id)
         cached.seq_id = cache_only_id
 
-    def _forget(self, cached: CachedPrefix) -> None:
+    def _drop(self, cached: CachedPrefix) -> None:
         """Removes a cached prefix and frees what it holds."""
         self.cache.drop(cached)
         if cached.seq_id >= 0:
@@ -364,9 +367,9 @@ class KVPool:
     def clear_cache(self) -> None:
         """Removes all cached prefixes, in cells and in host memory."""
         for cached in [*self.cache.in_cells, *self.cache.in_host]:
-            self._forget(cached)
+            self._drop(cached)
 
-    def _give_up(self, sequence: Seq) -> None:
+    def _free_cells_and_id(self, sequence: Seq) -> None:
         self.cache.forget(sequence)
         self._cells.free(sequence.cells)
         sequence.cells = None

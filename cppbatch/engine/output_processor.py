@@ -25,10 +25,10 @@ class OutputProcessor:
     ends, then `emit` or `finish`, which queues a `StepOutput`. `event` detokenises that into a `GenerationEvent`.
     `take_all` and `take_request` (events), or `take_outputs` (step outputs), empty the queue.
 
-    Threads: all methods are for the engine's thread, except `event`, which any one thread may call for the outputs of
-    `take_outputs` in their order, while the engine computes the next step. A sequence's text belongs to one of the two
-    threads at a time: with stop strings to the engine's thread until the sequence has ended, because they decide
-    whether it goes on; otherwise to the thread that calls `event`.
+    Threads: only the engine's thread calls these methods, except `event`. One other thread may call `event` for the
+    outputs of `take_outputs`, in their order, while the engine computes the next step. Only one of the two threads
+    touches the text of a sequence: the thread that calls `event`. But if the request has stop strings, which decide
+    whether the sequence goes on, then the engine's thread, until the sequence has ended.
     """
 
     def __init__(self, vocab: Vocabulary, metrics: Metrics) -> None:
@@ -63,7 +63,7 @@ class OutputProcessor:
         return self._append(sequence, sampled.token, sampled.logprob) or self._append_forced(sequence)
 
     def resume(self, sequence: Seq) -> None:
-        """Brings the text of a resumed sequence up to its tokens. Events will have only the tokens after them."""
+        """Makes the text of the tokens that a resumed sequence already has. Its events will have only later tokens."""
         if sequence.params.echo and sequence.n_generated:
             sequence.echoed = len(self._prompt_text(sequence))
         self._add_tokens(sequence)
@@ -99,7 +99,7 @@ class OutputProcessor:
             return None
         for token in sequence.constraint.forced()[:_MAX_FORCED]:  # the others follow in the next step
             if self._ends_text(sequence, token) or token in sequence.sampling.banned_ids:
-                return None  # the next row decides about this token
+                return None  # the next step samples this position instead
             self.n_forced_tokens += 1
             if reason := self._append(sequence, token):
                 return reason
@@ -108,7 +108,7 @@ class OutputProcessor:
     def _add_tokens(self, sequence: Seq, logprob: TokenLogprob | None = None) -> FinishReason | None:
         """Adds appended tokens to the sequence's output. STOP if their text contains a stop string.
 
-        Usually one token; more after a step that was interrupted between appending and this.
+        Usually one token; more if a step was interrupted after `Seq.append`.
         """
         while sequence.n_output < sequence.n_tokens:
             token = int(sequence.tokens[sequence.n_output])
@@ -178,7 +178,7 @@ class OutputProcessor:
         for entry in sequence.prompt_logprobs:
             logprobs.append(msgspec.structs.replace(entry, text_offset=offset))
             new = decoder.decode(entry.piece)
-            if text.startswith(new, offset):  # otherwise the tokenizer has added it
+            if text.startswith(new, offset):  # otherwise the tokenizer has added this token, and it is not in the text
                 offset += len(new)
         sequence.echoed = len(text)
         output.text, output.text_logprobs = text, logprobs
@@ -214,7 +214,7 @@ class OutputProcessor:
         return outputs
 
     def take_request(self, request_id: str) -> list[GenerationEvent]:
-        """Removes and returns the events of one request. After the last one it is reserved no more."""
+        """Removes and returns the events of one request. Its last event ends the reservation (`reserve`)."""
         self.keep()
         events = self._kept.pop(request_id, [])
         if events and events[-1].finish_reason:

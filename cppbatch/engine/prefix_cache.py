@@ -10,9 +10,9 @@ from cppbatch.engine.cells import Span
 from cppbatch.engine.radix_tree import RadixTree, Tokens
 from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 
-_WORTH_WAITING = 24  # tokens: wait for a prefix that another sequence computes if it saves this many more
-_COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # tokens: computing fewer is as fast as sharing, or copying, them
-_COPIED_AT_ONCE = 100  # tokens copied in the time of computing one; a cautious value, measured were about 200
+_WORTH_WAITING = 24  # tokens: wait for a prefix that is being computed if it saves this many more than the best now
+_COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # the time to share, or to copy, a prefix: tokens computed in that time
+_COPIED_AT_ONCE = 100  # tokens copied in the time of computing one; about 200 were measured
 
 
 class CachedPrefix:
@@ -62,7 +62,7 @@ class PrefixCache:
     # --- running sequences --------------------------------------------------------------------------------------
 
     def wants(self, sequence: Seq) -> bool:
-        """Whether this sequence uses the cache: it may take a prefix, and leaves its own."""
+        """Whether this sequence uses the cache: takes a prefix, and leaves its tokens as one."""
         return self.sharing != "none" and sequence.request.cache_prompt
 
     def track(self, sequence: Seq) -> None:
@@ -80,9 +80,9 @@ class PrefixCache:
         """The best prefix to take now, and whether the sequence should wait because a better one is being computed.
 
         The best prefix saves the most tokens, less the cost of taking it. The last token is always computed, because
-        its logits are needed. A sequence waits if another one, which ranks before it, computes a prefix that is at
-        least 24 tokens better. It also waits if the best source is that sequence: sharing later is never slower than
-        computing again. So two equal new prompts, or `n` choices of one, are computed once.
+        its logits are needed. `sequence` waits if a sequence of earlier rank computes a prefix that is at least 24
+        tokens better. It also waits if the best source now is that very sequence: taking more of it later is never
+        slower than computing the rest again. So two equal new prompts, or `n` choices of one, are computed once.
         """
         best, best_gain = None, 0
         ahead, coming = None, 0
@@ -95,23 +95,23 @@ class PrefixCache:
             usable = self._usable(source, n)
             if usable - self._cost(source) > best_gain:
                 best, best_gain = Match(source, usable), usable - self._cost(source)
-            if isinstance(source, Seq) and coming < n > source.n_computed and self._comes_first(source, sequence):
+            if isinstance(source, Seq) and n > max(coming, source.n_computed) and self._comes_first(source, sequence):
                 ahead, coming = source, n
         best_is_ahead = best is not None and best.source is ahead
         if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING):
             return best, False
         if self.sharing == "whole":
-            # Only all of its computed tokens can be copied, so its prefill stops there for a step.
+            # A copy has all tokens that `ahead` has computed, so its prefill stops at the end of the prefix for a step.
             ahead.pause_at = min(ahead.pause_at or coming, coming)
         return best, True
 
     @staticmethod
     def _comes_first(source: Seq, sequence: Seq) -> bool:
-        """Whether `source` computes its prompt and ranks before `sequence`: otherwise the wait might have no end."""
+        """Whether `sequence` may wait for `source`: `source` is in prefill and ranks first, so that the wait ends."""
         return source.status is SeqStatus.PREFILL and source.rank < sequence.rank
 
     def _cost(self, source: Seq | CachedPrefix) -> int:
-        """The cost of taking a prefix, in tokens that could be computed in that time. A copy is of all its tokens."""
+        """The time to take a prefix, as a number of computed tokens. A copy has all tokens of the source."""
         shares_cells = self.sharing == "cells" and source.seq_id >= 0
         return _COST_OF_TAKING if shares_cells else _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE
 
@@ -150,12 +150,12 @@ class PrefixCache:
         """Adds the prefix of a finished sequence. Returns the prefixes that are redundant now, perhaps this one."""
         self._tree.insert(cached, cached.tokens, cached.salt)
         self.in_cells[cached] = None
-        same_length = self.sharing == "whole"  # a shorter prefix stays useful: no part of a longer one can be taken
-        in_cells = [other for other in self._tree.covers(cached) if other.seq_id >= 0 and not same_length]
-        if any(other.n_computed >= len(cached.tokens) for other in in_cells):
+        only_whole = self.sharing == "whole"  # no part of a prefix can be taken, so a shorter one is not redundant
+        longer = [other for other in self._tree.covers(cached) if other.seq_id >= 0 and not only_whole]
+        if any(other.n_computed >= len(cached.tokens) for other in longer):
             return [cached]
         covered = [other for other in self._tree.covered_by(cached) if isinstance(other, CachedPrefix)]
-        return [other for other in covered if not same_length or len(other.tokens) == len(cached.tokens)]
+        return [other for other in covered if not only_whole or len(other.tokens) == len(cached.tokens)]
 
     def drop(self, cached: CachedPrefix) -> None:
         """Removes a cached prefix. The caller frees its cells."""
@@ -167,7 +167,7 @@ class PrefixCache:
             cached.saved = None
 
     def leave_cells(self, cached: CachedPrefix) -> None:
-        """The prefix will be saved to host memory, where it can be found from now on. `keep_in_host` follows."""
+        """The prefix is going to be saved to host memory, and counts as there from now on. `keep_in_host` follows."""
         del self.in_cells[cached]
         if self.host_bytes:
             self.in_host[cached] = None

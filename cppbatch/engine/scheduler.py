@@ -7,7 +7,7 @@
 | which sequence is preempted, when the cells run out | `Scheduler._preempt_until_free` |
 | which sequence is preempted for one of higher priority | `Scheduler._preempt_for` |
 | which prompt is computed first | `Scheduler._prefill` |
-| when background work stops | `Scheduler._in_play` |
+| when background work pauses | `Scheduler._may_compute` |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cppbatch.engine.step_budget import StepBudget
 _MAX_HEADROOM = 32  # cells kept free for the growth of each running sequence when another one is admitted
 _MAX_STALE_DEADLINES = 1000
 _MAX_SCORED = 64  # prompt tokens a step, when each of them gets a row of logits (192 KiB with a vocabulary of 49,152)
-_AGING_S = 10.0  # seconds of waiting that weigh as much as one step of priority
+_AGING_S = 10.0  # seconds of waiting that weigh as much as one level of priority
 _FAIRNESS_FACTOR = 4.0  # how long a prompt may be overtaken by shorter ones, in multiples of its own prefill time
 _MAX_LOOKED_AT = 4  # `PoolingScheduler`: waiting sequences it looks at, in multiples of n_parallel
 
@@ -68,19 +68,19 @@ class StepPlan:
 class Scheduler:
     """First come, first served within a priority; decode rows before prefill.
 
-    Every rule goes by rank: `priority + arrival / 10 s`. The rank of a sequence never changes, and yet it works like a
-    priority that ages, because sequences that arrive later start behind.
+    Every rule goes by rank: `priority + arrival / 10 s`. The rank of a sequence never changes. It orders
+    sequences as a priority that ages would: ten seconds of waiting outweigh one level of priority.
 
     - Admission: in order of rank, when the cells for the sequence's uncached tokens are free, with headroom for the
       running sequences to grow. If the first waiting sequence does not fit, those behind it wait too, so small requests
       cannot starve a large one. A sequence that waits for its prefix, which another one is computing, is passed over.
-    - Preemption: when the cells run out, the running sequence that is last in rank gives up its cells, and resumes
-      before all sequences behind it. So the first one always goes on, and no sequence starves.
-    - Prefill beside decode rows: every other step serves the first prompt in rank, the steps between serve short
-      prompts, so that a long prompt does not hold up the others. (One step for both would cost more: in the
-      per-sequence layout each prompt is a computation of its own over all weights.)
+    - Preemption: when the cells run out, the running sequence that is last in rank loses its cells. It resumes before
+      all sequences of later rank. So the first sequence in rank always goes on, and no sequence starves.
+    - Prefill beside decode rows: every other step serves the first prompt in rank. The steps between serve short
+      prompts, so that a long prompt does not delay them. (Both in one step would cost more: in the per-sequence
+      layout llama.cpp reads all weights once for each prompt.)
     - LoRA: running sequences compute when their adapter set has its turn (`LoraRoundRobin`); others hold their cells.
-    - Background: sequences with priority 100 (`BACKGROUND`) stand still while a sequence of another priority, which
+    - Background: sequences with priority 100 (`BACKGROUND`) pause while a running sequence of another priority, which
       ranks before them, has no token yet.
     """
 
@@ -93,8 +93,9 @@ class Scheduler:
         ubatch_tokens: int | None = None,
         target_step_s: float | None = None,
     ) -> None:
-        """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once; more prompt
-        tokens in a step gain nothing, and the first prompt would wait for the last. `target_step_s`: see `StepBudget`.
+        """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt
+        tokens in a step gain nothing, and delay the first token of the prompts that end in it. `target_step_s`: see
+        `StepBudget`.
         """
         self._kv = kv
         self._n_parallel = n_parallel
@@ -104,11 +105,11 @@ class Scheduler:
         # Both lists are in order of rank.
         self.waiting: list[Seq] = []
         self.running: list[Seq] = []
-        self._just_preempted: set[Seq] = set()  # in this step; they are not admitted in the same step
+        self._just_preempted: set[Seq] = set()  # in this step, which does not admit them again
         self._n_added = 0
-        self._is_for_first = False
-        self._timed: dict[int, Seq] = {}  # sequences with a timeout, by number of arrival
-        self._deadlines: list[tuple[float, int]] = []  # a heap of times and numbers of arrival
+        self._serves_first_prompt = False
+        self._timed: dict[int, Seq] = {}  # sequences with a timeout, by their number (`rank[1]`)
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, number of the sequence)
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +119,7 @@ class Scheduler:
     def add(self, sequence: Seq) -> None:
         """Queues a new sequence."""
         request = sequence.request
-        # Lower ranks run first. The arrival time orders sequences as a priority that ages would, and stays constant.
+        # Lower ranks run first. The sum orders sequences as a priority that ages would, and never changes.
         self._n_added += 1
         sequence.rank = (request.priority + sequence.arrived_at / _AGING_S, self._n_added)
         insort(self.waiting, sequence, key=_rank)
@@ -130,7 +131,7 @@ class Scheduler:
     def remove(self, sequence: Seq) -> None:
         """Removes a sequence that has ended from the queue, or from the running ones."""
         waits = sequence.status in (SeqStatus.WAITING, SeqStatus.SWAPPED)
-        _take(self.waiting if waits else self.running, sequence)
+        _remove(self.waiting if waits else self.running, sequence)
         self._timed.pop(sequence.rank[1], None)
 
     def restart(self, sequences: Iterable[Seq]) -> None:
@@ -169,12 +170,12 @@ class Scheduler:
 
     def _choose(self, plan: StepPlan) -> None:
         """Fills `plan.chunks`: which of the running sequences compute how many tokens."""
-        in_play = self._in_play()
-        decoding = [s for s in in_play if s.status is SeqStatus.DECODE and not s.moving]
-        prompts = [s for s in in_play if s.status is SeqStatus.PREFILL and not s.moving]
+        computing = self._may_compute()
+        decoding = [s for s in computing if s.status is SeqStatus.DECODE and not s.moving]
+        prompts = [s for s in computing if s.status is SeqStatus.PREFILL and not s.moving]
         # Sequences admitted in this step count too. Their cells are free once cached prefixes are evicted.
         self._kv.ensure_free(len(decoding))
-        for adapters in self._lora.order(in_play):
+        for adapters in self._lora.order(computing):
             rows = [(s, 1) for s in decoding if s.adapters == adapters]
             prefill = self._prefill([s for s in prompts if s.adapters == adapters], adapters, len(rows), decoding)
             plan.chunks = in_batch_order(rows, prefill)
@@ -182,38 +183,39 @@ class Scheduler:
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._lora.take(adapters), len(rows)
                 break
 
-    def _in_play(self) -> list[Seq]:
-        """The running sequences, without background sequences that rank behind one that has no token yet."""
+    def _may_compute(self) -> list[Seq]:
+        """The running sequences, without paused background sequences: those that rank behind a sequence of another
+        priority that has no token yet."""
         first = next((s for s in self.running if not s.is_background and not s.n_generated), None)
         return [s for s in self.running if first is None or not s.is_background or s.rank < first.rank]
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
-        """Learns from the duration of a step. A switch of adapters is left out: llama.cpp plans its graph again."""
+        """Learns from the duration of a step, but not if it switched adapters: llama.cpp plans its graph again then."""
         if not plan.is_switch:
             self._lora.computed(plan.adapters, plan.n_decode, plan.n_tokens - plan.n_decode, seconds)
 
-    def _prefill(self, prefilling: list[Seq], adapters: AdapterSet, n_decode: int, streams: list[Seq]) -> list[Chunk]:
+    def _prefill(self, prefilling: list[Seq], adapters: AdapterSet, n_decode: int, decoding: list[Seq]) -> list[Chunk]:
         """Pieces of these prompts, as many as the step budget and the free cells allow beside decode rows.
 
-        `prefilling`: in order of rank, with these `adapters`. `n_decode`: decode rows of this step. `streams`: all
-        decoding sequences, those of other adapter sets included; the cells for their next tokens stay free. Background
-        sequences that stand still are not among them: when their next tokens find no cells, they are preempted.
+        `prefilling`: in order of rank, with these `adapters`. `n_decode`: decode rows of this step. `decoding`: all
+        decoding sequences that may compute, also those of other adapter sets. Cells for their next tokens stay free.
+        None are kept free for paused background sequences, which are preempted when the cells run out.
         """
         if not prefilling:
             return []
-        n_streams = len(streams)
+        n_decoding = len(decoding)
         n_urgent = sum(not s.is_background for s in prefilling)
-        # Many background prompts weigh no more than one, so that they do not hold up other requests' streams.
-        n_prompts = n_urgent or (len(prefilling) if all(s.is_background for s in streams) else 1)
+        # Many background prompts weigh no more than one, so that they delay no other request's tokens.
+        n_prompts = n_urgent or (len(prefilling) if all(s.is_background for s in decoding) else 1)
         step_budget = self._lora.budget(adapters)
-        budget = step_budget.prefill_tokens(n_decode, n_prompts, n_streams - n_decode, background=not n_urgent)
+        budget = step_budget.prefill_tokens(n_decode, n_prompts, n_decoding - n_decode, background=not n_urgent)
         budget = min(budget, sum(s.n_pending for s in prefilling))
-        if self._kv.unified and not self._kv.ensure_free(n_streams + budget):
-            budget = min(budget, self._kv.n_free - n_streams)
-        if n_streams:  # a step has few prompt tokens: every other one serves the first prompt, the others short ones
+        if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
+            budget = min(budget, self._kv.n_free - n_decoding)
+        if n_decoding:  # few prompt tokens fit: every other step serves the first prompt, the steps between short ones
             first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, step_budget.token_s))
-            self._is_for_first = not self._is_for_first
-            prefilling = [first, *others] if self._is_for_first else [*others, first]
+            self._serves_first_prompt = not self._serves_first_prompt
+            prefilling = [first, *others] if self._serves_first_prompt else [*others, first]
         chunks = []
         for sequence in prefilling:
             until = sequence.pause_at if sequence.pause_at > sequence.n_computed else sequence.n_tokens
@@ -258,7 +260,7 @@ class Scheduler:
                 at += 1
                 continue
             if not self._fits(sequence, match) and not self._preempt_for(sequence, lower, match):
-                match = None  # the source of the prefix would have to stay; without it the sequence may fit
+                match = None  # taking the prefix keeps its source in cells; without a prefix the sequence may fit
                 if not self._preempt_for(sequence, lower, match):
                     break
             del self.waiting[at]
@@ -282,9 +284,9 @@ class Scheduler:
         return [s for s in self.running if s.request.priority > priority and s.rank > sequence.rank]
 
     def _preempt_for(self, sequence: Seq, lower: list[Seq], match: Match | None) -> bool:
-        """Preempts sequences of lower priority, the last in rank first, until this one fits.
+        """Preempts sequences of `lower`, the last in rank first, until `sequence` fits. The source of `match` stays.
 
-        Preempts none and returns False, if preempting all of them would not be enough.
+        Returns False, and preempts none, if preempting all of them would not be enough.
         """
         victims = [s for s in lower if not (match and match.source is s)]
         others = [s for s in self.running if s not in victims]
@@ -328,7 +330,7 @@ class PoolingScheduler(Scheduler):
 
 
 def in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
-    """Decode rows by rising seq_id, with prefill before or behind them, so that no prompt joins the rows.
+    """Decode rows by rising seq_id, with prefill before or behind them, so that no prompt is computed with the rows.
 
     In the per-sequence layout and in recurrent models llama.cpp computes consecutive rising seq_ids together: as many
     tokens of each as the shortest has, over as many cells as the longest has. So the rows must be in order, and a
@@ -345,7 +347,8 @@ def in_batch_order(rows: list[Chunk], prefill: list[Chunk]) -> list[Chunk]:
     return rows + prefill
 
 
-def _take(ordered: list[Seq], sequence: Seq) -> None:
+def _remove(ordered: list[Seq], sequence: Seq) -> None:
+    """Removes a sequence from a list in order of rank."""
     at = bisect_left(ordered, sequence.rank, key=_rank)
     assert ordered[at] is sequence
     del ordered[at]
@@ -356,8 +359,8 @@ def _rank(sequence: Seq) -> tuple[float, int]:
 
 
 def _due(sequence: Seq, token_s: float) -> float:
-    """When to compute a prompt, in seconds: arrival plus four times its prefill time. Short prompts overtake long ones,
-    but no prompt is overtaken for ever."""
+    """The sort key of prompts: rank in seconds, plus four times the prefill time. Short prompts overtake long ones, but
+    not without end."""
     return sequence.rank[0] * _AGING_S + _FAIRNESS_FACTOR * sequence.n_pending * token_s
 
 

@@ -1,4 +1,4 @@
-"""A sequence: a request in the engine. Its status goes WAITING > PREFILL > DECODE > (SWAPPED) > FINISHED."""
+"""A sequence: a request in the engine, with its tokens and its status (`TRANSITIONS`)."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ class SavedState(Protocol):
 
 
 class Seq:
-    """Known tokens, computed tokens, and the text so far.
+    """A request in the engine: its known tokens, how many of them are computed, and its text so far (`text`).
 
     `tokens`, int32[n_prompt + max_new], has the prompt and the completion. The first `n_tokens` are known; the first
-    `n_computed` have their keys and values in the cache; those between are pending. Prefill and decode are the same
-    act: computing pending tokens. Computing the last one yields logits for the next token.
+    `n_computed` have their keys and values in the cache; those between are pending. Prefill and decode both
+    compute pending tokens. Computing the last one yields logits for the next token.
     """
 
     __slots__ = (
@@ -149,7 +149,7 @@ class Seq:
         self.tokens = np.empty(self.n_prompt + max_new, np.int32)
         self.tokens[: self.n_prompt] = prompt
         self.output = StepOutput(self)
-        self.n_output = self.n_prompt  # tokens that are in `output` or were in an earlier one
+        self.n_output = self.n_prompt  # index behind the last token that is in `output`, or was in an earlier output
         self.n_computed = 0
         self.n_cached = 0  # prompt tokens taken from the prefix cache
         self.seed = seed
@@ -158,7 +158,7 @@ class Seq:
         self.cells: Span | None = None
         self._status = SeqStatus.WAITING
         self.moving = False  # its keys and values are restored or copied by the next `KVPool.apply`
-        self.pause_at = 0  # its prefill stops here for a step, so that another sequence can copy it
+        self.pause_at = 0  # prefill stops at this token for a step, so that another sequence can copy it; 0: nowhere
         self.saved: SavedState | None = None
         self.text = Detokenizer(self.params.stop, include_stop=self.params.include_stop)
         self.echoed = 0  # characters of the prompt at the start of its text (`echo`)
@@ -203,7 +203,7 @@ class Seq:
 
     @property
     def n_left(self) -> int:
-        """Tokens that it may still generate at most."""
+        """The number of tokens that may still be generated."""
         return self.max_new - self.n_generated
 
     @property
@@ -217,18 +217,18 @@ class Seq:
 
     # --- changes of tokens and status ---------------------------------------------------------------------------
 
-    def resume(self, progress: ResumeState, now: float) -> None:
+    def resume(self, state: ResumeState, now: float) -> None:
         """Adds the tokens that it got from an engine that crashed; `OutputProcessor.resume` makes their text."""
-        self.tokens[self.n_prompt : self.n_prompt + len(progress.tokens)] = progress.tokens
-        self.n_tokens += len(progress.tokens)
-        self.arrived_at = now - progress.age
-        if progress.tokens:
-            self.admitted_at = self.first_token_at = self.arrived_at + progress.first_token_seconds
+        self.tokens[self.n_prompt : self.n_prompt + len(state.tokens)] = state.tokens
+        self.n_tokens += len(state.tokens)
+        self.arrived_at = now - state.age
+        if state.tokens:
+            self.admitted_at = self.first_token_at = self.arrived_at + state.first_token_seconds
             if self.constraint:
-                self.constraint.rebuild(progress.tokens)
+                self.constraint.rebuild(state.tokens)
 
     def admitted(self) -> None:
-        """It has a seq_id, and its first `n_computed` tokens are in the cache, or about to be restored into it."""
+        """The sequence has a seq_id, and `n_computed` tokens in cells (perhaps only after the next `KVPool.apply`)."""
         only_one_pending = self.n_computed > 0 and self.n_pending == 1
         self._set_status(SeqStatus.DECODE if only_one_pending else SeqStatus.PREFILL)
 
@@ -246,7 +246,7 @@ class Seq:
             self._set_status(SeqStatus.PREFILL)
 
     def preempted(self) -> None:
-        """Its cells and seq_id go to another sequence; it resumes later."""
+        """The sequence has lost its cells and its seq_id; it resumes later."""
         self._set_status(SeqStatus.SWAPPED)
 
     def will_recompute(self) -> None:
@@ -265,7 +265,7 @@ class Seq:
             self.constraint.rebuild(self.tokens[self.n_prompt : self.n_tokens].tolist())
 
     def finished(self) -> None:
-        """It has ended, for whatever reason."""
+        """The sequence has ended, for whatever reason."""
         self._set_status(SeqStatus.FINISHED)
 
     def _set_status(self, status: SeqStatus) -> None:
@@ -281,7 +281,7 @@ class Seq:
         queued_until = self.admitted_at or finished_at
         return RequestUsage(
             prompt_tokens=self.n_prompt,
-            # A sequence that is computed again may find its own tokens in the cache.
+            # After a preemption the sequence may find tokens of its completion in the prefix cache too.
             cached_tokens=min(self.n_cached, self.n_prompt),
             completion_tokens=self.n_generated,
             queue_seconds=queued_until - self.arrived_at,

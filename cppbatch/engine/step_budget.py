@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 _MIN_CHUNK = 4  # tokens: a prompt always goes on
-_MIN_TARGET_S = 0.025  # shorter steps are no gain for streams and cost throughput
+_MIN_TARGET_S = 0.025  # shorter steps cost throughput, and clients do not notice them
 _SLOWDOWN = 1.5  # time that prompts may add, in multiples of a step without prefill; promised: 2 in 95 of 100 steps
 _REFRESH_EVERY = 16  # steps with prefill; then one without measures what decoding alone takes now
-_PROMPT_WEIGHT = 8  # weight of each further prompt, in streams: with many prompts, many first tokens are late
+_PROMPT_WEIGHT = 8  # weight of each further prompt, in decoding sequences: many prompts mean many late first tokens
 _GUESSED_TOKEN_S = 0.001
 _BACKGROUND_S = 0.2  # time of background prompts in a step: a request that arrives waits for the end of the step
 _BACKGROUND_PART = 16  # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
@@ -22,7 +22,7 @@ class StepBudget:
     token 1 ms; a step may take 125 ms, so it gets 75 prompt tokens.
 
     `target_s`: seconds a step may take. None: 2.5 times a step without prefill, at least 25 ms; longer when several
-    prompts are computed, because then too many first tokens would be late for the sake of few streams.
+    prompts are computed, so that few decoding sequences do not delay many first tokens.
     """
 
     def __init__(self, max_tokens: int, target_s: float | None = None, max_alone: int | None = None) -> None:
@@ -35,7 +35,7 @@ class StepBudget:
         """Running means of steps without prefill."""
         self._quiet_s = _ByRows()
         """The same, but they hardly change while prompts are computed. The cells of the prompts slow decoding down, and
-        slower streams must not be a reason to slow them down further."""
+        slower decoding must not be a reason to slow it down further."""
         self._token_s: float | None = None
         """Running mean of the time that a prompt token adds."""
         self._since_refresh = 0
@@ -60,15 +60,15 @@ class StepBudget:
         if background:
             piece = max(_MIN_CHUNK, self._max_alone // _BACKGROUND_PART, int(_BACKGROUND_S / self.token_s))
             most = min(most, piece)
-        n_streams = n_decode + n_others
-        if n_streams == 0 or self._token_s is None:
+        n_decoding = n_decode + n_others
+        if n_decoding == 0 or self._token_s is None:
             return min(most, self._max_alone)
         if n_decode and (self._since_refresh >= _REFRESH_EVERY or not self._quiet_s.knows(n_decode)):
             return 0  # measure what this number of rows takes without prefill
         if not self.knows_decoding:
             return most
-        slowdown = 1 + _SLOWDOWN * max(1, _PROMPT_WEIGHT * (n_prefill - 1) / n_streams)
-        target_s = self._target_s or max(_MIN_TARGET_S, slowdown * self._quiet_s.of(n_streams))
+        slowdown = 1 + _SLOWDOWN * max(1, _PROMPT_WEIGHT * (n_prefill - 1) / n_decoding)
+        target_s = self._target_s or max(_MIN_TARGET_S, slowdown * self._quiet_s.of(n_decoding))
         rows_s = self._decode_s.of(n_decode) if n_decode else 0.0
         wanted = int((target_s - rows_s) / self._token_s)
         return min(most, max(_MIN_CHUNK, wanted))

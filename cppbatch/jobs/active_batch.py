@@ -53,7 +53,7 @@ _EXPIRED = "This request could not be answered before the completion window ende
 
 @dataclass(frozen=True)
 class BatchResources:
-    """What all batches share."""
+    """What all batches of a server share."""
 
     model: str
     """The loaded model."""
@@ -109,11 +109,11 @@ class ActiveBatch:
     # --- the life cycle -----------------------------------------------------------------------------------------
 
     async def run(self, resources: BatchResources) -> None:
-        """Returns when the batch has its final status. If it is cancelled, the next start continues."""
+        """Returns when the batch has its final status. If the server stops before, its next start continues."""
         try:
             if self.record.final_status is None:
                 final_status = await self._until_cancelled_or_expired(self._work(resources))
-                if self._cancelled.is_set():  # perhaps while the last results were recorded
+                if self._cancelled.is_set():  # the client may have cancelled while the last results were recorded
                     final_status = "cancelled"
                 else:  # from here on the batch cannot be cancelled
                     self._update("finalizing", finalizing_at=_now() if final_status != "failed" else None)
@@ -191,7 +191,7 @@ class ActiveBatch:
             finally:
                 stop.set()
         if self._cancelled.is_set():
-            return True  # the caller checks for cancellation
+            return True  # the result may be incomplete; the caller checks for cancellation
         errors = result.errors
         if not result.n_lines:
             errors = [BatchError(code="empty_file", message="the input file has no lines", param="input_file_id")]
@@ -243,12 +243,13 @@ class ActiveBatch:
         return self._folder / "output.jsonl", self._folder / "errors.jsonl"
 
     async def _close_journal(self) -> None:
-        """Also closes a journal whose opening was cancelled: the thread finishes opening it before it runs this."""
-        if journal := await self._on_thread(self._closed_journal):
+        """Also closes a journal whose opening was cancelled: the thread runs one call after another."""
+        if journal := await self._on_thread(self._close_open_journal):
             self._update(**_progress(self.record.batch, journal))
             self._journal = None
 
-    def _closed_journal(self) -> Journal | None:
+    def _close_open_journal(self) -> Journal | None:
+        """Returns the journal that it closed, if one was open."""
         if self._journal:
             self._journal.close()
         return self._journal

@@ -79,7 +79,7 @@ class BatchManager:
         await self.data.query(BatchStore.add_batch, record)
         self._active[record.batch.id] = active = ActiveBatch(record, self.data, self._urls)
         if self._resources:
-            self._keep(self._run(active, self._resources))
+            self._start_task(self._run(active, self._resources))
 
     async def get(self, batch_id: str) -> Batch:
         """A batch with its current counts. Raises `NotFound`."""
@@ -110,10 +110,10 @@ class BatchManager:
         self._resources = resources
         for active in list(self._active.values()):
             log.info("%s is resumed", active.batch.id)
-            self._keep(self._run(active, resources))
-        self._keep(self._delete_expired_files())
+            self._start_task(self._run(active, resources))
+        self._start_task(self._delete_expired_files())
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

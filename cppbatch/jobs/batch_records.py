@@ -136,7 +136,7 @@ class BatchRecord(
         "final_status": "ending",
     },
 ):
-    """A batch together with the server's own data about it, as `BatchStore` stores it (hence the renamed fields)."""
+    """A batch with the server's own data on it, as `BatchStore` stores it. `rename`: the names in the stored JSON."""
 
     batch: Batch
     output_file_id: str

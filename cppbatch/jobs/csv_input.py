@@ -34,7 +34,7 @@ class CsvInput:
         self._lines.close()
 
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
-        # csv's field limit (128 KiB by default) is global to the process. _RecordReader limits what is read here.
+        # csv's field limit (128 KiB by default) is global to the process. `_RecordReader` limits each record.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         records = _RecordReader(self._lines)
         rows = csv.reader(records, delimiter=self._delimiter(records.peek_line()), strict=True)

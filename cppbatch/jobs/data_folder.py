@@ -97,7 +97,7 @@ class DataFolder:
             raise
 
     async def delete_file(self, file_id: str) -> None:
-        """Raises `NotFound`, and `Conflict` if an open batch reads the file. Completes even if it is cancelled."""
+        """Deletes a file, even if cancelled. Raises `NotFound`, and `Conflict` if an open batch reads the file."""
         await asyncio.to_thread(self._delete_file, file_id)
 
     def _delete_file(self, file_id: str) -> None:
@@ -143,7 +143,7 @@ def open_data_folder(folder: Path) -> DataFolder:
 
 
 def _check_ownership(folder: Path) -> None:
-    """Files without a row are deleted, so a folder without a database must not contain any."""
+    """Raises `StorageError` if the folder has files but no database: `DataFolder` would delete files without a row."""
     if (folder / _DATABASE).exists():
         return
     for name in _SUBFOLDERS:

@@ -36,7 +36,7 @@ class DurableFile:
     def append(self, data: bytes) -> None:
         """Writes and fsyncs `data`. If it raises `StorageError`, the file is unchanged.
 
-        The caller may set `size` back; the next append then overwrites what is behind it.
+        The caller may set `size` back; the next append then first discards the data beyond it.
         """
         with _storage_errors(self.path):
             try:
@@ -51,7 +51,7 @@ class DurableFile:
         self.size += len(data)
 
     def _reopen(self) -> None:
-        """Discards what is behind `size`, in the file and in its buffer."""
+        """Discards the data beyond `size`, in the file and in its buffer."""
         with contextlib.suppress(OSError):
             self._file.close()
         self._file = self.path.open("ab")

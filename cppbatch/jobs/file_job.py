@@ -95,7 +95,7 @@ def open_job(
 
 
 def _previous_error_files(job: FileJob) -> list[Path]:
-    """The error file, if the job has used it before; otherwise it belongs to something else."""
+    """The error file, if the job has used it before; otherwise none, because the file is not the job's own."""
     ledger = Ledger(job.ledger)
     try:
         previous = ledger.note(_SETTINGS_NOTE) or {}

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class JobRunner:
-    """One run of one job. One thread of its own reads the input and writes the journal, alternately.
+    """One run of one job. One thread of its own reads the input and writes the journal; it does one of them at a time.
 
     Each running request holds one of `request_slots`. Several jobs may share the semaphore, which is fair.
     """
@@ -63,7 +63,7 @@ class JobRunner:
             await self._record_rest()
 
     async def _record_rest(self) -> None:
-        """Records the remaining results, unless recording has failed, after the thread has finished its call."""
+        """Waits for the thread to finish its call, then records the remaining results, unless recording failed."""
         can_record = self._end.cancelled() or not isinstance(self._end.exception(), StorageError)
         results = self._unrecorded if can_record else []
         try:

@@ -44,7 +44,7 @@ class Journal:
     def __init__(self, ledger: Ledger, output: Path, errors: Path, *, ordered: bool = False) -> None:
         """Opens `output` for responses and `errors` for errors. `errors` is created for the first error.
 
-        `ordered`: writes responses in the order of the input. The ledger holds early ones.
+        `ordered`: writes responses in the order of the input. The ledger holds those that come before their turn.
         """
         self.ledger = ledger
         self._ordered = ordered

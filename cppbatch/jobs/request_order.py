@@ -26,7 +26,7 @@ def chunks(
 ) -> Iterator[list[JobRequest | RejectedLine]]:
     """Splits an input into non-empty lists, in order.
 
-    A chunk ends with the entry that makes its memory reach `max_bytes`, if it has not reached its number of requests.
+    A chunk ends when it has its number of requests, at most `max_requests`, or its entries take `max_bytes` of memory.
     """
     chunk: list[JobRequest | RejectedLine] = []
     n_bytes, n_requests = 0, min(_FIRST_CHUNK_REQUESTS, max_requests)

@@ -1,4 +1,4 @@
-"""Whether a request is served: the server's state, the size of its body, and the number of requests at once."""
+"""Refuses requests that the server cannot serve now, whose body is too large, or that are too many at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STREAMED_BODIES = ((hdrs.METH_POST, "/v1/files"),)  # written to disk by their 
 
 
 class InFlight:
-    """The number of requests that are being answered."""
+    """Counts the HTTP requests that start work and are being answered, so that a shutdown can wait for them."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -65,7 +65,7 @@ async def availability_middleware(request: web.Request, handler: Handler) -> web
     in_flight = request.app[IN_FLIGHT]
     if state.status == "loading":
         return _unavailable(request, f"the model is still loading ({state.progress:.0%}); try again soon", "loading")
-    if request.method in (hdrs.METH_GET, hdrs.METH_HEAD):  # these start no work, so the states below allow them
+    if request.method in (hdrs.METH_GET, hdrs.METH_HEAD):  # start no work, so they are served in the states below too
         return await handler(request)
     if in_flight.draining:
         return _unavailable(request, "the server is shutting down", "shutting_down")
@@ -83,7 +83,7 @@ def _unavailable(request: web.Request, message: str, code: str) -> web.Response:
 
 @web.middleware
 async def admission_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Reads the body, and refuses bodies that are too large and more requests at once than the limits allow.
+    """Reads the body. Refuses bodies that are too large, and requests beyond the limits on requests at once.
 
     A request takes a slot only when its body has been read, so a client that sends it slowly holds none.
     """

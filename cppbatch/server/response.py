@@ -1,4 +1,4 @@
-"""What an API makes of an HTTP request (`PreparedRequest`), and how its response is built and sent."""
+"""The engine requests of an HTTP request (`PreparedRequest`), and how its response is built and sent."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class ResponseBuilder(ABC):
         """The last event of each completion that has ended, by index."""
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """Takes note of an event before it is shown. Raises `InvalidRequest`, `GenerationFailed` or `EngineClosed` for
-        the last event of a completion that failed."""
+        """Records an event before the response shows it. For the last event of a completion that failed, raises
+        `InvalidRequest`, `GenerationFailed` or `EngineClosed`."""
         raise_failure(event)
         if event.finish_reason:
             self.last_events[index] = event
@@ -128,7 +128,7 @@ class PreparedRequest:
 
     @contextlib.contextmanager
     def client_field_names(self) -> Iterator[None]:
-        """Errors raised inside name fields as the client does."""
+        """A context in which errors are raised with the client's field names instead of the engine's."""
         try:
             yield
         except InvalidRequest as error:
@@ -141,7 +141,7 @@ async def respond(
 ) -> web.StreamResponse:
     """Runs the engine requests and sends the response, whole or as server-sent events.
 
-    `events`: of the engine requests, for endpoints that run them with other options than the usual ones.
+    `events`: the events of the engine requests, from an endpoint that calls `run_requests` with options of its own.
     """
     if events is None:
         events = run_requests(request.app[SERVING].client, prepared.requests, check_first=prepared.stream)
@@ -155,7 +155,7 @@ async def respond(
 async def _send_stream(
     request: web.Request, events: AsyncGenerator[Event, None], builder: ResponseBuilder
 ) -> web.StreamResponse:
-    """Sends each event as it comes. An error before the first event has its HTTP status; a later one is an event."""
+    """Sends each event as it comes. An error before the first event becomes an HTTP status, a later one an event."""
     async with contextlib.aclosing(events):
         first = await anext(events, None)  # None: there are no requests
         if first:

@@ -18,7 +18,7 @@ from cppbatch.server.api_errors import api_error
 Event = tuple[int, GenerationEvent]
 """The index of a request, and one of its events."""
 
-_EVENTS_AHEAD = 2  # events buffered for each running request; then the request waits for a slow reader
+_EVENTS_AHEAD = 2  # events buffered for each running request, while the reader is slow
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds before a full queue is tried again
 
 
@@ -39,13 +39,13 @@ async def run_requests(
     not at all. Long prompts are always checked first, because each request sends its own copy of the prompt.
     `wait_when_full`: a full queue is tried again, with increasing pauses, for as long as the request's timeouts allow.
     Otherwise `QueueFull` is raised; only a list too large to run at once waits, from its second request on.
-    `errors_as_events`: a request that fails ends with an event that says why, and the others go on. Otherwise the
+    `errors_as_events`: a request that fails ends with an event that has the error, and the others go on. Otherwise the
     others are cancelled and the exception is raised here.
     """
     if not errors_as_events:
         await _check(client, requests, only_long=not check_first)
     at_once, began = len(requests), perf_counter()
-    if at_once > client.config.n_parallel:  # asking for the workers takes time, so small lists do without
+    if at_once > client.config.n_parallel:  # `target_concurrency` asks the workers, which takes time
         at_once = min(at_once, await target_concurrency(client))
 
     def submit(index: int) -> AsyncGenerator[GenerationEvent, None]:

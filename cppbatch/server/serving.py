@@ -66,12 +66,12 @@ class Serving:
         return self.settings.chat_template or self.info.chat_template
 
     def check(self, body: SamplingFields) -> None:
-        """Raises `InvalidRequest` for an unknown model, and for more than the limits allow."""
+        """Raises `InvalidRequest` for an unknown model, and for a request beyond the limits."""
         self.check_model(body.model)
         self.limits.check(body)
 
     def check_model(self, name: str | None) -> None:
-        """Raises `InvalidRequest` for an unknown model. None is the loaded model."""
+        """Raises `ModelNotFound` for an unknown model. `None` stands for the loaded model."""
         if name is not None and name not in self.names:
             known = ", ".join(map(repr, self.names))
             raise ModelNotFound(f"there is no {name!r} here; this server has {known} (--alias adds names)")
@@ -79,7 +79,7 @@ class Serving:
     def check_size(self, field: str, messages: Sequence[object], tools: Sequence[object] | None) -> None:
         """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools.
 
-        `field`: the client's name of the messages.
+        `field`: the client's name for the messages.
         """
         most = self.info.max_sequence
         if len(messages) > most:
@@ -100,8 +100,8 @@ class Serving:
     ) -> PreparedChat:
         """`ChatFormat.prepare` on another thread, because rendering a long conversation takes time.
 
-        `field_names`: the client's names for parts of field names, replaced one after the other in errors. None: the
-        client uses OpenAI's chat completions. Raises `InvalidRequest`.
+        `field_names`: {part of a field name in OpenAI's chat completions: the client's name for it}, for errors. None:
+        the client uses chat completions. Raises `InvalidRequest`.
         """
         try:
             chat = await self._chat_format()

@@ -76,7 +76,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
         super().__init__(body, model, id_prefix="chatcmpl-")
         self._wants_logprobs = bool(body.wants_logprobs)
         self._chat = chat
-        self._outputs: dict[int, AssistantOutput] = {}  # by completion
+        self._outputs: dict[int, AssistantOutput] = {}  # by the index of the completion; for streams only
 
     def build(self, completions: list[list[GenerationEvent]]) -> ChatCompletionResponse:
         """As in `ResponseBuilder`."""
@@ -109,12 +109,12 @@ class ChatCompletionBuilder(ChoicesBuilder):
             role = ChatDelta(role="assistant", content="")
             chunks.append(self.chunk([ChatChunkChoice(index=index, delta=role)]))
         deltas = [_delta(delta) for delta in output.read(event)]
-        if event.logprobs and not deltas:  # of tokens without text, such as tags
+        if event.logprobs and not deltas:  # the tokens have no text of their own, such as tags
             deltas = [ChatDelta(content="")]
         logprobs = self._logprobs(event.logprobs) if event.logprobs else None
         for delta in deltas:
             chunks.append(self.chunk([ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)]))
-            logprobs = None  # the first chunk of an event has those of all its tokens
+            logprobs = None  # the first chunk of an event has the log-probabilities of all its tokens
         if event.finish_reason:
             last = ChatChunkChoice(
                 index=index, delta=ChatDelta(), finish_reason=output.finish_reason, seed=self.seed(index)
@@ -147,7 +147,7 @@ def _message(output: AssistantOutput) -> ResponseMessage:
 
 
 def _delta(delta: Delta) -> ChatDelta:
-    """`delta` of a chunk."""
+    """The `delta` of a chunk for a delta of the output parser."""
     if isinstance(delta, TextDelta):
         return ChatDelta(content=delta.text)
     if isinstance(delta, ReasoningDelta):
