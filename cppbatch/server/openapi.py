@@ -120,11 +120,22 @@ def _schemas() -> Json:
     bodies = [endpoint.body for endpoint in ENDPOINTS.values() if endpoint.body]
     responses = [kind for each in ENDPOINTS.values() for kind in (*each.types, each.unavailable, each.error)]
     _, schemas = msgspec.json.schema_components([*bodies, *responses], ref_template=REFS)
+    _, request_schemas = msgspec.json.schema_components(bodies, ref_template=REFS)
+    for name in schemas.keys() - request_schemas.keys():
+        _require_defaults(schemas[name])
     for body in bodies:
         if issubclass(body, SamplingFields):
             for name, (low, high) in _ranges(body).items():
                 _limit(schemas[body.__name__]["properties"][name], low, high)
     return schemas
+
+
+def _require_defaults(schema: Json) -> None:
+    """Marks fields with defaults as required: responses always have them. A field that can be absent has no default."""
+    required = schema.get("required", [])
+    properties = schema.get("properties", {})
+    if required := [name for name, of in properties.items() if name in required or "default" in of]:
+        schema["required"] = required
 
 
 def _ranges(body: type[SamplingFields]) -> dict[str, tuple[float, float]]:

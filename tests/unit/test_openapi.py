@@ -54,3 +54,13 @@ def test_names_that_others_use_have_the_ranges_too() -> None:
     assert schema_of(CompletionRequest)["logprobs"]["anyOf"][0]["maximum"] == 20
     assert schema_of(CompletionRequest)["repeat_penalty"] == schema_of(CompletionRequest)["repetition_penalty"]
     assert schema_of(CompletionRequest)["priority"]["anyOf"][0] == {"type": "integer", "minimum": -100, "maximum": 100}
+
+
+def test_fields_that_responses_always_have_are_required() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    for name in ("ChatCompletionResponse", "CompletionResponse", "ResponsesResponse"):
+        assert {"id", "object"} <= set(schemas[name]["required"])
+    assert {"type", "role"} <= set(schemas["MessagesResponse"]["required"])
+    assert "type" in schemas["AnthropicErrorResponse"]["required"]
+    assert not {"reasoning_content", "tool_calls"} & set(schemas["ResponseMessage"]["required"])
+    assert schemas[ChatCompletionRequest.__name__]["required"] == ["messages"]
