@@ -1,4 +1,4 @@
-"""Adds a label to every row of a CSV file. The model can only answer with one of the labels.
+"""Adds a label to every row of a CSV file. A JSON schema lets the model answer with one of the labels only.
 
 .venv/bin/python examples/classify_csv.py examples/data/reviews.csv --column review
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
 
 from cppbatch import BatchInferenceEngine, SamplingParams
@@ -15,7 +16,7 @@ DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTRUCTIONS = """Label each text with one of: {labels}.
 
 Text: {text}
-Label: """
+JSON: """
 
 
 def main() -> None:
@@ -26,7 +27,9 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
     args = parser.parse_args()
 
-    params = SamplingParams(guided_choice=tuple(args.labels), temperature=0)
+    label = {"type": "string", "enum": args.labels}
+    schema = {"type": "object", "properties": {"label": label}, "required": ["label"], "additionalProperties": False}
+    params = SamplingParams(json_schema=schema, temperature=0)
     labels = ", ".join(args.labels)
     with open(args.file, encoding="utf-8", newline="") as file, BatchInferenceEngine(args.model) as engine:
         rows = list(csv.DictReader(file))
@@ -36,7 +39,7 @@ def main() -> None:
     writer = csv.DictWriter(sys.stdout, [*rows[0], "label"])
     writer.writeheader()
     for row, result in zip(rows, results, strict=True):
-        writer.writerow({**row, "label": result.text})
+        writer.writerow({**row, "label": json.loads(result.text)["label"]})
 
 
 if __name__ == "__main__":
