@@ -215,6 +215,7 @@ def _exit_with_server(folder: str) -> None:
 
     def wait_for_end() -> None:
         sys.stdin.buffer.read()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # without its folder the main thread may fail: no traceback
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
@@ -234,7 +235,10 @@ def main() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C signals the worker too, but the server decides when it ends
         if hasattr(signal, name):  # Windows has no SIGHUP
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):  # the server has ended
+        return
+    setup = msgspec.json.decode(line, type=WorkerSetup)
     _exit_with_server(setup.folder)
     link = WorkerLink(setup)
     logging.basicConfig(level=setup.log_level, handlers=[_LogSender(link)])

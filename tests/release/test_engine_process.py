@@ -27,6 +27,7 @@ from cppbatch.cluster.engine_client import Health
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.in_flight import InFlightRequest
 from cppbatch.cluster.worker_link import LoadFailed
+from cppbatch.config import EngineConfig
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
 from tests import tiny_models
@@ -494,6 +495,22 @@ def test_interrupting_the_whole_group_leaves_the_worker_to_the_servers_process(t
         assert worker.status() != psutil.STATUS_ZOMBIE
         parent.kill()
         worker.wait(10)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 20, None], ids=["no setup", "half a setup", "a setup"])
+def test_a_worker_whose_server_has_ended_says_nothing(tiny_llama: Path, tmp_path: Path, n_bytes: int | None) -> None:
+    """Its folder is removed while it starts. Ctrl-C while the model loads showed a traceback of the worker."""
+    (tmp_path / "link").mkdir()
+    setup = worker_link.WorkerSetup(
+        config=EngineConfig(model_path=str(tiny_llama), n_ctx=256, n_parallel=2, n_threads=1),
+        folder=str(tmp_path / "link"),
+        endpoint=f"ipc://{tmp_path}/link/socket",
+        log_level=30,
+    )
+    command = [sys.executable, "-m", "cppbatch.cluster.worker_main"]
+    line = msgspec.json.encode(setup) + b"\n"
+    done = subprocess.run(command, input=line[:n_bytes], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_errors_of_loading_keep_their_type() -> None:
