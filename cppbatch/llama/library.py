@@ -30,6 +30,7 @@ _NEEDED = """
     llama_model_meta_key_by_index llama_model_meta_val_str_by_index llama_model_chat_template
     llama_model_has_encoder llama_model_has_decoder llama_model_is_recurrent llama_model_is_hybrid
     llama_model_is_diffusion llama_vocab_type llama_vocab_get_text llama_vocab_n_tokens llama_vocab_is_eog
+    llama_vocab_fim_pre llama_vocab_fim_suf llama_vocab_fim_mid llama_vocab_fim_rep llama_vocab_fim_sep
     llama_vocab_bos llama_vocab_eos llama_vocab_eot llama_vocab_sep llama_vocab_get_add_bos llama_vocab_get_add_eos
     llama_vocab_get_add_sep llama_tokenize llama_token_to_piece
     llama_context_default_params llama_init_from_model llama_free llama_n_ctx llama_n_ctx_seq llama_n_batch
