@@ -39,7 +39,7 @@ class BatchItem:
         self._item, self._path, self._shared = item, path, shared
 
     def body(self) -> GenerateRequest:
-        """The item's fields merge_fields with the shared ones. Raises `InvalidRequest`."""
+        """The item's fields, merged with the shared ones. Raises `InvalidRequest`."""
         own = self._item if isinstance(self._item, dict) else {"prompt": self._item}
         if own is not self._item and "prompt" in self._shared:
             raise InvalidRequest(self._path, f"is {self._item!r:.80}; it must be an object of sampling fields")

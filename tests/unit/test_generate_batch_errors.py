@@ -1,0 +1,25 @@
+"""An item of /generate/batch that fails names the field at fault as the client wrote it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import UNSET
+
+from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.server.generate.batch_items import BatchItem
+from cppbatch.server.generate.generate_batch import GenerateBatchBuilder
+
+
+@pytest.mark.parametrize(
+    ("field", "shown"),
+    [("task", "model"), ("prompt", "prompts[1]"), ("max_tokens", "max_tokens")],
+)
+def test_an_error_of_the_engine_names_the_field_of_the_body(field: str, shown: str) -> None:
+    builder = GenerateBatchBuilder([BatchItem("a", "prompts[0]", {}), BatchItem("b", "prompts[1]", {})])
+    builder.request_items += [1]
+    event = GenerationEvent(request_id="x", finish_reason=FinishReason.ERROR, error="is wrong", error_field=field)
+    builder.record(0, event)
+    builder.set_error(0, RuntimeError("another one"))
+    error = builder.build([[event]]).results[1].error
+    assert error is not UNSET
+    assert (error.param, error.message) == (shown, f"{shown}: is wrong")
