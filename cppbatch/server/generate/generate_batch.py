@@ -116,9 +116,7 @@ class GenerateBatchBuilder(ResponseBuilder):
     def set_error(self, item: int, error: Exception) -> None:
         """Makes this error the result of an item."""
         if isinstance(error, InvalidRequest):
-            field = (
-                "model" if error.field == "task" else error.field
-            )  # the model decides the task
+            field = "model" if error.field == "task" else error.field  # the model decides the task
             error = InvalidRequest(self._items[item].field_name(field), error.message)
         self._errors[item] = openai_error(api_error(error)).error
 
