@@ -100,7 +100,7 @@ def once_a_run(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callab
 
 @pytest.fixture(scope="session")
 def f16_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default model with float weights: wherever identical text is demanded (DESIGN)."""
+    """The default model with float weights: with them, a text is identical in every batch (docs/decisions/0027)."""
     return once_a_run(tmp_path_factory, "default-F16.gguf", lambda path: requantize(default_model, path, "F16"))
 
 

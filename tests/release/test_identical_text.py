@@ -1,4 +1,4 @@
-"""A request's greedy text does not depend on the batch it runs in (DESIGN: what identical text means)."""
+"""A request's greedy text does not depend on the batch it runs in (docs/architecture.md, Invariants)."""
 
 from __future__ import annotations
 
