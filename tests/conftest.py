@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.llama import Context, Model
-from cppbatch.llama.model import requantize
+from cppbatch.llama.quantize import quantize
 from cppbatch.models.find import models_folder
 from cppbatch.models.pull import pull_default
 from tests import tiny_models
@@ -101,13 +101,13 @@ def once_a_run(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callab
 @pytest.fixture(scope="session")
 def f16_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model with float weights: with them, a text is identical in every batch (docs/decisions/0027)."""
-    return once_a_run(tmp_path_factory, "default-F16.gguf", lambda path: requantize(default_model, path, "F16"))
+    return once_a_run(tmp_path_factory, "default-F16.gguf", lambda path: quantize(default_model, path, "F16"))
 
 
 @pytest.fixture(scope="session")
 def f32_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model with weights that, with a float cache, give practically the same logits in every batch."""
-    return once_a_run(tmp_path_factory, "default-F32.gguf", lambda path: requantize(default_model, path, "F32"))
+    return once_a_run(tmp_path_factory, "default-F32.gguf", lambda path: quantize(default_model, path, "F32"))
 
 
 @pytest.fixture(scope="session")

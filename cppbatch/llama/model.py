@@ -1,4 +1,4 @@
-"""A loaded GGUF model, and rewriting a model file in another type of weights."""
+"""A loaded GGUF model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from cppbatch.config import Pooling
 from cppbatch.errors import LlamaError, ModelError
@@ -21,10 +21,8 @@ from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.vocab import Vocab
 
 Progress = Callable[[float], bool]
-WeightType = Literal["F32", "F16", "Q4_0", "Q4_1", "Q8_0"]
 
 _POOLING: dict[str, Pooling] = {"1": "mean", "2": "cls", "3": "last", "4": "rank"}  # llama_pooling_type in metadata
-_FILE_TYPES: dict[WeightType, int] = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}  # llama_ftype
 
 
 class _Closeable(Protocol):
@@ -304,15 +302,3 @@ def _all_on_cpu() -> ctypes.Array[_BufferTypeOverride]:
     overrides = (_BufferTypeOverride * 2)()  # the second one is empty: the end of the list
     overrides[0] = _BufferTypeOverride(b".", ggml().ggml_backend_cpu_buffer_type())
     return overrides
-
-
-def requantize(source: Path, target: Path, kind: WeightType) -> Path:
-    """Writes the model `source` with weights of type `kind` to `target` and returns that. Raises `ModelError`."""
-    params = C.llama_model_quantize_default_params()
-    params.ftype = _FILE_TYPES[kind]
-    params.allow_requantize = True
-    with Backend.get().errors() as lines:
-        code = C.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
-    if code != 0:
-        raise ModelError(f"{source} cannot be rewritten as {kind}: {lines[0] if lines else f'code {code}'}")
-    return target

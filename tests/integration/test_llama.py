@@ -13,7 +13,7 @@ import pytest
 
 from cppbatch.errors import DecodeFailed, LibraryError, LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, Model, library
-from cppbatch.llama.model import requantize
+from cppbatch.llama.quantize import quantize
 from tests import tiny_models
 
 
@@ -196,7 +196,7 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(monkeypatch: 
 
 
 def test_a_requantised_model_loads_and_computes(tiny_llama: Path, tmp_path: Path) -> None:
-    path = requantize(tiny_llama, tmp_path / "q8.gguf", "Q8_0")
+    path = quantize(tiny_llama, tmp_path / "q8.gguf", "Q8_0")
     assert path.stat().st_size < tiny_llama.stat().st_size
     with Model(path) as model, Context(model, n_ctx=256, n_threads=1) as context:
         assert "Q8_0" in model.description
@@ -207,4 +207,4 @@ def test_a_requantised_model_loads_and_computes(tiny_llama: Path, tmp_path: Path
 def test_requantising_what_is_no_model_raises_an_error_with_its_path(tmp_path: Path) -> None:
     source = tiny_models.not_gguf(tmp_path / "page.gguf")
     with pytest.raises(ModelError, match=str(source)):
-        requantize(source, tmp_path / "out.gguf", "Q8_0")
+        quantize(source, tmp_path / "out.gguf", "Q8_0")
