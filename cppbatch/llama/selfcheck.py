@@ -8,10 +8,8 @@ library build and CPU.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
-import platform
 import signal
 import subprocess
 import sys
@@ -21,8 +19,9 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from cppbatch.build_key import build_key
 from cppbatch.errors import LibraryError
-from cppbatch.llama.library import PINNED_VERSION, REINSTALL, library_path
+from cppbatch.llama.library import REINSTALL, library_path
 
 log = logging.getLogger("cppbatch.llama")
 
@@ -66,7 +65,8 @@ def safe_use_extra_bufts() -> bool:
 @functools.cache
 def check() -> Verdict:
     """The verdict for the installed library on this CPU, cached on disk."""
-    path = user_cache_path("cppbatch") / "selfcheck" / f"{_key()}.json"
+    key = build_key(Path(library_path()).parent)
+    path = user_cache_path("cppbatch") / "selfcheck" / f"{key}.json"
     try:
         return Verdict(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # not cached, or not readable as a verdict
@@ -79,22 +79,6 @@ def check() -> Verdict:
     except OSError as error:
         log.info("the self-check's verdict cannot be cached: %s", error)
     return verdict
-
-
-def _key() -> str:
-    """A hash of the library files and the CPU: the name of the cache file."""
-    library = Path(library_path())
-    files = sorted(library.parent.iterdir()) if library.parent.is_dir() else []
-    stamps = [(f.name, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())]
-    return hashlib.sha256(repr((PINNED_VERSION, str(library), stamps, _cpu())).encode()).hexdigest()[:16]
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
 def _run_check() -> Verdict:

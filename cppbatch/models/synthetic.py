@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +32,16 @@ QUANTS = {  # the values of `quant`, with the file type that is written to the m
     "Q4_1": gguf.LlamaFileType.MOSTLY_Q4_1,
 }
 
+Encode = Callable[[npt.NDArray[np.float32], gguf.GGMLQuantizationType], npt.NDArray[Any]]
+"""Converts rows of floats to a type: rows of floats, or of blocks as uint8."""
+
 UNK, BOS, EOS, IM_START, IM_END = range(5)  # token ids, the same in every `byte_vocab`
 FIRST_BYTE = 5  # the id of <0x00>; the other 255 bytes follow
 
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _WORDS = "the that this they and are was for you not with have from said what when will one all can"
 _PAIRS = "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri"
-_MAX_RANDOM = 1 << 22  # random values per tensor; larger tensors repeat them, or 8B shapes would take too long
+_MAX_RANDOM = 1 << 22  # or 8B shapes would take too long
 
 
 @dataclass(frozen=True)
@@ -181,12 +184,15 @@ def write_llama(
     chat_template: str | None = None,
     vocab: GgufVocab | None = None,
     silent: Sequence[int] = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED),
+    encode: Encode = quantize,
+    max_random: int = _MAX_RANDOM,
 ) -> Path:
     """Writes a random Llama model to `path` and returns it. The same arguments produce the same bytes.
 
     `quant`: the type of the matrices, a key of `QUANTS`; vectors stay F32. llama.cpp's repacked and AMX kernels need
     n_embd and n_ff to be multiples of 256, and a vocabulary of 512. `vocab`: None for `byte_vocab()`. Tokens of the
-    types in `silent` have logit 0, far below the highest ones, so greedy text does not end by chance. Raises ValueError
+    types in `silent` have logit 0, far below the highest ones, so greedy text does not end by chance. `encode` may know
+    more types than `QUANTS`. `max_random`: random values per matrix; a larger matrix repeats them. Raises ValueError
     for an unknown `quant` or a size that is not a multiple of its block (32), OSError if the file cannot be written.
     """
     shape = shape or LlamaShape()
@@ -205,7 +211,8 @@ def write_llama(
     add_vocab(writer, vocab)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
-    return write_gguf(path, writer, _llama_weights(shape, vocab, silent), quant=quant, seed=seed)
+    weights = _llama_weights(shape, vocab, silent)
+    return write_gguf(path, writer, weights, quant=quant, seed=seed, encode=encode, max_random=max_random)
 
 
 LORA_TARGETS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -268,15 +275,24 @@ def add_vocab(writer: Any, vocab: GgufVocab) -> None:
 
 
 def write_gguf(
-    path: str | os.PathLike[str], writer: Any, weights: Iterable[Weight], *, quant: str = "F32", seed: int = 0
+    path: str | os.PathLike[str],
+    writer: Any,
+    weights: Iterable[Weight],
+    *,
+    quant: str = "F32",
+    seed: int = 0,
+    encode: Encode = quantize,
+    max_random: int = _MAX_RANDOM,
 ) -> Path:
     """Writes the metadata of `writer` and the weights to `path`, with one tensor in memory at a time.
 
     `writer`: a GGUFWriter that has not written anything yet. Raises the same exceptions as `write_llama`.
     """
+    if encode is quantize and quant not in QUANTS:
+        raise ValueError(f"quant is {quant!r}: must be one of {', '.join(QUANTS)}")
     weights = list(weights)
     n_bytes = [_n_bytes(weight, quant) for weight in weights]
-    writer.add_file_type(QUANTS[quant])
+    writer.add_file_type(QUANTS.get(quant, gguf.LlamaFileType.GUESSED))
     for weight, size in zip(weights, n_bytes, strict=True):
         kind = _kind(weight, quant)
         writer.add_tensor_info(weight.name, weight.shape, np.dtype(np.float32), size, raw_dtype=kind)
@@ -286,7 +302,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for weight in weights:
-            writer.write_tensor_data(_values(weight, _kind(weight, quant), rng))
+            writer.write_tensor_data(_values(weight, _kind(weight, quant), rng, encode, max_random))
     finally:
         writer.close()
     return Path(path)
@@ -305,21 +321,19 @@ def _n_bytes(weight: Weight, quant: str) -> int:
 
 
 def _kind(weight: Weight, quant: str) -> Any:
-    if quant not in QUANTS:
-        raise ValueError(f"quant is {quant!r}: must be one of {', '.join(QUANTS)}")
     return gguf.GGMLQuantizationType[quant if len(weight.shape) > 1 else "F32"]
 
 
-def _values(weight: Weight, kind: Any, rng: np.random.Generator) -> npt.NDArray[Any]:
+def _values(weight: Weight, kind: Any, rng: np.random.Generator, encode: Encode, max_random: int) -> npt.NDArray[Any]:
     """The tensor in the format of the file: rows of floats, or of quantised blocks as uint8."""
     if weight.std == 0.0:
         return np.asarray(quantize(np.full(weight.shape, weight.mean, np.float32), kind))
     rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
-    n_random = min(rows, max(1, _MAX_RANDOM // columns))
+    n_random = min(rows, max(1, max_random // columns))
     random = rng.standard_normal((n_random, columns), dtype=np.float32)
     random *= np.float32(weight.std)
     random += np.float32(weight.mean)
-    part = quantize(random, kind)
+    part = encode(random, kind)
     block = GGML_QUANT_SIZES[kind][1] if part.dtype == np.uint8 else 1
     out = np.empty((rows, part.shape[1]), part.dtype)
     for shift, start in enumerate(range(0, rows, n_random)):  # repeats are shifted by a block: no two rows are equal

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from cppbatch import build_key
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.errors import LibraryError
 from cppbatch.llama import selfcheck
@@ -134,7 +135,7 @@ def test_another_cpu_gets_a_verdict_of_its_own(
     started = children(FINE, FINE)
     selfcheck.check()
     selfcheck.check.cache_clear()
-    monkeypatch.setattr(selfcheck, "_cpu", lambda: "another CPU")
+    monkeypatch.setattr(build_key, "_cpu", lambda: "another CPU")
     selfcheck.check()
     assert started == [True, True]
 

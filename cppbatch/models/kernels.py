@@ -1,0 +1,114 @@
+"""Which types of weights have a batched kernel on this CPU: found out by timing, and cached.
+
+llama.cpp computes some types row by row: a batch of 16 takes 16 times as long as one row. Which types these are differs
+between its releases and CPUs, so a child process times tiny models. Its results are cached for each library build, CPU
+and number of threads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from platformdirs import user_cache_path
+
+from cppbatch.build_key import build_key
+from cppbatch.config import available_threads
+
+log = logging.getLogger("cppbatch.kernels")
+
+ROWS = (1, 4, 16, 256)
+"""The batch sizes that are timed."""
+
+_BATCH = 16
+_BATCHED_GAIN = 1.5  # types without a batched kernel measure 1.0 to 1.2, those with one 1.9 to 7
+_TIMEOUT_S = 120
+_NOT_WEIGHTS = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"}  # ggml aborts when it is asked for such weights
+
+
+class KernelTimes(msgspec.Struct, frozen=True):
+    """The times of a type's kernels."""
+
+    ms: dict[int, float]
+    """{rows: milliseconds of a decode for a million weights}, for each number of rows in `ROWS`."""
+
+    @property
+    def batch_gain(self) -> float:
+        """How many times faster a row is computed in a batch of 16 than alone."""
+        return _BATCH * self.ms[1] / self.ms[_BATCH]
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether a batch of 16 takes clearly less time than 16 rows one by one."""
+        return self.batch_gain >= _BATCHED_GAIN
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What the child process prints."""
+
+    ms: dict[str, dict[int, float]]
+    has_gpu: bool
+    """Whether llama.cpp sees a GPU (on a Mac: Metal)."""
+
+
+def kernel_times(types: Iterable[str], *, n_threads: int | None = None) -> dict[str, KernelTimes]:
+    """The times of these types (ggml's names: "Q4_K"), measured unless they are cached: about 0.3 s for each type.
+
+    `n_threads`: None for the engine's default. Types that cannot be measured are left out; all of them, if
+    llama-cpp-python is missing or crashes.
+    """
+    n_threads = n_threads or available_threads()
+    wanted = [kind for kind in dict.fromkeys(types) if kind not in _NOT_WEIGHTS]
+    path = _cache_path(n_threads)
+    if path is None:
+        return {}
+    known = _read(path)
+    if missing := [kind for kind in wanted if kind not in known.ms]:
+        known = _measure(missing, n_threads, path) or known
+    return {kind: KernelTimes(known.ms[kind]) for kind in wanted if kind in known.ms}
+
+
+def _cache_path(n_threads: int) -> Path | None:
+    folder = _library_folder()
+    return folder and user_cache_path("cppbatch") / "kernels" / f"{build_key(folder, n_threads)}.json"
+
+
+def _library_folder() -> Path | None:
+    """The folder of llama.cpp's libraries, found without loading them; None if llama-cpp-python is not installed."""
+    if named := os.environ.get("LLAMA_CPP_LIB_PATH"):
+        return Path(named)
+    spec = importlib.util.find_spec("llama_cpp")
+    return Path(spec.origin).parent / "lib" if spec and spec.origin else None
+
+
+def _read(path: Path) -> Measured:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Measured)
+    except (OSError, msgspec.DecodeError):  # not cached, or not readable
+        return Measured({}, has_gpu=False)
+
+
+def _measure(types: list[str], n_threads: int, path: Path) -> Measured | None:
+    """Measures in a child process and adds the result to the cache. None if the child fails."""
+    command = [sys.executable, "-m", "cppbatch.llama.kernels_child", str(n_threads), *types]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=True)
+        measured = msgspec.json.decode(done.stdout, type=Measured)
+    except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
+        log.info("the kernels of %s cannot be timed: %s", ", ".join(types), error)
+        return None
+    merged = Measured({**_read(path).ms, **measured.ms}, measured.has_gpu)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_bytes(msgspec.json.encode(merged))
+        part.replace(path)
+    except OSError as error:
+        log.info("the times of kernels cannot be cached: %s", error)
+    return merged
