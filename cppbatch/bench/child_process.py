@@ -10,12 +10,16 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import psutil
+
+from cppbatch.errors import UnusableServer
+
+_OUTPUT_END = 1000  # characters
 
 
 class CommandResult(NamedTuple):
@@ -45,6 +49,10 @@ class ChildProcess:
         except BaseException:
             self._folder.cleanup()
             raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def wait(self, seconds: float) -> int | None:
         """Returns the exit code; None: it still runs after this time."""
@@ -99,6 +107,27 @@ def run_with_timeout(
     if code is None:
         return CommandResult(took, output, f"it was stopped after its time limit of {seconds:.0f} s")
     return CommandResult(took, output, f"it ended with exit code {code}" if code else None)
+
+
+class RunningServer(NamedTuple):
+    """A server that answers."""
+
+    url: str
+    process: ChildProcess
+
+
+@contextlib.contextmanager
+def running_server(command: Sequence[str | Path], seconds: float = 120) -> Iterator[RunningServer]:
+    """Starts a server on a free port of 127.0.0.1, yields it when its /health answers, and kills it at the end.
+
+    `command`: without `--port`, which is added. Raises `UnusableServer`, with the end of its output, if it does not
+    answer within `seconds`, and OSError if it cannot be started.
+    """
+    port = free_port()
+    with ChildProcess([*command, "--host", "127.0.0.1", "--port", str(port)]) as process:
+        if problem := process.wait_for(f"http://127.0.0.1:{port}/health", seconds):
+            raise UnusableServer(f"{' '.join(map(str, command))} {problem}: {process.output()[-_OUTPUT_END:]}")
+        yield RunningServer(f"http://127.0.0.1:{port}", process)
 
 
 def free_port() -> int:
