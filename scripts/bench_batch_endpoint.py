@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speedup of /generate/batch: 64 short prompts in one request against 64 sequential /generate requests.
 
-Starts `cppbatch serve` with its defaults, prints the medians of both and their ratio, and then checks that one invalid
+Starts `cppbatch serve` with its defaults, prints the median of the repeats' ratios, and then checks that one invalid
 prompt of 64 fails alone. Every run has new prompts, so that the prefix cache has no effect.
 
 .venv/bin/python scripts/bench_batch_endpoint.py [--repeats 3] [-- -m model.gguf]
@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
-import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from statistics import median
 from time import perf_counter
 from typing import Any
+
+from cppbatch.bench.child_process import running_server
 
 N_PROMPTS, N_TOKENS = 64, 32
 FIELDS = {"max_tokens": N_TOKENS, "ignore_eos": True, "temperature": 0}
@@ -64,25 +63,14 @@ def one_invalid(url: str) -> list[dict[str, Any]]:
     return [result for result in results if "error" in result]
 
 
-def serve(arguments: list[str]) -> Iterator[str]:
-    """Starts a server, yields its URL, and stops it when the generator is closed."""
-    command = [sys.executable, "-m", "cppbatch", "serve", "--port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        assert server.stdout
-        try:
-            yield next(found[1] for line in server.stdout if (found := re.search(r"ready at (http://\S+)", line)))
-        finally:
-            server.terminate()
-            server.stdout.read()
-
-
 def main() -> None:
     """Prints both medians, their ratio, and the error of the invalid prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
     options = parser.parse_args()
-    for url in serve(options.rest):
+    with running_server([sys.executable, "-m", "cppbatch", "serve", *options.rest]) as server:
+        url = server.url
         post(url, "/generate/batch", {**FIELDS, "prompts": prompts()[:16]})  # warm-up
         sequential, batched = [], []
         for _ in range(options.repeats):
@@ -90,7 +78,8 @@ def main() -> None:
             sequential.append(one_by_one(url))
             print(f"one by one {sequential[-1]:6.2f} s   /generate/batch {batched[-1]:6.2f} s", flush=True)
         one, many = median(sequential), median(batched)
-        print(f"medians: {one:.2f} s and {many:.2f} s: /generate/batch is {one / many:.2f} times as fast")
+        ratio = median(a / b for a, b in zip(sequential, batched, strict=True))
+        print(f"medians: {one:.2f} s and {many:.2f} s: /generate/batch is {ratio:.2f} times as fast")
         for failed in one_invalid(url):
             print(f"of {N_PROMPTS} prompts this one failed: {failed['index']} ({failed['error']['message'][:60]}...)")
 

@@ -284,7 +284,7 @@ def compare(args: argparse.Namespace, name: str, tokenizer: Path) -> None:
         args.llama_server, theirs, generator, args.threads, max(load.concurrency, generator.n_requests // 2)
     )
     commands: dict[str, list[str | Path]] = {
-        OURS: [*CPPBATCH, "serve", "-m", ours, *load.sizes.split(), *load.ours.split(), *args.rest],
+        OURS: [*CPPBATCH, "serve", "-m", ours, *load.sizes.split(), *load.ours.split(), *args.ours.split()],
         THEIRS: [args.llama_server, "-m", theirs, *flags],
     }
     with contextlib.ExitStack() as servers:
@@ -328,7 +328,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer for AIPerf (the model's own)")
     parser.add_argument("-t", "--threads", type=int, default=available_threads(), help="llama-server's threads")
     parser.add_argument("--minutes", type=float, default=60, help="for everything (60)")
-    parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
+    parser.add_argument("--ours", default="", metavar="FLAGS", help='more flags of cppbatch serve: --ours="-t 1"')
     args = parser.parse_args()
     if unknown := [name for name in args.load if name not in LOADS]:
         parser.error(f"--load {','.join(unknown)}: write some of {', '.join(LOADS)}")

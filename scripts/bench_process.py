@@ -1,70 +1,279 @@
 #!/usr/bin/env python3
-"""Cost of the process boundary: 16 streams over HTTP, with the engine in a worker process and with --in-process.
+"""What each layer above llama_decode costs at 16 streams: tokens/s relative to a bare loop over the same batch.
 
-Starts `cppbatch serve` in both modes in turn and prints the tokens/s of each run and the ratio of the medians.
+bare loop: llama_decode with 16 rows and nothing else. engine: `BatchInferenceEngine.step` in a loop. LocalEngine: with
+asyncio, on a thread. EngineProcess: in a worker process. HTTP: `cppbatch serve` with 16 SSE streams. Every measurement
+is a process of its own, and all are measured in turns. The prompts are in the prefix cache, so that each step has 16
+decode rows.
+
+    .venv/bin/python scripts/bench_process.py [-m model.gguf] [--turns 5] [--tokens 128] [--kv-layout per-sequence]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import re
-import statistics
 import subprocess
 import sys
-import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from random import Random
+from statistics import median
+from time import perf_counter, process_time
 
-import aiohttp
+import msgspec
+import numpy as np
+import psutil
 
-MODES = {"worker process": [], "in process": ["--in-process"]}
+from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, SamplingParams
+from cppbatch.bench.child_process import running_server
+from cppbatch.bench.load.load_client import LoadClient
+from cppbatch.bench.load.target import Target, probe_server
+from cppbatch.bench.load.workload import LoadRequest
+from cppbatch.bench.markdown import markdown_table
+from cppbatch.bench.prompts import random_prompt, random_text
+from cppbatch.bench.throughput import bare_loop
+from cppbatch.cluster.engine_client import EngineClient
+from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.config import EngineConfig
+from cppbatch.engine.runtime import load_runtime
+from cppbatch.llama import Batch, Context
+from cppbatch.models.pull import choose_model
+
+PROMPT_TOKENS, WARM_UP, LIMIT_S = 32, 8, 300
+BARE, ENGINE = "bare loop", "engine"
 
 
-async def streams(url: str, n: int, n_tokens: int) -> float:
-    """Returns the tokens/s of `n` concurrent streams, from the first chunk of any stream to the end."""
-    body = {"max_tokens": n_tokens, "ignore_eos": True, "stream": True, "temperature": 0.8}
-    first, total = 0.0, 0
+class Result(msgspec.Struct):
+    """One measurement."""
 
-    async def one(session: aiohttp.ClientSession, i: int) -> None:
-        nonlocal first, total
-        async with session.post(f"{url}/v1/completions", json={**body, "prompt": f"Fact number {i}:"}) as answer:
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    first = first or time.perf_counter()
-                    total += 1
-
-    async with aiohttp.ClientSession() as session:
-        await asyncio.gather(*(one(session, i) for i in range(n)))
-    return total / (time.perf_counter() - first)
+    tokens_per_second: float
+    decode_ms: float
+    """In llama_decode, of a step."""
+    rows: float
+    """Tokens of a step."""
+    front_cpu: float | None = None
+    """CPU time of the processes other than the engine's, as a share of a core."""
 
 
-def measure(arguments: list[str], n: int, n_tokens: int) -> float:
-    """Returns the tokens/s of a server with these arguments, after a warm-up."""
-    command = [sys.executable, "-m", "cppbatch", "serve", "--port", "0", "-np", str(n), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        assert server.stdout
-        url = next(found[1] for line in server.stdout if (found := re.search(r"ready at (http://\S+)", line)))
-        asyncio.run(streams(url, n, 16))
-        speed = asyncio.run(streams(url, n, n_tokens))
-        server.terminate()
-        server.stdout.read()
-    return speed
+class Setting(msgspec.Struct):
+    """What to measure."""
+
+    model: str
+    streams: int
+    tokens: int
+    kv_layout: str
+    flash_attn: str
+    threads: int
+
+    def config(self) -> EngineConfig:
+        return msgspec.convert(
+            {
+                "model_path": self.model,
+                "n_ctx": self.n_ctx,
+                "n_parallel": self.streams,
+                "kv_layout": self.kv_layout,
+                "flash_attn": self.flash_attn,
+                "n_threads": self.threads,
+            },
+            EngineConfig,
+        )
+
+    @property
+    def n_ctx(self) -> int:
+        """The prompts have `PROMPT_TOKENS` words, with some vocabularies many more tokens."""
+        return self.streams * (8 * PROMPT_TOKENS + self.tokens)
+
+    def prompts(self) -> list[str]:
+        return [random_text(Random(i), PROMPT_TOKENS) for i in range(self.streams)]
+
+    def params(self, n_new: int) -> SamplingParams:
+        return SamplingParams(max_tokens=n_new, temperature=0, ignore_eos=True)
+
+
+class Counters(msgspec.Struct):
+    """Some of the engine's statistics."""
+
+    steps: int
+    generated_tokens: int
+    step_seconds: dict[str, float]
+
+
+def result(before: Counters, after: Counters, seconds: float, front_cpu: float | None = None) -> Result:
+    """Returns the figures of the time between two states of the counters."""
+    steps, tokens = after.steps - before.steps, after.generated_tokens - before.generated_tokens
+    decode_s = after.step_seconds["decode"] - before.step_seconds["decode"]
+    return Result(tokens / seconds, 1000 * decode_s / steps, tokens / steps, front_cpu)
+
+
+# --- the layers ---------------------------------------------------------------------------------------------------
+
+
+def measure_bare_loop(setting: Setting) -> Result:
+    runtime = load_runtime(setting.config())
+    assert isinstance(runtime.context, Context)
+    draw = np.random.default_rng(0)
+    prompts = [random_prompt(draw, PROMPT_TOKENS, runtime.info.n_vocab) for _ in range(setting.streams)]
+    batch = Batch(runtime.context.n_batch)
+    bare_loop(runtime.context, batch, prompts, WARM_UP)
+    speed = bare_loop(runtime.context, batch, prompts, setting.tokens).decode
+    runtime.close()
+    return Result(speed, 1000 * setting.streams / speed, setting.streams)
+
+
+def measure_engine(setting: Setting) -> Result:
+    with BatchInferenceEngine(setting.config()) as engine:
+
+        def run(n_new: int) -> None:
+            for prompt in setting.prompts():
+                engine.add_request(prompt, setting.params(n_new))
+            while engine.has_work:
+                engine.step()
+
+        run(WARM_UP)
+        before, began = msgspec.convert(engine.stats(), Counters, from_attributes=True), perf_counter()
+        run(setting.tokens)
+        seconds = perf_counter() - began
+        return result(before, msgspec.convert(engine.stats(), Counters, from_attributes=True), seconds)
+
+
+async def measure_client(client: EngineClient, setting: Setting) -> Result:
+    """Measures 16 streams of an engine behind this asyncio interface."""
+
+    async def stream(prompt: str, n_new: int) -> None:
+        request = GenerationRequest(id=prompt, prompt=prompt, params=setting.params(n_new))
+        async for _ in client.submit(request):
+            pass
+
+    async def counters() -> Counters:
+        return msgspec.convert(await client.stats(), Counters, from_attributes=True)
+
+    async def run(n_new: int) -> None:
+        await asyncio.gather(*(stream(prompt, n_new) for prompt in setting.prompts()))
+
+    async with client:
+        return await between_counters(run, counters, setting.tokens, process_time)
+
+
+async def measure_local(setting: Setting) -> Result:
+    measured = await measure_client(LocalEngine(setting.config()), setting)
+    return msgspec.structs.replace(measured, front_cpu=None)  # this process is the engine's
+
+
+async def measure_process(setting: Setting) -> Result:
+    return await measure_client(EngineProcess(setting.config()), setting)
+
+
+async def measure_http(setting: Setting) -> Result:
+    """The client is this process."""
+    sizes = ["-np", setting.streams, "-c", setting.n_ctx, "--kv-layout", setting.kv_layout, "-fa", setting.flash_attn]
+    command = [sys.executable, "-m", "cppbatch", "serve", "-m", setting.model, *sizes, "-t", setting.threads]
+    with running_server(list(map(str, command))) as running:
+        target = Target("HTTP", running.url)
+        server = await probe_server(target, model=None, endpoint="completions", api_key=None, timeout=LIMIT_S)
+        front = psutil.Process(running.process.pid)
+
+        async with LoadClient(server, LIMIT_S) as client:
+
+            async def run(n_new: int) -> None:
+                requests = [LoadRequest(prompt, n_new) for prompt in setting.prompts()]
+                outcomes = await asyncio.gather(*(client.send(request, perf_counter()) for request in requests))
+                if failures := [outcome.failure for outcome in outcomes if outcome.failure]:
+                    raise failures[0]
+
+            async def counters() -> Counters:
+                return msgspec.json.decode(await asyncio.to_thread(get, f"{running.url}/stats"), type=Counters)
+
+            def cpu_time() -> float:
+                user, system = front.cpu_times()[:2]
+                return process_time() + float(user + system)
+
+            return await between_counters(run, counters, setting.tokens, cpu_time)
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
+        body: bytes = answer.read()
+    return body
+
+
+async def between_counters(
+    run: Callable[[int], Awaitable[None]],
+    counters: Callable[[], Awaitable[Counters]],
+    n_new: int,
+    cpu_time: Callable[[], float],
+) -> Result:
+    """Runs a warm-up, then `n_new` tokens of each stream."""
+    await run(WARM_UP)
+    before, cpu_before, began = await counters(), cpu_time(), perf_counter()
+    await run(n_new)
+    seconds, cpu = perf_counter() - began, cpu_time() - cpu_before
+    return result(before, await counters(), seconds, cpu / seconds)
+
+
+LAYERS: dict[str, Callable[[Setting], Result]] = {
+    BARE: measure_bare_loop,
+    ENGINE: measure_engine,
+    "LocalEngine": lambda setting: asyncio.run(measure_local(setting)),
+    "EngineProcess": lambda setting: asyncio.run(measure_process(setting)),
+    "HTTP": lambda setting: asyncio.run(measure_http(setting)),
+}
+
+
+# --- turns --------------------------------------------------------------------------------------------------------
+
+
+def in_child(layer: str, setting: Setting) -> Result:
+    """Measures a layer in a process of its own."""
+    command = [sys.executable, __file__, "--child", layer, msgspec.json.encode(setting).decode()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT_S, check=True)
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Result)
+
+
+def table(turns: list[dict[str, Result]]) -> str:
+    """Returns a row for each layer: medians, and the medians of the turns' ratios."""
+    rows = []
+    for layer in LAYERS:
+        measured = [turn[layer] for turn in turns]
+        ratios = [turn[layer].tokens_per_second / turn[BARE].tokens_per_second for turn in turns]
+        of_engine = [turn[layer].tokens_per_second / turn[ENGINE].tokens_per_second for turn in turns]
+        cpu = [each.front_cpu for each in measured if each.front_cpu is not None]
+        rows.append([
+            layer,
+            f"{median(each.tokens_per_second for each in measured):.1f}",
+            f"{median(ratios):.1%} ({min(ratios):.1%} to {max(ratios):.1%})",
+            f"{median(of_engine):.1%}",
+            f"{median(each.decode_ms for each in measured):.2f}",
+            f"{median(each.rows for each in measured):.1f}",
+            f"{median(cpu):.1%}" if cpu else "-",
+        ])  # fmt: skip
+    titles = ["", "tokens/s", "of the bare loop", "of the engine", "llama_decode, ms", "rows a step", "other CPU"]
+    return markdown_table(titles, rows)
 
 
 def main() -> None:
-    """Prints each run and the ratio of the medians."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", type=int, default=16, help="streams at once")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of each")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
-    options = parser.parse_args()
-    speeds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for i in range(options.repeats):
-        for mode, flags in list(MODES.items())[:: 1 if i % 2 else -1]:
-            speeds[mode].append(measure([*flags, *options.rest], options.n, options.tokens))
-            print(f"{mode:<15} {speeds[mode][-1]:7.1f} tokens/s", flush=True)
-    in_process, worker = (statistics.median(speeds[mode]) for mode in ("in process", "worker process"))
-    print(f"medians: worker process {worker:.1f}, in process {in_process:.1f}: {worker / in_process:.1%}")
+    """Prints a row for each layer."""
+    if sys.argv[1:2] == ["--child"]:
+        print(msgspec.json.encode(LAYERS[sys.argv[2]](msgspec.json.decode(sys.argv[3], type=Setting))).decode())
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", help="GGUF file (the default model)")
+    parser.add_argument("-n", "--streams", type=int, default=16, help="streams at once (16)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each (128)")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--kv-layout", choices=["unified", "per-sequence"], default="per-sequence")
+    parser.add_argument("-fa", "--flash-attn", choices=["auto", "on", "off"], default="auto")
+    parser.add_argument("-t", "--threads", type=int, default=0)
+    args = vars(parser.parse_args())
+    n_turns = args.pop("turns")
+    setting = Setting(**{**args, "model": str(choose_model(args["model"]).absolute())})
+    turns = []
+    for i in range(n_turns):
+        order = list(LAYERS)[:: -1 if i % 2 else 1]
+        turns.append({layer: in_child(layer, setting) for layer in order})
+        speeds = ", ".join(f"{layer} {turns[-1][layer].tokens_per_second:.0f}" for layer in LAYERS)
+        print(f"turn {i + 1}, tokens/s: {speeds}", file=sys.stderr, flush=True)
+    print(table(turns))
 
 
 if __name__ == "__main__":

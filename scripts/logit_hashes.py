@@ -65,6 +65,8 @@ class Case:
     """Tokens of another prompt in each decode."""
     source: Literal["computed", "copied", "truncated", "restored"] = "computed"
     """copied, truncated: from a sequence with this prompt, or a longer one; restored: saved to host memory and back."""
+    fresh: int = 1
+    """Tokens at the end of the prompt that are computed after that."""
 
 
 CASES = [
@@ -89,10 +91,15 @@ CASES = [
     Case("prompt in pieces of 128", piece=PIECE_MOST),
     Case("pieces of 16 beside decode rows", piece=16, beside_rows=True),
     Case("pieces of 64 beside decode rows", piece=64, beside_rows=True),
+    Case("pieces of 16 beside rows of the seq_ids before", row=15, piece=16, beside_rows=True),
+    Case("pieces of 64 beside rows of the seq_ids before", row=15, piece=64, beside_rows=True),
     Case("whole prompt beside decode rows", beside_rows=True),
-    Case("prefix copied from another sequence", source="copied"),
-    Case("prefix copied from a longer sequence", source="truncated"),
-    Case("prefix saved and restored", source="restored"),
+    Case("all but 1 token copied from another sequence", source="copied"),
+    Case("all but 1 token saved and restored", source="restored"),
+    Case("all but 2 tokens copied from another sequence", source="copied", fresh=2),
+    Case("all but 72 tokens copied from another sequence", source="copied", fresh=72),
+    Case("all but 72 tokens copied from a longer sequence", source="truncated", fresh=72),
+    Case("all but 72 tokens saved and restored", source="restored", fresh=72),
 ]
 
 
@@ -134,11 +141,10 @@ class Sequences:
         case, prompt = self._case, self._prompt
         if case.source == "computed":
             return self._compute(prompt, case.row, case.piece)
-        # A sequence shares all but its last token, whose logits it needs.
-        n_shared, last = len(prompt) - 1, prompt[-1:]
-        longer = self._tokens("longer", 20) if case.source == "truncated" else last
+        n_shared = len(prompt) - case.fresh
+        longer = self._tokens("longer", 100) if case.source == "truncated" else prompt[n_shared:]
         source = case.row if case.source == "restored" else SOURCE
-        self._compute(np.concatenate([prompt[:-1], longer]), source, case.piece)
+        self._compute(np.concatenate([prompt[:n_shared], longer]), source, case.piece)
         if case.source == "restored":
             state = self._context.save_sequence(source)
             self._context.remove(source)
@@ -148,7 +154,7 @@ class Sequences:
             self._context.remove(SOURCE)
         self._context.remove(case.row, n_shared)
         self._lengths[case.row] = n_shared
-        return self._compute(last, case.row, 0)
+        return self._compute(prompt[n_shared:], case.row, 0)
 
     def _compute(self, tokens: Tokens, seq_id: int, piece: int) -> Logits:
         """Computes tokens in pieces and returns the logits of the last one."""

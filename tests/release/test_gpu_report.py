@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from cppbatch.bench.child_process import ChildProcess, free_port, run_with_timeout
 from cppbatch.bench.machine import this_machine
+from tests.fake_peers import write_llama_server, write_program
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
 
@@ -24,28 +24,12 @@ for n in sys.argv[sys.argv.index("-npl") + 1].split(","):
     print("|", " | ".join([sys.argv[sys.argv.index("-npp") + 1], sys.argv[sys.argv.index("-ntg") + 1], n]), "|")
 """
 
-SERVER = """
-import sys
-from aiohttp import web
-from tests.fake_openai import FakeOpenAI
-if "--backend-sampling" in sys.argv:
-    sys.exit("this device cannot sample")
-async def health(request):
-    return web.json_response({"status": "ok"})
-app = FakeOpenAI(model="peer").app()
-app.router.add_get("/health", health)
-web.run_app(app, host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]), print=None)
-"""
-
 
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("peers")
-    (folder / "bin").mkdir()
-    for name, program in (("llama-batched-bench", BATCHED_BENCH), ("llama-server", SERVER)):
-        file = folder / "bin" / name
-        file.write_text(f"#!{sys.executable}\n{program}")
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    write_program(folder / "bin" / "llama-batched-bench", BATCHED_BENCH)
+    write_llama_server(folder / "bin" / "llama-server")
     return folder
 
 

@@ -1,0 +1,58 @@
+"""Programs in the place of other projects' ones: a llama-server that says words, and a load generator."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+_LLAMA_SERVER = """
+import sys
+from aiohttp import web
+from tests.fake_openai import FakeOpenAI
+if "--backend-sampling" in sys.argv:
+    sys.exit("this device cannot sample")
+async def health(request):
+    return web.json_response({"status": "ok"})
+between = 0.0 if "--no-kv-unified" in sys.argv and sys.argv[sys.argv.index("-fa") + 1] == "on" else 0.005
+app = FakeOpenAI(model="peer", between=between).app()
+app.router.add_get("/health", health)
+web.run_app(app, host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]), print=None)
+"""
+
+_AIPERF = """
+import json, pathlib, sys
+def flag(name):
+    return sys.argv[sys.argv.index(name) + 1]
+assert json.loads(pathlib.Path(flag("--tokenizer"), "tokenizer.json").read_text())["model"]["vocab"]
+speed = 300.0 if flag("--model") == "peer" else 600.0
+n = int(flag("--request-count"))
+export = {
+    "request_count": {"avg": n},
+    "output_sequence_length": {"count": n - 1},
+    "output_token_throughput": {"avg": speed},
+    "time_to_first_token": {"p50": 100.0, "p95": 200.0},
+    "inter_chunk_latency": {"p95": 30.0},
+}
+folder = pathlib.Path(flag("--artifact-dir"))
+folder.mkdir()
+(folder / "profile_export_aiperf.json").write_text(json.dumps(export))
+"""
+
+
+def write_program(path: Path, program: str) -> Path:
+    """Writes an executable Python program, which can import this package if PYTHONPATH says where it is."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!{sys.executable}\n{program}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def write_llama_server(path: Path) -> Path:
+    """A server that is fast with a stream for each sequence and flash attention, and slower with other flags."""
+    return write_program(path, _LLAMA_SERVER)
+
+
+def write_aiperf(path: Path) -> Path:
+    """A load generator that measures nothing: one request of each run has no output tokens, and `peer` is slow."""
+    return write_program(path, _AIPERF)

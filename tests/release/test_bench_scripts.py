@@ -1,0 +1,96 @@
+"""The measuring programs in scripts/, with few tokens: each prints its figures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fake_peers import write_aiperf, write_llama_server
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name: str, *args: object) -> str:
+    """What the script prints."""
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, args)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rows(printed: str) -> dict[str, list[str]]:
+    """The cells of the printed tables by their first column."""
+    lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+    return {name: cells for name, *cells in lines}
+
+
+def number(cell: str) -> float:
+    return float(cell.split(" ", maxsplit=1)[0].replace(",", ""))
+
+
+# --- beside llama-server ---
+
+
+@pytest.fixture(scope="module")
+def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama_server(tmp_path_factory.mktemp("peers") / "llama-server")
+
+
+def test_both_servers_are_measured_in_turns_alone_and_beside_a_busy_core(
+    llama_server: Path, default_model: Path
+) -> None:
+    few = ["--load", "shared-prefix", "--requests", 2, "--turns", 1]
+    printed = script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--busy-core", "--ours=-np 2")
+    assert "Kept: `--no-kv-unified -fa on`" in printed
+    figures = rows(printed)
+    for state in ("shared-prefix", "shared-prefix beside a busy core"):
+        ours, theirs, ratio = map(number, figures[f"{state}: output tokens/s"])
+        assert ratio == pytest.approx(ours / theirs, abs=0.01)
+        assert figures[f"{state}: failed requests"][:2] == ["0 of 2", "0 of 2"]
+        for time in ("TTFT p50, ms", "TTFT p95, ms", "inter-token p95, ms"):
+            assert number(figures[f"{state}: {time}"][0]) > 0
+    assert len(figures["shared-prefix: tokens/s beside a busy core / alone"]) == 2
+
+
+def test_aiperf_can_make_the_load(llama_server: Path, default_model: Path, tmp_path: Path) -> None:
+    aiperf = write_aiperf(tmp_path / "aiperf")
+    sizes = ["-m", default_model, "--load", "full-cells", "--requests", 4, "--turns", 1, "--aiperf", aiperf]
+    figures = rows(script("bench_llama_server.py", llama_server, *sizes))
+    assert figures["full-cells: output tokens/s"] == ["600.0", "300.0", "2.00 (2.00 to 2.00)"]
+    assert figures["full-cells: failed requests"][:2] == ["1 of 4", "1 of 4"]
+
+
+# --- the engine ---
+
+
+def test_every_layer_is_measured_beside_the_bare_loop(tiny_llama: Path) -> None:
+    figures = rows(script("bench_process.py", "-m", tiny_llama, "-n", 2, "--tokens", 8, "--turns", 1, "-t", 1))
+    for layer in ("bare loop", "engine", "LocalEngine", "EngineProcess", "HTTP"):
+        speed, of_bare, *_ = figures[layer]
+        assert float(speed) > 0
+        assert of_bare.endswith("%)")
+    assert figures["bare loop"][5] == "-"
+    assert figures["HTTP"][5].endswith("%")
+
+
+def test_batch_sizes_stand_beside_the_next_tile(tiny_llama: Path) -> None:
+    printed = script("bench_tiles.py", "-m", tiny_llama, "-B", "3,5", "--tokens", 4, "--turns", 1, "-t", 1)
+    figures = rows(printed)
+    assert [figures[size][2] for size in ("3", "4", "5", "8")] == ["4", "4", "8", "8"]
+    assert figures["8"][3:] == ["1.00", "1.00"]
+    assert printed.count("| 5 |") == 2, "both layouts"
+
+
+def test_padding_the_batch_changes_no_bit_of_a_row(tiny_llama: Path) -> None:
+    """F32 weights, which show every difference; a row alone is another kernel."""
+    sizes = ["--prompt-tokens", 40, "--prompts", 1, "--layouts", "per-sequence", "--cases", "padded", "-t", 1]
+    figures = rows(script("logit_hashes.py", "-m", tiny_llama, *sizes))
+    assert figures["16 rows, prompt computed alone"] == ["AA", "AA"]
+    assert figures["1 row, padded to 16"] == ["AA", "AA"]
+    assert figures["7 rows, padded to 16"] == ["AA", "AA"]
