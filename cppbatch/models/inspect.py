@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.errors import ModelError
+from cppbatch.models.file_header import read_header
 from cppbatch.models.find import check_file
 
 _POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
@@ -38,30 +39,25 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def inspect_model(path: Path) -> ModelFacts:
     """Reads metadata and tensor list. Raises `ModelError` if the file is not GGUF."""
-    reader = read_gguf(path)
-
-    def value(key: str) -> Any:
-        field = reader.get_field(key)
-        return field.contents() if field else None
-
-    architecture = value("general.architecture") or "unknown"
-    tokens = reader.get_field("tokenizer.ggml.tokens")
-    types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    metadata, tensors = read_header(path)
+    value = metadata.get
+    architecture = value("general.architecture", "unknown")
+    types = Counter(tensor.kind for tensor in tensors)
     return ModelFacts(
         path=str(path),
         architecture=architecture,
         name=value("general.name"),
         license=value("general.license"),
         size_bytes=path.stat().st_size,
-        n_params=sum(int(tensor.n_elements) for tensor in reader.tensors),
+        n_params=sum(tensor.n_elements for tensor in tensors),
         n_ctx_train=value(f"{architecture}.context_length"),
         n_layer=value(f"{architecture}.block_count"),
         n_embd=value(f"{architecture}.embedding_length"),
         n_head=value(f"{architecture}.attention.head_count"),
         n_head_kv=value(f"{architecture}.attention.head_count_kv"),
-        n_vocab=len(tokens.data) if tokens else None,
+        n_vocab=value("tokenizer.ggml.tokens"),
         tensor_types=dict(types.most_common()),
-        has_chat_template=reader.get_field("tokenizer.chat_template") is not None,
+        has_chat_template="tokenizer.chat_template" in metadata,
         pooling=_POOLING.get(value(f"{architecture}.pooling_type")),
     )
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+from gguf import GGMLQuantizationType
 from platformdirs import user_cache_path
 
 from cppbatch.build_key import build_key
@@ -27,9 +28,14 @@ ROWS = (1, 4, 16, 256)
 """The batch sizes that are timed."""
 
 _BATCH = 16
-_BATCHED_GAIN = 1.5  # types without a batched kernel measure 1.0 to 1.2, those with one 1.9 to 7
+_BATCHED_GAIN = 1.5  # types without a batched kernel measure 1.0 to 1.2, those with one 1.7 to 7 (docs/decisions/0028)
 _TIMEOUT_S = 120
-_NOT_WEIGHTS = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"}  # ggml aborts when it is asked for such weights
+_MAX_THREADS = 4  # more would need larger matrices to be timed, and types compare with each other as they do with four
+_KINDS = {kind.name for kind in GGMLQuantizationType}
+_UNTIMED = {
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"),  # ggml makes tables for seconds before it can convert to them
+    *("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"),  # no weights: ggml would abort
+}
 
 
 class KernelTimes(msgspec.Struct, frozen=True):
@@ -58,13 +64,13 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def kernel_times(types: Iterable[str], *, n_threads: int | None = None) -> dict[str, KernelTimes]:
-    """The times of these types (ggml's names: "Q4_K"), measured unless they are cached: about 0.3 s for each type.
+    """The times of these types (ggml's names: "Q4_K"), measured unless they are cached: about 0.15 s for each type.
 
     `n_threads`: None for the engine's default. Types that cannot be measured are left out; all of them, if
     llama-cpp-python is missing or crashes.
     """
-    n_threads = n_threads or available_threads()
-    wanted = [kind for kind in dict.fromkeys(types) if kind not in _NOT_WEIGHTS]
+    n_threads = min(n_threads or available_threads(), _MAX_THREADS)
+    wanted = [kind for kind in dict.fromkeys(types) if kind in _KINDS - _UNTIMED]
     path = _cache_path(n_threads)
     if path is None:
         return {}

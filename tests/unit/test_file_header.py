@@ -1,0 +1,97 @@
+"""The header of a GGUF file is read as the gguf package reads it, and damaged files are refused with a reason."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from cppbatch.errors import ModelError
+from cppbatch.models.file_header import TensorInfo, read_header
+from tests import tiny_models
+
+MODELS = {
+    "llama": tiny_models.llama,
+    "quantised": lambda path: tiny_models.llama(path, quant="Q8_0", chat_template="{{ messages }}"),
+    "hybrid": tiny_models.hybrid,
+    "encoder": tiny_models.encoder_only,
+}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return tiny_models.llama(tmp_path / "tiny.gguf")
+
+
+def expected(value: Any) -> Any:
+    """The contents of a field of `GGUFReader` in the form of `FileHeader.metadata`."""
+    if not isinstance(value, list):
+        return value
+    return len(value) if value and isinstance(value[0], str) else tuple(value)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_header_is_what_the_gguf_package_reads(kind: str, tmp_path: Path) -> None:
+    path = MODELS[kind](tmp_path / "model.gguf")
+    header, reader = read_header(path), gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert header.metadata == {name: expected(value) for name, value in fields.items()}
+    assert header.tensors == [
+        TensorInfo(t.name, t.tensor_type.name, tuple(int(n) for n in t.shape)) for t in reader.tensors
+    ]
+    assert [t.n_elements for t in header.tensors] == [int(t.n_elements) for t in reader.tensors]
+
+
+def test_a_file_of_the_other_byte_order_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "big.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_block_count(3)
+    writer.add_tensor("a.weight", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    header = read_header(path)
+    assert header.metadata["llama.block_count"] == 3
+    assert header.tensors == [TensorInfo("a.weight", "F32", (32, 4))]
+
+
+def test_a_file_cut_anywhere_is_refused(tiny: Path, tmp_path: Path) -> None:
+    whole, path = tiny.read_bytes(), tmp_path / "cut.gguf"
+    for n_bytes in range(4, len(whole), len(whole) // 300):
+        path.write_bytes(whole[:n_bytes])
+        with pytest.raises(ModelError, match="Download it again"):
+            read_header(path)
+
+
+def test_a_damaged_header_is_refused_or_read_but_raises_nothing_else(tiny: Path, tmp_path: Path) -> None:
+    whole, path, rng = tiny.read_bytes(), tmp_path / "damaged.gguf", random.Random(0)
+    refused = 0
+    for _ in range(500):
+        damaged = bytearray(whole)
+        for _ in range(3):
+            damaged[rng.randrange(4, 20_000)] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            read_header(path)
+        except ModelError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 50
+
+
+def test_an_alignment_of_zero_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("general.alignment", 0)
+    writer.add_tensor("a.weight", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="damaged"):
+        read_header(path)
