@@ -100,11 +100,15 @@ def _read(path: Path) -> Measured:
         return Measured({}, has_gpu=False)
 
 
+def child_command(types: list[str], n_threads: int) -> list[str]:
+    """The command of the child process."""
+    return [sys.executable, "-m", "cppbatch.llama.kernels_child", str(n_threads), *types]
+
+
 def _measure(types: list[str], n_threads: int, path: Path) -> Measured | None:
     """Measures in a child process and adds the result to the cache. None if the child fails."""
-    command = [sys.executable, "-m", "cppbatch.llama.kernels_child", str(n_threads), *types]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=True)
+        done = subprocess.run(child_command(types, n_threads), capture_output=True, timeout=_TIMEOUT_S, check=True)
         measured = msgspec.json.decode(done.stdout, type=Measured)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         log.info("the kernels of %s cannot be timed: %s", ", ".join(types), error)
