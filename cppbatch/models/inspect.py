@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 def inspect_model(path: Path) -> ModelFacts:
     """Reads metadata and tensor list. Raises `ModelError` if the file is not GGUF."""
     metadata, tensors = read_header(path)
-    value = metadata.get
-    architecture = value("general.architecture", "unknown")
+    value: Callable[[str], Any] = metadata.get
+    architecture = value("general.architecture") or "unknown"
     types = Counter(tensor.kind for tensor in tensors)
     return ModelFacts(
         path=str(path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -34,7 +35,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         started.append(command[4:])
         return run(command, **settings)
 
-    monkeypatch.setattr(kernels.subprocess, "run", counted)
+    monkeypatch.setattr(subprocess, "run", counted)
     return started
 
 
@@ -91,7 +92,7 @@ def test_an_unreadable_cache_is_replaced(cache: Path, content: str) -> None:
 
 
 def test_without_llama_cpp_python_there_are_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert kernel_times(["F16"]) == {}
 
 
