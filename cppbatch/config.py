@@ -16,6 +16,7 @@ KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Sampling = Literal["auto", "host", "backend"]
+Preference = Literal["throughput", "balanced", "latency"]
 Pooling = Literal["mean", "cls", "last", "rank"]
 """How a sequence becomes one vector: the mean of its tokens, its first or its last token, or a reranker's scores."""
 Sharing = Literal["cells", "copy", "whole", "none"]
@@ -73,8 +74,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     swap_space: int = 1024
     """Host memory, in MiB, for preempted sequences; beyond it they are computed again (--swap-space)."""
     target_step_ms: float = 0
-    """How long a step may take while a sequence decodes, in ms: prompts are computed in pieces of that size. 0: 2.5
-    times a step without prompts (--target-step-ms)."""
+    """How long a step may take while a sequence decodes, in ms: prompts are computed in pieces of that size. 0: as
+    `prefer` says (--target-step-ms)."""
+    prefer: Preference = "balanced"
+    """How long a step may take while a sequence decodes, unless `target_step_ms` says it: latency: 1.5 times a step
+    without prompts, for regular tokens; balanced: 2.5 times; throughput: prompts are computed first (--prefer)."""
     sampling: Sampling = "auto"
     """backend: the device finds the likeliest tokens, and rows of logits are copied only for requests that need them;
     host: the CPU does; auto: backend with a GPU that can, else host (--sampling)."""
@@ -128,6 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         choices = {
             "flash_attn": FlashAttention,
             "kv_layout": KvLayout,
+            "prefer": Preference,
             "sampling": Sampling,
             "cache_type_k": CacheType,
             "cache_type_v": CacheType,
@@ -174,6 +179,7 @@ class EngineSettings(TypedDict, total=False):
     max_queue: int
     swap_space: int
     target_step_ms: float
+    prefer: Preference
     sampling: Sampling
     pooling: Pooling | None
     lora: tuple[tuple[str, float], ...]

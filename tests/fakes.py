@@ -123,6 +123,7 @@ class FakeContext:
         self.n_seq_max = n_seq_max
         self.n_seq_ids = n_seq_ids = n_seq_max + n_more_ids
         self.kv_unified = kv_unified
+        self.has_streams = not kv_unified
         self.sharing = sharing
         self.cells = [bytearray() for _ in range(n_seq_ids)]
         self.owned: list[list[int]] = [[] for _ in range(n_seq_ids)]

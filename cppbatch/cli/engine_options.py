@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
-from cppbatch.config import CacheType, EngineConfig, Pooling
+from cppbatch.config import CacheType, EngineConfig, Pooling, Preference
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -125,7 +125,12 @@ _SETTINGS = [
     ),
     option(
         "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
-        help="Target duration of a step while sequences generate, in ms; 0: 2.5 times a step without prompts.",
+        help="Target duration of a step while sequences generate, in ms; 0: as --prefer says.",
+    ),
+    option(
+        "--prefer", env="PREFER", type=click.Choice(get_args(Preference)), default=_DEFAULTS.prefer,
+        help="throughput: prompts are computed first; latency: they are computed in small pieces, so that running "
+        "sequences keep getting their tokens; balanced: in between.",
     ),
     option(
         "--trace", env="TRACE", metavar="FILE.json", default=_DEFAULTS.trace, show_default=False,

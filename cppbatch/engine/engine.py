@@ -97,6 +97,8 @@ class BatchInferenceEngine:
             ubatch_tokens=context.n_ubatch,
             n_parallel=config.n_parallel,
             target_step_s=target,
+            prefer=config.prefer,
+            may_pad=context.backend_sampling is None,  # on a GPU rows cost too little
         )
         self._sampler = Pooler(context) if self.info.pooling else Sampler(self._vocab, context)
         self.metrics = Metrics(self._trace)
@@ -240,11 +242,13 @@ class BatchInferenceEngine:
             self.on_plan(plan)
             self.kv.apply()
             if plan.chunks:
-                self._batch.refill(plan.chunks, n_decode=plan.n_decode)
+                self._batch.refill(plan.batch, n_rows=plan.n_rows)
                 self._sampler.prepare(plan)
                 self.metrics.lap("fill")
                 began = perf_counter()
-                if self._decode(plan):
+                is_computed = self._decode(plan)
+                self.kv.remove_padding(plan.padding)
+                if is_computed:
                     sampled = self._sample(plan)
                     self._scheduler.computed(plan, perf_counter() - began)
                     self._advance(plan, sampled)

@@ -32,6 +32,8 @@ class Memory(Protocol):
     n_seq_max: int
     n_seq_ids: int
     kv_unified: bool
+    has_streams: bool
+    """Whether each seq_id has memory of its own: only rows of consecutive seq_ids are computed together."""
 
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool: ...
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None: ...
@@ -62,6 +64,7 @@ class KVPool:
         self.n_ctx = memory.n_ctx
         self.n_seq_ids = memory.n_seq_ids
         self.unified = memory.kv_unified
+        self.has_streams = memory.has_streams
         self._n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
         self._swap_bytes = swap_bytes
         self._max_cached = cached_share * self._n_cells
@@ -104,6 +107,15 @@ class KVPool:
     def n_free_ids(self) -> int:
         """seq_ids that neither a running sequence nor a cached prefix holds."""
         return len(self._free_ids) + len(self._cache_only_ids)
+
+    def spare_ids(self) -> list[int]:
+        """Free seq_ids that may be in a batch, rising."""
+        return sorted(self._free_ids)
+
+    def remove_padding(self, seq_ids: list[int]) -> None:
+        """Removes the cells of padding rows, after a step."""
+        for seq_id in seq_ids:
+            self._memory.remove(seq_id)
 
     def can_admit(self, sequence: Seq, match: Match | None, n_more: int, *, without: Sequence[Seq] = ()) -> bool:
         """Whether the cells for a waiting sequence and `n_more` others are free, once cached prefixes are evicted.

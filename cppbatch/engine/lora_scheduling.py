@@ -8,6 +8,7 @@ from copy import deepcopy
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.step_budget import StepBudget
+from cppbatch.engine.step_cost import Groups
 
 _TURN = 4  # steps: a switch makes llama.cpp plan its graph again, but other sets should not wait long
 _MAX_BUDGETS = 64  # adapter sets whose step times are remembered
@@ -61,13 +62,13 @@ class LoraRoundRobin:
     def budget(self, adapters: AdapterSet) -> StepBudget:
         """The step times of a set; a new set starts with those of the set that computed last."""
         budget = self._budgets.get(adapters)
-        if budget is None or not budget.knows_decoding:
+        if budget is None or not budget.cost.knows_rows:
             budget = self._budgets[adapters] = deepcopy(self._last_budget)
             if len(self._budgets) > _MAX_BUDGETS:
                 del self._budgets[next(iter(self._budgets))]
         return budget
 
-    def computed(self, adapters: AdapterSet, n_decode: int, n_prefill: int, seconds: float) -> None:
+    def computed(self, adapters: AdapterSet, groups: Groups, n_prefill: int, seconds: float) -> None:
         """Learns from the duration of a step, which must not be the first one after a switch."""
         self._last_budget = self.budget(adapters)
-        self._last_budget.observe(n_decode, n_prefill, seconds)
+        self._last_budget.observe(groups, n_prefill, seconds)

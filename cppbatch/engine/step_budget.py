@@ -2,112 +2,92 @@
 
 from __future__ import annotations
 
+from cppbatch.config import Preference
+from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
+
 _MIN_CHUNK = 4  # tokens: a prompt always goes on
 _MIN_TARGET_S = 0.025  # shorter steps cost throughput, and clients do not notice them
-_SLOWDOWN = 1.5  # time that prompts may add, in multiples of a step without prefill; promised: 2 in 95 of 100 steps
+_SLOWDOWN: dict[Preference, float] = {"latency": 0.5, "balanced": 1.5, "throughput": 1e9}
+"""Time that prompts may add to a step, in multiples of a step without prefill. Promised for `balanced`: steps take at
+most 2 times as long more, 95 of 100."""
 _REFRESH_EVERY = 16  # steps with prefill; then one without measures what decoding alone takes now
 _PROMPT_WEIGHT = 8  # weight of each further prompt, in decoding sequences: many prompts mean many late first tokens
-_GUESSED_TOKEN_S = 0.001
 _BACKGROUND_S = 0.2  # time of background prompts in a step: a request that arrives waits for the end of the step
 _BACKGROUND_PART = 16  # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
-_NEW = 0.3  # weight of a new measurement in the running means
-_NEW_QUIET = 0.02  # the same for steps without prefill, while prompts are being computed
+_NEW_QUIET = 0.3  # weight of a new measurement in the level of steps without prefill
+_NEW_QUIET_READING = 0.02  # the same while prompts are being computed
 
 
 class StepBudget:
     """Keeps steps short while a sequence decodes, and large otherwise.
 
-    A step takes the time of its decode rows plus a constant time for each prompt token: measured, mixing costs the sum
-    of both, never more (docs/decisions/0002). Both are learnt from the steps. Example: 8 rows take 50 ms, a prompt
-    token 1 ms; a step may take 125 ms, so it gets 75 prompt tokens.
+    A step takes the time of its decode rows plus a time for each prompt token: measured, mixing costs the sum
+    of both, never more (docs/decisions/0002). `StepCost` learns both from the steps. Example: 8 rows take 50 ms, a
+    prompt token 1 ms; a step may take 125 ms, so it gets 64 prompt tokens, a whole number of tiles.
 
-    `target_s`: seconds a step may take. None: 2.5 times a step without prefill, at least 25 ms; longer when several
-    prompts are computed, so that few decoding sequences do not delay many first tokens.
+    `target_s`: seconds a step may take. None: 2.5 times a step without prefill (`prefer` "balanced"; 1.5 times for
+    "latency", no limit for "throughput"), at least 25 ms; longer when several prompts are computed, so that few
+    decoding sequences do not delay many first tokens.
     """
 
-    def __init__(self, max_tokens: int, target_s: float | None = None, max_alone: int | None = None) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        target_s: float | None = None,
+        max_alone: int | None = None,
+        *,
+        prefer: Preference = "balanced",
+        cost: StepCost | None = None,
+    ) -> None:
         """`max_tokens`: tokens of a step. `max_alone`: prompt tokens of a step in which no sequence decodes; None: as
-        many."""
+        many. `cost`: what is known of step times."""
+        self.cost = cost or StepCost()
         self._max_tokens = max_tokens
         self._max_alone = min(max_tokens, max_alone or max_tokens)
         self._target_s = target_s
-        self._decode_s = _ByRows()
-        """Running means of steps without prefill."""
-        self._quiet_s = _ByRows()
-        """The same, but they hardly change while prompts are computed. The cells of the prompts slow decoding down, and
-        slower decoding must not be a reason to slow it down further."""
-        self._token_s: float | None = None
-        """Running mean of the time that a prompt token adds."""
+        self._slowdown = _SLOWDOWN[prefer]
+        self._quiet_level = 0.0
+        """As the level of `cost`, 0 before the first step without prefill, but it hardly changes while prompts are being computed. The cells of the prompts slow
+        decoding down, and slower decoding must not be a reason to slow it down further."""
         self._since_refresh = 0
 
-    @property
-    def knows_decoding(self) -> bool:
-        """Whether a step without prefill has been measured."""
-        return self._decode_s.knows_any
-
-    @property
-    def token_s(self) -> float:
-        """Seconds that a prompt token adds to a step; a guess before the first measurement."""
-        return self._token_s or _GUESSED_TOKEN_S
-
-    def prefill_tokens(self, n_decode: int, n_prefill: int, n_others: int = 0, *, background: bool = False) -> int:
-        """How many prompt tokens of `n_prefill` sequences the next step may compute beside `n_decode` decode rows.
+    def prefill_tokens(self, groups: Groups, n_prefill: int, n_others: int = 0, *, background: bool = False) -> int:
+        """How many prompt tokens of `n_prefill` sequences the next step may compute beside these groups of decode rows.
 
         `n_others`: sequences that decode in other steps (of other LoRA adapters) and wait for the end of this one.
         `background`: all these prompts are background work, so the step stays short for requests that may arrive.
         """
+        cost, n_decode = self.cost, sum(groups)
         most = self._max_tokens - n_decode
         if background:
-            piece = max(_MIN_CHUNK, self._max_alone // _BACKGROUND_PART, int(_BACKGROUND_S / self.token_s))
-            most = min(most, piece)
+            in_time = cost.prompt_tokens_in(_BACKGROUND_S) if cost.knows_prompts else int(_BACKGROUND_S / cost.token_s(1))
+            most = min(most, max(_MIN_CHUNK, self._max_alone // _BACKGROUND_PART, in_time))
         n_decoding = n_decode + n_others
-        if n_decoding == 0 or self._token_s is None:
+        if n_decoding == 0 or not cost.knows_prompts:
             return min(most, self._max_alone)
-        if n_decode and (self._since_refresh >= _REFRESH_EVERY or not self._quiet_s.knows(n_decode)):
+        if n_decode and (self._since_refresh >= _REFRESH_EVERY or not cost.knows_about(groups)):
             return 0  # measure what this number of rows takes without prefill
-        if not self.knows_decoding:
+        if not self._quiet_level:
             return most
-        slowdown = 1 + _SLOWDOWN * max(1, _PROMPT_WEIGHT * (n_prefill - 1) / n_decoding)
-        target_s = self._target_s or max(_MIN_TARGET_S, slowdown * self._quiet_s.of(n_decoding))
-        rows_s = self._decode_s.of(n_decode) if n_decode else 0.0
-        wanted = int((target_s - rows_s) / self._token_s)
-        return min(most, max(_MIN_CHUNK, wanted))
+        slowdown = 1 + self._slowdown * max(1, _PROMPT_WEIGHT * (n_prefill - 1) / n_decoding)
+        quiet_s = self._quiet_level * cost.relative((*groups, n_others) if n_others else groups)
+        target_s = self._target_s or max(_MIN_TARGET_S, slowdown * quiet_s)
+        rows_s = cost.rows_s(groups) if groups else 0.0
+        wanted = cost.prompt_tokens_in(max(0.0, target_s - rows_s))
+        return min(most, max(_MIN_CHUNK, whole_tiles(wanted)))
 
-    def observe(self, n_decode: int, n_prefill: int, seconds: float) -> None:
-        """Learns from the duration of a step."""
+    def observe(self, groups: Groups, n_prefill: int, seconds: float) -> None:
+        """Learns from the duration of a step. `groups`: its decode rows, padding included."""
+        cost = self.cost
         if n_prefill == 0:
-            reading = self._since_refresh > 0
-            self._decode_s.learn(n_decode, seconds, _NEW)
-            self._quiet_s.learn(n_decode, seconds, _NEW_QUIET if reading else _NEW)
+            weight = _NEW_QUIET_READING if self._since_refresh else _NEW_QUIET
+            cost.observe_rows(groups, seconds)
+            level = seconds / cost.relative(groups)
+            self._quiet_level += (weight if self._quiet_level else 1.0) * (level - self._quiet_level)
             self._since_refresh = 0
             return
-        self._since_refresh = self._since_refresh + 1 if n_decode else 0
-        if n_prefill >= _MIN_CHUNK or self._token_s is None:  # fewer say little about the time of one
-            rows_s = self._decode_s.of(n_decode) if n_decode and self.knows_decoding else 0.0
+        self._since_refresh = self._since_refresh + 1 if groups else 0
+        if n_prefill >= _MIN_CHUNK or not cost.knows_prompts:  # fewer say little about the time of one
+            rows_s = cost.rows_s(groups) if groups and cost.knows_rows else 0.0
             # A noisy clock must not make it 0: at least 5% of the step is the prompt tokens' time.
-            self._token_s = _mean(self._token_s, max(seconds - rows_s, 0.05 * seconds) / n_prefill)
-
-
-class _ByRows:
-    """Running means of step times for 1, 2-3, 4-7 ... decode rows: on a CPU each row adds time, on a GPU hardly any."""
-
-    def __init__(self) -> None:
-        self._means: dict[int, float] = {}
-
-    @property
-    def knows_any(self) -> bool:
-        return bool(self._means)
-
-    def knows(self, n: int) -> bool:
-        return n.bit_length() in self._means
-
-    def of(self, n: int) -> float:
-        """The mean for `n` rows, or for the nearest number of rows that is known."""
-        return self._means[min(self._means, key=lambda bits: abs(bits - n.bit_length()))]
-
-    def learn(self, n: int, seconds: float, weight: float) -> None:
-        self._means[n.bit_length()] = _mean(self._means.get(n.bit_length()), seconds, weight)
-
-
-def _mean(old: float | None, new: float, weight: float = _NEW) -> float:
-    return new if old is None else old + weight * (new - old)
+            cost.observe_prompt(n_prefill, max(seconds - rows_s, 0.05 * seconds))

@@ -97,6 +97,8 @@ class Context:
         # Some models have a table of n_ctx_train positions.
         self._n_positions = min(C.llama_n_ctx_seq(self._handle), model.n_ctx_train)
         self.kv_unified = kv_unified
+        self.has_streams = not kv_unified or model.is_recurrent
+        """Whether each seq_id has memory of its own: llama.cpp computes only rows of consecutive seq_ids together."""
         self.is_pooled = pooling is not None
         self._flash_attn = flash_attn
         self.n_ctx: int = C.llama_n_ctx(self._handle)

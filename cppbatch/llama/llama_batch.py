@@ -63,21 +63,21 @@ class Batch:
             logits=pointer(self.wants_logits, ctypes.c_int8),
         )
 
-    def refill(self, chunks: Sequence[tuple[PendingTokens, int]], *, n_decode: int) -> None:
-        """Clears the batch and writes the next `n` pending tokens of each sequence into it, in the order of `chunks`.
+    def refill(self, entries: Sequence[tuple[PendingTokens, int]], *, n_rows: int) -> None:
+        """Clears the batch and writes the next `n` pending tokens of each sequence into it, in the order of `entries`.
 
-        `n_decode`: how many of the chunks are decode rows: one token that wants logits.
+        `n_rows`: how many of the entries are decode rows: one token that wants logits.
         """
         self.clear()
-        if n_decode == len(chunks):
-            sequences = [sequence for sequence, _ in chunks]
+        if n_rows == len(entries):
+            sequences = [sequence for sequence, _ in entries]
             self.add_rows(
                 [s.tokens[s.n_computed] for s in sequences],
                 [s.n_computed for s in sequences],
                 [s.seq_id for s in sequences],
             )
             return
-        for s, n in chunks:
+        for s, n in entries:
             run = s.tokens[s.n_computed : s.n_computed + n]
             self.add_run(run, s.n_computed, s.seq_id, n_logits=s.n_logits(n))
 

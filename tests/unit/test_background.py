@@ -119,8 +119,8 @@ def test_rows_that_stand_still_are_no_rows_of_the_steps_that_are_learnt_from() -
     for _ in range(4):
         policy.step(cost)
     times = policy.scheduler._lora.budget(NONE)
-    assert times.token_s == pytest.approx(0.01)
-    assert times._decode_s.of(3) == pytest.approx(0.3)
+    assert times.cost.token_s(64) == pytest.approx(0.01)
+    assert times.cost.rows_s((3,)) == pytest.approx(0.3)
 
 
 # --- background prompts ---------------------------------------------------------------------------------------------

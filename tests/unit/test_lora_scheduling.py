@@ -134,22 +134,22 @@ def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
     policy.add(X, n_prompt=4)
     for _ in range(12 * _TURN):
         policy.step(cost)
-    assert [turns.budget(its)._decode_s.of(1) for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
+    assert [turns.budget(its).cost.rows_s((1,)) for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
 
 
 def test_a_set_that_has_only_read_prompts_goes_by_what_the_last_step_has_taught() -> None:
     turns = LoraRoundRobin(StepBudget(2048))
-    turns.computed(X, 0, 100, 1.0)
-    assert turns.budget(X).prefill_tokens(0, 1, n_others=8) == 2048
-    turns.computed(NONE, 0, 100, 1.0)
-    turns.computed(NONE, 8, 0, 0.1)
-    assert turns.budget(X).prefill_tokens(0, 1, n_others=8) == 25  # 2.5 * 0.1 s at 0.01 s each
+    turns.computed(X, (), 100, 1.0)
+    assert turns.budget(X).prefill_tokens((), 1, n_others=8) == 2048
+    turns.computed(NONE, (), 100, 1.0)
+    turns.computed(NONE, (8,), 0, 0.1)
+    assert turns.budget(X).prefill_tokens((), 1, n_others=8) == 16  # whole tiles of 25: 2.5 * 0.1 s at 0.01 s each
 
 
 def test_the_times_of_few_sets_are_kept() -> None:
     turns = LoraRoundRobin(StepBudget(2048))
     for i in range(1000):
-        turns.computed(((0, i + 1.0),), 1, 0, 0.1)
+        turns.computed(((0, i + 1.0),), (1,), 0, 0.1)
     assert len(turns._budgets) <= 64
 
 

@@ -9,9 +9,9 @@ from cppbatch.engine.step_budget import StepBudget
 
 def run(budget: StepBudget, *, decode_s: float, token_s: float, steps: int = 30) -> list[float]:
     """Step times on a machine with these costs, a long prompt arriving beside 8 decoding sequences."""
-    budget.observe(0, 512, 512 * token_s)
+    budget.observe((), 512, 512 * token_s)
     for _ in range(5):
-        budget.observe(8, 0, decode_s)
+        budget.observe((8,), 0, decode_s)
     return run_on(budget, decode_s=decode_s, token_s=token_s, steps=steps)
 
 
@@ -19,9 +19,9 @@ def run_on(budget: StepBudget, *, decode_s: float, token_s: float, steps: int) -
     """The same, the prompt being read already."""
     times = []
     for _ in range(steps):
-        n = budget.prefill_tokens(8, 1)
+        n = budget.prefill_tokens((8,), 1)
         times.append(decode_s + n * token_s)
-        budget.observe(8, n, times[-1])
+        budget.observe((8,), n, times[-1])
     return times
 
 
@@ -42,7 +42,7 @@ def test_streams_that_are_slower_for_good_are_the_new_measure() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.05, token_s=1e-3)
     for _ in range(30):
-        budget.observe(8, 0, 0.1)
+        budget.observe((8,), 0, 0.1)
     assert run_on(budget, decode_s=0.1, token_s=1e-3, steps=1) == pytest.approx([0.25], rel=0.05)
 
 
@@ -58,26 +58,26 @@ def test_a_fast_machine_is_not_slowed_by_tiny_steps() -> None:
 def test_a_prompt_goes_on_however_slow_the_machine_is() -> None:
     budget = StepBudget(2048, 0.001)
     run(budget, decode_s=0.5, token_s=0.1)
-    assert budget.prefill_tokens(8, 1) == 4
+    assert budget.prefill_tokens((8,), 1) == 4
 
 
 def test_nobody_decoding_means_large_steps() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.05, token_s=1e-3)
-    assert budget.prefill_tokens(0, 1) == 2048
+    assert budget.prefill_tokens((), 1) == 2048
 
 
 def test_a_step_is_no_larger_than_what_is_computed_at_once() -> None:
     budget = StepBudget(2048, max_alone=512)
     run(budget, decode_s=0.05, token_s=1e-5)
-    assert budget.prefill_tokens(0, 3) == 512
-    assert budget.prefill_tokens(8, 1) > 512, "that is for the target to say"
+    assert budget.prefill_tokens((), 3) == 512
+    assert budget.prefill_tokens((8,), 1) > 512, "that is for the target to say"
 
 
 def test_the_budget_never_exceeds_the_step() -> None:
     budget = StepBudget(64)
     run(budget, decode_s=0.05, token_s=1e-7)
-    assert budget.prefill_tokens(10, 1) == 54
+    assert budget.prefill_tokens((10,), 1) == 54
 
 
 def test_it_follows_a_machine_that_gets_slower() -> None:
@@ -90,7 +90,7 @@ def test_it_follows_a_machine_that_gets_slower() -> None:
 def test_few_streams_do_not_hold_up_many_prompts() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.05, token_s=1e-3)
-    one, two, eight, sixteen = (budget.prefill_tokens(8, n) for n in (1, 2, 8, 16))
+    one, two, eight, sixteen = (budget.prefill_tokens((8,), n) for n in (1, 2, 8, 16))
     assert one == two == pytest.approx(1.5 * 50, abs=1)
     assert one < eight < sixteen
     assert eight == pytest.approx(1.5 * 50 * 8 * 7 / 8, rel=0.02)
@@ -99,18 +99,18 @@ def test_few_streams_do_not_hold_up_many_prompts() -> None:
 def test_a_number_of_streams_that_was_not_seen_is_looked_at_alone_first() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.01, token_s=1e-3)
-    assert budget.prefill_tokens(15, 1) > 0
-    assert budget.prefill_tokens(16, 1) == 0
-    budget.observe(16, 0, 0.1)
-    assert budget.prefill_tokens(16, 1) == pytest.approx(150, abs=1)
-    assert budget.prefill_tokens(8, 1) == pytest.approx(15, abs=1), "what 16 take is no measure for 8"
+    assert budget.prefill_tokens((15,), 1) > 0
+    assert budget.prefill_tokens((16,), 1) == 0
+    budget.observe((16,), 0, 0.1)
+    assert budget.prefill_tokens((16,), 1) == pytest.approx(150, abs=1)
+    assert budget.prefill_tokens((8,), 1) == pytest.approx(15, abs=1), "what 16 take is no measure for 8"
 
 
 def test_prompts_in_a_step_without_streams_hold_up_those_of_other_steps_no_longer() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.05, token_s=1e-3)
-    assert budget.prefill_tokens(0, 1, n_others=8) * 1e-3 == pytest.approx(2.5 * 0.05, rel=0.05)
-    assert budget.prefill_tokens(0, 1) == 2048
+    assert budget.prefill_tokens((), 1, n_others=8) * 1e-3 == pytest.approx(2.5 * 0.05, rel=0.05)
+    assert budget.prefill_tokens((), 1) == 2048
 
 
 @pytest.mark.parametrize(("token_s", "most"), [(1e-5, 512), (2e-3, 100), (0.1, 32)])
@@ -118,13 +118,13 @@ def test_background_prompts_take_a_fifth_of_a_second_of_a_step_where_that_is_a_p
     token_s: float, most: int
 ) -> None:
     budget = StepBudget(2048, max_alone=512)
-    assert budget.prefill_tokens(0, 3, background=True) <= 200, "before anything is known"
-    budget.observe(0, 100, 100 * token_s)
-    assert budget.prefill_tokens(0, 3, background=True) == pytest.approx(most, abs=1)
-    assert budget.prefill_tokens(0, 3) == 512
+    assert budget.prefill_tokens((), 3, background=True) <= 200, "before anything is known"
+    budget.observe((), 100, 100 * token_s)
+    assert budget.prefill_tokens((), 3, background=True) == pytest.approx(most, abs=1)
+    assert budget.prefill_tokens((), 3) == 512
 
 
 def test_background_prompts_go_on_however_slow_the_machine_is() -> None:
     budget = StepBudget(16)
-    budget.observe(0, 1, 10.0)
-    assert budget.prefill_tokens(0, 1, background=True) == 4
+    budget.observe((), 1, 10.0)
+    assert budget.prefill_tokens((), 1, background=True) == 4

@@ -36,3 +36,4 @@ class ConcurrentScheduler(Scheduler):
             n = self._kv.n_free
         plan.chunks, plan.adapters = [(sequence, n)], sequence.adapters
         plan.n_decode = int(sequence.status is SeqStatus.DECODE)
+        plan.row_groups = (1,) * plan.n_decode

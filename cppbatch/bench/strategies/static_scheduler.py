@@ -119,6 +119,7 @@ class StaticScheduler(Scheduler):
             n_ended = self._batch_size - len(self._batch)
             padding = [self._padding.chunk(n_ended, plan.adapters)] if self._bucket and rows and n_ended else []
             plan.chunks, plan.n_decode = in_batch_order(rows, padding), len(rows)
+            plan.row_groups = (len(rows),)
 
     def _prompts(self, ready: list[Seq]) -> list[Chunk]:
         n_left, chunks = self._step_tokens, []

@@ -74,7 +74,9 @@ class Sampler:
         """After the decode, which computed `n_outputs` rows of logits: one result for each of `plan.outputs()`."""
         sequences, scores, backend = plan.outputs(), plan.scores, self._context.backend_sampling
         if backend is None and not scores:  # then each sequence has exactly one row
-            return self.sample_logits(sequences, self._context.logits(n_outputs))
+            if not plan.padding:
+                return self.sample_logits(sequences, self._context.logits(n_outputs))
+            return self._sample_padded(sequences, plan.rows(), self._context.logits(n_outputs))
         rows = plan.rows()
         on_backend = [i for i, sequence in enumerate(sequences) if backend and backend.is_enabled(sequence.seq_id)]
         on_host = sorted(set(range(len(sequences))).difference(on_backend))
@@ -90,6 +92,22 @@ class Sampler:
             sampled = _sample_candidates([sequences[i] for i in on_backend], ids, values)
             outputs |= zip(on_backend, sampled, strict=True)
         return [outputs[i] for i in range(len(sequences))]
+
+    def _sample_padded(self, sequences: list[Seq], rows: list[int], logits: Logits) -> list[SamplerOutput]:
+        """Samples where padding rows are among the rows. `rows`: the row of each sequence, rising.
+
+        The last rows move to the places of padding rows, so that the first `len(rows)` rows are the sequences'.
+        """
+        n = len(rows)
+        if rows[-1] == n - 1:
+            return self.sample_logits(sequences, logits[:n])
+        holes = sorted(set(range(n)).difference(rows))
+        places = [*rows[: n - len(holes)], *holes]
+        logits[holes] = logits[rows[n - len(holes) :]]
+        order = sorted(range(n), key=places.__getitem__)
+        sampled = self.sample_logits([sequences[i] for i in order], logits[:n])
+        by_sequence = dict(zip(order, sampled, strict=True))
+        return [by_sequence[i] for i in range(n)]
 
     def sample_logits(self, sequences: list[Seq], logits: Logits) -> list[SamplerOutput]:
         """Samples from whole rows: `logits` is float32[len(sequences), n_vocab] and is changed in place."""

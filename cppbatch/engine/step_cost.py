@@ -1,0 +1,161 @@
+"""What a step costs on this device, learned from the steps: seconds by decode rows, and by prompt tokens beside them.
+
+Example, Q4_0 weights on two AVX-512 cores: 12 rows take 13.6 ms, 15 rows 18.1 ms, 16 rows 14.2 ms, because the kernels
+compute rows in tiles of 4 and 16 and the rest row by row. So 15 rows are computed as 16, with a padding row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+TILES = (4, 16)
+"""Rows that llama.cpp's CPU kernels compute at once (ggml-cpu `repack.cpp`, `llamafile/sgemm.cpp`)."""
+
+_NEW_LEVEL = 0.3  # weight of a new measurement in the level
+_NEW_SHAPE = 0.1  # the same in the shape, once a number of rows has been seen ten times
+_MAX_RATIO = 2.0  # a step that takes longer than expected counts as this many times as long: the machine was disturbed
+_WORTH = 0.96  # padded rows must take less than this part of the time
+_MIN_SEEN = 3  # steps before the time of a number of rows is compared
+_TRY_EVERY = 64  # steps with a number of rows; then one step with the next other number, to keep its time up to date
+_FLAT = 1.3  # where rows cost less than this times what a quarter of them cost, padding cannot gain
+_GUESSED_TOKEN_S = 0.001
+_NEW_TOKEN_S = 0.3
+
+Groups = Sequence[int]
+"""Numbers of decode rows that llama.cpp computes together. One number, except where sequences have streams of their own:
+there only rows of consecutive seq_ids are computed together (docs/decisions/0001)."""
+
+
+class StepCost:
+    """Running means of step times.
+
+    The time of a group of `n` rows is `level * shape[n]`. The level follows what changes the time of all steps: longer sequences,
+    other programs on the machine. The shape is what one number of rows costs relative to another, so times of numbers
+    of rows that were seen at different moments can be compared.
+
+    The time of prompt tokens is a running mean for each size of a prompt piece: 4-7 tokens, 8-15, 16-31 ...
+    """
+
+    def __init__(self) -> None:
+        self._shape: dict[int, float] = {}
+        self._counts: list[int] = []  # the keys of `_shape`, rising
+        self._seen: Counter[int] = Counter()
+        self._steps: Counter[int] = Counter()  # steps with so many rows to compute, padded or not
+        self._level = 1.0
+        self._token_s: dict[int, float] = {}
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def knows_rows(self) -> bool:
+        """Whether a step without prompt tokens has been measured."""
+        return bool(self._shape)
+
+    def knows_about(self, groups: Groups) -> bool:
+        """Whether about so many rows have been measured for each group: 1, 2-3, 4-7, 8-15 ..."""
+        sizes = {known.bit_length() for known in self._counts}
+        return all(n.bit_length() in sizes for n in groups)
+
+    def rows_s(self, groups: Groups) -> float:
+        """Seconds of a step of these rows without prompt tokens; call it when `knows_rows`."""
+        return self._level * self.relative(groups)
+
+    def relative(self, groups: Groups) -> float:
+        """The same without the level."""
+        return sum(self._relative(n) for n in groups)
+
+    def _relative(self, n: int) -> float:
+        """Of one group; between two known numbers of rows it is on the line through them."""
+        if n in self._shape:
+            return self._shape[n]
+        counts = self._counts
+        at = bisect_left(counts, n)
+        if at == 0 or at == len(counts):
+            return self._shape[counts[max(0, at - 1)]]
+        low, high = counts[at - 1], counts[at]
+        part = (n - low) / (high - low)
+        return self._shape[low] + part * (self._shape[high] - self._shape[low])
+
+    def observe_rows(self, groups: Groups, seconds: float) -> None:
+        """Learns from a step without prompt tokens. `groups`: its rows, padding included."""
+        if unknown := [n for n in groups if n not in self._shape]:
+            for n in unknown:
+                self._shape[n] = seconds / self._level * n / sum(groups)
+            self._counts = sorted(self._shape)
+            return
+        error = min(seconds / self.rows_s(groups), _MAX_RATIO) - 1
+        self._level *= 1 + _NEW_LEVEL * error
+        if len(groups) == 1:
+            n = groups[0]
+            self._seen[n] += 1
+            self._shape[n] *= 1 + max(_NEW_SHAPE, 0.5 / self._seen[n]) * error
+
+    def seed(self, rows_s: Iterable[tuple[int, float]]) -> None:
+        """Begins with times that were measured before: numbers of rows with their seconds."""
+        for n, seconds in rows_s:
+            self._shape[n], self._seen[n] = seconds, _MIN_SEEN
+        self._counts = sorted(self._shape)
+
+    def rows_to_compute(self, n: int, most: int) -> int:
+        """How many rows to compute where `n` are wanted and at most `most` are possible: `n`, or more if that is faster.
+
+        Now and then the answer is another number than the fastest, so that its time becomes known: call this once a
+        step.
+        """
+        tiles = [up for tile in TILES if n < (up := -(-n // tile) * tile) <= min(most, 2 * n)]
+        if not tiles or self._is_flat(n):
+            return n
+        self._steps[n] += 1
+        candidates = [n, *dict.fromkeys(tiles)]
+        for candidate in candidates:
+            if self._seen[candidate] < _MIN_SEEN:
+                return candidate
+        turn, rest = divmod(self._steps[n], _TRY_EVERY)
+        if rest == 0:
+            return candidates[turn % len(candidates)]
+        best = min(candidates, key=self._relative)
+        return best if self._relative(best) < _WORTH * self._relative(n) else n
+
+    def is_worth_joining(self, one: int, between: int, other: int) -> bool:
+        """Whether two groups of rows, with padding rows between them, cost less as one group."""
+        joined = one + between + other
+        return joined in self._seen and self._relative(joined) < _WORTH * self.relative((one, other))
+
+    def _is_flat(self, n: int) -> bool:
+        """Whether rows cost next to nothing here, as on a GPU: known once a quarter of `n` rows has been measured."""
+        few = [known for known in self._counts if 4 * known <= n and self._seen[known] >= _MIN_SEEN]
+        return bool(few) and self._seen[n] >= _MIN_SEEN and self._relative(n) < _FLAT * self._relative(few[-1])
+
+    # --- prompt tokens ------------------------------------------------------------------------------------------------
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether prompt tokens have been measured."""
+        return bool(self._token_s)
+
+    def token_s(self, n: int) -> float:
+        """Seconds that each token of a prompt piece of `n` tokens adds to a step; a guess before any is known."""
+        if not self._token_s:
+            return _GUESSED_TOKEN_S
+        return self._token_s[min(self._token_s, key=lambda size: abs(size - n.bit_length()))]
+
+    def observe_prompt(self, n: int, seconds: float) -> None:
+        """Learns from a step to which a piece of `n` prompt tokens added `seconds`."""
+        size = n.bit_length()
+        old = self._token_s.get(size)
+        self._token_s[size] = seconds / n if old is None else old + _NEW_TOKEN_S * (seconds / n - old)
+
+    def prompt_tokens_in(self, seconds: float) -> int:
+        """How many prompt tokens fit into this time, as one piece; call it when `knows_prompts`."""
+        for size in range(max(self._token_s), 0, -1):
+            n = int(seconds / self.token_s(1 << (size - 1)))
+            if n >> (size - 1):
+                return n if size == max(self._token_s) else min(n, (1 << size) - 1)
+        return 0
+
+
+def whole_tiles(n: int) -> int:
+    """The largest whole number of tiles within `n` tokens; `n` itself if that is less than the smallest tile."""
+    return next((n - n % tile for tile in sorted(TILES, reverse=True) if n >= tile), n)
