@@ -284,6 +284,7 @@ def fake_engine(
     n_more_ids: int = 4,
     pooling: str | None = None,
     adapters: Sequence[AdapterInfo] = (),
+    may_pad: bool = False,
     **settings: Any,
 ) -> BatchInferenceEngine:
     """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
@@ -305,7 +306,7 @@ def fake_engine(
         max_sequence=min(n_batch if pooling else context.n_ctx_seq, n_ctx_train), pooling=pooling, n_embd=3,
         adapters=tuple(adapters),
     )  # fmt: skip
-    runtime = Runtime(context, FakeVocab(), info, sharing, context.close)
+    runtime = Runtime(context, FakeVocab(), info, sharing, context.close, may_pad=may_pad)
     return BatchInferenceEngine(
         "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings
     )

@@ -98,7 +98,7 @@ class BatchInferenceEngine:
             n_parallel=config.n_parallel,
             target_step_s=target,
             prefer=config.prefer,
-            may_pad=context.backend_sampling is None,  # on a GPU rows cost too little
+            may_pad=self._runtime.may_pad,
         )
         self._sampler = Pooler(context) if self.info.pooling else Sampler(self._vocab, context)
         self.metrics = Metrics(self._trace)

@@ -54,6 +54,8 @@ class Runtime:
     close: Callable[[], None]
     cached_share: float = CACHED_SHARE
     """Part of the cells that cached prefixes may hold."""
+    may_pad: bool = False
+    """Whether padding rows may make a step faster: on a CPU. On a GPU, rows cost too little."""
 
 
 def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
@@ -103,7 +105,7 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
         if not is_enabled and config.sampling == "backend":
             raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
-    return Runtime(context, model.vocab, _info(model, context, config), sharing, close, share)
+    return Runtime(context, model.vocab, _info(model, context, config), sharing, close, share, not on_gpu)
 
 
 def make_context(config: EngineConfig, model: Model) -> Context:

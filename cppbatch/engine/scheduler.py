@@ -317,9 +317,10 @@ class Scheduler:
         n_prompts = n_urgent or (len(prefilling) if all(s.is_background for s in decoding) else 1)
         step_budget = self._lora.budget(adapters)
         budget = step_budget.prefill_tokens(groups, n_prompts, n_decoding - n_decode, background=not n_urgent)
-        if not self._kv.has_streams:  # rows and prompts are computed together, in whole tiles if possible
+        n_pending = sum(s.n_pending for s in prefilling)
+        if budget < n_pending and not self._kv.has_streams:  # rows and prompts are computed together: whole tiles
             budget = max(min(budget, _MIN_PIECE), whole_tiles(budget + n_decode) - n_decode)
-        budget = min(budget, sum(s.n_pending for s in prefilling))
+        budget = min(budget, n_pending)
         if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
             budget = min(budget, self._kv.n_free - n_decoding)
         if n_decoding:  # few prompt tokens fit: every other step serves the first prompt, the steps between short ones
