@@ -145,6 +145,9 @@ class FakeContext:
     def use_adapters(self, adapters: AdapterSet) -> None:
         self.adapters = adapters
 
+    def use_threads(self, n: int) -> None:
+        raise AssertionError("a fake computes without threads")
+
     def decode(self, batch: Batch) -> None:
         n = batch.n_tokens
         assert not self.closed, "decode on a closed context"

@@ -278,6 +278,8 @@ class BatchInferenceEngine:
     def _decode(self, plan: StepPlan) -> bool:
         """Calls `llama_decode`. If that fails, ends the sequences of the batch with an error and returns False."""
         try:
+            if self._runtime.threads:
+                self._context.use_threads(self._runtime.threads.now())
             self._context.use_adapters(plan.adapters)
             self._context.decode(self._batch)
         except LlamaError as error:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import EngineConfig, Pooling, Sharing, adapter_name, available_threads
+from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
 from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout
 from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
 from cppbatch.engine.lora_sets import AdapterSet
@@ -38,6 +39,7 @@ class Computation(Memory, Protocol):
     backend_sampling: BackendSampling | None
 
     def use_adapters(self, adapters: AdapterSet) -> None: ...
+    def use_threads(self, n: int) -> None: ...
     def decode(self, batch: Batch) -> None: ...
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]: ...
@@ -56,6 +58,8 @@ class Runtime:
     """Part of the cells that cached prefixes may hold."""
     may_pad: bool = False
     """Whether padding rows may make a step faster: on a CPU. On a GPU, rows cost too little."""
+    threads: ComputeThreads | None = None
+    """Compute threads of each step; None: always the same."""
 
 
 def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
@@ -105,7 +109,10 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
         if not is_enabled and config.sampling == "backend":
             raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
-    return Runtime(context, model.vocab, _info(model, context, config), sharing, close, share, not on_gpu)
+    threads = None if on_gpu or config.n_threads else ComputeThreads(available_threads(), len(usable_cpus()))
+    return Runtime(
+        context, model.vocab, _info(model, context, config), sharing, close, share, may_pad=not on_gpu, threads=threads
+    )
 
 
 def make_context(config: EngineConfig, model: Model) -> Context:

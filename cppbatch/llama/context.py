@@ -101,6 +101,7 @@ class Context:
         """Whether each seq_id has memory of its own: llama.cpp computes only rows of consecutive seq_ids together."""
         self.is_pooled = pooling is not None
         self._flash_attn = flash_attn
+        self._n_threads = n_threads
         self.n_ctx: int = C.llama_n_ctx(self._handle)
         self.n_ctx_seq: int = C.llama_n_ctx_seq(self._handle)
         """Cells that one sequence may take."""
@@ -145,6 +146,12 @@ class Context:
         handles, scales = [known[i] for i, _ in adapters], [scale for _, scale in adapters]
         C.llama_set_adapters_lora(self.handle, *adapter_arguments(handles, scales))
         self._adapters = adapters
+
+    def use_threads(self, n: int) -> None:
+        """Sets the number of compute threads, from the next decode on."""
+        if n != self._n_threads:
+            C.llama_set_n_threads(self.handle, n, n)
+            self._n_threads = n
 
     def decode(self, batch: Batch) -> None:
         """Computes the batch and waits for the device, without the GIL.

@@ -1,0 +1,71 @@
+"""Steps use a thread for each core, but leave to other programs the cores that those keep busy."""
+
+from __future__ import annotations
+
+import pytest
+
+from cppbatch.engine.compute_threads import ComputeThreads, CpuTimes, read_cpu_times
+
+
+class Machine:
+    """Cores that this process (`own`) and other programs (`others`) keep busy, in cores."""
+
+    def __init__(self, n_cpus: int, most: int | None = None) -> None:
+        self.time = self.own_s = self.others_s = 0.0
+        self.threads = ComputeThreads(most or n_cpus, n_cpus, read=self._read, clock=lambda: self.time)
+
+    def _read(self) -> CpuTimes:
+        return CpuTimes(self.own_s + self.others_s, self.own_s)
+
+    def run(self, seconds: float, *, others: float, step_s: float = 0.02) -> list[int]:
+        """Steps for this time; the numbers of threads of the steps."""
+        used = []
+        for _ in range(round(seconds / step_s)):
+            used.append(self.threads.now())
+            self.time += step_s
+            self.own_s += used[-1] * step_s
+            self.others_s += others * step_s
+        return used
+
+
+def test_on_an_idle_machine_every_core_computes() -> None:
+    assert set(Machine(4).run(5, others=0.1)) == {4}
+
+
+def test_a_busy_core_is_left_to_the_program_that_has_it_and_taken_back_when_it_ends() -> None:
+    machine = Machine(2)
+    machine.run(2, others=0.0)
+    assert machine.run(2, others=0.7)[-1] == 1
+    assert set(machine.run(3, others=1.0)) == {1}
+    assert machine.run(2, others=0.05)[-1] == 2
+
+
+def test_half_a_busy_core_changes_nothing_either_way() -> None:
+    machine = Machine(2)
+    assert set(machine.run(5, others=0.5)) == {2}
+    machine.run(2, others=1.0)
+    assert set(machine.run(5, others=0.5)) == {1}
+
+
+@pytest.mark.parametrize(("others", "threads"), [(0.9, 7), (3.0, 5), (7.9, 1), (30.0, 1)])
+def test_as_many_threads_as_cores_are_free_and_at_least_one(others: float, threads: int) -> None:
+    assert Machine(8).run(3, others=others)[-1] == threads
+
+
+def test_with_two_threads_a_core_one_busy_cpu_leaves_enough() -> None:
+    assert set(Machine(16, most=8).run(3, others=1.0)) == {8}
+
+
+def test_what_happened_while_the_engine_was_idle_does_not_count() -> None:
+    machine = Machine(2)
+    machine.run(1, others=0.0)
+    machine.time += 60
+    machine.others_s += 55
+    assert machine.run(0.1, others=0.0) == [2] * 5
+
+
+def test_the_times_of_this_machine_grow_by_what_this_process_computes() -> None:
+    before = read_cpu_times()
+    while (after := read_cpu_times()).this_process < before.this_process + 0.3:
+        pass
+    assert after.all_programs - before.all_programs >= 0.25, "this process is one of the programs"
