@@ -52,6 +52,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     settings: TunedSettings
     measured: dict[str, float]
     """The speeds reached, for information only."""
+    step_ms: dict[str, float] = {}
+    """Milliseconds of a step by decode rows, with these settings: what the engine knows of its speed at the start."""
 
 
 def profiles_folder() -> Path:
@@ -74,7 +76,9 @@ def conditions(config: EngineConfig) -> dict[str, str]:
     return {name: str(getattr(config, name)) for name in _CONDITIONS}
 
 
-def save_profile(config: EngineConfig, settings: TunedSettings, measured: dict[str, float]) -> Path:
+def save_profile(
+    config: EngineConfig, settings: TunedSettings, measured: dict[str, float], step_ms: dict[str, float] | None = None
+) -> Path:
     """Writes a profile atomically, in place of an older one. Raises `ConfigError` if it cannot be written."""
     path, machine = profile_path(config), this_machine(with_llama=False)
     profile = Profile(
@@ -87,6 +91,7 @@ def save_profile(config: EngineConfig, settings: TunedSettings, measured: dict[s
         conditions=conditions(config),
         settings=settings,
         measured=measured,
+        step_ms=step_ms or {},
     )
     part = path.with_suffix(".part")
     try:
@@ -112,11 +117,14 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> tuple[EngineCon
             raise ConfigError(f"it is of version {profile.version}, and this cppbatch reads {VERSION}")
         changes = _changes(profile.settings, config, given)
         changed = msgspec.structs.replace(config, **changes)
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError, ConfigError) as error:
+        if all(getattr(changed, name) == tuned for name, tuned in msgspec.structs.asdict(profile.settings).items()):
+            step_ms = tuple((int(rows), ms) for rows, ms in profile.step_ms.items())
+            changed = msgspec.structs.replace(changed, step_ms=step_ms)
+    except (OSError, ValueError, msgspec.DecodeError, ConfigError) as error:
         log.warning("the profile %s is not used: %s. Make a new one with `cppbatch tune`, or delete it", path, error)
         return config, None
     if not changes:
-        return config, None
+        return changed, None
     date = profile.made.date()
     return changed, f"using the profile {path} of {date}: {as_flags(changes)}; --no-profile leaves it out"
 

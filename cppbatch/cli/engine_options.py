@@ -104,6 +104,10 @@ _SETTINGS = [
         help="backend: the GPU selects the likeliest tokens; host: the CPU does; auto: backend if there is a GPU.",
     ),
     option(
+        "--deterministic", env="DETERMINISTIC", is_flag=True, default=_DEFAULTS.deterministic,
+        help="Compute the same logits bit for bit, whatever else is in the batch. CPU only; prompts are slower.",
+    ),
+    option(
         "--prefix-cache/--no-prefix-cache", env="PREFIX_CACHE", default=_DEFAULTS.prefix_cache,
         help="Compute the common prefix of requests only once.",
     ),

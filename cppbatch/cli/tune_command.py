@@ -49,6 +49,6 @@ def tune(
     report = tuning_report(tuning)
     if dry_run:
         return report, plot_tuning
-    path = save_profile(config, tuning.settings(), tuning.figures())
+    path = save_profile(config, tuning.settings(), tuning.figures(), tuning.step_ms())
     click.echo(f"written: {path}; serve, generate and batch use it from now on", err=True)
     return report, plot_tuning

@@ -99,6 +99,7 @@ class BatchInferenceEngine:
             target_step_s=target,
             prefer=config.prefer,
             may_pad=self._runtime.may_pad,
+            rows_s=[(rows, ms / 1000) for rows, ms in config.step_ms],
         )
         self._sampler = Pooler(context) if self.info.pooling else Sampler(self._vocab, context)
         self.metrics = Metrics(self._trace)

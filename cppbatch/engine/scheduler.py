@@ -145,15 +145,19 @@ class Scheduler:
         target_step_s: float | None = None,
         prefer: Preference = "balanced",
         may_pad: bool = False,
+        rows_s: Sequence[tuple[int, float]] = (),
     ) -> None:
         """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt
         tokens in a step gain nothing, and delay the first token of the prompts that end in it. `target_step_s`,
-        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps.
+        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `rows_s`: decode rows with the seconds
+        of a step of them, measured before.
         """
         self._kv = kv
         self._n_parallel = n_parallel
         self._step_tokens = step_tokens
-        self._lora = LoraRoundRobin(StepBudget(step_tokens, target_step_s, ubatch_tokens, prefer=prefer))
+        budget = StepBudget(step_tokens, target_step_s, ubatch_tokens, prefer=prefer)
+        budget.cost.seed(rows_s)
+        self._lora = LoraRoundRobin(budget)
         self._may_pad = may_pad
         self._headroom = max(1, min(_MAX_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
         # Both lists are in order of rank.

@@ -93,3 +93,11 @@ def test_what_does_not_go_with_the_users_settings_is_left_out(
     small = replace(config, n_batch=4, n_parallel=2)
     assert use_profile(small, given={"n_batch"}) == (small, None)
     assert "less than -np 8" in caplog.text
+
+
+def test_the_engine_begins_with_the_step_times_of_the_profile_if_it_runs_with_the_settings_of_the_profile(
+    config: EngineConfig,
+) -> None:
+    save_profile(config, TUNED, {}, {"1": 5.0, "8": 12.5})
+    assert use_profile(config, given=())[0].step_ms == ((1, 5.0), (8, 12.5))
+    assert use_profile(replace(config, n_threads=1), given={"n_threads"})[0].step_ms == ()

@@ -48,6 +48,10 @@ class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the settings for a profile."""
         return TunedSettings(**{name: getattr(self.config, name) for name in TunedSettings.__struct_fields__})
 
+    def step_ms(self) -> dict[str, float]:
+        """Returns the milliseconds of a step by decode rows."""
+        return {str(speed.n_parallel): round(speed.inter_token_ms, 3) for speed in self.curve}
+
     def figures(self) -> dict[str, float]:
         """Returns the speeds of the chosen settings, rounded."""
         figures = {"tokens_per_s": self.speed.tokens_per_s, "inter_token_ms": self.speed.inter_token_ms}
