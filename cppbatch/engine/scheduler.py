@@ -240,10 +240,11 @@ class Scheduler:
                 continue
             plan.row_groups = (len(rows),) if rows else ()
             may_pad = self._may_pad and rows and not any(s.is_scored for s in prompts_now)
-            if may_pad and self._kv.has_streams:  # prompts are computed apart from the rows
+            apart = not self._kv.unified  # prompts are computed apart from the rows, and in other cells
+            if may_pad and apart:
                 self._pad(plan, rows, self._lora.budget(adapters).cost)
             prefill = self._prefill(prompts_now, adapters, plan.row_groups, len(rows), decoding)
-            if may_pad and not (self._kv.has_streams or prefill):
+            if may_pad and not (apart or prefill):
                 self._pad(plan, rows, self._lora.budget(adapters).cost)
             if rows or prefill:
                 self._fill(plan, rows, prefill)
@@ -267,8 +268,9 @@ class Scheduler:
         """
         spare = self._kv.spare_ids()
         n_more = min(len(spare), self._step_tokens - len(rows))
-        if not self._kv.has_streams:
+        if self._kv.unified:
             n_more = min(n_more, self._kv.n_free - len(rows))
+        if not self._kv.has_streams:
             n = cost.rows_to_compute(len(rows), len(rows) + max(0, n_more))
             plan.padding, plan.row_groups = spare[: n - len(rows)], (n,)
             return
@@ -278,7 +280,8 @@ class Scheduler:
         for start, stop in groups[1:]:
             last_start, last_stop = joined[-1]
             gap = range(last_stop, start)
-            if cost.is_worth_joining(last_stop - last_start, len(gap), stop - start) and free.issuperset(gap):
+            is_possible = free.issuperset(gap) and len(plan.padding) + len(gap) <= n_more
+            if is_possible and cost.is_worth_joining(last_stop - last_start, len(gap), stop - start):
                 joined[-1] = (last_start, stop)
                 plan.padding += gap
             else:
