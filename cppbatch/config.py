@@ -83,8 +83,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """backend: the device finds the likeliest tokens, and rows of logits are copied only for requests that need them;
     host: the CPU does; auto: backend with a GPU that can, else host (--sampling)."""
     deterministic: bool = False
-    """The logits of a sequence are the same bit for bit, whatever else is in the batch (--deterministic). On a CPU only,
-    with the per-sequence layout and flash attention (docs/decisions/0030)."""
+    """The logits of a sequence are the same bit for bit, whatever else is in the batch (--deterministic). On a CPU
+    only, with the per-sequence layout and flash attention (docs/decisions/0030)."""
     pooling: Pooling | None = None
     """Return vectors instead of text, pooled this way. None: as the model's file says; models that generate text do not
     pool (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling and
@@ -93,8 +93,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """LoRA adapters: GGUF files with the scale for requests without `lora` (--lora FILE=SCALE). Requests name an
     adapter by its file name without the suffix."""
     step_ms: tuple[tuple[int, float], ...] = ()
-    """Decode rows with the milliseconds that a step of them takes here, as far as `cppbatch tune` has measured them; the
-    engine learns the others, and changes, from its steps. From the profile."""
+    """Decode rows with the milliseconds that a step of them takes here, as `cppbatch tune` has measured them (from the
+    profile). The engine learns the others, and changes, from its steps."""
     trace: str = ""
     """A file for a trace of every step in Chrome's format, about 2 KB a step (--trace). "": no trace."""
     use_extra_bufts: bool = True
@@ -133,15 +133,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_MAX_STEP_MS}")
         self._check_choices()
         self._check_lora()
-        if not all(1 <= rows <= _INT32_MAX and 0 < ms <= _MAX_STEP_MS for rows, ms in self.step_ms):
-            raise ConfigError(f"step_ms is {self.step_ms!r:.200}; it must be pairs of rows and milliseconds above 0")
+
+    def _check_choices(self) -> None:
         if self.deterministic and (self.kv_layout == "unified" or self.flash_attn == "off"):
             raise ConfigError(
                 "--deterministic needs the per-sequence layout and flash attention: leave out --kv-layout unified and "
                 "-fa off"
             )
-
-    def _check_choices(self) -> None:
         choices = {
             "flash_attn": FlashAttention,
             "kv_layout": KvLayout,

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from platformdirs import user_config_path
@@ -52,7 +53,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     settings: TunedSettings
     measured: dict[str, float]
     """The speeds reached, for information only."""
-    step_ms: dict[str, float] = {}
+    step_ms: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
     """Milliseconds of a step by decode rows, with these settings: what the engine knows of its speed at the start."""
 
 

@@ -149,8 +149,8 @@ class Scheduler:
     ) -> None:
         """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt
         tokens in a step gain nothing, and delay the first token of the prompts that end in it. `target_step_s`,
-        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `rows_s`: decode rows with the seconds
-        of a step of them, measured before.
+        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `rows_s`: decode rows with the
+        seconds of a step of them, measured before.
         """
         self._kv = kv
         self._n_parallel = n_parallel
@@ -313,7 +313,8 @@ class Scheduler:
         """Pieces of these prompts, as many as the step budget and the free cells allow beside decode rows.
 
         `prefilling`: in order of rank, with these `adapters`. `groups`: decode rows of this step, padding included.
-        `n_decode`: the same without padding. `decoding`: all decoding sequences that may compute, also those of other adapter sets. Cells for their next tokens stay free.
+        `n_decode`: the same without padding. `decoding`: all decoding sequences that may compute, also those of other
+        adapter sets. Cells for their next tokens stay free.
         None are kept free for paused background sequences, which are preempted when the cells run out.
         """
         if not prefilling:

@@ -47,8 +47,8 @@ class StepBudget:
         self._target_s = target_s
         self._slowdown = _SLOWDOWN[prefer]
         self._quiet_level = 0.0
-        """As the level of `cost`, 0 before the first step without prefill, but it hardly changes while prompts are being computed. The cells of the prompts slow
-        decoding down, and slower decoding must not be a reason to slow it down further."""
+        """As the level of `cost`, but it hardly changes while prompts are being computed. The cells of the prompts slow
+        decoding down, and slower decoding must not be a reason to slow it down further. 0: not known yet."""
         self._since_refresh = 0
 
     def prefill_tokens(self, groups: Groups, n_prefill: int, n_others: int = 0, *, background: bool = False) -> int:
@@ -60,8 +60,8 @@ class StepBudget:
         cost, n_decode = self.cost, sum(groups)
         most = self._max_tokens - n_decode
         if background:
-            in_time = cost.prompt_tokens_in(_BACKGROUND_S) if cost.knows_prompts else int(_BACKGROUND_S / cost.token_s(1))
-            most = min(most, max(_MIN_CHUNK, self._max_alone // _BACKGROUND_PART, in_time))
+            piece = max(_MIN_CHUNK, self._max_alone // _BACKGROUND_PART, cost.prompt_tokens_in(_BACKGROUND_S))
+            most = min(most, piece)
         n_decoding = n_decode + n_others
         if n_decoding == 0 or not cost.knows_prompts:
             return min(most, self._max_alone)

@@ -15,7 +15,7 @@ TILES = (4, 16)
 
 _NEW_LEVEL = 0.3  # weight of a new measurement in the level
 _NEW_SHAPE = 0.1  # the same in the shape, once a number of rows has been seen ten times
-_MAX_RATIO = 2.0  # a step that takes longer than expected counts as this many times as long: the machine was disturbed
+_MAX_RATIO = 2.0  # a step that takes more than twice the expected time counts as twice: the machine was disturbed
 _WORTH = 0.98  # padded rows must take less than this part of the time
 _MIN_SEEN = 3  # steps before the time of a number of rows is compared
 _TRY_EVERY = 64  # steps with a number of rows; then one step with the next other number, to keep its time up to date
@@ -24,15 +24,15 @@ _GUESSED_TOKEN_S = 0.001
 _NEW_TOKEN_S = 0.3
 
 Groups = Sequence[int]
-"""Numbers of decode rows that llama.cpp computes together. One number, except where sequences have streams of their own:
-there only rows of consecutive seq_ids are computed together (docs/decisions/0001)."""
+"""Numbers of decode rows that llama.cpp computes together. One number, except where sequences have streams of their
+own: there only rows of consecutive seq_ids are computed together (docs/decisions/0001)."""
 
 
 class StepCost:
     """Running means of step times.
 
-    The time of a group of `n` rows is `level * shape[n]`. The level follows what changes the time of all steps: longer sequences,
-    other programs on the machine. The shape is what one number of rows costs relative to another, so times of numbers
+    The time of a group of `n` rows is `level * shape[n]`. The level follows what changes the time of all steps: longer
+    sequences, other programs. The shape is what one number of rows costs relative to another, so times of numbers
     of rows that were seen at different moments can be compared.
 
     The time of prompt tokens is a running mean for each size of a prompt piece: 4-7 tokens, 8-15, 16-31 ...
@@ -99,7 +99,8 @@ class StepCost:
         self._counts = sorted(self._shape)
 
     def rows_to_compute(self, n: int, most: int) -> int:
-        """How many rows to compute where `n` are wanted and at most `most` are possible: `n`, or more if that is faster.
+        """How many rows to compute where `n` are wanted and at most `most` are possible: more than `n` if that is
+        faster.
 
         Now and then the answer is another number than the fastest, so that its time becomes known: call this once a
         step.
@@ -148,7 +149,9 @@ class StepCost:
         self._token_s[size] = seconds / n if old is None else old + _NEW_TOKEN_S * (seconds / n - old)
 
     def prompt_tokens_in(self, seconds: float) -> int:
-        """How many prompt tokens fit into this time, as one piece; call it when `knows_prompts`."""
+        """How many prompt tokens fit into this time, as one piece; a guess before any is known."""
+        if not self._token_s:
+            return int(seconds / _GUESSED_TOKEN_S)
         for size in range(max(self._token_s), 0, -1):
             n = int(seconds / self.token_s(1 << (size - 1)))
             if n >> (size - 1):

@@ -97,11 +97,8 @@ class Context:
         # Some models have a table of n_ctx_train positions.
         self._n_positions = min(C.llama_n_ctx_seq(self._handle), model.n_ctx_train)
         self.kv_unified = kv_unified
-        self.has_streams = not kv_unified or model.is_recurrent
-        """Whether each seq_id has memory of its own: llama.cpp computes only rows of consecutive seq_ids together."""
         self.is_pooled = pooling is not None
-        self._flash_attn = flash_attn
-        self._n_threads = n_threads
+        self._flash_attn, self._n_threads = flash_attn, n_threads
         self.n_ctx: int = C.llama_n_ctx(self._handle)
         self.n_ctx_seq: int = C.llama_n_ctx_seq(self._handle)
         """Cells that one sequence may take."""
@@ -123,6 +120,11 @@ class Context:
         if self._memory is None and pooling is None:
             self.close()
             raise LlamaError(f"{model.description} has no memory to write text with; it can only embed (--pooling)")
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether each seq_id has memory of its own: llama.cpp computes only rows of consecutive seq_ids together."""
+        return not self.kv_unified or self.model.is_recurrent
 
     @property
     def handle(self) -> Any:

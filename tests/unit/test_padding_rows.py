@@ -44,7 +44,7 @@ def test_texts_are_those_without_padding(unified: bool) -> None:
 
 def test_where_sequences_have_streams_padding_fills_the_gaps_between_them() -> None:
     engine = fake_engine(n_ctx=800, n_batch=40, n_parallel=8, unified=False, may_pad=True)
-    know(engine._scheduler, {n: 0.010 for n in range(1, 9)})
+    know(engine._scheduler, dict.fromkeys(range(1, 9), 0.01))
     lengths = (40, 4, 40, 40, 4, 40)
     engine.generate([[i, 1] for i in range(6)], [greedy(n, ignore_eos=True) for n in lengths])
     assert list(context_of(engine).steps[20]) == [0, 1, 2, 3, 4, 5], "one group of six rows, two of them padding"
