@@ -12,6 +12,8 @@ def choose_layout(config: EngineConfig, *, on_gpu: bool, n_ctx_train: int, has_k
     limits a sequence to n_ctx / n_parallel cells. `auto` chooses it where that limit is no loss: where it is at least
     the longest sequence that the model knows.
     """
+    if config.deterministic:
+        return "per-sequence"  # in the unified layout, sums depend on where the cells of a sequence lie
     if config.kv_layout != "auto":
         return config.kv_layout
     long_enough = config.n_ctx // config.n_parallel >= n_ctx_train
@@ -19,13 +21,14 @@ def choose_layout(config: EngineConfig, *, on_gpu: bool, n_ctx_train: int, has_k
 
 
 def choose_flash_attn(config: EngineConfig, layout: KvLayout, *, on_gpu: bool, has_amx: bool) -> FlashAttention:
-    """The flash attention setting for llama.cpp. Its own `auto` is right except in two cases:
+    """The flash attention setting for llama.cpp. Its own `auto` is right except in these cases:
 
     - Quantised values need flash attention.
+    - So does `deterministic`: without it, one row adds in another order than several.
     - In the per-sequence layout, a CPU with AMX multiplies matrices faster than the flash attention kernel runs. (In
       the unified layout that kernel is faster: it skips the cells of other sequences.)
     """
-    if config.flash_attn == "auto" and config.cache_type_v in ("q8_0", "q4_0"):
+    if config.flash_attn == "auto" and (config.deterministic or config.cache_type_v in ("q8_0", "q4_0")):
         return "on"
     if config.flash_attn == "auto" and layout == "per-sequence" and has_amx and not on_gpu:
         return "off"

@@ -18,11 +18,13 @@ from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import (
+    DETERMINISTIC_UBATCH,
     Backend,
     BackendSampling,
     Batch,
     Context,
     Model,
+    logits_are_independent,
     probe_prefix_sharing,
 )
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
@@ -103,6 +105,8 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
     if pooling := _pooling(config, model):
         return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close)
     on_gpu = _on_gpu(config)
+    if config.deterministic:
+        _check_determinism(context, on_gpu=on_gpu)
     sharing = probe_prefix_sharing(context) if config.prefix_cache else "none"
     if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
         is_enabled = context.enable_backend_sampling()
@@ -129,7 +133,7 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         model,
         n_ctx=config.n_ctx,
         n_batch=config.n_batch,
-        n_ubatch=config.n_ubatch,
+        n_ubatch=min(config.n_ubatch, DETERMINISTIC_UBATCH) if config.deterministic else config.n_ubatch,
         n_seq_max=config.n_parallel,
         n_threads=config.n_threads or available_threads(),
         flash_attn=choose_flash_attn(config, layout, on_gpu=on_gpu, has_amx=Backend.get().has_amx),
@@ -137,6 +141,20 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         type_k=config.cache_type_k,
         type_v=config.cache_type_v,
     )
+
+
+def _check_determinism(context: Context, *, on_gpu: bool) -> None:
+    """Raises `ModelError` if the logits depend on the rest of the batch all the same."""
+    name = context.model.path.name
+    if on_gpu:
+        raise ModelError("--deterministic works on a CPU only; give -ngl 0, or leave it out")
+    if context.model.is_recurrent:
+        raise ModelError(f"--deterministic: {name} has a recurrent state, whose sums depend on the batch; leave it out")
+    if not logits_are_independent(context):
+        raise ModelError(
+            f"--deterministic: the logits of {name} depend on the number of rows in a batch, as those of float weights "
+            f"do. `cppbatch models requantize {name} --type Q8_0` makes a file for which it works"
+        )
 
 
 def _fill_in(vocab: Vocab) -> FillIn | None:

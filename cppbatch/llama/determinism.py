@@ -10,12 +10,12 @@ import numpy.typing as npt
 from cppbatch.llama.context import Context
 from cppbatch.llama.llama_batch import Batch
 
-UBATCH = 48
+DETERMINISTIC_UBATCH = 48
 """The largest ubatch, in tokens, with which flash attention computes a prompt in the same order whatever pieces it
 comes in: from 64 queries on, ggml's CPU kernel takes another path (measured: `scripts/logit_hashes.py`)."""
 
 _N_PROMPT = 50  # tokens: more than a ubatch
-_PIECES = (_N_PROMPT, 1, 7)
+_PIECES = (5, 17)
 _MAX_ROWS = 16
 
 
@@ -32,6 +32,7 @@ def logits_are_independent(context: Context) -> bool:
         expected = _logits(context, tokens, [len(tokens)], 1)
         others = [_logits(context, tokens, [len(tokens)], n) for n in rows]
         others += [_logits(context, tokens, [piece] * (len(tokens) // piece), 1) for piece in _PIECES]
+        others.append(_logits(context, tokens, [len(tokens) - 2, 1, 1], 1))
         return all(np.array_equal(expected, each) for each in others)
     finally:
         context.clear()
