@@ -33,6 +33,7 @@ from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
 
 _MAX_HEADROOM = 32  # cells kept free for the growth of each running sequence when another one is admitted
 _MAX_STALE_DEADLINES = 1000
+_NEAR = 1024  # cells: decode rows that are computed with the first token of a prompt pass over its cells
 _MIN_PIECE = 4  # prompt tokens: rounding down to whole tiles leaves no fewer
 _MAX_SCORED = 64  # prompt tokens a step, when each of them gets a row of logits (192 KiB with a vocabulary of 49,152)
 _AGING_S = 10.0  # seconds of waiting that weigh as much as one level of priority
@@ -240,12 +241,9 @@ class Scheduler:
                 continue
             plan.row_groups = (len(rows),) if rows else ()
             may_pad = self._may_pad and rows and not any(s.is_scored for s in prompts_now)
-            apart = not self._kv.unified  # prompts are computed apart from the rows, and in other cells
-            if may_pad and apart:
-                self._pad(plan, rows, self._lora.budget(adapters).cost)
             prefill = self._prefill(prompts_now, adapters, plan.row_groups, len(rows), decoding)
-            if may_pad and not (apart or prefill):
-                self._pad(plan, rows, self._lora.budget(adapters).cost)
+            if may_pad and not (prefill and self._kv.unified):  # in whose layout prompts fill the tiles
+                self._pad(plan, [*rows, *prefill], self._lora.budget(adapters).cost)
             if rows or prefill:
                 self._fill(plan, rows, prefill)
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._lora.take(adapters), len(rows)
@@ -263,11 +261,12 @@ class Scheduler:
     def _pad(self, plan: StepPlan, rows: list[Chunk], cost: StepCost) -> None:
         """Adds the padding rows that make the step faster, and sets `row_groups`.
 
-        Where sequences have streams, llama.cpp computes only rows of consecutive seq_ids together, so padding rows also
-        fill the gaps between them, if that is faster.
+        `rows`: decode rows, and prompt pieces, whose first tokens are computed with them. Where sequences have streams,
+        llama.cpp computes only rows of consecutive seq_ids together, so padding rows also fill the gaps between them,
+        if that is faster.
         """
         spare = self._kv.spare_ids()
-        n_more = min(len(spare), self._step_tokens - len(rows))
+        n_more = min(len(spare), self._step_tokens - sum(n for _, n in rows))
         if self._kv.unified:
             n_more = min(n_more, self._kv.n_free - len(rows))
         if not self._kv.has_streams:
@@ -314,8 +313,8 @@ class Scheduler:
 
         `prefilling`: in order of rank, with these `adapters`. `groups`: decode rows of this step, padding included.
         `n_decode`: the same without padding. `decoding`: all decoding sequences that may compute, also those of other
-        adapter sets. Cells for their next tokens stay free.
-        None are kept free for paused background sequences, which are preempted when the cells run out.
+        adapter sets. Cells for their next tokens stay free, but not those of paused background sequences, which are
+        preempted when the cells run out.
         """
         if not prefilling:
             return []
@@ -341,7 +340,7 @@ class Scheduler:
             n = min(budget, until - sequence.n_computed)
             n = min(n, _MAX_SCORED) if sequence.is_scored else n
             if n < sequence.n_pending and self._kv.has_streams:
-                n = whole_tiles(n)
+                n = whole_tiles(n - 1) + 1 if n_decode else whole_tiles(n)  # the first token is computed with the rows
             if n > 0:
                 chunks.append((sequence, n))
                 budget -= n
@@ -463,21 +462,20 @@ Entry = TypeVar("Entry", bound=BatchEntry)
 
 
 def in_batch_order(rows: list[Entry], prefill: list[Entry]) -> list[Entry]:
-    """Decode rows by rising seq_id, with prefill before or behind them, so that no prompt is computed with the rows.
+    """Decode rows and prompt pieces by rising seq_id, but prompts that are far longer than the rows apart if possible.
 
     In the per-sequence layout and in recurrent models llama.cpp computes consecutive rising seq_ids together: as many
-    tokens of each as the shortest has, over as many cells as the longest has. So the rows must be in order, and a
-    prompt whose seq_id follows theirs would cost each row the prompt's cells.
+    tokens of each as the shortest has, over as many cells as the longest has. So the first token of a prompt joins the
+    rows on both sides of it, which are one group then, and the rest of neighbouring prompts is computed together.
     """
-    rows.sort(key=_seq_id)
-    prefill.sort(key=_seq_id, reverse=True)
-    if not rows or not prefill:
-        return rows + prefill
-    first = rows[0][0].seq_id
-    for i, (sequence, _) in enumerate(prefill):
-        if sequence.seq_id + 1 != first:
-            return [*prefill[:i], *prefill[i + 1 :], prefill[i], *rows]
-    return rows + prefill
+    batch = sorted([*rows, *prefill], key=_seq_id)
+    if rows and prefill:
+        most = max(entry.n_computed for entry, _ in rows) + _NEAR
+        if batch[-1][0].n_computed > most:  # no seq_id follows the highest
+            batch.insert(0, batch.pop())
+        elif batch[0][0].n_computed > most:
+            batch.append(batch.pop(0))
+    return batch
 
 
 def _remove(ordered: list[Seq], sequence: Seq) -> None:

@@ -284,8 +284,8 @@ def test_decode_rows_are_in_order_of_seq_id_whoever_came_first() -> None:
     assert [sequence.seq_id for sequence, _ in policy.step().chunks] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("prefilling", [[0], [1], [5], [0, 5], [1, 0], [5, 4], [0, 1, 5], [2], [0, 2, 5]])
-def test_no_prompt_joins_the_rows_it_lies_next_to(prefilling: list[int]) -> None:
+@pytest.mark.parametrize("prefilling", [[0], [2, 3], [5], [0, 2, 4], [1, 3, 5]])
+def test_the_first_tokens_of_prompts_join_the_rows_on_both_sides(prefilling: list[int]) -> None:
     policy = Policy(n_seq_ids=6, step_tokens=64)
     sequences = [policy.add(str(i), 1, 9) for i in range(6)]
     policy.step()
@@ -293,12 +293,19 @@ def test_no_prompt_joins_the_rows_it_lies_next_to(prefilling: list[int]) -> None
         policy.end(sequences[i])
     for i in prefilling:
         policy.add(f"again-{i}", 3, 9)
-    seq_ids = [sequence.seq_id for sequence, _ in policy.step().chunks]
-    rows = [i for i in range(6) if i not in prefilling]
-    at = seq_ids.index(rows[0])
-    assert seq_ids[at : at + len(rows)] == rows
-    assert at == 0 or seq_ids[at - 1] + 1 != rows[0]
-    assert seq_ids[at + len(rows) :][:1] != [rows[-1] + 1]
+    assert [sequence.seq_id for sequence, _ in policy.step().chunks] == list(range(6))
+
+
+@pytest.mark.parametrize(("long", "order"), [(0, [1, 2, 3, 0]), (3, [3, 0, 1, 2])])
+def test_rows_do_not_pass_over_the_cells_of_a_far_longer_prompt_beside_them(long: int, order: list[int]) -> None:
+    policy = Policy(n_seq_ids=4, step_tokens=800, n_ctx=8192)
+    sequences = [policy.add(str(i), 1, 9) for i in range(4)]
+    policy.step()
+    policy.end(sequences[long])
+    prompt = policy.add("long", 4000, 9)
+    while prompt.n_computed < 1200:
+        policy.step()
+    assert [sequence.seq_id for sequence, _ in policy.step().chunks] == order
 
 
 def test_a_step_says_how_many_tokens_it_has_and_how_many_of_them_decode() -> None:
