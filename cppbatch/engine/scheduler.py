@@ -8,7 +8,7 @@
 | which sequence is preempted for one of higher priority | `Scheduler._preempt_for` |
 | which prompt is computed first | `Scheduler._prefill` |
 | when background work pauses | `Scheduler._may_compute` |
-| which padding rows make a step faster | `Scheduler._pad` |
+| which padding rows make a step faster | `Scheduler._pad`, `_join_rows` |
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StepPlan:
     padded: list[BatchEntry] = field(default_factory=list)
     """If there are padding rows: chunks and padding rows in the order of the batch."""
     row_groups: Groups = ()
-    """Decode rows that llama.cpp computes together, padding rows included."""
+    """Decode rows that llama.cpp computes together, padding rows and tokens of prompts among them included."""
     adapters: AdapterSet = ()
     """The LoRA adapters of all these sequences."""
     is_switch: bool = False
@@ -84,6 +84,8 @@ class StepPlan:
     admitted: list[Seq] = field(default_factory=list)
     n_decode: int = 0
     """How many of the chunks are decode rows; the others are prefill."""
+    n_beside: int = 0
+    """How many prompts have a token that is computed with the decode rows, as one of `row_groups`."""
     n_tokens: int = 0
     """Tokens of the chunks."""
 
@@ -241,12 +243,17 @@ class Scheduler:
                 continue
             plan.row_groups = (len(rows),) if rows else ()
             may_pad = self._may_pad and rows and not any(s.is_scored for s in prompts_now)
+            cost = self._lora.budget(adapters).cost
+            beside = self._join_rows(plan, rows, prompts_now, cost) if may_pad and self._kv.has_streams else []
             prefill = self._prefill(prompts_now, adapters, plan.row_groups, len(rows), decoding)
-            if may_pad and not (prefill and self._kv.unified):  # in whose layout prompts fill the tiles
-                self._pad(plan, [*rows, *prefill], self._lora.budget(adapters).cost)
+            if may_pad and not (prefill or self._kv.has_streams):  # else prompts fill the tiles
+                self._pad(plan, len(rows), cost)
+            prefilling = {sequence for sequence, _ in prefill}
+            prefill += [(sequence, 1) for sequence in beside if sequence not in prefilling]
             if rows or prefill:
                 self._fill(plan, rows, prefill)
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._lora.take(adapters), len(rows)
+                plan.n_beside = len(beside)
                 break
 
     def _fill(self, plan: StepPlan, rows: list[Chunk], prefill: list[Chunk]) -> None:
@@ -258,42 +265,44 @@ class Scheduler:
         plan.padded = in_batch_order([*rows, *padding], [*prefill])
         plan.chunks = [(entry, n) for entry, n in plan.padded if isinstance(entry, Seq)]
 
-    def _pad(self, plan: StepPlan, rows: list[Chunk], cost: StepCost) -> None:
-        """Adds the padding rows that make the step faster, and sets `row_groups`.
+    def _pad(self, plan: StepPlan, n_rows: int, cost: StepCost) -> None:
+        """Adds the padding rows that make a step without prompts faster, and sets `row_groups`."""
+        spare = self._kv.spare_ids()
+        n_more = min(len(spare), self._step_tokens - n_rows, self._kv.n_free - n_rows)
+        n = cost.rows_to_compute(n_rows, n_rows + max(0, n_more))
+        plan.padding, plan.row_groups = spare[: n - n_rows], (n,)
 
-        `rows`: decode rows, and prompt pieces, whose first tokens are computed with them. Where sequences have streams,
-        llama.cpp computes only rows of consecutive seq_ids together, so padding rows also fill the gaps between them,
-        if that is faster.
+    def _join_rows(self, plan: StepPlan, rows: list[Chunk], prompts: list[Seq], cost: StepCost) -> list[Seq]:
+        """Where sequences have streams: fills the gaps between rows, and the last tile, if that makes the step faster.
+
+        llama.cpp computes only rows of consecutive seq_ids together there. A gap is filled with a token of the prompt
+        that has the seq_id, or with a padding row. Sets `row_groups` and `padding`, and returns the prompts.
         """
         spare = self._kv.spare_ids()
-        n_more = min(len(spare), self._step_tokens - sum(n for _, n in rows))
-        if self._kv.unified:
-            n_more = min(n_more, self._kv.n_free - len(rows))
-        if not self._kv.has_streams:
-            n = cost.rows_to_compute(len(rows), len(rows) + max(0, n_more))
-            plan.padding, plan.row_groups = spare[: n - len(rows)], (n,)
-            return
+        if self._kv.unified:  # a recurrent model: padding rows take cells
+            spare = spare[: max(0, self._kv.n_free - len(rows) - len(prompts))] if not prompts else []
+        by_id = {sequence.seq_id: sequence for sequence in prompts}
+        free = by_id.keys() | spare[: self._step_tokens - len(rows) - len(prompts)]
         groups = _groups(sorted(sequence.seq_id for sequence, _ in rows))
-        free = set(spare)
         joined = groups[:1]
         for start, stop in groups[1:]:
             last_start, last_stop = joined[-1]
             gap = range(last_stop, start)
-            is_possible = free.issuperset(gap) and len(plan.padding) + len(gap) <= n_more
-            if is_possible and cost.is_worth_joining(last_stop - last_start, len(gap), stop - start):
+            if free.issuperset(gap) and cost.is_worth_joining(last_stop - last_start, len(gap), stop - start):
                 joined[-1] = (last_start, stop)
-                plan.padding += gap
             else:
                 joined.append((start, stop))
         if len(joined) == 1:
             start, stop = joined[0]
-            most = stop
-            while most in free and most - stop < n_more - len(plan.padding):
-                most += 1
-            n = cost.rows_to_compute(stop - start, most - start)
-            plan.padding += range(stop, start + n)
-            joined[0] = (start, start + n)
+            end = stop
+            while end in free:
+                end += 1
+            joined[0] = (start, start + cost.rows_to_compute(stop - start, end - start))
         plan.row_groups = tuple(stop - start for start, stop in joined)
+        ids = {sequence.seq_id for sequence, _ in rows}
+        more = [seq_id for start, stop in joined for seq_id in range(start, stop) if seq_id not in ids]
+        plan.padding = [seq_id for seq_id in more if seq_id not in by_id]
+        return [by_id[seq_id] for seq_id in more if seq_id in by_id]
 
     def _may_compute(self) -> list[Seq]:
         """The running sequences, without paused background sequences: those that rank behind a sequence of another
@@ -304,7 +313,8 @@ class Scheduler:
     def computed(self, plan: StepPlan, seconds: float) -> None:
         """Learns from the duration of a step, but not if it switched adapters: llama.cpp plans its graph again then."""
         if not plan.is_switch:
-            self._lora.computed(plan.adapters, plan.row_groups, plan.n_tokens - plan.n_decode, seconds)
+            n_prefill = plan.n_tokens - plan.n_decode - plan.n_beside
+            self._lora.computed(plan.adapters, plan.row_groups, n_prefill, seconds)
 
     def _prefill(
         self, prefilling: list[Seq], adapters: AdapterSet, groups: Groups, n_decode: int, decoding: list[Seq]
@@ -340,7 +350,7 @@ class Scheduler:
             n = min(budget, until - sequence.n_computed)
             n = min(n, _MAX_SCORED) if sequence.is_scored else n
             if n < sequence.n_pending and self._kv.has_streams:
-                n = whole_tiles(n - 1) + 1 if n_decode else whole_tiles(n)  # the first token is computed with the rows
+                n = whole_tiles(n - 1) + 1 if n_decode and n > 1 else whole_tiles(n)  # the first token joins the rows
             if n > 0:
                 chunks.append((sequence, n))
                 budget -= n

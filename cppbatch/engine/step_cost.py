@@ -122,7 +122,7 @@ class StepCost:
     def is_worth_joining(self, one: int, between: int, other: int) -> bool:
         """Whether two groups of rows, with padding rows between them, cost less as one group."""
         joined = one + between + other
-        return joined in self._seen and self._relative(joined) < _WORTH * self.relative((one, other))
+        return joined not in self._seen or self._relative(joined) < _WORTH * self.relative((one, other))
 
     def _is_flat(self, n: int) -> bool:
         """Whether rows cost next to nothing here, as on a GPU: known once a quarter of `n` rows has been measured."""

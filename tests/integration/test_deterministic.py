@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,9 @@ def quantised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return write_llama(tmp_path_factory.mktemp("models") / "tiny.gguf", SHAPE, quant=request.param)
 
 
-def engine(model: Path, **settings: object) -> BatchInferenceEngine:
+def engine(model: Path, **settings: Any) -> BatchInferenceEngine:
     defaults = {"n_ctx": 4096, "n_parallel": 8, "n_threads": 1, "n_gpu_layers": 0, "deterministic": True}
-    return BatchInferenceEngine(model, **{**defaults, **settings})  # type: ignore[arg-type]
+    return BatchInferenceEngine(model, **{**defaults, **settings})
 
 
 def logprobs(engine: BatchInferenceEngine, prompts: list[list[int]]) -> Results:
@@ -41,7 +42,8 @@ def test_every_bit_is_the_same_alone_and_in_batches_of_any_company(quantised: Pa
     with engine(quantised, prefix_cache=False) as alone:
         expected = [logprobs(alone, [prompt])[0] for prompt in PROMPTS]
     assert all(len(each) >= N for each in expected)
-    for seed, settings in enumerate(({}, {"n_parallel": 3}, {"n_batch": 64}, {"prefer": "latency"})):
+    companies: list[dict[str, Any]] = [{}, {"n_parallel": 3}, {"n_batch": 64}, {"prefer": "latency"}]
+    for seed, settings in enumerate(companies):
         order = random.Random(seed).sample(range(len(PROMPTS)), len(PROMPTS))
         with engine(quantised, **settings) as batched:
             for _ in range(2):  # the second time, prompts continue cached prefixes
@@ -56,6 +58,7 @@ def test_a_model_of_float_weights_is_refused_with_the_remedy(tmp_path: Path) -> 
 
 
 def test_settings_that_contradict_it_are_refused(quantised: Path) -> None:
-    for settings in ({"kv_layout": "unified"}, {"flash_attn": "off"}):
+    contradictions: list[dict[str, Any]] = [{"kv_layout": "unified"}, {"flash_attn": "off"}]
+    for settings in contradictions:
         with pytest.raises(ConfigError, match="leave out --kv-layout unified and -fa off"):
             engine(quantised, **settings)
