@@ -77,8 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a step may take while a sequence decodes, in ms: prompts are computed in pieces of that size. 0: as
     `prefer` says (--target-step-ms)."""
     prefer: Preference = "balanced"
-    """How long a step may take while a sequence decodes, unless `target_step_ms` says it: latency: 1.5 times a step
-    without prompts, for regular tokens; balanced: 2.5 times; throughput: prompts are computed first (--prefer)."""
+    """How long a step may take while a sequence decodes, unless `target_step_ms` says it: latency: 2.5 times a step
+    without prompts; balanced: 8 times; throughput: prompts are computed first (--prefer)."""
     sampling: Sampling = "auto"
     """backend: the device finds the likeliest tokens, and rows of logits are copied only for requests that need them;
     host: the CPU does; auto: backend with a GPU that can, else host (--sampling)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -111,6 +111,15 @@ class KVPool:
     def spare_ids(self) -> list[int]:
         """Free seq_ids that may be in a batch, rising."""
         return sorted(self._free_ids)
+
+    def cached_ids(self) -> list[int]:
+        """seq_ids that may be in a batch and hold only a cached prefix."""
+        return [cached.seq_id for cached in self.cache.in_cells if cached.seq_id < self._memory.n_seq_max]
+
+    def vacate(self, seq_ids: Collection[int]) -> None:
+        """Moves the cached prefixes of these seq_ids to host memory."""
+        for cached in [cached for cached in self.cache.in_cells if cached.seq_id in seq_ids]:
+            self._move_out(cached)
 
     def remove_padding(self, seq_ids: list[int]) -> None:
         """Removes the cells of padding rows, after a step."""

@@ -276,9 +276,10 @@ class Scheduler:
         """Where sequences have streams: fills the gaps between rows, and the last tile, if that makes the step faster.
 
         llama.cpp computes only rows of consecutive seq_ids together there. A gap is filled with a token of the prompt
-        that has the seq_id, or with a padding row. Sets `row_groups` and `padding`, and returns the prompts.
+        that has the seq_id, or with a padding row, for which a cached prefix moves to host memory. Sets `row_groups`
+        and `padding`, and returns the prompts.
         """
-        spare = self._kv.spare_ids()
+        spare = [*self._kv.spare_ids(), *self._kv.cached_ids()]
         if self._kv.unified:  # a recurrent model: padding rows take cells
             spare = spare[: max(0, self._kv.n_free - len(rows) - len(prompts))] if not prompts else []
         by_id = {sequence.seq_id: sequence for sequence in prompts}
@@ -302,6 +303,7 @@ class Scheduler:
         ids = {sequence.seq_id for sequence, _ in rows}
         more = [seq_id for start, stop in joined for seq_id in range(start, stop) if seq_id not in ids]
         plan.padding = [seq_id for seq_id in more if seq_id not in by_id]
+        self._kv.vacate(plan.padding)
         return [by_id[seq_id] for seq_id in more if seq_id in by_id]
 
     def _may_compute(self) -> list[Seq]:

@@ -7,9 +7,9 @@ from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
 
 _MIN_CHUNK = 4  # tokens: a prompt always goes on
 _MIN_TARGET_S = 0.025  # shorter steps cost throughput, and clients do not notice them
-_SLOWDOWN: dict[Preference, float] = {"latency": 0.5, "balanced": 1.5, "throughput": 1e9}
-"""Time that prompts may add to a step, in multiples of a step without prefill. Promised for `balanced`: steps take at
-most 2 times as long more, 95 of 100."""
+_SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 7.0, "throughput": 1e9}
+"""Time that prompts may add to a step, in multiples of a step without prefill. Promised for `latency`: it adds at most
+twice that time to 95 of 100 steps."""
 _REFRESH_EVERY = 16  # steps with prefill; then one without measures what decoding alone takes now
 _PROMPT_WEIGHT = 8  # weight of each further prompt, in decoding sequences: many prompts mean many late first tokens
 _BACKGROUND_S = 0.2  # time of background prompts in a step: a request that arrives waits for the end of the step
@@ -25,7 +25,7 @@ class StepBudget:
     of both, never more (docs/decisions/0002). `StepCost` learns both from the steps. Example: 8 rows take 50 ms, a
     prompt token 1 ms; a step may take 125 ms, so it gets 64 prompt tokens, a whole number of tiles.
 
-    `target_s`: seconds a step may take. None: 2.5 times a step without prefill (`prefer` "balanced"; 1.5 times for
+    `target_s`: seconds a step may take. None: 8 times a step without prefill (`prefer` "balanced"; 2.5 times for
     "latency", no limit for "throughput"), at least 25 ms; longer when several prompts are computed, so that few
     decoding sequences do not delay many first tokens.
     """

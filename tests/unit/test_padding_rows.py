@@ -80,3 +80,13 @@ def test_prompts_are_computed_in_whole_tiles_beside_the_rows() -> None:
     pieces = [size for size in sizes[:-1] if size > 8]
     assert pieces
     assert all(size % 16 == 0 for size in pieces)
+
+
+def test_cached_prefixes_between_rows_make_way_for_padding_and_are_found_again() -> None:
+    engine = fake_engine(n_ctx=8 * 64, n_batch=80, n_parallel=8, unified=False, sharing="copy", may_pad=True)
+    know(engine._scheduler, {n: 0.010 for n in range(1, 9)})
+    prompts = [[i + 1] * 30 for i in range(6)]
+    engine.generate(prompts, [greedy(n, ignore_eos=True) for n in (30, 4, 30, 30, 4, 30)])
+    assert list(context_of(engine).steps[15]) == [0, 1, 2, 3, 4, 5]
+    (result,) = engine.generate([prompts[1]], greedy(1))
+    assert result.usage.cached_tokens == 29

@@ -27,11 +27,11 @@ def run_on(budget: StepBudget, *, decode_s: float, token_s: float, steps: int) -
 
 @pytest.mark.parametrize(("decode_s", "token_s"), [(0.05, 1e-3), (0.2, 5e-3), (0.03, 1e-4)])
 def test_a_step_with_prefill_takes_well_under_three_times_one_without(decode_s: float, token_s: float) -> None:
-    assert max(run(StepBudget(2048), decode_s=decode_s, token_s=token_s)) <= 2.55 * decode_s
+    assert max(run(StepBudget(2048, prefer="latency"), decode_s=decode_s, token_s=token_s)) <= 2.55 * decode_s
 
 
 def test_now_and_then_a_step_without_prefill_tells_what_decoding_takes_now() -> None:
-    budget = StepBudget(2048)
+    budget = StepBudget(2048, prefer="latency")
     run(budget, decode_s=0.05, token_s=1e-3)
     times = run_on(budget, decode_s=0.08, token_s=1e-3, steps=200)  # the prompt's cells slow decoding down
     assert 0 < times.count(0.08) <= 200 / 15
@@ -39,7 +39,7 @@ def test_now_and_then_a_step_without_prefill_tells_what_decoding_takes_now() -> 
 
 
 def test_streams_that_are_slower_for_good_are_the_new_measure() -> None:
-    budget = StepBudget(2048)
+    budget = StepBudget(2048, prefer="latency")
     run(budget, decode_s=0.05, token_s=1e-3)
     for _ in range(30):
         budget.observe((8,), 0, 0.1)
@@ -51,7 +51,7 @@ def test_a_given_target_is_kept() -> None:
 
 
 def test_a_fast_machine_is_not_slowed_by_tiny_steps() -> None:
-    times = run(StepBudget(2048), decode_s=0.002, token_s=1e-5)
+    times = run(StepBudget(2048, prefer="latency"), decode_s=0.002, token_s=1e-5)
     assert 0.018 < times[-1] <= 0.026
 
 
@@ -62,7 +62,7 @@ def test_a_prompt_goes_on_however_slow_the_machine_is() -> None:
 
 
 def test_nobody_decoding_means_large_steps() -> None:
-    budget = StepBudget(2048)
+    budget = StepBudget(2048, prefer="latency")
     run(budget, decode_s=0.05, token_s=1e-3)
     assert budget.prefill_tokens((), 1) == 2048
 
@@ -81,14 +81,14 @@ def test_the_budget_never_exceeds_the_step() -> None:
 
 
 def test_it_follows_a_machine_that_gets_slower() -> None:
-    budget = StepBudget(2048)
+    budget = StepBudget(2048, prefer="latency")
     fast = run(budget, decode_s=0.05, token_s=1e-3)
     slow = run(budget, decode_s=0.05, token_s=3e-3)
     assert slow[-1] == pytest.approx(fast[-1], rel=0.15)  # whole tiles: 64 and 16 tokens
 
 
 def test_few_streams_do_not_hold_up_many_prompts() -> None:
-    budget = StepBudget(2048)
+    budget = StepBudget(2048, prefer="latency")
     run(budget, decode_s=0.05, token_s=1e-3)
     one, two, eight, sixteen = (budget.prefill_tokens((8,), n) for n in (1, 2, 8, 16))
     assert one == two == 64  # whole tiles of 1.5 * 50
@@ -97,7 +97,7 @@ def test_few_streams_do_not_hold_up_many_prompts() -> None:
 
 
 def test_a_number_of_streams_that_was_not_seen_is_looked_at_alone_first() -> None:
-    budget = StepBudget(2048)
+    budget = StepBudget(2048, prefer="latency")
     run(budget, decode_s=0.01, token_s=1e-3)
     assert budget.prefill_tokens((15,), 1) > 0
     assert budget.prefill_tokens((16,), 1) == 0
@@ -107,7 +107,7 @@ def test_a_number_of_streams_that_was_not_seen_is_looked_at_alone_first() -> Non
 
 
 def test_prompts_in_a_step_without_streams_hold_up_those_of_other_steps_no_longer() -> None:
-    budget = StepBudget(2048)
+    budget = StepBudget(2048, prefer="latency")
     run(budget, decode_s=0.05, token_s=1e-3)
     assert budget.prefill_tokens((), 1, n_others=8) == 112  # whole tiles of 2.5 * 50 tokens
     assert budget.prefill_tokens((), 1) == 2048
