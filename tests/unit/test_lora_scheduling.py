@@ -109,7 +109,7 @@ def test_a_prompt_whose_set_has_its_turn_is_read_in_pieces_for_the_streams_of_ot
     prompt = policy.add(X, n_prompt=60, max_new=2)
     while prompt.n_computed < 60:
         plan = policy.step(cost)
-        assert plan.adapters == NONE or plan.n_tokens == 8  # 8 times a step of the stream
+        assert plan.adapters == NONE or plan.n_tokens in (8, 60 % 8)  # 8 times a step of the stream
 
 
 def test_cells_of_sets_that_wait_for_their_turn_count_as_used() -> None:
