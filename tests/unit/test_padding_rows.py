@@ -84,7 +84,7 @@ def test_prompts_are_computed_in_whole_tiles_beside_the_rows() -> None:
 
 def test_cached_prefixes_between_rows_make_way_for_padding_and_are_found_again() -> None:
     engine = fake_engine(n_ctx=8 * 64, n_batch=80, n_parallel=8, unified=False, sharing="copy", may_pad=True)
-    know(engine._scheduler, {n: 0.010 for n in range(1, 9)})
+    know(engine._scheduler, dict.fromkeys(range(1, 9), 0.01))
     prompts = [[i + 1] * 30 for i in range(6)]
     engine.generate(prompts, [greedy(n, ignore_eos=True) for n in (30, 4, 30, 30, 4, 30)])
     assert list(context_of(engine).steps[15]) == [0, 1, 2, 3, 4, 5]
