@@ -7,11 +7,11 @@ import platform
 from pathlib import Path
 
 
-def build_key(library_folder: Path, *more: object) -> str:
-    """A hash of the library files in this folder, the CPU, and whatever `more` the result depends on."""
+def build_key(library_folder: Path) -> str:
+    """A hash of the library files in this folder and the CPU."""
     files = sorted(library_folder.iterdir()) if library_folder.is_dir() else []
     stamps = [(f.name, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())]
-    return hashlib.sha256(repr((str(library_folder), stamps, _cpu(), *more)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((str(library_folder), stamps, _cpu())).encode()).hexdigest()[:16]
 
 
 def _cpu() -> str:

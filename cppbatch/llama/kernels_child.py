@@ -2,7 +2,8 @@
 
 Two models of a type differ only in the width of their feed-forward matrices, so the difference of their times is the
 time of these matrices. They fit into the CPU's cache: what is timed is the computation, not the memory. Other programs
-only make a decode slower, so of many decodes, taken in turns, the fastest counts.
+only make a decode slower, so of many decodes, taken in turns, the fastest counts; and one thread computes, because two
+would wait for each other whenever one of them is interrupted.
 """
 
 from __future__ import annotations
@@ -29,23 +30,21 @@ _MILLION_WEIGHTS = 3 * _N_EMBD * (_WIDE - _NARROW) / 1e6
 _MAX_RANDOM = 1 << 14  # values of each matrix: some types take a second to convert a million
 _REPEATS = {1: 3, 4: 2, 16: 1, 256: 1}  # in each round
 _ROUNDS = 12
-_SLOW_ROUNDS = 3  # with the most rows
-_BUSY_ROUNDS, _BUSY_S = 4, 0.25  # beside other programs, a type that has taken this long has had enough rounds
+_SLOW_ROUNDS = 2  # with the most rows
 
 
 def main() -> None:
-    """`kernels_child N_THREADS TYPE...`: prints `Measured` as JSON."""
-    n_threads, *kinds = sys.argv[1:]
+    """`kernels_child TYPE...`: prints `Measured` as JSON."""
     has_gpu = any("GPU" in device.kind for device in Backend.get().devices())
-    measured = Measured(ms=measure(kinds, int(n_threads)), has_gpu=has_gpu)
+    measured = Measured(ms=measure(sys.argv[1:]), has_gpu=has_gpu)
     sys.stdout.buffer.write(msgspec.json.encode(measured))
 
 
-def measure(kinds: Sequence[str], n_threads: int) -> dict[str, dict[int, float]]:
+def measure(kinds: Sequence[str]) -> dict[str, dict[int, float]]:
     """The milliseconds of a decode for a million weights of each type: {type: {rows: ms}}."""
     with tempfile.TemporaryDirectory(prefix="cppbatch-kernels-") as folder, contextlib.ExitStack() as stack:
         pairs = {
-            kind: [stack.enter_context(_context(Path(folder), kind, n_ff, n_threads)) for n_ff in (_WIDE, _NARROW)]
+            kind: [stack.enter_context(_context(Path(folder), kind, n_ff)) for n_ff in (_WIDE, _NARROW)]
             for kind in kinds
         }
         best = _fastest(pairs)
@@ -59,26 +58,23 @@ def measure(kinds: Sequence[str], n_threads: int) -> dict[str, dict[int, float]]
 def _fastest(pairs: dict[str, list[Context]]) -> dict[str, dict[int, list[float]]]:
     """The seconds of the fastest decode: {type: {rows: one for each context}}."""
     best = {kind: {rows: [math.inf] * len(pair) for rows in ROWS} for kind, pair in pairs.items()}
-    start = perf_counter()
     for turn in range(_ROUNDS):
         for kind, pair in pairs.items():
             for rows in ROWS if turn < _SLOW_ROUNDS else ROWS[:-1]:
                 for _ in range(_REPEATS[rows]):
                     for i, context in enumerate(pair):
                         best[kind][rows][i] = min(best[kind][rows][i], _seconds(context, rows))
-        if turn + 1 >= _BUSY_ROUNDS and perf_counter() - start > _BUSY_S * len(pairs):
-            break
     return best
 
 
 @contextlib.contextmanager
-def _context(folder: Path, kind: str, n_ff: int, n_threads: int) -> Iterator[Context]:
+def _context(folder: Path, kind: str, n_ff: int) -> Iterator[Context]:
     shape = LlamaShape(n_layer=1, n_embd=_N_EMBD, n_head=4, n_head_kv=1, n_ff=n_ff)
     path = write_llama(folder / f"{kind}-{n_ff}.gguf", shape, quant=kind, encode=encode, max_random=_MAX_RANDOM)
     size = max(ROWS)
     with (
         Model(path, n_gpu_layers=0, use_extra_bufts=safe_use_extra_bufts()) as model,
-        Context(model, n_ctx=size, n_batch=size, n_ubatch=size, n_threads=n_threads) as context,
+        Context(model, n_ctx=size, n_batch=size, n_ubatch=size, n_threads=1) as context,
     ):
         yield context
 

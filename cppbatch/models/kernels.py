@@ -1,8 +1,8 @@
 """Which types of weights have a batched kernel on this CPU: found out by timing, and cached.
 
 llama.cpp computes some types row by row: a batch of 16 takes 16 times as long as one row. Which types these are differs
-between its releases and CPUs, so a child process times tiny models. Its results are cached for each library build, CPU
-and number of threads.
+between its releases and CPUs, so a child process times tiny models. Its results are cached for each library build and
+CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from gguf import GGMLQuantizationType
 from platformdirs import user_cache_path
 
 from cppbatch.build_key import build_key
-from cppbatch.config import available_threads
 
 log = logging.getLogger("cppbatch.kernels")
 
@@ -28,9 +27,8 @@ ROWS = (1, 4, 16, 256)
 """The batch sizes that are timed."""
 
 _BATCH = 16
-_BATCHED_GAIN = 1.5  # types without a batched kernel measure 1.0 to 1.2, those with one 1.7 to 7 (docs/decisions/0028)
+_BATCHED_GAIN = 1.3  # types without a batched kernel measure 1.0 to 1.1, those with one 1.6 to 7 (docs/decisions/0028)
 _TIMEOUT_S = 120
-_MAX_THREADS = 4  # more would need larger matrices to be timed, and types compare with each other as they do with four
 _KINDS = {kind.name for kind in GGMLQuantizationType}
 _UNTIMED = {
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"),  # ggml makes tables for seconds before it can convert to them
@@ -42,7 +40,7 @@ class KernelTimes(msgspec.Struct, frozen=True):
     """The times of a type's kernels."""
 
     ms: dict[int, float]
-    """{rows: milliseconds of a decode for a million weights}, for each number of rows in `ROWS`."""
+    """{rows: milliseconds of one thread for a million weights}, for each number of rows in `ROWS`."""
 
     @property
     def batch_gain(self) -> float:
@@ -63,26 +61,30 @@ class Measured(msgspec.Struct, frozen=True):
     """Whether llama.cpp sees a GPU (on a Mac: Metal)."""
 
 
-def kernel_times(types: Iterable[str], *, n_threads: int | None = None) -> dict[str, KernelTimes]:
-    """The times of these types (ggml's names: "Q4_K"), measured unless they are cached: about 0.15 s for each type.
+def kernel_times(types: Iterable[str]) -> dict[str, KernelTimes]:
+    """The times of these types (ggml's names: "Q4_K"), measured unless they are cached: about 0.2 s for each type.
 
-    `n_threads`: None for the engine's default. Types that cannot be measured are left out; all of them, if
-    llama-cpp-python is missing or crashes.
+    Types that cannot be measured are left out; all of them, if llama-cpp-python is missing or crashes.
     """
-    n_threads = min(n_threads or available_threads(), _MAX_THREADS)
     wanted = [kind for kind in dict.fromkeys(types) if kind in _KINDS - _UNTIMED]
-    path = _cache_path(n_threads)
+    path = _cache_path()
     if path is None:
         return {}
     known = _read(path)
     if missing := [kind for kind in wanted if kind not in known.ms]:
-        known = _measure(missing, n_threads, path) or known
+        known = _measure(missing, path) or known
     return {kind: KernelTimes(known.ms[kind]) for kind in wanted if kind in known.ms}
 
 
-def _cache_path(n_threads: int) -> Path | None:
+def has_gpu() -> bool:
+    """Whether llama.cpp saw a GPU (on a Mac: Metal) when `kernel_times` measured; False if it never has."""
+    path = _cache_path()
+    return path is not None and _read(path).has_gpu
+
+
+def _cache_path() -> Path | None:
     folder = _library_folder()
-    return folder and user_cache_path("cppbatch") / "kernels" / f"{build_key(folder, n_threads)}.json"
+    return folder and user_cache_path("cppbatch") / "kernels" / f"{build_key(folder)}.json"
 
 
 def _library_folder() -> Path | None:
@@ -100,15 +102,15 @@ def _read(path: Path) -> Measured:
         return Measured({}, has_gpu=False)
 
 
-def child_command(types: list[str], n_threads: int) -> list[str]:
+def child_command(types: list[str]) -> list[str]:
     """The command of the child process."""
-    return [sys.executable, "-m", "cppbatch.llama.kernels_child", str(n_threads), *types]
+    return [sys.executable, "-m", "cppbatch.llama.kernels_child", *types]
 
 
-def _measure(types: list[str], n_threads: int, path: Path) -> Measured | None:
+def _measure(types: list[str], path: Path) -> Measured | None:
     """Measures in a child process and adds the result to the cache. None if the child fails."""
     try:
-        done = subprocess.run(child_command(types, n_threads), capture_output=True, timeout=_TIMEOUT_S, check=True)
+        done = subprocess.run(child_command(types), capture_output=True, timeout=_TIMEOUT_S, check=True)
         measured = msgspec.json.decode(done.stdout, type=Measured)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         log.info("the kernels of %s cannot be timed: %s", ", ".join(types), error)

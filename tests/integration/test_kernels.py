@@ -1,4 +1,4 @@
-"""Kernels are timed in a child process, once for each library, CPU and number of threads."""
+"""Kernels are timed in a child process, once for each library and CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     run = subprocess.run
 
     def counted(command: list[str], **settings: Any) -> Any:
-        started.append(command[4:])
+        started.append(command[3:])
         return run(command, **settings)
 
     monkeypatch.setattr(subprocess, "run", counted)
@@ -56,12 +56,6 @@ def test_only_what_is_missing_is_timed(children: list[list[str]]) -> None:
     assert children == [["Q8_0"], ["F16"]]
 
 
-def test_another_number_of_threads_has_times_of_its_own(children: list[list[str]], cache: Path) -> None:
-    kernel_times(["F16"], n_threads=1)
-    kernel_times(["F16"], n_threads=2)
-    assert len(children) == len(list(cache.iterdir())) == 2
-
-
 def test_float_weights_have_batched_kernels_in_every_build() -> None:
     assert kernel_times(["F32"])["F32"].is_batched
 
@@ -76,7 +70,7 @@ def test_a_child_that_fails_gives_no_times_and_is_asked_again(
     command: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "child_command", lambda types, n_threads: command)
+        patch.setattr(kernels, "child_command", lambda types: command)
         assert kernel_times(["F16"]) == {}
     assert not cache.exists()
     assert kernel_times(["F16"])
