@@ -192,26 +192,29 @@ def busy_core(seconds: float) -> Iterator[None]:
         yield
 
 
-def candidates(load: Load, threads: int) -> dict[str, list[str]]:
-    """Returns llama-server's flags to try, by a short name."""
-    common = [*load.sizes.split(), "-t", str(threads), "--cache-ram", "0", "--no-ui"]
-    return {f"{layout} -fa {fa}": [*common, layout, "-fa", fa] for layout in load.layouts for fa in ("on", "off")}
+def common_flags(load: Load, threads: int) -> list[str]:
+    """Returns llama-server's flags without its KV layout and flash attention."""
+    return [*load.sizes.split(), "-t", str(threads), "--cache-ram", "0", "--no-ui"]
 
 
-def find_best(program: Path, model: Path, generator: Generator, threads: int, n_requests: int) -> list[str]:
-    """Starts llama-server with each set of flags, measures all of them in turns, and returns the fastest flags."""
-    tried = candidates(generator.load, threads)
+def find_best(program: Path, model: Path, generator: Generator, threads: int, n_requests: int) -> str:
+    """Starts llama-server with each layout, with and without flash attention, measures all of them in turns.
+
+    Returns the flags of the fastest one.
+    """
+    common = common_flags(generator.load, threads)
+    tried = [f"{layout} -fa {fa}" for layout in generator.load.layouts for fa in ("on", "off")]
     with contextlib.ExitStack() as servers:
         urls = {
-            name: servers.enter_context(running_server([program, "-m", model, *flags])).url
-            for name, flags in tried.items()
+            flags: servers.enter_context(running_server([program, "-m", model, *common, *flags.split()])).url
+            for flags in tried
         }
         turns = [generator.measure(urls, seed, n_requests) for seed in range(FIND_TURNS)]
-    speeds = {name: median(turn[name].tokens_per_second for turn in turns) for name in tried}
+    speeds = {flags: median(turn[flags].tokens_per_second for turn in turns) for flags in tried}
     best = max(speeds, key=speeds.__getitem__)
-    found = ", ".join(f"`{name}` {speed:.0f}" for name, speed in speeds.items())
+    found = ", ".join(f"`{flags}` {speed:.0f}" for flags, speed in speeds.items())
     print(f"llama-server, tokens/s by its flags: {found}. Kept: `{best}`\n", flush=True)
-    return tried[best]
+    return best
 
 
 def measure_turns(generator: Generator, urls: Urls, states: list[str], n_turns: int) -> dict[str, list[Turn]]:
@@ -281,12 +284,11 @@ def compare(args: argparse.Namespace, name: str, tokenizer: Path) -> None:
     load, ours = LOADS[name], choose_model(args.model)
     theirs = args.their_model or ours
     generator = Generator(load, args.requests or load.n_requests, args.aiperf, tokenizer, args.end)
-    flags = find_best(
-        args.llama_server, theirs, generator, args.threads, max(load.concurrency, generator.n_requests // 2)
-    )
+    n_few = max(load.concurrency, generator.n_requests // 2)
+    flags = args.theirs or find_best(args.llama_server, theirs, generator, args.threads, n_few)
     commands: dict[str, list[str | Path]] = {
         OURS: [*CPPBATCH, "serve", "-m", ours, *load.sizes.split(), *load.ours.split(), *args.ours.split()],
-        THEIRS: [args.llama_server, "-m", theirs, *flags],
+        THEIRS: [args.llama_server, "-m", theirs, *common_flags(load, args.threads), *flags.split()],
     }
     with contextlib.ExitStack() as servers:
         urls = {label: servers.enter_context(running_server(command)).url for label, command in commands.items()}
@@ -330,6 +332,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer for AIPerf (the model's own)")
     parser.add_argument("-t", "--threads", type=int, default=available_threads(), help="llama-server's threads")
     parser.add_argument("--minutes", type=float, default=60, help="for everything (60)")
+    parser.add_argument("--theirs", metavar="FLAGS", help='flags known to be the best: --theirs="-kvu -fa on"')
     parser.add_argument("--ours", default="", metavar="FLAGS", help='more flags of cppbatch serve: --ours="-t 1"')
     args = parser.parse_args()
     if unknown := [name for name in args.load if name not in LOADS]:

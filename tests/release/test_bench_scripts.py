@@ -60,8 +60,8 @@ def test_both_servers_are_measured_in_turns_alone_and_beside_a_busy_core(
 
 def test_aiperf_can_make_the_load(llama_server: Path, default_model: Path, tmp_path: Path) -> None:
     aiperf = write_aiperf(tmp_path / "aiperf")
-    sizes = ["-m", default_model, "--load", "full-cells", "--requests", 4, "--turns", 1, "--aiperf", aiperf]
-    figures = rows(script("bench_llama_server.py", llama_server, *sizes))
+    few = ["--load", "full-cells", "--requests", 4, "--turns", 1, "--theirs=-kvu -fa on"]
+    figures = rows(script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--aiperf", aiperf))
     assert figures["full-cells: output tokens/s"] == ["600.0", "300.0", "2.00 (2.00 to 2.00)"]
     assert figures["full-cells: failed requests"][:2] == ["1 of 4", "1 of 4"]
 
