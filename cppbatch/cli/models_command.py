@@ -1,4 +1,4 @@
-"""`cppbatch models`: list, pull, inspect."""
+"""`cppbatch models`: list, pull, inspect, requantize."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import click
 import msgspec
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 
 @click.group()
 def models() -> None:
-    """Lists, downloads and inspects GGUF files."""
+    """Lists, downloads, inspects and requantises GGUF files."""
 
 
 @models.command("list")
@@ -67,6 +68,58 @@ def inspect(file: Path, as_json: bool) -> None:
     for name, value in msgspec.structs.asdict(facts).items():
         table.add_row(name.replace("_", " "), escape(_show(name, value)))
     _print(table)
+
+
+@models.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--type",
+    "kind",
+    default="auto",
+    show_default=True,
+    metavar="auto|TYPE",
+    help="auto: the types that batch well on this CPU. Or a type for all matrices: Q8_0, Q6_K, Q4_0, F16 ...",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="[default: beside MODEL]")
+@click.option("--lossy", is_flag=True, help="Allow types of fewer bits; auto then chooses the fastest ones.")
+@click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def requantize(
+    *, model: Path, kind: str, output: Path | None, lossy: bool, overwrite: bool, as_json: bool
+) -> None:  # fmt: skip
+    """Writes a model again with types of weights that batch well on this CPU.
+
+    A type whose kernel computes a batch row by row becomes Q8_0, nearly without loss; matrices of other types are
+    copied. Then speed, memory and text quality of both files are measured. MODEL stays as it is.
+    """
+    from cppbatch.bench.quality.compare_files import compare_files
+    from cppbatch.models.kernels import kernel_times
+    from cppbatch.models.requantize import TYPES, check_target, plan_auto, plan_type
+    from cppbatch.models.requantize import requantize as write
+
+    kind = kind if kind == "auto" else kind.upper()
+    if kind not in ("auto", *TYPES):
+        raise click.BadParameter(f"{kind!r} is none of auto, {', '.join(TYPES)}", param_hint="--type")
+    console = Console(stderr=True)
+    with console.status("reading the model and timing kernels"):
+        plan = plan_auto(model, kernel_times, lossy=lossy) if kind == "auto" else plan_type(model, kind, lossy=lossy)
+    if not plan.changes:
+        click.echo(f"nothing to gain: every matrix of {model.name} has the type that batches best on this machine")
+        return
+    target = output or plan.output
+    check_target(plan, target, overwrite=overwrite)
+    for (old, new), n in plan.counts.items():
+        click.echo(f"{n} {'matrices' if n > 1 else 'matrix'} from {old} to {new}", err=True)
+    with Progress(TextColumn("writing"), BarColumn(), DownloadColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("writing", total=plan.n_bytes)
+        write(plan, target, overwrite=overwrite, written=lambda n: progress.update(task, completed=n))
+    click.echo(f"written: {target}; now comparing it with {model.name} (Ctrl-C skips that)", err=True)
+    with console.status("measuring") as status:
+        report = compare_files(model, target, lambda what: status.update(f"measuring {what}"))
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report)))
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(report.table())
 
 
 def _print(table: Table) -> None:

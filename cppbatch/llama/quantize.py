@@ -15,23 +15,21 @@ from cppbatch.errors import ModelError
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata
 from cppbatch.llama.library import C
-
-FLOATS = ("F32", "F16", "BF16")
-"""The types that are not quantised. llama.cpp takes `overrides` only beside a default type that is."""
+from cppbatch.models.requantize import FLOATS
 
 
 def quantize(source: Path, target: Path, default: str, overrides: Mapping[str, str] | None = None) -> Path:
     """Writes the model `source` to `target`, with all matrices of type `default`, and returns `target`.
 
-    `default`: a type of ggml, like "Q8_0". `overrides`: {tensor: its type}, for tensors that get another one. A tensor
-    that has its type already is copied byte for byte, like vectors and the small matrices that llama.cpp never
-    quantises. A matrix whose rows are no multiple of a type's block gets llama.cpp's replacement for that type.
-    The call cannot be interrupted, and a broken file may abort the process. Raises `ModelError` with llama.cpp's
-    reason, ValueError for an unknown type.
+    `default`: a type of ggml or a file type of llama.cpp ("Q8_0", "Q4_K_S"). `overrides`: {tensor: its type}, for
+    tensors that get another one. A tensor that has its type already is copied byte for byte, like vectors and the small
+    matrices that llama.cpp never quantises. A matrix whose rows are no multiple of a type's block gets llama.cpp's
+    replacement for that type. The call cannot be interrupted, and a broken file may abort the process. Raises
+    `ModelError` with llama.cpp's reason, ValueError for an unknown type.
     """
     overrides = overrides or {}
     if overrides and default in FLOATS:
-        raise ValueError(f"the default type {default} allows no overrides: it must be quantised")
+        raise ValueError(f"llama.cpp takes overrides only beside a quantised default type, not {default}")
     listed = (C.llama_model_tensor_override * (len(overrides) + 1))()  # the last one is empty: the end of the list
     for entry, (name, kind) in zip(listed, overrides.items(), strict=False):
         entry.pattern, entry.type = f"^{re.escape(name)}$".encode(), GGMLQuantizationType[kind].value

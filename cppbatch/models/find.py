@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from platformdirs import user_data_path
@@ -13,6 +14,7 @@ from cppbatch.errors import ModelError
 
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
 _FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf$")
+_WEIGHT_TYPE = re.compile(r"[.-](I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32)$", re.IGNORECASE)
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
@@ -36,6 +38,26 @@ def model_parts(path: Path) -> list[Path]:
         return [path]
     name, n = first.groups()
     return [path.with_name(f"{name}-{i:05d}-of-{n}.gguf") for i in range(1, int(n) + 1)]
+
+
+def copy_path(source: Path, types: Iterable[str]) -> Path:
+    """The path of a requantised copy: "name.Q4_K_M.gguf" and ["Q8_0"] give "name.Q4_K_M-Q8_0.gguf"."""
+    return source.with_name("-".join([source.stem, *types]) + source.suffix)
+
+
+def shorter_names(name: str) -> Iterator[str]:
+    """The names that are left of a model's name without the types of weights at its end, one by one.
+
+    "name.Q4_K_M-Q8_0" gives "name.Q4_K_M" and "name".
+    """
+    while match := _WEIGHT_TYPE.search(name):
+        name = name[: match.start()]
+        yield name
+
+
+def is_copy(path: Path, source: Path) -> bool:
+    """Whether `path` has the name of a requantised copy of `source`."""
+    return path.parent == source.parent and source.stem in shorter_names(path.stem)
 
 
 def check_file(path: Path) -> Path:

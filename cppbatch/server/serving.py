@@ -19,6 +19,7 @@ from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams, replaced
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
+from cppbatch.models.find import shorter_names
 from cppbatch.server.api_errors import ModelNotFound
 from cppbatch.server.limits import Limits
 from cppbatch.server.sampling_fields import SamplingFields
@@ -70,9 +71,13 @@ class Serving:
         self.check_model(body.model)
         self.limits.check(body)
 
+    def answers_to(self, name: str) -> bool:
+        """Whether `name` means the model: also its own name without the types of weights at its end."""
+        return name in self.names or name in shorter_names(self.info.name)
+
     def check_model(self, name: str | None) -> None:
         """Raises `ModelNotFound` for an unknown model. `None` stands for the loaded model."""
-        if name is not None and name not in self.names:
+        if name is not None and not self.answers_to(name):
             known = ", ".join(map(repr, self.names))
             raise ModelNotFound(f"there is no {name!r} here; this server has {known} (--alias adds names)")
 

@@ -70,7 +70,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """The loaded model by its id."""
     name, serving = request.match_info["id"], request.app[SERVING]
-    if name not in serving.names:
+    if not serving.answers_to(name):
         raise web.HTTPNotFound(
             text=f"there is no model {name!r}; this server has {', '.join(map(repr, serving.names))}"
         )

@@ -1,0 +1,1 @@
+"""What other types of weights change: text quality, speed and memory of two files of one model."""

@@ -1,0 +1,280 @@
+"""Other types of weights for a model: which ones batch well on this CPU, and writing the file.
+
+A type whose kernel computes a batch row by row makes 16 sequences as slow as 16 times one. Q8_0 has a batched kernel on
+nearly every CPU and represents all smaller types nearly without loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import gguf
+import msgspec
+import psutil
+
+from cppbatch.errors import ModelError
+from cppbatch.models.file_header import read_header
+from cppbatch.models.find import copy_path
+from cppbatch.models.kernels import KernelTimes
+
+Times = Mapping[str, KernelTimes]
+Written = Callable[[int], object]
+"""Called with the bytes that are written so far."""
+
+TYPES = (
+    "F32", "BF16", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "IQ4_NL", "Q4_1", "Q4_0", "IQ4_XS", "Q3_K",
+    "Q2_K",
+)  # fmt: skip
+"""The types that can be asked for. Others need an importance matrix, or are for special models."""
+
+_EXACT = ("Q8_0", "F16", "F32")  # they lose next to nothing of types of as many bits or fewer; smallest first
+_SMALL = ("Q4_K", "IQ4_NL", "Q4_0")  # 4 bits with batched kernels on most CPUs; best quality first
+CANDIDATES = (*_EXACT, *_SMALL)
+"""The types that `target_type` may choose besides the source's own."""
+_FASTER = 0.9  # of a time: less would be noise
+_ROWS = 16
+FLOATS = ("F32", "F16", "BF16")
+"""The types that are not quantised."""
+_LOOKUPS = ("token_embd.weight", "per_layer_token_embd.weight")
+_MAIN_FILE_TYPES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What `cppbatch.llama.quantize_child` writes: the arguments of `quantize`."""
+
+    source: str
+    target: str
+    default: str
+    overrides: dict[str, str]
+
+
+class Requantization(msgspec.Struct, frozen=True, kw_only=True):
+    """The types that a model's matrices get."""
+
+    source: Path
+    changes: dict[str, tuple[str, str]]
+    """{matrix: (its type, its new type)} of those that change."""
+    default: str
+    """The file type of the result."""
+    overrides: dict[str, str]
+    """The types of matrices that are not of the default type."""
+    n_bytes: int
+    """The size of the result."""
+
+    @property
+    def counts(self) -> dict[tuple[str, str], int]:
+        """{(type, new type): number of matrices}, most frequent first."""
+        return dict(Counter(self.changes.values()).most_common())
+
+    @property
+    def output(self) -> Path:
+        """The usual path of the result: beside the source, with the new types at the end of the name."""
+        return copy_path(self.source, sorted({new for _, new in self.changes.values()}, key=TYPES.index))
+
+
+class Matrix(NamedTuple):
+    """A matrix whose type can change."""
+
+    name: str
+    kind: str
+    n_elements: int
+    n_columns: int
+    is_multiplied: bool
+    """Whether each row of a batch is multiplied by it in a plain matrix product."""
+    used: float
+    """The part of its weights that one token is multiplied by: below 1 for experts, 0 if it is only looked up in."""
+
+
+def target_type(source_type: str, times: Times, lossy: bool = False) -> str:
+    """The type that a matrix of `source_type` should have on a CPU with these kernels, mostly its own.
+
+    A type with a batched kernel stays. Another one becomes the smallest nearly lossless type with a batched kernel that
+    is clearly faster at 16 rows; it never has fewer bits. `lossy`: the fastest type at 16 rows, and of types that are
+    about as fast the best. Types that are not in `times` are not chosen.
+    """
+    batched = {kind: each.ms[_ROWS] for kind, each in times.items() if each.is_batched}
+    if lossy:
+        known = [kind for kind in dict.fromkeys((source_type, *CANDIDATES)) if kind in batched]
+        fastest = min((batched[kind] for kind in known), default=0.0)
+        return next((kind for kind in known if batched[kind] * _FASTER <= fastest), source_type)
+    if source_type in batched or source_type not in times:
+        return source_type
+    limit = times[source_type].ms[_ROWS] * _FASTER
+    fit = (kind for kind in _EXACT if bits(kind) >= bits(source_type) and batched.get(kind, limit + 1) <= limit)
+    return next(fit, source_type)
+
+
+def bits(kind: str) -> float:
+    """Bits per weight of a type."""
+    block, n_bytes = _block(kind)
+    return 8 * n_bytes / block
+
+
+def plan_auto(path: Path, times_of: Callable[[set[str]], Times], *, lossy: bool = False) -> Requantization:
+    """The types for this CPU. `times_of`: `kernel_times`. Raises `ModelError` for a file that cannot be requantised.
+
+    Matrices that are only looked up in stay, and experts, which another operation multiplies.
+    """
+    matrices = read_matrices(path)
+    multiplied = [matrix for matrix in matrices if matrix.is_multiplied]
+    times = times_of({matrix.kind for matrix in multiplied} | set(CANDIDATES if lossy else _EXACT))
+    targets = {}
+    for matrix in multiplied:
+        fitting = {kind: each for kind, each in times.items() if matrix.n_columns % _block(kind)[0] == 0}
+        targets[matrix.name] = target_type(matrix.kind, fitting, lossy)
+    return _requantization(path, matrices, targets)
+
+
+def plan_type(path: Path, kind: str, *, lossy: bool = False) -> Requantization:
+    """The type `kind` (one of `TYPES`) for all matrices.
+
+    Raises `ModelError` for a file that cannot be requantised, for a type of fewer bits without `lossy`, and if all
+    matrices have this type.
+    """
+    matrices = read_matrices(path)
+    fewer = Counter(matrix.kind for matrix in matrices if bits(matrix.kind) > bits(kind))
+    if fewer and not lossy:
+        n, worst = fewer.total(), max(fewer, key=bits)
+        raise ModelError(
+            f"{kind} has {bits(kind):.3g} bits per weight, fewer than {n} of {len(matrices)} matrices of {path.name} "
+            f"({worst}: {bits(worst):.3g}). Give --lossy to accept the loss"
+        )
+    plan = _requantization(path, matrices, dict.fromkeys((matrix.name for matrix in matrices), kind))
+    if not plan.changes:
+        raise ModelError(f"all matrices of {path.name} are {kind} already")
+    return plan
+
+
+def read_matrices(path: Path) -> list[Matrix]:
+    """The matrices whose type can change. Raises `ModelError` for a file that cannot be requantised."""
+    metadata, tensors = read_header(path)
+    if (n_parts := metadata.get("split.count", 1)) > 1:
+        raise ModelError(f"{path.name} is one of {n_parts} parts of a model; merge them with llama-gguf-split first")
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise ModelError(f"{path.name} is no model (its general.type is {kind!r}); only models are requantised")
+    architecture = metadata.get("general.architecture")
+    has_output = any(tensor.name == "output.weight" for tensor in tensors)
+    is_looked_up = has_output or f"{architecture}.pooling_type" in metadata  # such models compute no logits
+    n_experts_used = metadata.get(f"{architecture}.expert_used_count", 1)
+    matrices = []
+    for tensor in tensors:
+        name, shape = tensor.name, tensor.shape
+        if len(shape) < 2 or not name.endswith("weight") or name.endswith("_norm.weight"):
+            continue
+        is_multiplied = len(shape) == 2 and not (is_looked_up and name in _LOOKUPS)
+        used = n_experts_used / shape[2] if len(shape) == 3 else float(is_multiplied)
+        matrices.append(Matrix(name, tensor.kind, tensor.n_elements, shape[0], is_multiplied, used))
+    if unknown := {matrix.kind for matrix in matrices} - gguf.GGMLQuantizationType.__members__.keys():
+        raise ModelError(f"{path.name} has matrices of {', '.join(unknown)}, which the gguf package is too old for")
+    if any(matrix.kind not in FLOATS for matrix in matrices):  # its float matrices were left so for quality
+        matrices = [matrix for matrix in matrices if matrix.kind not in FLOATS]
+    return matrices
+
+
+def _requantization(path: Path, matrices: list[Matrix], targets: Mapping[str, str]) -> Requantization:
+    final = {matrix.name: targets.get(matrix.name, matrix.kind) for matrix in matrices}
+    sizes: Counter[str] = Counter()
+    for matrix in matrices:
+        sizes[final[matrix.name]] += matrix.n_elements
+    # llama.cpp takes overrides only beside a quantised default type
+    main = max(sizes, key=lambda kind: (kind not in FLOATS, sizes[kind]), default="Q8_0")
+    if main in FLOATS and len(sizes) > 1:
+        main = "Q8_0"
+    return Requantization(
+        source=path,
+        changes={m.name: (m.kind, final[m.name]) for m in matrices if final[m.name] != m.kind},
+        default=_file_type(path, main),
+        overrides={name: kind for name, kind in final.items() if kind != main},
+        n_bytes=path.stat().st_size + sum(_n_bytes(m, final[m.name]) - _n_bytes(m, m.kind) for m in matrices),
+    )
+
+
+def _file_type(path: Path, main: str) -> str:
+    """The file type of a file with mostly this type: the source's own, like Q4_K_S, if that fits."""
+    numbers = {int(each): each.name.partition("_")[2] for each in gguf.LlamaFileType}  # "MOSTLY_Q4_K_S"
+    own = numbers.get(read_header(path).metadata.get("general.file_type", -1), "")
+    return own if own == main or own.startswith(f"{main}_") else _MAIN_FILE_TYPES.get(main, main)
+
+
+def _n_bytes(matrix: Matrix, kind: str) -> int:
+    block, n_bytes = _block(kind)
+    if matrix.n_columns % block:  # llama.cpp takes a larger type
+        return matrix.n_elements * 2
+    return matrix.n_elements // block * n_bytes
+
+
+def _block(kind: str) -> tuple[int, int]:
+    """Weights and bytes of a block."""
+    weights, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return weights, n_bytes
+
+
+def requantize(plan: Requantization, target: Path, *, overwrite: bool = False, written: Written | None = None) -> Path:
+    """Writes the model and returns `target`, which is complete or unchanged, even if this is interrupted.
+
+    `overwrite`: replace a file that exists. Raises `ModelError`.
+    """
+    check_target(plan, target, overwrite=overwrite)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".requantize-") as folder:
+            part = Path(folder) / target.name
+            _run_child(Job(str(plan.source), str(part), plan.default, plan.overrides), written)
+            part.replace(target)
+    except OSError as error:
+        raise ModelError(f"{target} cannot be written: {error.strerror or error}") from error
+    return target
+
+
+def check_target(plan: Requantization, target: Path, *, overwrite: bool) -> None:
+    """Raises `ModelError` if the result cannot be written there, or is too large for this machine."""
+    folder, needed = target.parent, plan.n_bytes
+    if not folder.is_dir():
+        raise ModelError(f"there is no folder {folder}/ to write {target.name} into")
+    if target.exists() and target.samefile(plan.source):
+        raise ModelError(f"{target} is the model itself; give another file with --output")
+    if target.is_dir() or (target.exists() and not overwrite):
+        raise ModelError(f"{target} exists; give another file with --output, or --overwrite to replace it")
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise ModelError(f"{target.name} takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free in {folder}/")
+    if (memory := psutil.virtual_memory().total) < needed:
+        raise ModelError(
+            f"{target.name} would take {needed / 1e9:.1f} GB, more than this machine's memory ({memory / 1e9:.1f} GB)"
+        )
+
+
+def _run_child(job: Job, written: Written | None) -> None:
+    command = [sys.executable, "-m", "cppbatch.llama.quantize_child"]
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors) as child,
+    ):
+        try:
+            assert child.stdin
+            with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code says more
+                child.stdin.write(msgspec.json.encode(job))
+                child.stdin.close()
+            while (code := _wait(child)) is None:
+                if written and (part := Path(job.target)).exists():
+                    written(part.stat().st_size)
+        except BaseException:  # mostly Ctrl-C
+            child.kill()
+            raise
+        if code != 0:
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
+            raise ModelError(f"{Path(job.source).name} cannot be requantised (code {code}): {last[0]}")
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return child.wait(0.1)
+    except subprocess.TimeoutExpired:
+        return None
