@@ -84,7 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: the CPU does; auto: backend with a GPU that can, else host (--sampling)."""
     deterministic: bool = False
     """The logits of a sequence are the same bit for bit, whatever else is in the batch (--deterministic). On a CPU
-    only, with the per-sequence layout and flash attention (docs/decisions/0030)."""
+    only, with the per-sequence layout, flash attention and bf16 or quantised caches (docs/decisions/0030)."""
     pooling: Pooling | None = None
     """Return vectors instead of text, pooled this way. None: as the model's file says; models that generate text do not
     pool (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling and

@@ -11,14 +11,13 @@ import numpy.typing as npt
 
 from cppbatch.config import EngineConfig, Pooling, Sharing, adapter_name, available_threads
 from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
-from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout
+from cppbatch.engine.kv_layout import choose_cache_type, choose_flash_attn, choose_layout
 from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import (
-    DETERMINISTIC_UBATCH,
     Backend,
     BackendSampling,
     Batch,
@@ -133,13 +132,13 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         model,
         n_ctx=config.n_ctx,
         n_batch=config.n_batch,
-        n_ubatch=min(config.n_ubatch, DETERMINISTIC_UBATCH) if config.deterministic else config.n_ubatch,
+        n_ubatch=config.n_ubatch,
         n_seq_max=config.n_parallel,
         n_threads=config.n_threads or available_threads(),
         flash_attn=choose_flash_attn(config, layout, on_gpu=on_gpu, has_amx=Backend.get().has_amx),
         kv_unified=layout == "unified",
-        type_k=config.cache_type_k,
-        type_v=config.cache_type_v,
+        type_k=choose_cache_type(config, config.cache_type_k),
+        type_v=choose_cache_type(config, config.cache_type_v),
     )
 
 

@@ -7,7 +7,7 @@ raise `cppbatch.errors.OutOfRange`.
 from cppbatch.llama.backend import Backend, Device
 from cppbatch.llama.backend_sampling import BackendSampling
 from cppbatch.llama.context import Context, SequenceState
-from cppbatch.llama.determinism import DETERMINISTIC_UBATCH, logits_are_independent
+from cppbatch.llama.determinism import logits_are_independent
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.model import Model
 from cppbatch.llama.prefix_sharing import probe_prefix_sharing
@@ -15,7 +15,6 @@ from cppbatch.llama.sampler_chain import DrySampler, SamplerChain
 from cppbatch.llama.vocab import Vocab
 
 __all__ = [
-    "DETERMINISTIC_UBATCH",
     "Backend",
     "BackendSampling",
     "Batch",

@@ -10,11 +10,7 @@ import numpy.typing as npt
 from cppbatch.llama.context import Context
 from cppbatch.llama.llama_batch import Batch
 
-DETERMINISTIC_UBATCH = 48
-"""The largest ubatch, in tokens, with which flash attention computes a prompt in the same order whatever pieces it
-comes in: from 64 queries on, ggml's CPU kernel takes another path (measured: `scripts/logit_hashes.py`)."""
-
-_N_PROMPT = 50  # tokens: more than a ubatch
+_N_PROMPT = 24  # tokens
 _PIECES = (5, 17)
 _MAX_ROWS = 16
 
@@ -22,8 +18,9 @@ _MAX_ROWS = 16
 def logits_are_independent(context: Context) -> bool:
     """Whether the logits are the same bit for bit for every number of rows and all pieces of the prompt.
 
-    False for float weights, whose kernel for one row adds in another order. Takes about 30 decodes. The context must be
-    empty and is empty again afterwards.
+    False for float weights, whose kernel for one row adds in another order. This is about the weights: in attention, the
+    order is the same if the layout and the types of the cache are those of `--deterministic`. Takes about 30 decodes. The
+    context must be empty and is empty again afterwards.
     """
     n_vocab = context.model.vocab.n_tokens
     tokens = np.linspace(1, n_vocab - 1, min(_N_PROMPT, context.n_ctx_seq - 1)).astype(np.int32)

@@ -15,7 +15,7 @@ from cppbatch.models.synthetic import LlamaShape, write_llama
 SHAPE = LlamaShape(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512)
 N = 12
 PROMPTS = [
-    [3 + (7 * i + k * (i + 1)) % 250 for k in range(n)] for i, n in enumerate((1, 3, 17, 48, 49, 96, 130, 200, 5, 64))
+    [3 + (7 * i + k * (i + 1)) % 250 for k in range(n)] for i, n in enumerate((1, 3, 17, 48, 600, 96, 130, 511, 5, 64))
 ]
 PARAMS = SamplingParams(temperature=0, max_tokens=N, ignore_eos=True, logprobs=5)
 
@@ -28,7 +28,7 @@ def quantised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def engine(model: Path, **settings: Any) -> BatchInferenceEngine:
-    defaults = {"n_ctx": 4096, "n_parallel": 8, "n_threads": 1, "n_gpu_layers": 0, "deterministic": True}
+    defaults = {"n_ctx": 8192, "n_parallel": 8, "n_threads": 2, "n_gpu_layers": 0, "deterministic": True}
     return BatchInferenceEngine(model, **{**defaults, **settings})
 
 
