@@ -38,8 +38,8 @@ def choose_flash_attn(config: EngineConfig, layout: KvLayout, *, on_gpu: bool, h
 def choose_cache_type(config: EngineConfig, given: CacheType) -> CacheType:
     """The type of keys or values in the cache.
 
-    For f16 and f32, ggml's flash attention adds in another order for a single row over 512 and more cells, and for 64 and
-    more tokens of a prompt (ggml-cpu `ops.cpp`, `ggml_compute_forward_flash_attn_ext_f16`). `deterministic` replaces
-    these types by bf16, for which it never does.
+    For f16 and f32, ggml's flash attention adds in another order for a single row over 512 and more cells, and for 64
+    and more tokens of a prompt (ggml-cpu `ops.cpp`, `ggml_compute_forward_flash_attn_ext_f16`). `deterministic`
+    replaces these types by bf16, for which it never does.
     """
     return "bf16" if config.deterministic and given in ("f16", "f32") else given

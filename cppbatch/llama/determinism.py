@@ -18,9 +18,9 @@ _MAX_ROWS = 16
 def logits_are_independent(context: Context) -> bool:
     """Whether the logits are the same bit for bit for every number of rows and all pieces of the prompt.
 
-    False for float weights, whose kernel for one row adds in another order. This is about the weights: in attention, the
-    order is the same if the layout and the types of the cache are those of `--deterministic`. Takes about 30 decodes. The
-    context must be empty and is empty again afterwards.
+    False for float weights, whose kernel for one row adds in another order. This is about the weights: in attention,
+    the order is the same if the layout and the types of the cache are those of `--deterministic`. Takes about 30
+    decodes. The context must be empty and is empty again afterwards.
     """
     n_vocab = context.model.vocab.n_tokens
     tokens = np.linspace(1, n_vocab - 1, min(_N_PROMPT, context.n_ctx_seq - 1)).astype(np.int32)
