@@ -57,15 +57,16 @@ def pull(name: str | None) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(file: Path, as_json: bool) -> None:
-    """Shows the metadata of a GGUF file."""
+    """Shows the metadata of a GGUF file, and which of its types of weights this CPU computes row by row."""
     from cppbatch.models.inspect import inspect_model
+    from cppbatch.models.kernel_advice import kernel_report
 
-    facts = inspect_model(file)
+    facts, kernels = msgspec.structs.asdict(inspect_model(file)), kernel_report(file)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(facts)))
+        click.echo(msgspec.json.format(msgspec.json.encode({**facts, "kernels": kernels.as_json()})))
         return
     table = Table(box=None, show_header=False)
-    for name, value in msgspec.structs.asdict(facts).items():
+    for name, value in {**facts, "kernels": str(kernels)}.items():
         table.add_row(name.replace("_", " "), escape(_show(name, value)))
     _print(table)
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import web
 
@@ -29,12 +30,20 @@ Say = Callable[[str], None]
 
 
 async def run_server(
-    config: EngineConfig, deployment: Deployment, settings: ServerSettings, address: Address, *, say: Say
+    config: EngineConfig,
+    deployment: Deployment,
+    settings: ServerSettings,
+    address: Address,
+    *,
+    say: Say,
+    find_advice: Callable[[], str | None],
 ) -> None:
     """Serves until SIGINT or SIGTERM, then finishes the running requests. A second signal ends the process at once.
 
     The server listens while the model loads (`/health` shows the progress) and while it drains. `say` prints a line for
-    the user at the terminal. Raises `ConfigError` when the address is in use, and what loading the model raises.
+    the user at the terminal. `find_advice` runs on a thread while the model loads, so that the start waits neither for
+    the first timing of kernels nor for reading the file; its result is printed when the server is ready. Raises
+    `ConfigError` when the address is in use, and what loading the model raises.
     """
     stop = asyncio.Event()
     set_on_signals(stop)
@@ -49,10 +58,12 @@ async def run_server(
     if storage.error:
         log.warning("this server stores no files: %s. Or start it with another --data-dir", storage.error)
     async with listener:
+        advice = asyncio.ensure_future(asyncio.to_thread(find_advice))
         try:
             await _wait_until_loaded(engine, stop)
             gc.freeze()  # the objects that exist now stay for good, so garbage collection need not visit them
             _announce(engine, listener, settings, say)
+            advice.add_done_callback(partial(_say_advice, say))
             await stop.wait()
             await storage.stop()  # unfinished batches continue after the next start
             await _drain(app, settings.drain_timeout, say)
@@ -86,6 +97,11 @@ def _announce(engine: EngineClient, listener: Listener, settings: ServerSettings
     say(f"{info.name} ({info.description}): {config.n_parallel} sequences at once over {cells}")
     say(f"ready at {url}  (OpenAI-compatible API under {url}/v1; Ctrl-C drains and stops)")
     say(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+
+
+def _say_advice(say: Say, advice: asyncio.Future[str | None]) -> None:
+    if not advice.cancelled() and (line := advice.result()):
+        say(f"hint: {line}")
 
 
 async def _drain(app: web.Application, seconds: float, say: Say) -> None:

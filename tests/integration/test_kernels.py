@@ -10,12 +10,20 @@ from typing import Any
 
 import gguf
 import numpy as np
+import platformdirs
 import pytest
+from click.testing import CliRunner
 from gguf.quants import dequantize
 
+from cppbatch.cli.doctor_command import doctor
+from cppbatch.cli.models_command import models
+from cppbatch.cli.serve_command import find_advice
+from cppbatch.config import EngineConfig
 from cppbatch.llama.encode import encode
 from cppbatch.models import kernels
 from cppbatch.models.kernels import ROWS, kernel_times
+from tests import tiny_models
+from tests.server_process import ServerProcess
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +104,57 @@ def test_ggmls_conversion_gives_the_weights_back(kind: str) -> None:
     encoded = encode(rows, gguf.GGMLQuantizationType[kind])
     again = dequantize(encoded, gguf.GGMLQuantizationType[kind])
     assert np.abs(again - rows).mean() < 0.15
+
+
+# --- where users see it ---
+
+
+@pytest.fixture
+def row_by_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A model of Q4_1 and cached times of a CPU that computes Q4_1 row by row."""
+    monkeypatch.setattr(kernels, "user_cache_path", platformdirs.user_cache_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # for child processes too
+    kernel_times(["F16"])
+    [file] = (tmp_path / "cache" / "cppbatch" / "kernels").iterdir()
+    slow, fast = ({1: 1.0, 4: n * 4 / 16, 16: n, 256: 16 * n} for n in (16.0, 8.0))
+    file.write_text(json.dumps({"ms": {"Q4_1": slow, "Q8_0": fast, "F16": fast, "F32": fast}, "has_gpu": False}))
+    folder = tmp_path / "models"
+    folder.mkdir()
+    monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
+    return tiny_models.llama(folder / "tiny.gguf", quant="Q4_1")
+
+
+def test_inspect_says_which_types_are_computed_row_by_row(row_by_row: Path) -> None:
+    result = CliRunner().invoke(models, ["inspect", str(row_by_row)])
+    assert "Q4_1 row by row. all 15 matrices are Q4_1" in result.output
+    assert f"`cppbatch models requantize {row_by_row}` makes matrix products of 16 rows about 2.0x faster" in (
+        result.output
+    )
+
+
+def test_inspect_gives_it_as_json(row_by_row: Path) -> None:
+    found = json.loads(CliRunner().invoke(models, ["inspect", "--json", str(row_by_row)]).output)["kernels"]
+    assert found["types"]["Q4_1"] == {
+        "ms": {"1": 1.0, "4": 4.0, "16": 16.0, "256": 256.0},
+        "batch_gain": 1.0,
+        "is_batched": False,
+    }
+    assert found["on_gpu"] is False
+    assert "requantize" in found["advice"]
+
+
+def test_doctor_advises_but_reports_no_problem(row_by_row: Path) -> None:
+    result = CliRunner().invoke(doctor)
+    assert "requantize" in result.output
+    assert "no problems" in result.output
+    assert result.exit_code == 0
+
+
+def test_serve_advises_once_it_is_ready(row_by_row: Path) -> None:
+    with ServerProcess("-m", row_by_row, "-c", "256", "-np", "1", "-t", "1") as server:
+        server.wait_line("hint: all 15 matrices are Q4_1, which this CPU computes row by row; `cppbatch models", 60)
+        assert server.url
+
+
+def test_serve_has_no_advice_for_a_file_that_does_not_load(tmp_path: Path) -> None:
+    assert find_advice(EngineConfig(model_path=str(tiny_models.truncated(tmp_path / "cut.gguf")))) is None

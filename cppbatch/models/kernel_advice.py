@@ -1,0 +1,107 @@
+"""What the kernels of this CPU mean for a model: the types that it computes row by row, and what would be gained."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cppbatch.errors import ModelError
+from cppbatch.models.file_header import read_header
+from cppbatch.models.find import model_parts
+from cppbatch.models.kernels import KernelTimes, has_gpu, kernel_times
+from cppbatch.models.requantize import Matrix, plan_auto, read_matrices
+
+_ROWS = 16
+_MIN_GAIN = 1.1  # less is not worth a larger file
+
+
+class KernelReport(msgspec.Struct, frozen=True):
+    """The kernels of a model's types of weights."""
+
+    on_gpu: bool
+    """Whether a GPU (or Metal) computes the model: these kernels are not used then."""
+    types: dict[str, KernelTimes]
+    """Those of the model's types that can be timed, most frequent first."""
+    advice: str | None
+    """One sentence, if another type would be clearly faster in batches."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The report with what is derived from the times."""
+        types = {
+            name: {"ms": each.ms, "batch_gain": round(each.batch_gain, 2), "is_batched": each.is_batched}
+            for name, each in self.types.items()
+        }
+        return {"on_gpu": self.on_gpu, "types": types, "advice": self.advice}
+
+    def __str__(self) -> str:
+        if self.on_gpu:
+            return "not used: the GPU computes the model"
+        if not self.types:
+            return "not timed"
+        found = (f"{name} {'batched' if each.is_batched else 'row by row'}" for name, each in self.types.items())
+        return f"{', '.join(found)}. {self.advice or 'Nothing to gain by other types'}"
+
+
+def kernel_report(path: Path, *, n_gpu_layers: int = -1) -> KernelReport:
+    """The kernels of the model's types on this machine. Types that were never timed here are timed now, in about 1 s.
+
+    `n_gpu_layers`: of the engine. There is no advice for what `requantize` refuses, such as a split model, whose types
+    are those of all its parts. Raises `ModelError` if the file cannot be read.
+    """
+    tensors = [tensor for part in model_parts(path) for tensor in read_header(part).tensors]
+    kinds = Counter(tensor.kind for tensor in tensors if len(tensor.shape) > 1)
+    try:
+        matrices, plan = read_matrices(path), plan_auto(path, kernel_times)
+    except ModelError:
+        matrices, plan = [], None
+    times = kernel_times([*kinds, *(new for _, new in plan.changes.values())] if plan else kinds)
+    on_gpu = n_gpu_layers != 0 and has_gpu()
+    return KernelReport(
+        on_gpu,
+        {kind: times[kind] for kind, _ in kinds.most_common() if kind in times},
+        batch_advice(path, matrices, plan.changes, times) if plan and not on_gpu else None,
+    )
+
+
+def batch_advice(
+    path: Path, matrices: Sequence[Matrix], changes: Mapping[str, tuple[str, str]], times: Mapping[str, KernelTimes]
+) -> str | None:
+    """One sentence with the remedy and what it gains; None if `changes` gain little.
+
+    `changes`: {matrix: (its type, its new type)}; `times`: of these types.
+    """
+    if not changes:
+        return None
+    gain = _batch_ms(matrices, {}, times) / _batch_ms(matrices, changes, times)
+    if gain < _MIN_GAIN:
+        return None
+    total = sum(matrix.is_multiplied for matrix in matrices)
+    kinds = " and ".join(dict.fromkeys(old for old, _ in changes.values()))
+    which = f"all {total} matrices are" if total == len(changes) > 1 else f"{len(changes)} of {total} matrices are"
+    return (
+        f"{which} {kinds}, which this CPU computes row by row; `cppbatch models requantize {shlex.quote(str(path))}` "
+        f"makes matrix products of {_ROWS} rows about {gain:.1f}x faster"
+    )
+
+
+def _batch_ms(
+    matrices: Sequence[Matrix], changes: Mapping[str, tuple[str, str]], times: Mapping[str, KernelTimes]
+) -> float:
+    """The milliseconds that 16 rows take in all matrices.
+
+    An embedding that is only looked up takes none. Experts count as computed row by row: few rows of a batch share
+    one. So does a type without times, which counts as slow as the slowest: the gain is not overstated.
+    """
+    slowest = max(each.ms[1] for each in times.values())
+    ms = 0.0
+    for matrix in matrices:
+        kind = changes[matrix.name][1] if matrix.name in changes else matrix.kind
+        one_by_one = _ROWS * (times[kind].ms[1] if kind in times else slowest)
+        of_batch = times[kind].ms[_ROWS] if kind in times and matrix.is_multiplied else one_by_one
+        ms += matrix.n_elements * matrix.used * of_batch
+    return ms
