@@ -34,10 +34,10 @@ _SLOW_ROUNDS = 2  # with the most rows
 
 
 def main() -> None:
-    """`kernels_child TYPE...`: prints `Measured` as JSON."""
+    """`kernels_child TYPE...`: prints `Measured` as JSON, in the last line."""
     has_gpu = any("GPU" in device.kind for device in Backend.get().devices())
     measured = Measured(ms=measure(sys.argv[1:]), has_gpu=has_gpu)
-    sys.stdout.buffer.write(msgspec.json.encode(measured))
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(measured))
 
 
 def measure(kinds: Sequence[str]) -> dict[str, dict[int, float]]:

@@ -28,7 +28,7 @@ ROWS = (1, 4, 16, 256)
 
 _BATCH = 16
 _BATCHED_GAIN = 1.3  # types without a batched kernel measure 1.0 to 1.1, those with one 1.6 to 7 (docs/decisions/0028)
-_TIMEOUT_S = 120
+_TIMEOUT_S = 60
 _KINDS = {kind.name for kind in GGMLQuantizationType}
 _UNTIMED = {
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"),  # ggml makes tables for seconds before it can convert to them
@@ -111,7 +111,7 @@ def _measure(types: list[str], path: Path) -> Measured | None:
     """Measures in a child process and adds the result to the cache. None if the child fails."""
     try:
         done = subprocess.run(child_command(types), capture_output=True, timeout=_TIMEOUT_S, check=True)
-        measured = msgspec.json.decode(done.stdout, type=Measured)
+        measured = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=Measured)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         log.info("the kernels of %s cannot be timed: %s", ", ".join(types), error)
         return None
