@@ -35,11 +35,13 @@ TYPES = (
 )  # fmt: skip
 """The types that can be asked for. Others need an importance matrix, or are for special models."""
 
-_EXACT = ("Q8_0", "F16", "F32")  # they lose next to nothing of types of as many bits or fewer; smallest first
+_EXACT = ("Q8_0", "BF16", "F16", "F32")  # they lose next to nothing of types of as many bits or fewer; smallest first
 _SMALL = ("Q4_K", "IQ4_NL", "Q4_0")  # 4 bits with batched kernels on most CPUs; best quality first
 CANDIDATES = (*_EXACT, *_SMALL)
 """The types that `target_type` may choose besides the source's own."""
 _FASTER = 0.9  # of a time: less would be noise
+_MUCH_FASTER = 0.75  # of the smallest fitting type's time at 16 rows: worth more memory
+_SMALL_BYTES = 512 << 20  # of all matrices with 16 bits: a single row of more is bound by reading them from memory
 _ROWS = 16
 FLOATS = ("F32", "F16", "BF16")
 """The types that are not quantised."""
@@ -93,11 +95,12 @@ class Matrix(NamedTuple):
     """The part of its weights that one token is multiplied by: below 1 for experts, 0 if it is only looked up in."""
 
 
-def target_type(source_type: str, times: Times, lossy: bool = False) -> str:
+def target_type(source_type: str, times: Times, lossy: bool = False, *, is_small: bool = False) -> str:
     """The type that a matrix of `source_type` should have on a CPU with these kernels, mostly its own.
 
     A type with a batched kernel stays. Another one becomes the smallest nearly lossless type with a batched kernel that
-    is clearly faster at 16 rows; it never has fewer bits. `lossy`: the fastest type at 16 rows, and of types that are
+    is clearly faster at 16 rows; it never has fewer bits. `is_small`: in a small model, a larger type that is much faster
+    at 16 rows is preferred (BF16 on CPUs with instructions for it). `lossy`: the fastest type at 16 rows, and of types that are
     about as fast the best. Types that are not in `times` are not chosen.
     """
     batched = {kind: each.ms[_ROWS] for kind, each in times.items() if each.is_batched}
@@ -108,8 +111,11 @@ def target_type(source_type: str, times: Times, lossy: bool = False) -> str:
     if source_type in batched or source_type not in times:
         return source_type
     limit = times[source_type].ms[_ROWS] * _FASTER
-    fit = (kind for kind in _EXACT if bits(kind) >= bits(source_type) and batched.get(kind, limit + 1) <= limit)
-    return next(fit, source_type)
+    fit = [kind for kind in _EXACT if bits(kind) >= bits(source_type) and batched.get(kind, limit + 1) <= limit]
+    if not fit:
+        return source_type
+    fastest = min(fit, key=batched.__getitem__)
+    return fastest if is_small and batched[fastest] <= _MUCH_FASTER * batched[fit[0]] else fit[0]
 
 
 def bits(kind: str) -> float:
@@ -126,10 +132,11 @@ def plan_auto(path: Path, times_of: Callable[[set[str]], Times], *, lossy: bool 
     matrices = read_matrices(path)
     multiplied = [matrix for matrix in matrices if matrix.is_multiplied]
     times = times_of({matrix.kind for matrix in multiplied} | set(CANDIDATES if lossy else _EXACT))
+    is_small = 2 * sum(matrix.n_elements for matrix in matrices) <= _SMALL_BYTES
     targets = {}
     for matrix in multiplied:
         fitting = {kind: each for kind, each in times.items() if matrix.n_columns % _block(kind)[0] == 0}
-        targets[matrix.name] = target_type(matrix.kind, fitting, lossy)
+        targets[matrix.name] = target_type(matrix.kind, fitting, lossy, is_small=is_small)
     return _requantization(path, matrices, targets)
 
 

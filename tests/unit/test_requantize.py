@@ -106,6 +106,14 @@ def test_a_batched_kernel_that_is_not_clearly_faster_is_not_chosen() -> None:
     assert target_type("Q4_1", times({"Q4_1": 0.26}, {"Q8_0": 0.25})) == "Q4_1"
 
 
+def test_small_models_get_a_larger_type_where_its_kernel_is_much_faster() -> None:
+    """BF16 on CPUs with instructions for it: the default model's prompts are 1.5 times as fast as in Q8_0."""
+    fast_bf16 = times({"Q4_1": 0.26}, {**BATCHED, "BF16": 0.05})
+    assert target_type("Q4_1", fast_bf16, is_small=True) == "BF16"
+    assert target_type("Q4_1", fast_bf16) == "Q8_0", "a row of a large model is bound by reading its weights"
+    assert target_type("Q4_1", times({"Q4_1": 0.26}, {**BATCHED, "BF16": 0.1}), is_small=True) == "Q8_0"
+
+
 def test_a_type_whose_kernel_is_not_known_stays() -> None:
     assert target_type("NVFP4", times()) == "NVFP4"
     assert target_type("Q4_1", {}) == "Q4_1"
