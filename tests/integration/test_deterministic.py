@@ -53,7 +53,7 @@ def test_every_bit_is_the_same_alone_and_in_batches_of_any_company(quantised: Pa
 
 def test_a_model_of_float_weights_is_refused_with_the_remedy(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny.gguf", SHAPE, quant="F16")
-    with pytest.raises(ModelError, match=r"tiny.gguf depend on the number of rows.*requantize tiny.gguf --type Q8_0"):
+    with pytest.raises(ModelError, match=r"tiny.gguf depend on the number of rows.*requantize FILE --type Q8_0"):
         engine(model)
 
 
