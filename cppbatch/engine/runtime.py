@@ -151,8 +151,8 @@ def _check_determinism(context: Context, *, on_gpu: bool) -> None:
         raise ModelError(f"--deterministic: {name} has a recurrent state, whose sums depend on the batch; leave it out")
     if not logits_are_independent(context):
         raise ModelError(
-            f"--deterministic: the logits of {name} depend on the number of rows in a batch, as those of float weights "
-            "do. It works with quantised weights: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a file"
+            f"--deterministic: the logits of {name} depend on the number of rows in a batch, as those of float "
+            "weights do. Quantised weights work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a file"
         )
 
 

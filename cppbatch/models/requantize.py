@@ -99,9 +99,9 @@ def target_type(source_type: str, times: Times, lossy: bool = False, *, is_small
     """The type that a matrix of `source_type` should have on a CPU with these kernels, mostly its own.
 
     A type with a batched kernel stays. Another one becomes the smallest nearly lossless type with a batched kernel that
-    is clearly faster at 16 rows; it never has fewer bits. `is_small`: in a small model, a larger type that is much faster
-    at 16 rows is preferred (BF16 on CPUs with instructions for it). `lossy`: the fastest type at 16 rows, and of types that are
-    about as fast the best. Types that are not in `times` are not chosen.
+    is clearly faster at 16 rows; it never has fewer bits. `is_small`: in a small model, a larger type that is much
+    faster at 16 rows is preferred (BF16 on CPUs with instructions for it). `lossy`: the fastest type at 16 rows, and of
+    types that are about as fast the best. Types that are not in `times` are not chosen.
     """
     batched = {kind: each.ms[_ROWS] for kind, each in times.items() if each.is_batched}
     if lossy:
