@@ -152,7 +152,7 @@ def _check_determinism(context: Context, *, on_gpu: bool) -> None:
     if not logits_are_independent(context):
         raise ModelError(
             f"--deterministic: the logits of {name} depend on the number of rows in a batch, as those of float "
-            "weights do. Quantised weights work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a file"
+            "weights do. Quantised ones work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a file"
         )
 
 
