@@ -114,8 +114,8 @@ def target_type(source_type: str, times: Times, lossy: bool = False, *, is_small
     fit = [kind for kind in _EXACT if bits(kind) >= bits(source_type) and batched.get(kind, limit + 1) <= limit]
     if not fit:
         return source_type
-    fastest = min(fit, key=batched.__getitem__)
-    return fastest if is_small and batched[fastest] <= _MUCH_FASTER * batched[fit[0]] else fit[0]
+    best = min(fit, key=batched.__getitem__)
+    return best if is_small and batched[best] <= _MUCH_FASTER * batched[fit[0]] else fit[0]
 
 
 def bits(kind: str) -> float:
