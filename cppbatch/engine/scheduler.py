@@ -33,6 +33,7 @@ from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
 
 _MAX_HEADROOM = 32  # cells kept free for the growth of each running sequence when another one is admitted
 _MAX_STALE_DEADLINES = 1000
+_LONG_PIECE = 128  # tokens: ggml's flash attention is faster from 64 tokens of a sequence on
 _NEAR = 1024  # cells: decode rows that are computed with the first token of a prompt pass over its cells
 _MIN_PIECE = 4  # prompt tokens: rounding down to whole tiles leaves no fewer
 _MAX_SCORED = 64  # prompt tokens a step, when each of them gets a row of logits (192 KiB with a vocabulary of 49,152)
@@ -248,22 +249,21 @@ class Scheduler:
             prefill = self._prefill(prompts_now, adapters, plan.row_groups, len(rows), decoding)
             if may_pad and not (prefill or self._kv.has_streams):  # else prompts fill the tiles
                 self._pad(plan, len(rows), cost)
-            prefilling = {sequence for sequence, _ in prefill}
-            prefill += [(sequence, 1) for sequence in beside if sequence not in prefilling]
             if rows or prefill:
-                self._fill(plan, rows, prefill)
+                self._fill(plan, rows, prefill, beside)
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._lora.take(adapters), len(rows)
                 plan.n_beside = len(beside)
                 break
 
-    def _fill(self, plan: StepPlan, rows: list[Chunk], prefill: list[Chunk]) -> None:
-        """Sets the chunks, and `padded` if there are padding rows."""
-        if not plan.padding:
-            plan.chunks = in_batch_order(rows, prefill)
-            return
-        padding: list[BatchEntry] = [(PaddingRow(seq_id), 1) for seq_id in plan.padding]
-        plan.padded = in_batch_order([*rows, *padding], [*prefill])
-        plan.chunks = [(entry, n) for entry, n in plan.padded if isinstance(entry, Seq)]
+    def _fill(self, plan: StepPlan, rows: list[Chunk], prefill: list[Chunk], beside: list[Seq]) -> None:
+        """Sets the chunks, and `padded` if there are padding rows. `beside`: prompts with a token among the rows."""
+        n_of = dict(prefill)
+        together: list[BatchEntry] = [*rows, *((sequence, n_of.pop(sequence, 1)) for sequence in beside)]
+        together += [(PaddingRow(seq_id), 1) for seq_id in plan.padding]
+        others: list[BatchEntry] = [*n_of.items()]
+        batch = in_batch_order(together, others)
+        plan.chunks = [(entry, n) for entry, n in batch if isinstance(entry, Seq)]
+        plan.padded = batch if plan.padding else []
 
     def _pad(self, plan: StepPlan, n_rows: int, cost: StepCost) -> None:
         """Adds the padding rows that make a step without prompts faster, and sets `row_groups`."""
@@ -474,20 +474,22 @@ Entry = TypeVar("Entry", bound=BatchEntry)
 
 
 def in_batch_order(rows: list[Entry], prefill: list[Entry]) -> list[Entry]:
-    """Decode rows and prompt pieces by rising seq_id, but prompts that are far longer than the rows apart if possible.
+    """First the rows by rising seq_id, and what is computed with them; then the other prompt pieces.
 
-    In the per-sequence layout and in recurrent models llama.cpp computes consecutive rising seq_ids together: as many
-    tokens of each as the shortest has, over as many cells as the longest has. So the first token of a prompt joins the
-    rows on both sides of it, which are one group then, and the rest of neighbouring prompts is computed together.
+    In the per-sequence layout and in recurrent models llama.cpp computes consecutive rising seq_ids together, wherever
+    they are in the batch: as many tokens of each as the shortest has, over as many cells as the longest has. Short
+    prompt pieces gain from that. Long ones are listed by falling seq_id, which keeps them apart: together each gets a
+    small part of a ubatch, for which attention is slower. One prompt may follow the rows' seq_ids: its first token
+    joins them, unless it is far longer.
     """
-    batch = sorted([*rows, *prefill], key=_seq_id)
-    if rows and prefill:
-        most = max(entry.n_computed for entry, _ in rows) + _NEAR
-        if batch[-1][0].n_computed > most:  # no seq_id follows the highest
-            batch.insert(0, batch.pop())
-        elif batch[0][0].n_computed > most:
-            batch.append(batch.pop(0))
-    return batch
+    rows.sort(key=_seq_id)
+    prefill.sort(key=_seq_id, reverse=any(n >= _LONG_PIECE for _, n in prefill))
+    if not rows or not prefill:
+        return rows + prefill
+    following = rows[-1][0].seq_id + 1
+    most = max(entry.n_computed for entry, _ in rows) + _NEAR
+    first = [chunk for chunk in prefill if chunk[0].seq_id == following and chunk[0].n_computed > most]
+    return first + rows + [chunk for chunk in prefill if chunk not in first]
 
 
 def _remove(ordered: list[Seq], sequence: Seq) -> None:

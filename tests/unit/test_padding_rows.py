@@ -90,3 +90,18 @@ def test_cached_prefixes_between_rows_make_way_for_padding_and_are_found_again()
     assert list(context_of(engine).steps[15]) == [0, 1, 2, 3, 4, 5]
     (result,) = engine.generate([prompts[1]], greedy(1))
     assert result.usage.cached_tokens == 29
+
+
+def test_tokens_of_prompts_fill_the_gaps_between_rows_first() -> None:
+    engine = fake_engine(n_ctx=8 * 300, n_batch=80, n_parallel=8, unified=False, may_pad=True)
+    know(engine._scheduler, dict.fromkeys(range(1, 9), 0.01))
+    for i in range(6):
+        engine.add_request([i + 1, 1], greedy(4 if i in (1, 4) else 60, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    engine.add_request([9] * 200, greedy(1))
+    engine.step()
+    step = context_of(engine).steps[-1]
+    assert list(step)[:6] == [0, 1, 2, 3, 4, 5]
+    assert step[1] > 1, "the new prompt has seq_id 1"
+    assert step[4] == 1, "and seq_id 4 is padding"
