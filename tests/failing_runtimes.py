@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -47,7 +48,7 @@ class _Poisoned(_Wrapped):
 
 
 def _with_context(runtime: Runtime, context: Any) -> Runtime:
-    return Runtime(context, runtime.vocab, runtime.info, runtime.sharing, runtime.close)
+    return replace(runtime, context=context)
 
 
 def aborts(config: EngineConfig, progress: Progress) -> Runtime:
@@ -86,7 +87,7 @@ class _PoisonedVocab(_Wrapped):
 
 
 def _with_vocab(runtime: Runtime, vocab: Any) -> Runtime:
-    return Runtime(runtime.context, vocab, runtime.info, runtime.sharing, runtime.close)
+    return replace(runtime, vocab=vocab)
 
 
 def dies_of_texts(config: EngineConfig, progress: Progress) -> Runtime:

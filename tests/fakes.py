@@ -15,10 +15,11 @@ import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
-from cppbatch.config import Sharing
+from cppbatch.config import KvLayout, Sharing
+from cppbatch.engine.layout_policy import LayoutCosts
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
-from cppbatch.engine.runtime import Runtime
+from cppbatch.engine.runtime import Layouts, Runtime
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import BackendSampling, Batch
 
@@ -117,11 +118,22 @@ class FakeContext:
     def __init__(
         self, *, n_ctx: int, n_batch: int, n_seq_max: int, kv_unified: bool, sharing: Sharing, n_more_ids: int = 0
     ) -> None:
-        self.n_ctx = n_ctx
-        self.n_ctx_seq = n_ctx if kv_unified else n_ctx // n_seq_max
         self.n_batch = self.n_ubatch = n_batch
         self.n_seq_max = n_seq_max
-        self.n_seq_ids = n_seq_ids = n_seq_max + n_more_ids
+        self.sets: list[AdapterSet] = []  # of each decode
+        self._numbers = itertools.count()
+        self.steps: list[dict[int, int]] = []
+        self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, sharing=sharing, n_more_ids=n_more_ids)
+        self.fail_at: dict[int, LlamaError] = {}
+        self.fail_restore = False
+        self.backend_sampling: BackendSampling | None = None
+        self.closed = False
+        self._moods: list[int] = []
+
+    def reopen(self, *, n_ctx: int, kv_unified: bool, sharing: Sharing, n_more_ids: int) -> None:
+        self.n_ctx = n_ctx
+        self.n_ctx_seq = n_ctx if kv_unified else n_ctx // self.n_seq_max
+        self.n_seq_ids = n_seq_ids = self.n_seq_max + n_more_ids
         self.kv_unified = kv_unified
         self.has_streams = not kv_unified
         self.sharing = sharing
@@ -129,14 +141,6 @@ class FakeContext:
         self.owned: list[list[int]] = [[] for _ in range(n_seq_ids)]
         self.made_with: list[list[AdapterSet]] = [[] for _ in range(n_seq_ids)]
         self.adapters: AdapterSet = ()
-        self.sets: list[AdapterSet] = []  # of each decode
-        self._numbers = itertools.count()
-        self.steps: list[dict[int, int]] = []
-        self.fail_at: dict[int, LlamaError] = {}
-        self.fail_restore = False
-        self.backend_sampling: BackendSampling | None = None
-        self.closed = False
-        self._moods: list[int] = []
 
     @property
     def n_used(self) -> int:
@@ -210,6 +214,13 @@ class FakeContext:
         self.cells[target] += self.cells[source][:stop]
         self.owned[target] += self.owned[source][:stop]
         self.made_with[target] += self.made_with[source][:stop]
+
+    def share_prefix(self, source: int, target: int, n: int) -> None:
+        assert self.sharing == "cells", "cells cannot be shared here"
+        assert len(self.cells[source]) >= n
+        for of in (self.cells, self.made_with):
+            assert of[source][:n] == of[target][:n], f"seq_ids {source} and {target} hold other tokens"
+        self.owned[target][:n] = self.owned[source][:n]
 
     def clear(self) -> None:
         for seq_id in range(self.n_seq_ids):
@@ -288,12 +299,16 @@ def fake_engine(
     pooling: str | None = None,
     adapters: Sequence[AdapterInfo] = (),
     may_pad: bool = False,
+    switches: bool = False,
     **settings: Any,
 ) -> BatchInferenceEngine:
     """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
 
-    `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared.
+    `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared. `switches`: it begins with the layout that
+    `unified` says, and may switch; `sharing` "cells" or "copy" is then what the layout has.
     """
+    if switches and sharing in ("cells", "copy"):
+        sharing = "cells" if unified else "copy"
     context = (FakePooledContext if pooling else FakeContext)(
         n_ctx=n_ctx,
         n_batch=n_batch,
@@ -302,14 +317,27 @@ def fake_engine(
         sharing=sharing,
         n_more_ids=n_more_ids if sharing == "cells" else 0,
     )
+
+    def change_layout(layout: KvLayout) -> Sharing:
+        unified, kind = layout == "unified", sharing
+        if sharing in ("cells", "copy"):
+            kind = "cells" if unified else "copy"
+        context.reopen(n_ctx=n_ctx, kv_unified=unified, sharing=kind, n_more_ids=n_more_ids if kind == "cells" else 0)
+        return kind
+
+    layouts = None
+    if switches:
+        costs = LayoutCosts(cell_s=0.2e-6, repeated_cell_s=0.4e-6, prompt_s=0.02, n_cached=0)
+        layouts = Layouts(change_layout, n_ctx // n_parallel, sharing in ("cells", "copy"), costs)
+    n_longest = n_batch if pooling else n_ctx if switches else context.n_ctx_seq
     info = ModelInfo(
         name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
-        kv_layout="unified" if unified else "per-sequence", sampling="host",
+        kv_layout="auto" if switches else "unified" if unified else "per-sequence", sampling="host",
         n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
-        max_sequence=min(n_batch if pooling else context.n_ctx_seq, n_ctx_train), pooling=pooling, n_embd=3,
+        max_sequence=min(n_longest, n_ctx_train), pooling=pooling, n_embd=3,
         adapters=tuple(adapters),
     )  # fmt: skip
-    runtime = Runtime(context, FakeVocab(), info, sharing, context.close, may_pad=may_pad)
+    runtime = Runtime(context, FakeVocab(), info, sharing, context.close, may_pad=may_pad, layouts=layouts)
     return BatchInferenceEngine(
         "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings
     )

@@ -14,11 +14,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from cppbatch.config import EngineConfig, EngineSettings, engine_config
+from cppbatch.config import EngineConfig, EngineSettings, KvLayout, engine_config
 from cppbatch.engine import offline
 from cppbatch.engine.embeddings import Vector
 from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch
 from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.output_processor import OutputProcessor
@@ -88,7 +89,11 @@ class BatchInferenceEngine:
             cache_bytes=config.prefix_cache_ram << 20,
             cached_share=self._runtime.cached_share,
         )
-        self._inputs = InputProcessor(self._vocab, self.kv.n_ctx, self.info)
+        self._layout_policy: LayoutPolicy | None = None  # the layout is fixed
+        if (layouts := self._runtime.layouts) is not None:
+            self._layout_policy = LayoutPolicy(layouts.stream_cells, layouts.costs, shares_cells=layouts.shares_cells)
+        self._layout_before: KvLayout | None = None  # during a switch: the context may be closed
+        self._inputs = InputProcessor(self._vocab, self.info)
         policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
         self._scheduler = policy(
@@ -239,6 +244,13 @@ class BatchInferenceEngine:
         """Computes one batch. The results wait in `outputs`."""
         self.metrics.begin_step()
         with self._restart_if_interrupted():
+            if policy := self._layout_policy:
+                scheduler = self._scheduler
+                switch = policy.wanted(
+                    perf_counter(), self.kv.layout, scheduler.running, scheduler.waiting, scheduler.blocked
+                )
+                if switch:
+                    self._switch_layout(policy, switch)
             plan = self._plan()
             self.on_plan(plan)
             self.kv.apply()
@@ -251,12 +263,35 @@ class BatchInferenceEngine:
                 self.kv.remove_padding(plan.padding)
                 if is_computed:
                     sampled = self._sample(plan)
-                    self._scheduler.computed(plan, perf_counter() - began)
+                    seconds = perf_counter() - began
+                    self._scheduler.computed(plan, seconds)
+                    if self._layout_policy:
+                        self._layout_policy.computed(plan, seconds)
                     self._advance(plan, sampled)
         if not self._scheduler.has_work:
             self._check_kv()
             if self._trace:
                 self._trace.flush()
+
+    def _switch_layout(self, policy: LayoutPolicy, switch: LayoutSwitch) -> None:
+        """Makes the context again in the other layout. Sequences that ran resume in the step that follows, with their
+        states as far as `swap_space` holds them."""
+        began = perf_counter()
+        self._scheduler.preempt_all()
+        self.kv.move_all_out()
+        self._layout_before = self.kv.layout
+        self._make_context(switch.layout)
+        now = perf_counter()
+        policy.switched(switch.layout, now, now - began)
+        self.metrics.layout_switches += 1
+        log.info("KV layout: %s, after %.0f ms; %s", switch.layout, 1000 * (now - began), switch.reason)
+
+    def _make_context(self, layout: KvLayout) -> None:
+        assert self._runtime.layouts
+        sharing = self._runtime.layouts.change(layout)
+        self.kv.memory_made_again(sharing)
+        self._scheduler.layout_changed()
+        self._layout_before = None
 
     def _plan(self) -> StepPlan:
         for sequence in self._scheduler.expired(perf_counter()):
@@ -306,6 +341,8 @@ class BatchInferenceEngine:
         try:
             yield
         except BaseException:
+            if self._layout_before:
+                self._make_context(self._layout_before)
             self.kv.rebuild()
             for request_id in self.outputs.ended():
                 self._sequences.pop(request_id, None)  # its last event is queued already

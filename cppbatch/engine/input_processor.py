@@ -25,10 +25,9 @@ _PLACEHOLDER = re.compile(r"\{(query|document)\}")
 class InputProcessor:
     """Makes a `Seq` of a `GenerationRequest`. Later code does not validate again. Thread-safe."""
 
-    def __init__(self, vocab: Vocabulary, n_ctx: int, info: ModelInfo) -> None:
+    def __init__(self, vocab: Vocabulary, info: ModelInfo) -> None:
         self._vocab = vocab
         self._info = info
-        self._n_ctx = n_ctx
         self._grammars = GrammarCompiler(vocab.for_grammars)
         self._last_long: tuple[str, npt.NDArray[np.int32]] | None = None
 
@@ -96,7 +95,7 @@ class InputProcessor:
             return f"this model takes {limit}"
         if self._info.pooling:
             return f"a step, in which it must be computed whole, holds {limit} (raise -b, and -c if lower, for more)"
-        shared = "raise -c" if limit == self._n_ctx else "raise -c or lower -np"
+        shared = "raise -c" if limit == self._info.n_ctx else "raise -c or lower -np"
         return f"this context holds {limit} ({shared} for more)"
 
     def _tokens(self, prompt: Prompt, cancelled: IsCancelled) -> npt.NDArray[np.int32]:

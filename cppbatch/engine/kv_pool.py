@@ -8,7 +8,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
-from cppbatch.config import Sharing
+from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.cells import Cells, n_held, n_shared
 from cppbatch.engine.kv_invariants import check_invariants, dump_cells, require
 from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache
@@ -39,6 +39,7 @@ class Memory(Protocol):
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None: ...
     def clear(self) -> None: ...
     def last_position(self, seq_id: int) -> int: ...
+    def share_prefix(self, source: int, target: int, n: int) -> None: ...
     def save_sequence(self, seq_id: int) -> SavedState: ...
     def restore_sequence(self, seq_id: int, state: Any) -> None: ...  # a state that `save_sequence` returned
 
@@ -52,6 +53,8 @@ class KVPool:
     Planning a step (`admit`, `preempt`, `ensure_free`) changes the accounting and notes moves: copies, removals, saves
     and restores in llama.cpp's memory. `apply` makes them in the order in which they were planned.
 
+    The memory may be made again in the other layout: `move_all_out` before it, `memory_made_again` after it.
+
     `swap_bytes`: host memory for preempted sequences; beyond it they are computed again when they resume.
     `cache_bytes`: host memory for cached prefixes. `cached_share`: part of the cells of a unified layout that cached
     prefixes may hold; attention passes over these cells too, which slows every row down (docs/decisions/0005).
@@ -61,26 +64,30 @@ class KVPool:
         self, memory: Memory, sharing: Sharing, *, swap_bytes: int, cache_bytes: int, cached_share: float = CACHED_SHARE
     ) -> None:
         self._memory = memory
+        self._swap_bytes = swap_bytes
+        self._cached_share = cached_share
+        self.swapped_bytes = 0
+        """Host memory of the sequences that are swapped out now, in bytes."""
+        self.n_swaps = self.n_recomputes = 0
+        """Preempted sequences so far: saved to host memory, and not saved but computed again."""
+        self.cache = PrefixCache(sharing, host_bytes=cache_bytes)
+        self._all_free()
+
+    def _all_free(self) -> None:
+        """Takes over the sizes of the memory, which is empty."""
+        memory = self._memory
         self.n_ctx = memory.n_ctx
+        self.n_ctx_seq = memory.n_ctx_seq
         self.n_seq_ids = memory.n_seq_ids
         self.unified = memory.kv_unified
         self.has_streams = memory.has_streams
         self._n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
-        self._swap_bytes = swap_bytes
-        self._max_cached = cached_share * self._n_cells
-        self.n_swaps = self.n_recomputes = 0
-        """Preempted sequences so far: saved to host memory, and not saved but computed again."""
-        self.cache = PrefixCache(sharing, host_bytes=cache_bytes)
-        self._reset_accounting()
-
-    def _reset_accounting(self) -> None:
-        self.swapped_bytes = 0
-        """Host memory of the sequences that are swapped out now, in bytes."""
+        self._max_cached = self._cached_share * self._n_cells
         self._cells = Cells()
         # Heaps: the lowest free seq_id is used first, so that the seq_ids in use are neighbours. Only the first
         # n_seq_max may be in a batch; the others can hold cells of cached prefixes.
-        self._free_ids = list(range(self._memory.n_seq_max))
-        self._cache_only_ids = list(range(self._memory.n_seq_max, self.n_seq_ids))
+        self._free_ids = list(range(memory.n_seq_max))
+        self._cache_only_ids = list(range(memory.n_seq_max, self.n_seq_ids))
         self._running: dict[int, Seq] = {}
         self._moves: list[Callable[[], object]] = []
         self._moving: list[Seq] = []
@@ -126,6 +133,11 @@ class KVPool:
         for seq_id in seq_ids:
             self._memory.remove(seq_id)
 
+    @property
+    def layout(self) -> KvLayout:
+        """The present layout."""
+        return "unified" if self.unified else "per-sequence"
+
     def can_admit(self, sequence: Seq, match: Match | None, n_more: int, *, without: Sequence[Seq] = ()) -> bool:
         """Whether the cells for a waiting sequence and `n_more` others are free, once cached prefixes are evicted.
 
@@ -159,10 +171,16 @@ class KVPool:
         sequence.admitted()
 
     def _plan_swap_in(self, sequence: Seq) -> None:
-        self._take_id(sequence, None)
-        self.ensure_free(sequence.n_computed)
-        sequence.cells = self._cells.grow(None, sequence.n_computed)
-        self._move(sequence, partial(self._swap_in, sequence))
+        """Plans to restore the whole state. Then the sequence shares the cells of a prefix that is in cells already."""
+        match = self.cache.longest_in_cells(sequence)
+        if match and match.n < _MIN_CACHED:
+            match = None
+        source, n = (match.source, match.n) if match else (None, 0)
+        self._take_id(sequence, source)
+        self.ensure_free(sequence.n_computed, keep=source)
+        shared = self._cells.share(source.cells, n) if source else None
+        sequence.cells = self._cells.grow(shared, sequence.n_computed - n) if n < sequence.n_computed else shared
+        self._move(sequence, partial(self._swap_in, sequence, match, source.seq_id if source else -1))
 
     def _continue_in_place(self, sequence: Seq, match: Match) -> None:
         """The sequence takes the seq_id and the cells of a cached prefix, truncated to the match."""
@@ -186,13 +204,30 @@ class KVPool:
             sequence.cells = self._cells.grow(None, n)
             self._move(sequence, partial(self._copy, source, source.seq_id, source.saved, sequence))
 
-    def preempt(self, sequence: Seq) -> None:
-        """Takes cells and seq_id from a running sequence, which keeps its tokens and resumes later."""
-        # A resumed sequence finds shared cells again as a prefix; restored from host memory, it would take new cells.
-        worth_saving = n_shared(sequence.cells) * 2 < sequence.n_computed
-        self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, worth_saving=worth_saving))
+    def preempt(self, sequence: Seq, *, save: bool | None = None) -> None:
+        """Takes cells and seq_id from a running sequence, which keeps its tokens and resumes later.
+
+        `save`: whether to keep its state in host memory if there is room; None: if that is of use.
+        """
+        if save is None:  # if it shares most of its cells, it will find them again as a prefix
+            save = n_shared(sequence.cells) * 2 < sequence.n_computed
+        self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, save=save))
         self._free_cells_and_id(sequence)
         sequence.preempted()
+
+    def move_all_out(self) -> None:
+        """Empties the memory, so that it can be made again. Cached prefixes go to host memory, as far as it holds them.
+
+        All running sequences have been preempted.
+        """
+        for cached in list(self.cache.in_cells):
+            self._move_out(cached)
+        self.apply()
+
+    def memory_made_again(self, sharing: Sharing) -> None:
+        """The memory was empty and was made again, perhaps in the other layout. `sharing`: as in the constructor."""
+        self.cache.sharing = sharing
+        self._all_free()
 
     def ensure_free(self, n_free: int, *, keep: object = None) -> bool:
         """Evicts cached prefixes, the least recently used first, until `n_free` cells are free.
@@ -233,7 +268,7 @@ class KVPool:
             return False
         if not self._free_ids and (len(self.cache.in_cells) == 1 or self.cache.sharing == "whole"):
             return True  # the only way to a seq_id, or the only one that evicts no other prefix
-        return self.cache.sharing == "copy" and 2 * match.n >= source.n_computed
+        return self.cache.continues_in_place(source, match.n)
 
     def _take_id(self, sequence: Seq, keep: object) -> None:
         if not self._free_ids:
@@ -265,9 +300,9 @@ class KVPool:
         self._moving.clear()
         self._copied.clear()
 
-    def _swap_out(self, seq_id: int, sequence: Seq, *, worth_saving: bool) -> None:
+    def _swap_out(self, seq_id: int, sequence: Seq, *, save: bool) -> None:
         free_bytes = self._swap_bytes - self.swapped_bytes
-        saved = self._try_save(seq_id) if worth_saving and free_bytes > 0 else None
+        saved = self._try_save(seq_id) if save and free_bytes > 0 else None
         self._memory.remove(seq_id)
         if saved and saved.n_bytes <= free_bytes:
             sequence.saved = saved
@@ -277,9 +312,14 @@ class KVPool:
             sequence.will_recompute()
             self.n_recomputes += 1
 
-    def _swap_in(self, sequence: Seq) -> None:
+    def _swap_in(self, sequence: Seq, match: Match | None, source_id: int) -> None:
+        """`source_id`: the seq_id of the source of `match` when this move was planned."""
         try:
             self._memory.restore_sequence(sequence.seq_id, sequence.saved)
+            if match and match.source.n_computed < match.n:
+                raise LlamaError("the sequence whose prefix it shares was not restored")
+            if match:
+                self._memory.share_prefix(source_id, sequence.seq_id, match.n)
         except OUT_OF_MEMORY as error:
             self.n_recomputes += 1
             self._recompute(sequence, error)
@@ -424,5 +464,6 @@ class KVPool:
     def rebuild(self) -> None:
         """Empties llama.cpp's memory and resets the accounting: no sequence holds anything any more."""
         self._memory.clear()
-        self._reset_accounting()
+        self._all_free()
+        self.swapped_bytes = 0
         self.cache.clear()

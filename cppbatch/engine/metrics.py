@@ -56,6 +56,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Finished requests by finish reason."""
     running: int
     waiting: int
+    kv_layout: str
+    """The present layout, unified or per-sequence; of several engines, all that they have."""
+    layout_switches: int
+    """How often the layout was switched (`--kv-layout auto`)."""
     kv_cells: int
     kv_cells_used: int
     """Cells of running sequences; shared ones count once."""
@@ -101,6 +105,7 @@ class Metrics:
         self._trace = trace
         self.steps = self.decode_steps = self.decode_rows = 0
         self.prompt_tokens = self.generated_tokens = self.forced_tokens = 0
+        self.layout_switches = 0
         self.finished: Counter[FinishReason] = Counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.batch_sizes = Bins(ROWS)
@@ -172,6 +177,8 @@ class Metrics:
             finished={reason.value: n for reason, n in self.finished.items()},
             running=running,
             waiting=waiting,
+            kv_layout=kv.layout,
+            layout_switches=self.layout_switches,
             kv_cells=kv.n_ctx,
             kv_cells_used=kv.n_used,
             kv_cells_cached=kv.n_cached,
@@ -224,6 +231,8 @@ def add_up(stats: list[EngineStats]) -> EngineStats:
 def _sum(values: list[Any]) -> Any:
     if isinstance(values[0], Histogram):
         return merged(values)
+    if isinstance(values[0], str):
+        return ", ".join(sorted(set(values)))
     if isinstance(values[0], dict):
         names = dict.fromkeys(name for value in values for name in value)
         return {name: sum(value.get(name, 0) for value in values) for name in names}

@@ -38,14 +38,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     n_params: int
     n_vocab: int
     n_ctx: int
-    """KV cells in all."""
+    """KV cells in all, of the larger layout."""
     kv_layout: str
-    """unified or per-sequence."""
+    """unified, per-sequence, or auto: the engine switches between these two, and `EngineStats` has the present one."""
     sampling: str
     """Where the likeliest tokens are found: "host" (the CPU) or "backend" (the device)."""
     n_ctx_train: int
     max_sequence: int
-    """Tokens of a request at most, prompt and completion together."""
+    """Tokens of a request at most, prompt and completion together. An engine that switches takes them as unified."""
     bos: str
     eos: str
     chat_template: str | None

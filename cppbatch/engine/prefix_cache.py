@@ -93,8 +93,9 @@ class PrefixCache:
             if n <= best_gain:
                 break
             usable = self._usable(source, n)
-            if usable - self._cost(source) > best_gain:
-                best, best_gain = Match(source, usable), usable - self._cost(source)
+            gain = usable - self._cost(source, usable)
+            if gain > best_gain:
+                best, best_gain = Match(source, usable), gain
             if isinstance(source, Seq) and n > max(coming, source.n_computed) and self._comes_first(source, sequence):
                 ahead, coming = source, n
         best_is_ahead = best is not None and best.source is ahead
@@ -105,15 +106,34 @@ class PrefixCache:
             ahead.pause_at = min(ahead.pause_at or coming, coming)
         return best, True
 
+    def longest_in_cells(self, sequence: Seq) -> Match | None:
+        """The longest prefix of the computed tokens of a sequence whose cells it can share, if cells can be shared."""
+        best: Match | None = None
+        if self.sharing != "cells" or not self.wants(sequence):
+            return None
+        for source, n in self._tree.matches(sequence.tokens[: sequence.n_computed], sequence.salt):
+            if best and n <= best.n:
+                break
+            n_shared = min(n, source.n_computed)
+            if source.seq_id >= 0 and n_shared > (best.n if best else 0):
+                best = Match(source, n_shared)
+        return best
+
     @staticmethod
     def _comes_first(source: Seq, sequence: Seq) -> bool:
         """Whether `sequence` may wait for `source`: `source` is in prefill and ranks first, so that the wait ends."""
         return source.status is SeqStatus.PREFILL and source.rank < sequence.rank
 
-    def _cost(self, source: Seq | CachedPrefix) -> int:
-        """The time to take a prefix, as a number of computed tokens. A copy has all tokens of the source."""
-        shares_cells = self.sharing == "cells" and source.seq_id >= 0
-        return _COST_OF_TAKING if shares_cells else _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE
+    def _cost(self, source: Seq | CachedPrefix, n: int) -> int:
+        """The time to take `n` tokens, as a number of computed tokens. A copy has all tokens of the source."""
+        is_copied = source.seq_id < 0 or not (self.sharing == "cells" or self.continues_in_place(source, n))
+        return _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE if is_copied else _COST_OF_TAKING
+
+    def continues_in_place(self, source: Seq | CachedPrefix, n: int) -> bool:
+        """Whether a sequence that takes `n` tokens takes over the cached prefix itself, which is truncated: not if
+        sequences can share its cells, or if the larger part would be lost."""
+        is_in_cells = isinstance(source, CachedPrefix) and source.seq_id >= 0
+        return is_in_cells and self.sharing == "copy" and 2 * n >= source.n_computed
 
     def _usable(self, source: Seq | CachedPrefix, n: int) -> int:
         """How many of the first `n` tokens can be taken from the source now."""

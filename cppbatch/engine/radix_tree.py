@@ -41,7 +41,7 @@ class RadixTree(Generic[Holder]):
             child = node.children.get(int(tokens[at]))
             if child is None:
                 child = node.children[int(tokens[at])] = _Node(tokens[at:])
-            same = _n_common(child.edge, tokens[at:])
+            same = n_common(child.edge, tokens[at:])
             if same < len(child.edge):
                 child = self._split(node, child, same)
             node, at = child, at + same
@@ -106,7 +106,7 @@ class RadixTree(Generic[Holder]):
         """The nodes along these tokens, each with the number of tokens that match up to its end."""
         node, at = self._roots.get(salt), 0
         while node and at < len(tokens) and (child := node.children.get(int(tokens[at]))):
-            same = _n_common(child.edge, tokens[at:])
+            same = n_common(child.edge, tokens[at:])
             at += same
             yield child, at
             node = child if same == len(child.edge) else None
@@ -124,7 +124,7 @@ class RadixTree(Generic[Holder]):
         return [other for other, n in found if other is not holder and n == len(tokens)]
 
 
-def _n_common(a: Tokens, b: Tokens) -> int:
+def n_common(a: Tokens, b: Tokens) -> int:
     """The length of the longest common prefix."""
     n = min(len(a), len(b))
     different = a[:n] != b[:n]

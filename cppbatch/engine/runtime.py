@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import EngineConfig, Pooling, Sharing, adapter_name, available_threads
+from cppbatch.config import EngineConfig, FlashAttention, KvLayout, Pooling, Sharing, adapter_name, available_threads
 from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
-from cppbatch.engine.kv_layout import choose_cache_type, choose_flash_attn, choose_layout
+from cppbatch.engine.kv_layout import (
+    choose_cache_type,
+    choose_flash_attn,
+    choose_layout,
+    stream_cells,
+    switches_layout,
+    unified_cells,
+)
 from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
+from cppbatch.engine.layout_policy import LayoutCosts, layout_costs
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.vocabulary import Vocabulary
@@ -47,6 +55,19 @@ class Computation(Memory, Protocol):
 
 
 @dataclass(frozen=True)
+class Layouts:
+    """The two layouts of an engine that switches between them."""
+
+    change: Callable[[KvLayout], Sharing]
+    """Makes the context again in a layout, without sequences, and returns how these share prefixes there."""
+    stream_cells: int
+    """The most tokens of a sequence in the per-sequence layout."""
+    shares_cells: bool
+    """Whether sequences share the cells of a prefix in the unified layout."""
+    costs: LayoutCosts
+
+
+@dataclass(frozen=True)
 class Runtime:
     """The model and context of an engine. Tests make one with a fake context."""
 
@@ -61,6 +82,8 @@ class Runtime:
     """Whether padding rows may make a step faster: on a CPU. On a GPU, rows cost too little."""
     threads: ComputeThreads | None = None
     """Compute threads of each step; None: always the same."""
+    layouts: Layouts | None = None
+    """None: the layout is fixed."""
 
 
 def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
@@ -113,9 +136,59 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
             raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
     threads = None if on_gpu or config.n_threads else ComputeThreads(available_threads(), len(usable_cpus()))
-    return Runtime(
+    runtime = Runtime(
         context, model.vocab, _info(model, context, config), sharing, close, share, may_pad=not on_gpu, threads=threads
     )
+    if not switches(config, model):
+        return runtime
+    shares_cells = sharing in ("cells", "copy")  # probed when the engine changes to the unified layout
+    costs = layout_costs(
+        size_bytes=model.size_bytes,
+        n_heads=model.n_layers * model.n_heads,
+        n_cached=0 if sharing == "none" else round(share * unified_cells(config)),
+    )
+    layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config), shares_cells, costs)
+    return replace(runtime, layouts=layouts)
+
+
+def switches(config: EngineConfig, model: Model) -> bool:
+    """Whether an engine of this model switches between the layouts."""
+    has_kv_cells = not model.is_recurrent and _pooling(config, model) is None
+    return switches_layout(config, on_gpu=_on_gpu(config), has_kv_cells=has_kv_cells)
+
+
+class _LayoutChanger:
+    """`Layouts.change` for a context. Prefix sharing is probed once for each layout."""
+
+    def __init__(self, config: EngineConfig, context: Context, sharing: Sharing) -> None:
+        self._config = config
+        self._context = context
+        self._samples_on_device = context.backend_sampling is not None
+        self._sharing: dict[KvLayout, Sharing] = {_layout(context): sharing}
+
+    def __call__(self, layout: KvLayout) -> Sharing:
+        context = self._context
+        context.reopen(**_layout_settings(self._config, context.model, layout))
+        if layout not in self._sharing:
+            self._sharing[layout] = probe_prefix_sharing(context) if self._config.prefix_cache else "none"
+        if self._samples_on_device:
+            context.enable_backend_sampling()
+        return self._sharing[layout]
+
+
+class _LayoutSettings(TypedDict):
+    """The arguments of `Context.reopen`."""
+
+    n_ctx: int
+    kv_unified: bool
+    flash_attn: FlashAttention
+
+
+def _layout_settings(config: EngineConfig, model: Model, layout: KvLayout) -> _LayoutSettings:
+    streams_of_a_switching_engine = layout == "per-sequence" and switches(config, model)
+    n_ctx = stream_cells(config) * config.n_parallel if streams_of_a_switching_engine else config.n_ctx
+    flash_attn = choose_flash_attn(config, layout, on_gpu=_on_gpu(config), has_amx=Backend.get().has_amx)
+    return _LayoutSettings(n_ctx=n_ctx, kv_unified=layout == "unified", flash_attn=flash_attn)
 
 
 def make_context(config: EngineConfig, model: Model) -> Context:
@@ -126,19 +199,20 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         return _pooled_context(config, model, pooling)
     for path, _ in config.lora[len(model.adapters) :]:
         model.add_adapter(path)
-    on_gpu = _on_gpu(config)
-    layout = choose_layout(config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=not model.is_recurrent)
+    on_gpu, has_kv_cells = _on_gpu(config), not model.is_recurrent
+    layout = choose_layout(config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=has_kv_cells)
+    settings = _layout_settings(config, model, layout)
     return Context(
         model,
-        n_ctx=config.n_ctx,
-        n_batch=config.n_batch,
+        n_batch=min(config.n_batch, settings["n_ctx"])
+        if switches(config, model)
+        else config.n_batch,  # in both layouts
         n_ubatch=config.n_ubatch,
         n_seq_max=config.n_parallel,
         n_threads=config.n_threads or available_threads(),
-        flash_attn=choose_flash_attn(config, layout, on_gpu=on_gpu, has_amx=Backend.get().has_amx),
-        kv_unified=layout == "unified",
         type_k=choose_cache_type(config, config.cache_type_k),
         type_v=choose_cache_type(config, config.cache_type_v),
+        **settings,
     )
 
 
@@ -204,7 +278,14 @@ def _pooled_context(config: EngineConfig, model: Model, pooling: Pooling) -> Con
     )
 
 
+def _layout(context: Context) -> KvLayout:
+    return "unified" if context.kv_unified else "per-sequence"
+
+
 def _info(model: Model, context: Context, config: EngineConfig, pooling: Pooling | None = None) -> ModelInfo:
+    is_switching = switches(config, model)
+    n_ctx = unified_cells(config) if is_switching else context.n_ctx
+    longest = context.n_batch if pooling else n_ctx if is_switching else context.n_ctx_seq
     return ModelInfo(
         name=model.path.stem,
         path=str(model.path),
@@ -212,11 +293,11 @@ def _info(model: Model, context: Context, config: EngineConfig, pooling: Pooling
         size_bytes=model.size_bytes,
         n_params=model.n_params,
         n_vocab=model.vocab.n_tokens,
-        n_ctx=context.n_ctx,
-        kv_layout="unified" if context.kv_unified else "per-sequence",
+        n_ctx=n_ctx,
+        kv_layout="auto" if is_switching else _layout(context),
         sampling="backend" if context.backend_sampling else "host",
         n_ctx_train=model.n_ctx_train,
-        max_sequence=min(context.n_batch if pooling else context.n_ctx_seq, model.n_ctx_train),
+        max_sequence=min(longest, model.n_ctx_train),
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
         chat_template=model.chat_template,

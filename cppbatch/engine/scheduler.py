@@ -17,6 +17,7 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
@@ -159,14 +160,18 @@ class Scheduler:
         self._kv = kv
         self._n_parallel = n_parallel
         self._step_tokens = step_tokens
-        budget = StepBudget(step_tokens, target_step_s, ubatch_tokens, prefer=prefer)
+        self._new_budget = partial(StepBudget, step_tokens, target_step_s, ubatch_tokens, prefer=prefer)
+        budget = self._new_budget()
         budget.cost.seed(rows_s)
         self._lora = LoraRoundRobin(budget)
+        self._lora_by_layout = {kv.unified: self._lora}
         self._may_pad = may_pad
         self._headroom = max(1, min(_MAX_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
         # Both lists are in order of rank.
         self.waiting: list[Seq] = []
         self.running: list[Seq] = []
+        self.blocked: Seq | None = None
+        """The sequence whose turn it was to be admitted, but which has more tokens than a sequence may have cells."""
         self._just_preempted: set[Seq] = set()  # in this step, which does not admit them again
         self._n_added = 0
         self._serves_first_prompt = False
@@ -201,6 +206,19 @@ class Scheduler:
         self.running.clear()
         self.waiting = sorted(sequences, key=_rank)
 
+    def preempt_all(self) -> None:
+        """All running sequences wait, with their states in host memory as far as it holds them."""
+        for sequence in self.running:
+            self._kv.preempt(sequence, save=True)
+        self.waiting = sorted([*self.running, *self.waiting], key=_rank)
+        self.running.clear()
+
+    def layout_changed(self) -> None:
+        """The KV pool has another layout now. Step times are learned for each layout."""
+        if self._kv.unified not in self._lora_by_layout:
+            self._lora_by_layout[self._kv.unified] = LoraRoundRobin(self._new_budget())
+        self._lora = self._lora_by_layout[self._kv.unified]
+
     def expired(self, now: float) -> list[Seq]:
         """Sequences whose `timeout` has passed, and those never admitted whose `queue_timeout` has passed."""
         expired = []
@@ -224,6 +242,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.pause_at = 0
         self._just_preempted.clear()
+        self.blocked = None
         self._preempt_until_free()
         plan.admitted = self._admit()
         self._choose(plan)
@@ -386,6 +405,9 @@ class Scheduler:
             n_seen += 1
             lower = self._lower_priority(sequence)
             if len(self.running) >= self._n_parallel and not lower:
+                break
+            if sequence.n_tokens > self._kv.n_ctx_seq:
+                self.blocked = sequence
                 break
             match, wait = (None, False) if sequence.saved else self._kv.cache.find(sequence)
             if wait:

@@ -6,12 +6,13 @@ raise `cppbatch.errors.OutOfRange`.
 
 from cppbatch.llama.backend import Backend, Device
 from cppbatch.llama.backend_sampling import BackendSampling
-from cppbatch.llama.context import Context, SequenceState
+from cppbatch.llama.context import Context
 from cppbatch.llama.determinism import logits_are_independent
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.model import Model
 from cppbatch.llama.prefix_sharing import probe_prefix_sharing
 from cppbatch.llama.sampler_chain import DrySampler, SamplerChain
+from cppbatch.llama.sequence_state import SequenceState
 from cppbatch.llama.vocab import Vocab
 
 __all__ = [

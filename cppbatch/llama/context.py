@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import Pooling
+from cppbatch.config import FlashAttention, Pooling
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
@@ -18,25 +17,13 @@ from cppbatch.llama.library import C
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
+from cppbatch.llama.sequence_state import HEADER_BYTES, SequenceState
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _POOLING: dict[Pooling, int] = {"mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
 _CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
+_WINDOW_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory, or no free cells"}
-
-
-@dataclass(frozen=True)
-class SequenceState:
-    """The keys and values of one sequence, copied to host memory by `Context.save_sequence`."""
-
-    data: npt.NDArray[np.uint8]
-    n_tokens: int
-    context_key: tuple[object, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        """Size in host memory."""
-        return self.data.nbytes
 
 
 class Context:
@@ -55,7 +42,7 @@ class Context:
         n_ubatch: int = 512,
         n_seq_max: int = 1,
         n_threads: int,
-        flash_attn: Literal["auto", "on", "off"] = "auto",
+        flash_attn: FlashAttention = "auto",
         kv_unified: bool = True,
         type_k: str = "f16",
         type_v: str = "f16",
@@ -69,57 +56,72 @@ class Context:
         self._handle: Any = None
         if pooling:
             n_ubatch, kv_unified = n_batch, True
-        _check_sizes(n_seq_max, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
-        max_ids = C.llama_max_parallel_sequences()
-        params = C.llama_context_default_params()
-        all_cells = not pooling and not model.is_recurrent and not model.n_swa
-        has_extra_ids = kv_unified and all_cells and n_seq_max < max_ids
-        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
+        _check_sizes(n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
+        params = self._params = C.llama_context_default_params()
+        params.n_batch, params.n_ubatch = n_batch, n_ubatch
         if pooling:
             params.embeddings, params.pooling_type = True, _POOLING[pooling]
-        params.n_seq_max = n_seq_max + has_extra_ids
-        # llama.cpp asserts that the output buffer holds a row for each seq_id; 0: a row for each token of a batch.
-        params.n_outputs_max = params.n_seq_max if params.n_seq_max > n_batch else 0
-        params.n_threads = params.n_threads_batch = n_threads
-        params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
+        self._n_threads = n_threads
         params.type_k, params.type_v = _CACHE_TYPES[type_k], _CACHE_TYPES[type_v]
         params.no_perf = True
+        self.model = model  # also keeps the model alive
+        self.n_seq_max = n_seq_max
+        """seq_ids that may be in a batch: 0 to n_seq_max - 1."""
+        self.is_pooled = pooling is not None
+        self._logits_key: tuple[int, int] = (0, 0)
+        self._logits: npt.NDArray[np.float32]
+        self.backend_sampling: BackendSampling | None = None
+        """Top-k on the device, once `enable_backend_sampling` has returned True."""
+        self._n_embd = model.n_scores if pooling == "rank" else model.n_embd if pooling else 0
+        self._n_vocab: int = model.vocab.n_tokens
+        self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, flash_attn=flash_attn)
+        model.adopt(self)
+        if self._memory is None and pooling is None:
+            self.close()
+            raise LlamaError(f"{model.description} has no memory to write text with; it can only embed (--pooling)")
+
+    def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
+        """Frees the context, then makes it again with another layout. All sequences are empty, no adapter applies.
+
+        Backend sampling is off. Two KV caches are never held at once. Raises as the constructor does; the context is
+        closed then, and `reopen` may be called again.
+        """
+        _check_sizes(self.n_seq_max, n_ctx=n_ctx)
+        self.close()
+        model, params, max_ids = self.model, self._params, C.llama_max_parallel_sequences()
+        all_cells = not self.is_pooled and not model.is_recurrent and not model.n_swa
+        has_extra_ids = kv_unified and all_cells and self.n_seq_max < max_ids
+        params.n_ctx, params.n_seq_max = n_ctx, self.n_seq_max + has_extra_ids
+        # llama.cpp asserts that the output buffer holds a row for each seq_id; 0: a row for each token of a batch.
+        params.n_outputs_max = params.n_seq_max if params.n_seq_max > params.n_batch else 0
+        params.n_threads = params.n_threads_batch = self._n_threads
+        params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
+        made: list[Any] = []
         with Backend.get().errors() as lines:
-            self._handle = C.llama_init_from_model(model.handle, params) or None
+            try:
+                made.extend(map(C.llama_init_from_model, (model.handle,), (params,)))
+            finally:  # Ctrl-C is raised when the call returns: the context must not be lost then
+                self._handle = (made and made[0]) or None
         if self._handle is None:
-            smaller = "-c, -b or -np" if pooling else "-c, -ub or -np"
+            smaller = "-c, -b or -np" if self.is_pooled else "-c, -ub or -np"
             raise LlamaError(
-                f"a context of {n_ctx} cells for {n_seq_max} sequences cannot be made: "
+                f"a context of {n_ctx} cells for {self.n_seq_max} sequences cannot be made: "
                 f"{lines[-1] if lines else 'llama.cpp gives no reason'}. Less memory: lower {smaller}"
             )
-        model.adopt(self)
-        self.model = model  # also keeps the model alive
-        # Some models have a table of n_ctx_train positions.
-        self._n_positions = min(C.llama_n_ctx_seq(self._handle), model.n_ctx_train)
         self.kv_unified = kv_unified
-        self.is_pooled = pooling is not None
-        self._flash_attn, self._n_threads = flash_attn, n_threads
         self.n_ctx: int = C.llama_n_ctx(self._handle)
         self.n_ctx_seq: int = C.llama_n_ctx_seq(self._handle)
         """Cells that one sequence may take."""
         self.n_batch: int = C.llama_n_batch(self._handle)
         self.n_ubatch: int = C.llama_n_ubatch(self._handle)
-        self.n_seq_max = n_seq_max
-        """seq_ids that may be in a batch: 0 to n_seq_max - 1."""
-        self.n_seq_ids: int = max_ids - 1 if has_extra_ids else n_seq_max
+        self.n_seq_ids: int = max_ids - 1 if has_extra_ids else self.n_seq_max
         """seq_ids that can hold cells: above `n_seq_max` in the unified layout, unless the model has other memory."""
-        self.backend_sampling: BackendSampling | None = None
-        """Top-k on the device, once `enable_backend_sampling` has returned True."""
+        # Some models have a table of n_ctx_train positions.
+        self._n_positions = min(self.n_ctx_seq, model.n_ctx_train)
+        self._flash_attn = flash_attn
         self._memory = C.llama_get_memory(self._handle)  # None for BERT; llama.cpp's functions accept it
-        self._n_embd = model.n_scores if pooling == "rank" else model.n_embd if pooling else 0
         self._adapters: tuple[tuple[int, float], ...] = ()
-        self._n_vocab: int = model.vocab.n_tokens
         self._n_outputs = 0
-        self._logits_key: tuple[int, int] = (0, 0)
-        self._logits: npt.NDArray[np.float32] = np.empty((0, self._n_vocab), np.float32)
-        if self._memory is None and pooling is None:
-            self.close()
-            raise LlamaError(f"{model.description} has no memory to write text with; it can only embed (--pooling)")
 
     @property
     def has_streams(self) -> bool:
@@ -256,6 +258,19 @@ class Context:
             raise OutOfRange(f"positions {start} to {stop} were asked for; here only whole sequences can be copied")
         C.llama_memory_seq_cp(self._open_memory(), *native, start, stop)
 
+    def share_prefix(self, source: int, target: int, n: int) -> None:
+        """Makes `target` hold the first `n` cells of `source` in place of its own, which must have equal tokens.
+
+        Raises `OutOfRange` where cells cannot be shared, and if one of the two has fewer cells.
+        """
+        native = self._native(source), self._native(target)
+        if self.model.is_recurrent or self.model.n_swa or not self.kv_unified:
+            raise OutOfRange("sequences share cells only in the unified layout of models whose memory is all cells")
+        if not 0 < n <= 1 + min(self.last_position(source), self.last_position(target)):
+            raise OutOfRange(f"{n} cells were asked for; one of the sequences has fewer")
+        C.llama_memory_seq_rm(self._open_memory(), native[1], 0, n)
+        C.llama_memory_seq_cp(self._open_memory(), *native, 0, n)
+
     def clear(self) -> None:
         """Removes all sequences."""
         C.llama_memory_clear(self._open_memory(), False)
@@ -269,40 +284,52 @@ class Context:
         n_tokens = self.last_position(seq_id) + 1
         native = self._native(seq_id)
         if seq_id < self.n_seq_max:
-            return SequenceState(self._state_data(native), n_tokens, self._state_key)
+            return self._state(native, n_tokens)
         spare, memory = self.n_seq_max, self._open_memory()
         try:
             C.llama_memory_seq_cp(memory, native, spare, 0, -1)
-            return SequenceState(self._state_data(spare), n_tokens, self._state_key)
+            return self._state(spare, n_tokens)
         finally:
             C.llama_memory_seq_rm(memory, spare, 0, -1)
 
-    def _state_data(self, native: int) -> npt.NDArray[np.uint8]:
+    def _state(self, native: int, n_tokens: int) -> SequenceState:
         data = np.empty(C.llama_state_seq_get_size(self.handle, native), np.uint8)
         written = C.llama_state_seq_get_data(self.handle, _bytes_pointer(data), data.size, native)
         if written == 0:
             raise LlamaError(f"the memory of llama.cpp's sequence {native} cannot be saved")
-        return data[:written]
+        n_window = 0
+        if self.model.n_swa:  # the size of the second cache alone, with a header as before both
+            n_window = C.llama_state_seq_get_size_ext(self.handle, native, _WINDOW_ONLY) - HEADER_BYTES
+        stream = 0 if self.kv_unified else native
+        return SequenceState(
+            data[:written], n_tokens, self._model_key, self._n_streams, stream, n_window, self._flash_attn
+        )
 
     def restore_sequence(self, seq_id: int, state: SequenceState) -> None:
         """Replaces the contents of a sequence (any seq_id) by a saved state.
 
-        Raises `OutOfRange` for a state of another model or kind of cache; `LlamaError` when too few cells are free (the
-        sequence is empty then).
+        The state may come from another context of the same model, in the other layout, with or without flash attention.
+        Raises `OutOfRange` for a state of another model; `LlamaError` when too few cells are free, or when the kinds of
+        cache differ. The sequence is empty then.
         """
         native = self._native(seq_id)
-        if state.context_key != self._state_key:
-            raise OutOfRange(f"this state is of {state.context_key}; this context is {self._state_key}")
+        if state.model_key != self._model_key:
+            raise OutOfRange(f"this state is of {state.model_key}; this context is of {self._model_key}")
         self.remove(seq_id)
         if state.n_tokens == 0:
             return
-        read = C.llama_state_seq_set_data(self.handle, _bytes_pointer(state.data), state.data.size, native)
-        if read == 0:
+        data = state.for_context(self._n_streams, self._flash_attn)
+        if C.llama_state_seq_set_data(self.handle, _bytes_pointer(data), data.size, native) != data.size:
+            self.remove(seq_id)
             raise LlamaError(f"no free cells to restore {state.n_tokens} tokens into sequence {seq_id}")
 
     @property
-    def _state_key(self) -> tuple[object, ...]:
-        return (str(self.model.path), self.model.n_params, f"unified={self.kv_unified}", f"fa={self._flash_attn}")
+    def _model_key(self) -> tuple[object, ...]:
+        return (str(self.model.path), self.model.n_params)
+
+    @property
+    def _n_streams(self) -> int:
+        return 1 if self.kv_unified else self.n_seq_max
 
     def _is_whole(self, seq_id: int, start: int, stop: int) -> bool:
         return start <= 0 and not 0 <= stop <= self.last_position(seq_id)
@@ -326,9 +353,11 @@ class Context:
         if self._handle is not None:
             C.llama_free(self._handle)
             self._handle = self._memory = None
-            if self.backend_sampling:
-                self.backend_sampling.close()
-            self._logits = np.empty((0, self._n_vocab), np.float32)
+        if self.backend_sampling:
+            self.backend_sampling.close()
+            self.backend_sampling = None
+        self._logits_key = (0, 0)
+        self._logits = np.empty((0, self._n_vocab), np.float32)
 
     def __enter__(self) -> Context:
         return self

@@ -24,7 +24,7 @@ REINSTALL = (
 _NEEDED = """
     llama_backend_init llama_log_set llama_print_system_info llama_version llama_supports_gpu_offload
     llama_max_parallel_sequences llama_model_default_params llama_model_load_from_file llama_model_free
-    llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_layer
+    llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_layer llama_model_n_head
     llama_model_n_ctx_train llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label
     llama_model_meta_count
     llama_model_meta_key_by_index llama_model_meta_val_str_by_index llama_model_chat_template
@@ -37,7 +37,7 @@ _NEEDED = """
     llama_n_ubatch llama_get_memory llama_decode llama_set_n_threads llama_synchronize llama_get_logits
     llama_get_embeddings_seq
     llama_memory_clear llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max
-    llama_state_seq_get_size llama_state_seq_get_data llama_state_seq_set_data
+    llama_state_seq_get_size llama_state_seq_get_size_ext llama_state_seq_get_data llama_state_seq_set_data
     llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_add llama_set_sampler
     llama_get_sampled_candidates_count_ith llama_get_sampled_candidates_ith llama_get_sampled_logits_ith
     llama_sampler_apply

@@ -156,6 +156,11 @@ class Model:
         return int(C.llama_model_n_params(self.handle))
 
     @property
+    def n_heads(self) -> int:
+        """Attention heads of a layer (of the first one that has any)."""
+        return int(C.llama_model_n_head(self.handle))
+
+    @property
     def n_layers(self) -> int:
         """Number of layers, without the output layer (which -ngl counts too)."""
         return int(C.llama_model_n_layer(self.handle))

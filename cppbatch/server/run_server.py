@@ -93,7 +93,8 @@ def _announce(engine: EngineClient, listener: Listener, settings: ServerSettings
     info, config, url = engine.info, engine.config, listener.url
     body = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
     key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if settings.keys else ""
-    cells = f"{info.n_ctx} KV cells, {info.kv_layout}"
+    layout = "per-sequence or unified as the load needs" if info.kv_layout == "auto" else info.kv_layout
+    cells = f"{info.n_ctx} KV cells, {layout}"
     say(f"{info.name} ({info.description}): {config.n_parallel} sequences at once over {cells}")
     say(f"ready at {url}  (OpenAI-compatible API under {url}/v1; Ctrl-C drains and stops)")
     say(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")

@@ -184,6 +184,7 @@ _COUNTERS = {
     "prefix_hit_tokens": "Prompt tokens that came from the prefix cache",
     "swaps": "Sequences that were swapped out to host memory",
     "recomputes": "Sequences that were preempted and computed again",
+    "layout_switches": "Switches between the unified and the per-sequence KV layout",
 }
 _HISTOGRAMS = {
     "batch_size": ("batch_sizes", "Decoding sequences in a step, of the steps that had any"),
@@ -208,6 +209,7 @@ class WorkerMetrics(Collector):
         for name, text in _COUNTERS.items():
             yield _counter(name, text, ((worker, getattr(stats, name)) for worker, stats in responding))
         yield _cells(responding)
+        yield _layout(responding)
         for name, (field, text) in _HISTOGRAMS.items():
             yield _histogram(name, text, ((worker, getattr(stats, field)) for worker, stats in responding))
 
@@ -244,6 +246,14 @@ def _cells(responding: list[tuple[str, EngineStats]]) -> GaugeMetricFamily:
         free = stats.kv_cells - stats.kv_cells_used - stats.kv_cells_cached
         for state, value in (("used", stats.kv_cells_used), ("cached", stats.kv_cells_cached), ("free", free)):
             family.add_metric([worker, state], value)
+    return family
+
+
+def _layout(responding: list[tuple[str, EngineStats]]) -> GaugeMetricFamily:
+    text = "1: the present layout of the KV cache"
+    family = GaugeMetricFamily("cppbatch_worker_kv_layout", text, labels=["worker", "layout"])
+    for worker, stats in responding:
+        family.add_metric([worker, stats.kv_layout], 1)
     return family
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from cppbatch.config import FlashAttention
 from cppbatch.errors import LlamaError, OutOfRange
 from cppbatch.llama import Context, Model
+from cppbatch.llama.library import C
 from tests.contexts import PROMPT, close, decode
 
 # --- remove, copy, clear -----------------------------------------------------------------------------------------
@@ -120,15 +125,132 @@ def test_a_state_of_another_model_is_refused(
         make_context(mamba, kv_unified=context.kv_unified).restore_sequence(0, context.save_sequence(0))
 
 
-def test_a_state_of_another_cache_layout_is_refused_as_such(make_context: Callable[..., Context]) -> None:
-    saved, other = make_context(flash_attn="on"), make_context(flash_attn="off")
-    decode(saved, PROMPT)
-    with pytest.raises(OutOfRange, match="this state is of"):
-        other.restore_sequence(0, saved.save_sequence(0))
-
-
 def test_a_state_without_room_is_refused_and_others_stay(unified_context: Context) -> None:
     decode(unified_context, [7] * 200)
     with pytest.raises(LlamaError, match="no free cells to restore 200 tokens"):
         unified_context.restore_sequence(1, unified_context.save_sequence(0))
     assert [unified_context.last_position(i) for i in range(2)] == [199, -1]
+
+
+# --- from one layout to the other ----------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """A kind of KV cache."""
+
+    kv_unified: bool
+    flash_attn: FlashAttention
+
+
+KINDS = [Kind(kv_unified, flash_attn) for kv_unified in (True, False) for flash_attn in ("on", "off")]
+
+
+def reopen(context: Context, kind: Kind) -> None:
+    context.reopen(n_ctx=1024, kv_unified=kind.kv_unified, flash_attn=kind.flash_attn)
+
+
+@pytest.fixture(params=["tiny_llama", "tiny_swa"])
+def any_context(make_context: Callable[..., Context], request: pytest.FixtureRequest) -> Iterator[Context]:
+    with Model(request.getfixturevalue(request.param)) as model:
+        yield make_context(model)
+
+
+@pytest.mark.parametrize("seq_id", [0, 1, 3])
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(KINDS, 2)))
+def test_a_state_is_carried_to_another_kind_of_cache_bit_for_bit(
+    any_context: Context, before: Kind, after: Kind, seq_id: int
+) -> None:
+    context = any_context
+    reopen(context, before)
+    decode(context, [7] * 40, 2)  # so that cells of others are before, between and behind
+    decode(context, PROMPT, seq_id)
+    decode(context, [8] * 20, 2, 40)
+    decode(context, [9] * 15, seq_id, 30)
+    state, other = context.save_sequence(seq_id), context.save_sequence(2)
+    reopen(context, after)
+    assert [context.last_position(i) for i in range(4)] == [-1] * 4
+    context.restore_sequence(1, other)
+    context.restore_sequence(2, state)
+    assert [context.last_position(i) for i in range(4)] == [-1, 59, 44, -1]
+    there = context.save_sequence(2)
+    reopen(context, before)
+    context.restore_sequence(seq_id, there)
+    assert np.array_equal(context.save_sequence(seq_id).data, state.data)
+
+
+@pytest.mark.parametrize("after", KINDS)
+def test_a_carried_sequence_goes_on_as_where_it_came_from(any_context: Context, after: Kind) -> None:
+    reopen(any_context, Kind(kv_unified=False, flash_attn="off"))
+    decode(any_context, PROMPT, 3)
+    state = any_context.save_sequence(3)
+    expected = decode(any_context, [50], 3, 30)
+    reopen(any_context, after)
+    any_context.restore_sequence(0, state)
+    assert close(decode(any_context, [50], 0, 30), expected)
+
+
+@pytest.mark.parametrize("word", [2, 4, 5, -1])
+def test_a_state_of_an_unknown_form_is_refused(unified_context: Context, word: int) -> None:
+    context = unified_context
+    reopen(context, Kind(kv_unified=False, flash_attn="off"))
+    decode(context, PROMPT, 2)
+    state = context.save_sequence(2)
+    state.data.view(np.uint32)[word] = 31
+    reopen(context, Kind(kv_unified=True, flash_attn="off"))
+    with pytest.raises(OutOfRange, match="no other layout"):
+        context.restore_sequence(0, state)
+    assert context.last_position(0) == -1
+
+
+@pytest.mark.parametrize("n_cut", range(1, 5000, 97))
+def test_a_state_that_is_cut_off_is_refused(unified_context: Context, n_cut: int) -> None:
+    context = unified_context
+    decode(context, PROMPT, 2)
+    whole = context.save_sequence(2)
+    state = replace(whole, data=whole.data[:-n_cut])
+    reopen(context, Kind(kv_unified=True, flash_attn="on"))
+    with pytest.raises(LlamaError):
+        context.restore_sequence(0, state)
+    assert context.last_position(0) == -1
+
+
+def test_a_context_is_as_new_after_it_was_opened_again(make_context: Callable[..., Context]) -> None:
+    context, fresh = make_context(n_ctx=1024, kv_unified=False), make_context(n_ctx=512)
+    expected = decode(fresh, PROMPT)
+    decode(context, PROMPT, 1)
+    context.reopen(n_ctx=512, kv_unified=True, flash_attn="off")
+    assert (context.n_ctx, context.n_ctx_seq, context.n_seq_ids) == (fresh.n_ctx, fresh.n_ctx_seq, fresh.n_seq_ids)
+    assert np.array_equal(decode(context, PROMPT), expected)
+
+
+def test_a_context_that_cannot_be_made_again_is_closed_and_may_be_tried_once_more(
+    unified_context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(C, "llama_init_from_model", lambda model, params: None)
+        with pytest.raises(LlamaError, match="cannot be made"):
+            reopen(unified_context, KINDS[0])
+    with pytest.raises(LlamaError, match="closed"):
+        unified_context.last_position(0)
+    reopen(unified_context, KINDS[0])
+    decode(unified_context, PROMPT)
+
+
+def test_a_sequence_takes_the_cells_of_an_equal_prefix_in_place_of_its_own(unified_context: Context) -> None:
+    context = unified_context  # 256 cells
+    decode(context, [7] * 100, 0)
+    decode(context, [7] * 100, 1)
+    expected = decode(context, [8] * 10, 1, 100)
+    context.remove(1, 100)
+    context.share_prefix(0, 1, 95)
+    assert [context.last_position(i) for i in range(2)] == [99, 99]
+    assert close(decode(context, [8] * 10, 1, 100), expected)
+    decode(context, [9] * 140, 2)  # only if 95 cells became free
+
+
+def test_a_longer_prefix_than_there_is_cannot_be_shared(unified_context: Context) -> None:
+    decode(unified_context, PROMPT, 0)
+    decode(unified_context, PROMPT[:20], 1)
+    for n in (0, 21):
+        with pytest.raises(OutOfRange):
+            unified_context.share_prefix(0, 1, n)

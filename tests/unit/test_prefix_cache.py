@@ -130,10 +130,30 @@ def test_a_conversation_that_goes_on_computes_only_what_is_new(kind: str) -> Non
 
 @pytest.mark.parametrize(("kind", "cost"), [("cells", _COST_OF_TAKING), ("copy", _COST_OF_COPYING)])
 def test_a_prefix_that_is_computed_sooner_than_taken_is_computed(kind: str, cost: int) -> None:
-    engine = engine_of(kind)
-    ask(engine, [1] * 99)
-    assert ask(engine, [1] * cost + [2] * 9) == 0
-    assert ask(engine, [1] * (cost + 1) + [3] * 9) == cost + 1
+    for n_common, n_taken in ((cost, 0), (cost + 1, cost + 1)):
+        engine = engine_of(kind)
+        ask(engine, [1] * 99)
+        assert ask(engine, [1] * n_common + [2] * 9) == n_taken
+
+
+def test_where_prefixes_are_copied_one_that_can_be_continued_in_place_is_taken_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of("copy")
+    engine.add_request([1] * 30 + [2], endless(100))  # runs all the time and could be copied from
+    engine.step()
+    for i in range(3, 9):
+        name = engine.add_request([1] * 30 + [i] * 5, endless(2))
+        events = engine.step()
+        while not any(event.finish_reason for event in events if event.request_id == name):
+            events = engine.step()
+        assert engine.stats().prefix_hit_tokens == 30 * (i - 2)
+        monkeypatch.setattr(context_of(engine), "save_sequence", forbidden)  # only the first one had to copy
+    drain(engine)
+
+
+def forbidden(seq_id: int) -> Any:
+    raise AssertionError("a prefix is copied that could be continued in place")
 
 
 @ANY_KIND

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
-from cppbatch.config import Sharing
+from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine import engine as engine_module
 from cppbatch.engine import input_processor, kv_pool, prefix_cache
+from cppbatch.engine.layout_policy import LayoutSwitch
 from cppbatch.engine.lora_sets import AdapterSet, adapter_set
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.errors import DecodeFailed
@@ -84,7 +85,12 @@ class ClearCache:
     pass
 
 
-Action = Arrive | Cancel | Step | Wait | ClearCache
+@dataclass(frozen=True)
+class SwitchLayout:
+    """Whatever the policy thinks: it may have to switch back at once."""
+
+
+Action = Arrive | Cancel | Step | Wait | ClearCache | SwitchLayout
 
 HOST_MEMORY = st.sampled_from((0, 1, 2, 1024))
 """No swapping, room for one or two sequences, room for all; in a cache of few cells, so that it happens."""
@@ -105,10 +111,10 @@ STOP_TOKENS = ((), (), tuple(range(8)), (33, 42, 60))
 
 
 @st.composite
-def arrivals(draw: st.DrawFn) -> Arrive:
+def arrivals(draw: st.DrawFn, longest: int = LONGEST) -> Arrive:
     beginning = draw(st.sampled_from(BEGINNINGS))
-    prompt = beginning + draw(st.binary(min_size=1, max_size=LONGEST - 1 - len(beginning)))
-    max_tokens = draw(st.integers(1, LONGEST - len(prompt)))
+    prompt = beginning + draw(st.binary(min_size=1, max_size=longest - 1 - len(beginning)))
+    max_tokens = draw(st.integers(1, longest - len(prompt)))
     params = greedy(
         max_tokens,
         stop=draw(st.sampled_from(STOPS)),
@@ -155,6 +161,11 @@ class Run:
                 CLOCK.now += seconds
             case ClearCache():
                 self.engine.clear_prefix_cache()
+            case SwitchLayout():
+                policy = self.engine._layout_policy
+                assert policy
+                other: KvLayout = "per-sequence" if self.engine.kv.unified else "unified"
+                self.engine._switch_layout(policy, LayoutSwitch(other, "by chance"))
         self.check_accounting()
 
     def drain(self) -> None:
@@ -228,9 +239,9 @@ def test_in_twenty_thousand_schedules_too(**schedule: Any) -> None:
 
 def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: int, sizes: dict[str, Any]) -> None:
     unified, sharing = memory
-    more = 2 if sizes["may_pad"] else 1  # rows are padded from 3 to 4 and from 5 to 8, which needs spare seq_ids
+    more = 2 if sizes.get("may_pad") else 1  # rows are padded from 3 to 4 and from 5 to 8, which needs spare seq_ids
     engine = fake_engine(
-        n_ctx=n_ctx if unified else N_CTX * more,
+        n_ctx=n_ctx if unified or sizes.get("switches") else N_CTX * more,
         n_batch=N_BATCH * more,
         n_parallel=N_PARALLEL * more,
         unified=unified,
@@ -244,6 +255,33 @@ def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: in
     run.drain()
     run.check_every_answer()
     run.check_all_is_free()
+
+
+SWITCHING = st.lists(
+    st.one_of(arrivals(), arrivals(N_CTX), st.just(Step()), st.just(Step()), st.just(SwitchLayout()), OTHERS),
+    min_size=4,
+    max_size=20,
+)
+
+
+@settings(SCHEDULES, max_examples=1000)
+@given(
+    actions=SWITCHING,
+    memory=st.tuples(st.booleans(), st.sampled_from(("copy", "copy", "copy", "whole", "none"))),
+    sizes=st.fixed_dictionaries(
+        {
+            "n_more_ids": st.sampled_from((0, 1, 4)),
+            "swap_space": HOST_MEMORY,
+            "prefix_cache_ram": HOST_MEMORY,
+            "may_pad": st.booleans(),
+        }
+    ),
+)
+def test_whenever_the_layout_is_switched_every_request_gets_the_text_it_gets_alone(
+    actions: list[Action], memory: tuple[bool, Sharing], sizes: dict[str, Any]
+) -> None:
+    """Requests are as long as the unified layout takes them; streams hold a third of that."""
+    run_and_check(actions, memory, N_CTX, {**sizes, "switches": True})
 
 
 @settings(SCHEDULES, max_examples=500)

@@ -16,7 +16,7 @@ from cppbatch.bench.memory.buffers import Buffer, read_buffers
 from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import weight_buffers
 from cppbatch.config import EngineConfig
-from cppbatch.engine.runtime import load_model, make_context
+from cppbatch.engine.runtime import load_model, make_context, switches
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, Model
 from cppbatch.llama.gguf_header import list_tensors
@@ -70,7 +70,15 @@ class _SimulatedModel:
         self._fixed = [*weight_buffers(lines, parts), Buffer("process", "CPU", psutil.Process().memory_info().rss)]
 
     def footprint(self, config: EngineConfig) -> Footprint:
-        """Raises the exceptions of creating a context."""
+        """The larger one, of an engine that switches its layout. Raises the exceptions of creating a context."""
+        first = self._footprint(config)
+        if not switches(config, self.model):
+            return first
+        unified = self._footprint(replace(config, kv_layout="unified"))
+        larger = max(first, unified, key=lambda each: sum(buffer.n_bytes for buffer in each.buffers))
+        return replace(larger, kv_layout="auto", sequence_cells=unified.sequence_cells)
+
+    def _footprint(self, config: EngineConfig) -> Footprint:
         model = self.model
         n_ctx = min(config.n_ctx, _MAX_REAL_CELLS)
         n_parallel = min(config.n_parallel, self._max_real_states(config)) if model.is_recurrent else config.n_parallel

@@ -137,6 +137,6 @@ def _verdict(demand: Demand) -> str:
 
 def _limits(config: EngineConfig) -> str:
     return (
-        f"when cells run out, up to {config.swap_space} MiB of host memory more for sequences (--swap-space) and "
-        f"{config.prefix_cache_ram} for prefixes (--prefix-cache-ram)"
+        f"when cells run out or the layout changes, up to {config.swap_space} MiB of host memory more for sequences "
+        f"(--swap-space) and {config.prefix_cache_ram} for prefixes (--prefix-cache-ram)"
     )

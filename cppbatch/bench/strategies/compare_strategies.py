@@ -80,6 +80,8 @@ def compare_strategies(
 
     Raises `ConfigError` and the engine's exceptions.
     """
+    if config.kv_layout == "auto":  # all strategies share one context, so that none may switch it
+        config = msgspec.structs.replace(config, kv_layout="unified")
     longest = round_up(work.prompt_tokens.high, compared.bucket) + work.new_tokens.high
     config = msgspec.structs.replace(
         config, n_ctx=config.n_parallel * longest, max_queue=max(config.max_queue, work.n_requests), prefix_cache=False

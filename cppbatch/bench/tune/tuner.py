@@ -86,6 +86,7 @@ class Tuner:
             most_parallel, config.n_batch, config.n_ctx if "n_ctx" in self._given else most_parallel
         )
         self._n_ctx_train = 0
+        self._can_switch = False
         self._target_ms = target_ms
         self._measure, self._progress = measure, progress
         self._start = monotonic()
@@ -156,6 +157,7 @@ class Tuner:
         if estimate.footprints[0].error:
             raise ModelError(estimate.footprints[0].error)
         self._n_ctx_train = estimate.footprints[0].n_ctx_train
+        self._can_switch = any(each.kv_layout == "auto" for each in estimate.footprints)
         free = free_host_memory()
         fits = [
             all(d.will_fit for d in memory_demands(MemoryEstimate([each], estimate.devices), free))
@@ -166,11 +168,14 @@ class Tuner:
     def _layouts(self, config: EngineConfig, most: int) -> list[dict[str, Any]]:
         """Returns the layouts and flash attention settings to compare, the default first.
 
-        The per-sequence layout is a candidate only if each sequence can hold the model's training context. Otherwise
+        An engine that can switch is measured with streams, which it has for the distinct prompts of measurements.
+        Otherwise the per-sequence layout is a candidate only if each sequence can hold the model's training context:
         it would refuse long texts for the sake of speed.
         """
         each = self._with_parallel(most).n_ctx // most
         layouts: list[str] = ["unified", "per-sequence"] if 0 < self._n_ctx_train <= each else ["unified"]
+        if self._can_switch:
+            layouts = ["auto", "unified"]
         if "kv_layout" in self._given:
             layouts = [config.kv_layout]
         quantised = config.cache_type_v in ("q8_0", "q4_0")  # these cache types need flash attention
