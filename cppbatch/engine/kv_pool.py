@@ -80,7 +80,6 @@ class KVPool:
         self.n_ctx_seq = memory.n_ctx_seq
         self.n_seq_ids = memory.n_seq_ids
         self.unified = memory.kv_unified
-        self.has_streams = memory.has_streams
         self._n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
         self._max_cached = self._cached_share * self._n_cells
         self._cells = Cells()
@@ -132,6 +131,11 @@ class KVPool:
         """Removes the cells of padding rows, after a step."""
         for seq_id in seq_ids:
             self._memory.remove(seq_id)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether each seq_id has memory of its own: only rows of consecutive seq_ids are computed together."""
+        return self._memory.has_streams
 
     @property
     def layout(self) -> KvLayout:
