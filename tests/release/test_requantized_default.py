@@ -1,0 +1,42 @@
+"""The default model with weights that batch well: nearly the same text, faster in batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cppbatch.bench.quality.compare_files import compare_files
+from cppbatch.bench.report import Report
+from cppbatch.models.kernels import kernel_times
+from cppbatch.models.pull import choose_model
+from cppbatch.models.requantize import plan_type, requantize, target_type
+from tests.conftest import once_a_run
+
+
+@pytest.fixture(scope="module")
+def compared(default_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The default model beside its copy in Q8_0, on every machine."""
+    plan = plan_type(default_source, "Q8_0")
+    copy = once_a_run(tmp_path_factory, "default-Q8_0.gguf", lambda path: requantize(plan, path))
+    return compare_files(default_source, copy)
+
+
+def test_text_is_predicted_nearly_as_well(compared: Report) -> None:
+    source, copy = compared.rows
+    assert copy["perplexity"] < 1.02 * source["perplexity"]
+    assert copy["same_top_percent"] >= 94
+    assert copy["kl_divergence"] < 0.02
+
+
+def test_where_q4_1_is_computed_row_by_row_batches_and_prompts_are_faster_and_the_copy_is_the_default(
+    compared: Report, default_model: Path, default_source: Path
+) -> None:
+    source, copy = compared.rows
+    faster = target_type("Q4_1", kernel_times(["Q4_1", "Q8_0"])) == "Q8_0"
+    assert (
+        default_model == choose_model(None) == (plan_type(default_source, "Q8_0").output if faster else default_source)
+    )
+    if faster:
+        assert copy["decode_16"].median > 1.2 * source["decode_16"].median
+        assert copy["prefill"].median > 1.4 * source["prefill"].median
