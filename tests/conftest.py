@@ -106,15 +106,15 @@ def once_a_run(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callab
 
 
 @pytest.fixture(scope="session")
-def f16_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def f16_model(default_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model with float weights: with them, a text is identical in every batch (docs/decisions/0027)."""
-    return once_a_run(tmp_path_factory, "default-F16.gguf", lambda path: quantize(default_model, path, "F16"))
+    return once_a_run(tmp_path_factory, "default-F16.gguf", lambda path: quantize(default_source, path, "F16"))
 
 
 @pytest.fixture(scope="session")
-def f32_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def f32_model(default_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model with weights that, with a float cache, give practically the same logits in every batch."""
-    return once_a_run(tmp_path_factory, "default-F32.gguf", lambda path: quantize(default_model, path, "F32"))
+    return once_a_run(tmp_path_factory, "default-F32.gguf", lambda path: quantize(default_source, path, "F32"))
 
 
 @pytest.fixture(scope="session")
