@@ -76,15 +76,15 @@ def _self_check() -> Finding:
 
 def _model() -> Iterator[Finding]:
     from cppbatch.models.find import check_file, models_folder, models_in
-    from cppbatch.models.pull import DEFAULT
+    from cppbatch.models.pull import present_model
 
     folder = models_folder()
     found = models_in(folder)
     if not found:
         yield Finding("model", f"none in {folder}/", "download the default model: cppbatch models pull")
         return
-    chosen = found[0] if len(found) == 1 else folder / DEFAULT.file_name
-    if chosen not in found:
+    chosen = present_model()
+    if chosen is None:
         yield Finding("model", f"{len(found)} in {folder}/; choose one with -m, or the default model is downloaded")
         return
     try:

@@ -94,7 +94,7 @@ def requantize(
     copied. Then speed, memory and text quality of both files are measured. MODEL stays as it is.
     """
     from cppbatch.bench.quality.compare_files import compare_files
-    from cppbatch.models.kernels import kernel_times
+    from cppbatch.models.kernels import has_gpu, kernel_times
     from cppbatch.models.requantize import TYPES, check_target, plan_auto, plan_type
     from cppbatch.models.requantize import requantize as write
 
@@ -104,8 +104,11 @@ def requantize(
     console = Console(stderr=True)
     with console.status("reading the model and timing kernels"):
         plan = plan_auto(model, kernel_times, lossy=lossy) if kind == "auto" else plan_type(model, kind, lossy=lossy)
+    if kind == "auto" and has_gpu():
+        click.echo("nothing to gain: the GPU computes the model, and its kernels compute all types in batches")
+        return
     if not plan.changes:
-        click.echo(f"nothing to gain: every matrix of {model.name} has the type that batches best on this machine")
+        click.echo(f"nothing to gain: on this CPU no other types would be clearly faster for {model.name}")
         return
     target = output or plan.output
     check_target(plan, target, overwrite=overwrite)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from cppbatch.errors import ModelError
 from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in
-from cppbatch.models.kernels import KernelTimes, kernel_times
+from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.requantize import plan_type, requantize, target_type
 
 _CHUNK = 1 << 20
@@ -58,39 +57,50 @@ def choose_model(named: str | None) -> Path:
     """
     if named:
         return check_file(Path(named).expanduser())
+    only = _only_model()
+    return check_file(only) if only else pull_default()
+
+
+def present_model() -> Path | None:
+    """The model that `choose_model(None)` takes; None if it would be downloaded. Writes nothing."""
+    files = (_only_model(), _default_path(), models_folder() / DEFAULT.file_name)
+    return next((path for path in files if path and path.is_file()), None)
+
+
+def _only_model() -> Path | None:
+    """The only model in the models folder, or its requantised copy; None: the default model is to be taken."""
     here = models_in(models_folder())
     if len(here) == 2 and (copies := [path for path in here if any(is_copy(path, each) for each in here)]):
         here = copies
-    if len(here) == 1 and not _is_default(here[0]):
-        return check_file(here[0])
-    return pull_default()
-
-
-def _is_default(path: Path) -> bool:
-    source = path.with_name(DEFAULT.file_name)
-    return path == source or is_copy(path, source)
+    source = models_folder() / DEFAULT.file_name
+    return here[0] if len(here) == 1 and here[0] != source and not is_copy(here[0], source) else None
 
 
 def pull_default() -> Path:
     """The path of the default model, with weights that batch well on this machine.
 
     Downloads the model, and writes a copy with such weights, unless that has been done. The downloaded file is kept:
-    another CPU may choose another type, and measurements compare with it. Raises `ModelError`.
+    another CPU may need no copy, and measurements compare with it. Raises `ModelError`.
     """
-    source = models_folder() / DEFAULT.file_name
-    times = kernel_times([DEFAULT.weights, _BATCHED])
-    if target_type(DEFAULT.weights, times) != _BATCHED:
-        return source if source.is_file() else _fetch_default(source)
-    copy = copy_path(source, [_BATCHED])
-    if copy.is_file():
-        return copy
+    source, suited = models_folder() / DEFAULT.file_name, _default_path()
+    if suited.is_file():
+        return suited
     if not source.is_file():
         _fetch_default(source)
-    return _requantize_default(source, copy, times)
+    return source if suited == source else _requantize_default(source, suited)
 
 
-def _requantize_default(source: Path, copy: Path, times: Mapping[str, KernelTimes]) -> Path:
+def _default_path() -> Path:
+    """The file of the default model that suits this machine, which may not exist yet."""
+    source = models_folder() / DEFAULT.file_name
+    times = kernel_times([DEFAULT.weights, _BATCHED])
+    pays = target_type(DEFAULT.weights, times) == _BATCHED and not has_gpu()
+    return copy_path(source, [_BATCHED]) if pays else source
+
+
+def _requantize_default(source: Path, copy: Path) -> Path:
     """Writes the copy and returns it; the source if that fails. One line on stderr says what happens and why."""
+    times = kernel_times([DEFAULT.weights, _BATCHED])
     gain = times[DEFAULT.weights].ms[16] / times[_BATCHED].ms[16]
     _say(
         f"writing {copy.name}: this CPU computes {DEFAULT.weights} row by row, and 16 rows of {_BATCHED} {gain:.1f} "
@@ -108,7 +118,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _fetch_default(target: Path) -> Path:
+def _fetch_default(target: Path) -> None:
     _say(
         f"downloading the default model {DEFAULT.file_name} ({DEFAULT.n_bytes / 1e6:.0f} MB, {DEFAULT.license}) "
         f"into {target.parent}/"
@@ -122,7 +132,6 @@ def _fetch_default(target: Path) -> Path:
             part.replace(target)  # atomic: the target is complete and verified, or does not exist
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"the default model cannot be put into {target.parent}/: {error}") from error
-    return target
 
 
 def _download(requirement: str, folder: Path) -> Path:

@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "models"
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
     monkeypatch.setattr(pull, "kernel_times", lambda _types: {})
+    monkeypatch.setattr(pull, "has_gpu", lambda: False)
     return folder
 
 
@@ -194,6 +195,15 @@ def test_another_cpu_uses_the_source_although_the_copy_is_there(
     assert pull.choose_model(None) == folder / "tiny.gguf"
 
 
+def test_on_a_gpu_the_source_is_used(
+    folder: Path, packaged: Callable[..., list[str]], row_by_row: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packaged(CONTENT)
+    monkeypatch.setattr(pull, "has_gpu", lambda: True)
+    assert pull.pull_default() == folder / "tiny.gguf"
+    assert row_by_row == []
+
+
 def test_where_no_copy_can_be_written_the_source_is_used_and_the_reason_is_said(
     folder: Path,
     packaged: Callable[..., list[str]],
@@ -243,6 +253,21 @@ def test_a_requantised_copy_is_taken_instead_of_its_source(folder: Path) -> None
     tiny_models.llama(folder / "mine.Q4_1.gguf")
     copy = tiny_models.llama(folder / "mine.Q4_1-Q8_0.gguf")
     assert pull.choose_model(None) == copy
+
+
+def test_the_present_model_is_the_one_that_would_be_chosen_without_a_download(
+    folder: Path, packaged: Callable[..., list[str]], row_by_row: list[Path]
+) -> None:
+    downloads = packaged(CONTENT)
+    assert pull.present_model() is None
+    folder.mkdir()
+    mine = tiny_models.llama(folder / "mine.gguf")
+    assert pull.present_model() == pull.choose_model(None) == mine
+    source = tiny_models.llama(folder / "tiny.gguf")
+    assert pull.present_model() == source
+    copy = pull.choose_model(None)
+    assert pull.present_model() == copy == folder / "tiny-Q8_0.gguf"
+    assert downloads == []
 
 
 def test_the_only_model_is_checked_before_it_is_taken(folder: Path) -> None:

@@ -287,9 +287,19 @@ def test_where_nothing_is_to_be_gained_the_command_says_so_and_writes_nothing(
     q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "kernel_times", lambda _kinds: times({}, ROW_BY_ROW | BATCHED))
+    monkeypatch.setattr(kernels, "has_gpu", lambda: False)
     result = CliRunner().invoke(models, ["requantize", str(q4_k_m)])
     assert result.exit_code == 0, result.output
     assert "nothing to gain" in result.output
+    assert list(q4_k_m.parent.iterdir()) == [q4_k_m]
+
+
+def test_on_a_gpu_nothing_is_to_be_gained(q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernel_times", times_of)
+    monkeypatch.setattr(kernels, "has_gpu", lambda: True)
+    result = CliRunner().invoke(models, ["requantize", str(q4_k_m)])
+    assert (result.exit_code, result.output.count("\n")) == (0, 1)
+    assert "nothing to gain: the GPU computes the model" in result.output
     assert list(q4_k_m.parent.iterdir()) == [q4_k_m]
 
 
