@@ -16,10 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from cppbatch.errors import ModelError
 from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in
 from cppbatch.models.kernels import has_gpu, kernel_times
-from cppbatch.models.requantize import plan_type, requantize, target_type
+from cppbatch.models.requantize import EXACT, plan_type, requantize, target_type
 
 _CHUNK = 1 << 20
-_BATCHED = "Q8_0"  # the type of the default model's copy: nearly lossless, and with a batched kernel on most CPUs
 
 
 @dataclass(frozen=True)
@@ -93,21 +92,27 @@ def pull_default() -> Path:
 def _default_path() -> Path:
     """The file of the default model that suits this machine, which may not exist yet."""
     source = models_folder() / DEFAULT.file_name
-    times = kernel_times([DEFAULT.weights, _BATCHED])
-    pays = target_type(DEFAULT.weights, times) == _BATCHED and not has_gpu()
-    return copy_path(source, [_BATCHED]) if pays else source
+    suited = _suited_type()
+    return source if suited == DEFAULT.weights else copy_path(source, [suited])
+
+
+def _suited_type() -> str:
+    """The type of weights that the default model should have on this machine."""
+    times = kernel_times([DEFAULT.weights, *EXACT])
+    return DEFAULT.weights if has_gpu() else target_type(DEFAULT.weights, times, is_small=True)
 
 
 def _requantize_default(source: Path, copy: Path) -> Path:
     """Writes the copy and returns it; the source if that fails. One line on stderr says what happens and why."""
-    times = kernel_times([DEFAULT.weights, _BATCHED])
-    gain = times[DEFAULT.weights].ms[16] / times[_BATCHED].ms[16]
+    suited = _suited_type()
+    times = kernel_times([DEFAULT.weights, suited])
+    gain = times[DEFAULT.weights].ms[16] / times[suited].ms[16]
     _say(
-        f"writing {copy.name}: this CPU computes {DEFAULT.weights} row by row, and 16 rows of {_BATCHED} {gain:.1f} "
+        f"writing {copy.name}: this CPU computes {DEFAULT.weights} row by row, and 16 rows of {suited} {gain:.1f} "
         f"times as fast, nearly without loss; {source.name} stays, for other CPUs and for comparisons"
     )
     try:
-        return requantize(plan_type(source, _BATCHED), copy, overwrite=True)  # another process may have been faster
+        return requantize(plan_type(source, suited), copy, overwrite=True)  # another process may have been faster
     except ModelError as error:
         _say(f"{source.name} is used as it is: {error}")
         return source

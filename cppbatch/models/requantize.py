@@ -35,9 +35,10 @@ TYPES = (
 )  # fmt: skip
 """The types that can be asked for. Others need an importance matrix, or are for special models."""
 
-_EXACT = ("Q8_0", "BF16", "F16", "F32")  # they lose next to nothing of types of as many bits or fewer; smallest first
+EXACT = ("Q8_0", "BF16", "F16", "F32")
+"""Types that lose next to nothing of types of as many bits or fewer; smallest first."""
 _SMALL = ("Q4_K", "IQ4_NL", "Q4_0")  # 4 bits with batched kernels on most CPUs; best quality first
-CANDIDATES = (*_EXACT, *_SMALL)
+CANDIDATES = (*EXACT, *_SMALL)
 """The types that `target_type` may choose besides the source's own."""
 _FASTER = 0.9  # of a time: less would be noise
 _MUCH_FASTER = 0.75  # of the smallest fitting type's time at 16 rows: worth more memory
@@ -111,7 +112,7 @@ def target_type(source_type: str, times: Times, lossy: bool = False, *, is_small
     if source_type in batched or source_type not in times:
         return source_type
     limit = times[source_type].ms[_ROWS] * _FASTER
-    fit = [kind for kind in _EXACT if bits(kind) >= bits(source_type) and batched.get(kind, limit + 1) <= limit]
+    fit = [kind for kind in EXACT if bits(kind) >= bits(source_type) and batched.get(kind, limit + 1) <= limit]
     if not fit:
         return source_type
     best = min(fit, key=batched.__getitem__)
@@ -131,7 +132,7 @@ def plan_auto(path: Path, times_of: Callable[[set[str]], Times], *, lossy: bool 
     """
     matrices = read_matrices(path)
     multiplied = [matrix for matrix in matrices if matrix.is_multiplied]
-    times = times_of({matrix.kind for matrix in multiplied} | set(CANDIDATES if lossy else _EXACT))
+    times = times_of({matrix.kind for matrix in multiplied} | set(CANDIDATES if lossy else EXACT))
     is_small = 2 * sum(matrix.n_elements for matrix in matrices) <= _SMALL_BYTES
     targets = {}
     for matrix in multiplied:
