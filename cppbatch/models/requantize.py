@@ -38,8 +38,6 @@ TYPES = (
 EXACT = ("Q8_0", "BF16", "F16", "F32")
 """Types that lose next to nothing of types of as many bits or fewer; smallest first."""
 _SMALL = ("Q4_K", "IQ4_NL", "Q4_0")  # 4 bits with batched kernels on most CPUs; best quality first
-CANDIDATES = (*EXACT, *_SMALL)
-"""The types that `target_type` may choose besides the source's own."""
 _FASTER = 0.9  # of a time: less would be noise
 _MUCH_FASTER = 0.75  # of the smallest fitting type's time at 16 rows: worth more memory
 _SMALL_BYTES = 512 << 20  # of all matrices with 16 bits: a single row of more is bound by reading them from memory
@@ -101,12 +99,13 @@ def target_type(source_type: str, times: Times, lossy: bool = False, *, is_small
 
     A type with a batched kernel stays. Another one becomes the smallest nearly lossless type with a batched kernel that
     is clearly faster at 16 rows; it never has fewer bits. `is_small`: in a small model, a larger type that is much
-    faster at 16 rows is preferred (BF16 on CPUs with instructions for it). `lossy`: the fastest type at 16 rows, and of
-    types that are about as fast the best. Types that are not in `times` are not chosen.
+    faster at 16 rows is preferred (BF16 on CPUs with instructions for it). `lossy`: the fastest quantised type at 16
+    rows, and of types that are about as fast the best. Types that are not in `times` are not chosen.
     """
     batched = {kind: each.ms[_ROWS] for kind, each in times.items() if each.is_batched}
     if lossy:
-        known = [kind for kind in dict.fromkeys((source_type, *CANDIDATES)) if kind in batched]
+        quantised = batched.keys() - set(FLOATS)
+        known = [kind for kind in dict.fromkeys((source_type, "Q8_0", *_SMALL)) if kind in quantised]
         fastest = min((batched[kind] for kind in known), default=0.0)
         return next((kind for kind in known if batched[kind] * _FASTER <= fastest), source_type)
     if source_type in batched or source_type not in times:
@@ -132,7 +131,7 @@ def plan_auto(path: Path, times_of: Callable[[set[str]], Times], *, lossy: bool 
     """
     matrices = read_matrices(path)
     multiplied = [matrix for matrix in matrices if matrix.is_multiplied]
-    times = times_of({matrix.kind for matrix in multiplied} | set(CANDIDATES if lossy else EXACT))
+    times = times_of({matrix.kind for matrix in multiplied} | {*EXACT, *(_SMALL if lossy else ())})
     is_small = 2 * sum(matrix.n_elements for matrix in matrices) <= _SMALL_BYTES
     targets = {}
     for matrix in multiplied:

@@ -125,6 +125,11 @@ def test_with_lossy_the_fastest_types_are_chosen_and_the_best_of_those_that_are_
     assert target_type(kind, times(ROW_BY_ROW, {**BATCHED, "Q4_K": 0.052}), lossy=True) == "Q4_K"
 
 
+def test_with_lossy_no_float_type_is_chosen_however_fast_because_a_single_row_is_bound_by_reading_it() -> None:
+    fast_bf16 = times(ROW_BY_ROW, {**BATCHED, "BF16": 0.04})
+    assert {target_type(kind, fast_bf16, lossy=True) for kind in ("Q4_1", "BF16", "F32")} == {"IQ4_NL"}
+
+
 def test_with_lossy_a_type_that_is_about_as_fast_as_the_fastest_stays() -> None:
     assert target_type("Q4_0", times(), lossy=True) == "Q4_0"
 
