@@ -327,7 +327,7 @@ def fake_engine(
 
     layouts = None
     if switches:
-        costs = LayoutCosts(cell_s=0.2e-6, repeated_cell_s=0.4e-6, prompt_s=0.02, n_cached=0)
+        costs = LayoutCosts(cell_s=0.2e-6, repeated_cell_s=0.4e-6, pass_s=0.005, n_cached=0)
         layouts = Layouts(change_layout, n_ctx // n_parallel, sharing in ("cells", "copy"), costs)
     n_longest = n_batch if pooling else n_ctx if switches else context.n_ctx_seq
     info = ModelInfo(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ _MEMORY_S = 10.0  # busy seconds after which a load counts for a third
 _ENOUGH_S = 3.0  # busy seconds of a load before it counts
 _CLEARLY = 1.2  # times the cost of the other layout
 _WORTH = 0.05  # part of the time that the other layout must save
+_PASSES_OF_A_PROMPT = 4  # one for itself, the others because meanwhile its stream lies between those of decode rows
 _MIN_WAIT_S = 10.0  # between two switches that nothing forces
 _MAX_WAIT_S = 600.0
 _WAIT_FACTOR = 50.0  # ... and this many times as long as the last switch took
@@ -30,8 +32,8 @@ class LayoutCosts(NamedTuple):
     """Unified: a token passes over a cell that is not its own sequence's."""
     repeated_cell_s: float
     """Per-sequence: a step reads a cell that unified would share."""
-    prompt_s: float
-    """Per-sequence: a prompt is computed apart from the rows of other sequences, and splits them."""
+    pass_s: float
+    """Per-sequence: the weights are read once more, for a prompt, or for rows whose streams are not neighbours."""
     n_cached: int
     """Unified: cells of cached prefixes, which all tokens pass over."""
 
@@ -42,7 +44,7 @@ def layout_costs(*, size_bytes: int, n_heads: int, n_cached: int) -> LayoutCosts
     `size_bytes`: of the weights. `n_heads`: attention heads of all layers. `n_cached`: as in `LayoutCosts`.
     """
     cell_s = 0.2e-6 * n_heads / 270
-    return LayoutCosts(cell_s, 2 * cell_s, prompt_s=0.020 * size_bytes / 92e6, n_cached=n_cached)
+    return LayoutCosts(cell_s, 2 * cell_s, pass_s=0.005 * size_bytes / 92e6, n_cached=n_cached)
 
 
 class LayoutSwitch(NamedTuple):
@@ -136,10 +138,18 @@ class LayoutPolicy:
             self._busy_s = kept * self._busy_s + self._step_s
             self._unified_s = kept * self._unified_s + costs.cell_s * n_foreign * self._n_tokens
             self._streams_s = kept * self._streams_s + (
-                costs.repeated_cell_s * n_repeated * self._n_steps + costs.prompt_s * self._n_prompts
+                costs.repeated_cell_s * n_repeated * self._n_steps
+                + costs.pass_s * (_PASSES_OF_A_PROMPT * self._n_prompts + _n_splits(running) * self._n_steps)
             )
         self._n_steps = self._n_tokens = self._n_prompts = 0
         self._step_s = 0.0
+
+
+def _n_splits(sequences: Sequence[Seq]) -> float:
+    """How often sequences of other adapter sets lie between the streams of a step's rows, on average."""
+    n_all = len(sequences)
+    sizes = Counter(sequence.adapters for sequence in sequences).values()
+    return sum(n * (n_all - n) / n_all for n in sizes) / len(sizes)
 
 
 def shared_tokens(sequences: Sequence[Seq]) -> int:

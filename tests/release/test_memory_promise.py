@@ -30,9 +30,13 @@ def sizes(buffers: list[Buffer]) -> Counter[str]:
 
 
 def really(config: EngineConfig) -> Counter[str]:
-    """As llama.cpp logs it when it allocates."""
-    with Backend.get().lines() as lines, load_model(config) as model, make_context(config, model):
-        return sizes(read_buffers(lines))
+    """As llama.cpp logs it when it allocates; of an engine that may switch its layout, the larger one."""
+    configs = [config, replace(config, kv_layout="unified")] if config.kv_layout == "auto" else [config]
+    found = []
+    for each in configs:
+        with Backend.get().lines() as lines, load_model(each) as model, make_context(each, model):
+            found.append(sizes(read_buffers(lines)))
+    return max(found, key=Counter.total)
 
 
 def assert_predicted(configs: list[EngineConfig], footprints: list[Footprint]) -> None:
