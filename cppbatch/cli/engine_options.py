@@ -88,7 +88,8 @@ _SETTINGS = [
     option(
         "--kv-layout", env="KV_LAYOUT", type=click.Choice(["auto", "unified", "per-sequence"]),
         default=_DEFAULTS.kv_layout,
-        help="unified: all sequences share the KV cells; per-sequence: each has its own ctx-size / parallel cells.",
+        help="unified: all sequences share the KV cells; per-sequence: each has its own ctx-size / parallel cells; "
+        "auto: switches while it runs, on a CPU.",
     ),
     option(
         "-ctk", "--cache-type-k", "cache_type_k", env="CACHE_TYPE_K", type=click.Choice(get_args(CacheType)),

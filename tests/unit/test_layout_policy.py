@@ -140,10 +140,10 @@ def test_where_cells_cannot_be_shared_a_long_shared_prefix_is_a_reason_for_strea
 def test_adapter_sets_that_take_turns_are_a_reason_for_unified() -> None:
     for sequence in (mixed := distinct(16, 100))[::2]:
         sequence.adapters = ((0, 1.0),)
-    assert Engine().run(60, Load(mixed)) == "unified"
+    assert Engine().run(60, Load(mixed, answer=1000)) == "unified"
     for sequence in mixed:
         sequence.adapters = ((0, 1.0),)
-    assert Engine().run(60, Load(mixed)) == "per-sequence"
+    assert Engine().run(60, Load(mixed, answer=1000)) == "per-sequence"
 
 
 def test_where_both_cost_about_the_same_the_layout_stays() -> None:
