@@ -50,7 +50,7 @@ def _logits(
         context.decode(batch)
     for seq_id in range(1, n_rows):
         batch.clear()
-        batch.add_run(tokens[seq_id : 2 * seq_id + 1], 0, seq_id, n_logits=0)
+        batch.add_run(np.resize(tokens[::-1], seq_id + 1), 0, seq_id, n_logits=0)
         context.decode(batch)
     batch.clear()
     lengths = [len(tokens), *(seq_id + 1 for seq_id in range(1, n_rows))]

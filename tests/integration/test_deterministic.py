@@ -42,7 +42,13 @@ def test_every_bit_is_the_same_alone_and_in_batches_of_any_company(quantised: Pa
     with engine(quantised, prefix_cache=False) as alone:
         expected = [logprobs(alone, [prompt])[0] for prompt in PROMPTS]
     assert all(len(each) >= N for each in expected)
-    companies: list[dict[str, Any]] = [{}, {"n_parallel": 3}, {"n_batch": 64}, {"prefer": "latency"}]
+    companies: list[dict[str, Any]] = [
+        {},
+        {"n_parallel": 16, "n_ctx": 16384},
+        {"n_parallel": 3},
+        {"n_batch": 64},
+        {"prefer": "latency"},
+    ]
     for seed, settings in enumerate(companies):
         order = random.Random(seed).sample(range(len(PROMPTS)), len(PROMPTS))
         with engine(quantised, **settings) as batched:
