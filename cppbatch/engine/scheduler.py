@@ -264,7 +264,8 @@ class Scheduler:
             plan.row_groups = (len(rows),) if rows else ()
             may_pad = self._may_pad and rows and not any(s.is_scored for s in prompts_now)
             cost = self._lora.budget(adapters).cost
-            beside = self._join_rows(plan, rows, prompts_now, cost) if may_pad and self._kv.has_streams else []
+            # Not in the recurrent models of a unified layout: there these tokens take cells that others may need.
+            beside = self._join_rows(plan, rows, prompts_now, cost) if may_pad and not self._kv.unified else []
             prefill = self._prefill(prompts_now, adapters, plan.row_groups, len(rows), decoding)
             if may_pad and not (prefill or self._kv.has_streams):  # else prompts fill the tiles
                 self._pad(plan, len(rows), cost)
@@ -299,8 +300,6 @@ class Scheduler:
         and `padding`, and returns the prompts.
         """
         spare = [*self._kv.spare_ids(), *self._kv.cached_ids()]
-        if self._kv.unified:  # a recurrent model: padding rows take cells
-            spare = spare[: max(0, self._kv.n_free - len(rows) - len(prompts))] if not prompts else []
         by_id = {sequence.seq_id: sequence for sequence in prompts}
         free = by_id.keys() | spare[: self._step_tokens - len(rows) - len(prompts)]
         groups = _groups(sorted(sequence.seq_id for sequence, _ in rows))

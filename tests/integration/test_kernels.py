@@ -117,7 +117,9 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     kernel_times(["F16"])
     [file] = (tmp_path / "cache" / "cppbatch" / "kernels").iterdir()
     slow, fast = ({1: 1.0, 4: n * 4 / 16, 16: n, 256: 16 * n} for n in (16.0, 8.0))
-    file.write_text(json.dumps({"ms": {"Q4_1": slow, "Q8_0": fast, "F16": fast, "F32": fast}, "has_gpu": False}))
+    file.write_text(
+        json.dumps({"ms": {"Q4_1": slow, "Q8_0": fast, "BF16": fast, "F16": fast, "F32": fast}, "has_gpu": False})
+    )
     folder = tmp_path / "models"
     folder.mkdir()
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
@@ -127,7 +129,9 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_inspect_says_which_types_are_computed_row_by_row(row_by_row: Path) -> None:
     result = CliRunner().invoke(models, ["inspect", str(row_by_row)])
     assert "Q4_1 row by row. all 15 matrices are Q4_1" in result.output
-    assert f"`cppbatch models requantize {row_by_row}` makes matrix products of 16 rows about " in (result.output)
+    assert f"`cppbatch models requantize {row_by_row}` makes matrix products of 16 rows about 2.0x faster" in (
+        result.output
+    )
 
 
 def test_inspect_gives_it_as_json(row_by_row: Path) -> None:
