@@ -1,0 +1,43 @@
+"""The interface of a source of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.engine.sequence import Seq
+
+
+class Draft(NamedTuple):
+    """Tokens that may be the next ones of a sequence."""
+
+    tokens: npt.NDArray[np.int32]
+    """int32[k], k >= 1: the first one would be at position `sequence.n_tokens`."""
+    acceptance: float
+    """The estimated probability that a token of this draft is accepted if those before it are: 0 to 1."""
+
+
+class Proposer(Protocol):
+    """Drafts the next tokens of sequences. Called on the engine's thread, between two steps."""
+
+    costs_compute: bool
+    """Whether `propose` computes with a model. Otherwise it is called in every step, also to learn what would have been
+    accepted."""
+
+    def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
+        """For each sequence a draft of at most `most` tokens, or None.
+
+        The sequences decode: `tokens[:n_tokens]` is known, and only its last token is pending.
+        """
+        ...
+
+    def finished(self, sequence: Seq) -> None:
+        """The sequence has ended: its tokens do not change any more."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the proposer holds."""
+        ...
