@@ -17,6 +17,7 @@ FlashAttention = Literal["auto", "on", "off"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Sampling = Literal["auto", "host", "backend"]
 Preference = Literal["throughput", "balanced", "latency"]
+Speculation = Literal["auto", "off", "suffix", "draft"]
 Pooling = Literal["mean", "cls", "last", "rank"]
 """How a sequence becomes one vector: the mean of its tokens, its first or its last token, or a reranker's scores."""
 Sharing = Literal["cells", "copy", "whole", "none"]
@@ -85,6 +86,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False
     """The logits of a sequence are the same bit for bit, whatever else is in the batch (--deterministic). On a CPU
     only, with the per-sequence layout, flash attention and bf16 or quantised caches (docs/decisions/0030)."""
+    spec: Speculation = "auto"
+    """The source of drafts in speculative decoding. suffix: text that occurred before, in the request or in similar
+    ones; draft: the draft model; auto: both; off: no drafts (--spec, docs/speculation.md)."""
+    draft_max: int = 16
+    """Draft tokens of a sequence in a step at most (--draft-max)."""
     pooling: Pooling | None = None
     """Return vectors instead of text, pooled this way. None: as the model's file says; models that generate text do not
     pool (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling and
@@ -107,6 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "n_batch": "-b",
             "n_ubatch": "-ub",
             "max_queue": "--max-queue",
+            "draft_max": "--draft-max",
         }
         for name, flag in at_least_one.items():
             if not 1 <= getattr(self, name) <= _INT32_MAX:
@@ -145,6 +152,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "kv_layout": KvLayout,
             "prefer": Preference,
             "sampling": Sampling,
+            "spec": Speculation,
             "cache_type_k": CacheType,
             "cache_type_v": CacheType,
         }
@@ -193,6 +201,8 @@ class EngineSettings(TypedDict, total=False):
     prefer: Preference
     sampling: Sampling
     deterministic: bool
+    spec: Speculation
+    draft_max: int
     pooling: Pooling | None
     lora: tuple[tuple[str, float], ...]
     step_ms: tuple[tuple[int, float], ...]

@@ -145,6 +145,7 @@ def measure_throughput(
         n_parallel=max(sizes.batch_sizes),
         target_step_ms=_TARGET_STEP_MS,
         prefix_cache=False,  # the bare loop needs an empty context
+        spec="off",  # the bare loop has no drafts
     )
     rows: list[dict[str, Any]] = []
     with load_model(config) as model:

@@ -118,7 +118,17 @@ def throughput(config: EngineConfig, **sizes: Any) -> tuple[Report, Draw]:
 
 # --- bench strategies -------------------------------------------------------------------------------------------------
 
-_SET_BY_STRATEGIES = ("n_ctx", "max_queue", "swap_space", "prefix_cache", "prefix_cache_ram", "pooling", "trace")
+_SET_BY_STRATEGIES = (
+    "n_ctx",
+    "max_queue",
+    "swap_space",
+    "prefix_cache",
+    "prefix_cache_ram",
+    "spec",
+    "draft_max",
+    "pooling",
+    "trace",
+)
 
 
 @bench.command()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
-from cppbatch.config import CacheType, EngineConfig, Pooling, Preference
+from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -107,6 +107,15 @@ _SETTINGS = [
     option(
         "--deterministic", env="DETERMINISTIC", is_flag=True, default=_DEFAULTS.deterministic,
         help="Compute the same logits bit for bit, whatever else is in the batch. CPU only; prompts are slower.",
+    ),
+    option(
+        "--spec", env="SPEC", type=click.Choice(get_args(Speculation)), default=_DEFAULTS.spec,
+        help="Speculative decoding. suffix: drafts are text that occurred before; draft: a draft model makes them; "
+        "auto: both; off: none. Texts are the same.",
+    ),
+    option(
+        "--draft-max", env="DRAFT_MAX", type=int, default=_DEFAULTS.draft_max,
+        help="Maximum draft tokens per sequence and step.",
     ),
     option(
         "--prefix-cache/--no-prefix-cache", env="PREFIX_CACHE", default=_DEFAULTS.prefix_cache,

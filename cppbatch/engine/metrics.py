@@ -52,6 +52,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     forced_tokens: int
     """Those of them that a grammar forced, without a decode for each."""
+    draft_steps: int
+    """Steps that verified drafts."""
+    drafted_tokens: int
+    """Draft tokens that were verified."""
+    accepted_tokens: int
+    """Those of them that were accepted; they are among the generated tokens."""
     finished: dict[str, int]
     """Finished requests by finish reason."""
     running: int
@@ -105,6 +111,7 @@ class Metrics:
         self._trace = trace
         self.steps = self.decode_steps = self.decode_rows = 0
         self.prompt_tokens = self.generated_tokens = self.forced_tokens = 0
+        self.draft_steps = self.drafted_tokens = self.accepted_tokens = 0
         self.layout_switches = 0
         self.finished: Counter[FinishReason] = Counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -113,7 +120,7 @@ class Metrics:
         self._recent = Window(_MAX_STEPS)
         self._laps = dict.fromkeys(PHASES, 0.0)  # of this step
         self._began = self._mark = 0.0
-        self._rows = self._tokens_before = 0
+        self._rows = self._tokens_before = self._drafted_before = self._accepted_before = 0
 
     def begin_step(self) -> None:
         """Starts the time of a step."""
@@ -153,6 +160,10 @@ class Metrics:
             self.batch_sizes.add(self._rows)
             self.sample_times.add(self._laps["sample"])
         self._recent.add((self._rows, took, tokens))
+        if self._trace and self.drafted_tokens:
+            drafted, accepted = self.drafted_tokens - self._drafted_before, self.accepted_tokens - self._accepted_before
+            self._drafted_before, self._accepted_before = self.drafted_tokens, self.accepted_tokens
+            self._trace.count(self._mark, drafted=drafted, accepted=accepted)
 
     def count_output(self, began: float, made: float, sent: float) -> None:
         """Adds the time of a step's outputs: text from `began` to `made`, sending events from `made` to `sent`.
@@ -174,6 +185,9 @@ class Metrics:
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,
             forced_tokens=self.forced_tokens,
+            draft_steps=self.draft_steps,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             finished={reason.value: n for reason, n in self.finished.items()},
             running=running,
             waiting=waiting,

@@ -151,6 +151,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `process_rows(tokens, logits)`, that is called instead, once a step for all requests that have this object, with a
     list of int32[n] and a list of rows."""
 
+    speculate: bool = True
+    """Draft tokens and verify several in a step, where that pays (`EngineConfig.spec`). False: no drafts for this
+    request. The text is the same either way."""
+
     stop: tuple[str, ...] = ()
     """Strings that end the text and are not part of it. A single string is allowed."""
     stop_token_ids: tuple[int, ...] = ()
@@ -185,7 +189,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, bounds in OPTIONAL_INTEGER_RANGES.items():
             if getattr(self, name) is not None:
                 number(self, name, *bounds, integer=True)
-        for name in ("ignore_eos", "include_stop", "skip_special_tokens", "echo"):
+        for name in ("ignore_eos", "speculate", "include_stop", "skip_special_tokens", "echo"):
             instance(self, name, bool, "true or false")
         _set_tuple(self, "stop", str, "a string or a list of strings")
         _set_tuple(self, "visible_tokens", str, "a list of strings")

@@ -86,6 +86,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Take a prefix from the prefix cache, and keep this request's tokens there for others."""
     cache_salt: str = ""
     """Requests with different salts never share a prefix, whose presence the duration of a request would show."""
+    prediction: str | list[int] | None = None
+    """A text, or token ids, that the completion will probably contain: a source of drafts. It does not change the
+    completion."""
     lora: dict[str | int, float] | None = None
     """LoRA adapters by name, or by index from 0, with their scales; the others are off. None: the scales of --lora."""
 
@@ -105,6 +108,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         instance(self, "cache_salt", str, "a string")
         if len(self.cache_salt) > _MAX_NAME:
             raise InvalidRequest("cache_salt", f"has {len(self.cache_salt):,} characters; the limit is {_MAX_NAME}")
+        if isinstance(self.prediction, list):
+            msgspec.structs.force_setattr(self, "prediction", token_ids("prediction", self.prediction))
+        elif not isinstance(self.prediction, str | None):
+            message = f"is {shown(self.prediction)}; it must be a string or a list of token ids"
+            raise InvalidRequest("prediction", message)
         if self.lora is not None:
             self._check_lora(self.lora)
 
@@ -136,6 +144,7 @@ class RequestOptions(TypedDict, total=False):
     fit: bool
     cache_prompt: bool
     cache_salt: str
+    prediction: str | list[int] | None
     lora: dict[str | int, float] | None
 
 
@@ -157,6 +166,10 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
     completion_tokens: int
+    drafted_tokens: int = 0
+    """Draft tokens that were verified (speculative decoding)."""
+    accepted_tokens: int = 0
+    """Draft tokens that were accepted: part of the completion tokens."""
     queue_seconds: float
     """From arrival to admission."""
     first_token_seconds: float

@@ -108,8 +108,10 @@ class Seq:
         "first_token_at",
         "max_new",
         "moving",
+        "n_accepted",
         "n_cached",
         "n_computed",
+        "n_drafted",
         "n_output",
         "n_prompt",
         "n_tokens",
@@ -152,6 +154,8 @@ class Seq:
         self.n_output = self.n_prompt  # index behind the last token that is in `output`, or was in an earlier output
         self.n_computed = 0
         self.n_cached = 0  # prompt tokens taken from the prefix cache
+        self.n_drafted = 0  # draft tokens that were computed
+        self.n_accepted = 0  # draft tokens that were accepted
         self.seed = seed
         self.rank = (0.0, 0)  # lower runs first; set by `Scheduler.add`
         self.seq_id = -1
@@ -284,6 +288,8 @@ class Seq:
             # After a preemption the sequence may find tokens of its completion in the prefix cache too.
             cached_tokens=min(self.n_cached, self.n_prompt),
             completion_tokens=self.n_generated,
+            drafted_tokens=self.n_drafted,
+            accepted_tokens=self.n_accepted,
             queue_seconds=queued_until - self.arrived_at,
             first_token_seconds=max(0.0, self.first_token_at - self.arrived_at) if self.first_token_at else 0.0,
             total_seconds=finished_at - self.arrived_at,

@@ -41,6 +41,8 @@ class TokenCounts(NamedTuple):
     prompt: int
     cached: int
     completion: int
+    drafted: int
+    accepted: int
 
 
 class ResponseBuilder(ABC):
@@ -83,15 +85,17 @@ class ResponseBuilder(ABC):
 
     def token_counts(self) -> TokenCounts:
         """Token counts over all completions. A prompt counts once, whatever the number of its completions."""
-        prompt = completion = 0
+        prompt = completion = drafted = accepted = 0
         cached: dict[int, int] = {}  # by prompt: the tokens that no completion had to compute
         for index, event in self.last_events.items():
             if usage := event.usage:
                 completion += usage.completion_tokens
+                drafted += usage.drafted_tokens
+                accepted += usage.accepted_tokens
                 prompt += usage.prompt_tokens
                 group = index // self.n_candidates
                 cached[group] = min(cached.get(group, usage.cached_tokens), usage.cached_tokens)
-        return TokenCounts(prompt // self.n_candidates, sum(cached.values()), completion)
+        return TokenCounts(prompt // self.n_candidates, sum(cached.values()), completion, drafted, accepted)
 
 
 def raise_failure(event: GenerationEvent) -> None:

@@ -108,6 +108,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     suppress_tokens: list[int] | None = None
     ignore_eos: bool | None = None
+    speculate: bool | None = None
+    speculative_n_max: int | None = msgspec.field(default=None, name="speculative.n_max")
+    """llama-server's limit of draft tokens. 0 means `speculate` false; otherwise the engine decides what pays."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop: bool | None = None
@@ -152,6 +155,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         aliases = {ours: alias for ours, alias in self._ALIASES.items() if getattr(self, alias) is not None}
         given |= {ours: getattr(self, alias) for ours, alias in aliases.items()}
+        if self.speculative_n_max is not None and self.speculative_n_max <= 0:
+            given["speculate"] = False
         for name in (name for name in GRAMMARS if name in defaults and given[name] is not None):
             raise InvalidRequest(name, "cannot be used together with response_format or a tool call that is required")
         try:
@@ -211,6 +216,7 @@ def _count(field: str, given: int | None) -> int:
 _SYNONYMS = [
     {*GRAMMARS, "response_format"},  # all of them constrain the text
     {"max_tokens", "max_completion_tokens", "max_output_tokens"},
+    {"speculate", "speculative.n_max"},
     *({ours, theirs} for ours, theirs in SamplingFields._ALIASES.items()),
 ]
 """Fields that replace each other in `merge_fields`."""

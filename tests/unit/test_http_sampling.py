@@ -25,8 +25,8 @@ OTHERS: Json = {
     "adaptive_decay": 0.5, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
     "penalty_last_n": 10, "dry_multiplier": 0.5, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 20,
     "dry_sequence_breakers": ["x"], "samplers": list(reversed(SAMPLERS)), "logit_bias": {"5": 1.5, "word": -2.0},
-    "suppress_tokens": [1, 2], "ignore_eos": True, "stop": ["a", "b"], "stop_token_ids": [7], "include_stop": True,
-    "skip_special_tokens": False, "visible_tokens": ["<|im_start|>"], "echo": True, "logprobs": 4,
+    "suppress_tokens": [1, 2], "ignore_eos": True, "speculate": False, "stop": ["a", "b"], "stop_token_ids": [7],
+    "include_stop": True, "skip_special_tokens": False, "visible_tokens": ["<|im_start|>"], "echo": True, "logprobs": 4,
     "json_schema": {"type": "array"}, "guided_regex": "a+", "guided_choice": ["a", "b"], "grammar": 'root ::= "a"',
 }  # fmt: skip
 """A value for each field that is not its default."""

@@ -244,7 +244,7 @@ def test_both_bounds_of_a_bias_and_both_kinds_of_keys_are_allowed() -> None:
     assert SamplingParams(logit_bias=biases).logit_bias == biases  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("field", ["ignore_eos", "include_stop", "skip_special_tokens", "echo"])
+@pytest.mark.parametrize("field", ["ignore_eos", "speculate", "include_stop", "skip_special_tokens", "echo"])
 @pytest.mark.parametrize("value", [None, 0, 1, "yes", []])
 def test_a_switch_is_true_or_false(field: str, value: object) -> None:
     assert refusal(field, value) == f"{field}: is {value!r}; it must be true or false"

@@ -84,7 +84,11 @@ def compare_strategies(
         config = msgspec.structs.replace(config, kv_layout="unified")
     longest = round_up(work.prompt_tokens.high, compared.bucket) + work.new_tokens.high
     config = msgspec.structs.replace(
-        config, n_ctx=config.n_parallel * longest, max_queue=max(config.max_queue, work.n_requests), prefix_cache=False
+        config,
+        n_ctx=config.n_parallel * longest,
+        max_queue=max(config.max_queue, work.n_requests),
+        prefix_cache=False,
+        spec="off",  # the other strategies have no drafts
     )
     runtime = load_runtime(config)
     try:

@@ -26,7 +26,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasurementTask)
     try:
-        with BatchInferenceEngine(task.config) as engine:
+        with BatchInferenceEngine(task.config, spec="off") as engine:
             point = _measure(engine, task)
     except CppBatchError as error:
         point = Measurement(error=str(error))

@@ -72,14 +72,14 @@ class BatchRequestHandler:
         except Exception as exception:
             error = api_error(exception)
             return JobResponse(status=error.status, request_id=request_id, body=error_body(request.url, error))
-        prompt, cached, completion = prepared.builder.token_counts()
+        tokens = prepared.builder.token_counts()
         return JobResponse(
             status=200,
             request_id=request_id,
             body=body,
-            prompt_tokens=prompt,
-            cached_tokens=cached,
-            completion_tokens=completion,
+            prompt_tokens=tokens.prompt,
+            cached_tokens=tokens.cached,
+            completion_tokens=tokens.completion,
         )
 
     async def _prepare(self, request: JobRequest) -> PreparedRequest:

@@ -47,6 +47,8 @@ class BatchTotals(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     total_time_seconds: float
     avg_time_per_prompt: float
     """The total time divided by the number of items."""
@@ -167,6 +169,8 @@ class GenerateBatchBuilder(ResponseBuilder):
             prompt_tokens=tokens.prompt,
             completion_tokens=tokens.completion,
             cached_tokens=tokens.cached,
+            drafted_tokens=tokens.drafted,
+            accepted_tokens=tokens.accepted,
             total_time_seconds=seconds,
             avg_time_per_prompt=seconds / n,
             tokens_per_second=tokens.completion / seconds,

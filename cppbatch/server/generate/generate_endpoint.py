@@ -68,6 +68,10 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens found in the prefix cache."""
+    drafted_tokens: int
+    """Draft tokens that were verified (speculative decoding)."""
+    accepted_tokens: int
+    """Draft tokens that were accepted: part of the completion tokens."""
     seed: int
     """A request with this seed generates the same text."""
     timings: GenerateTimings
@@ -83,6 +87,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | UnsetType = UNSET
     completion_tokens: int | UnsetType = UNSET
     cached_tokens: int | UnsetType = UNSET
+    drafted_tokens: int | UnsetType = UNSET
+    accepted_tokens: int | UnsetType = UNSET
     seed: int | UnsetType = UNSET
     timings: GenerateTimings | UnsetType = UNSET
 
@@ -154,6 +160,8 @@ def text_result(kind: type[Result], events: Sequence[GenerationEvent], **fields:
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
+            "drafted_tokens": usage.drafted_tokens,
+            "accepted_tokens": usage.accepted_tokens,
             "seed": last.seed,
             "timings": GenerateTimings(
                 queue_seconds=usage.queue_seconds,

@@ -56,6 +56,10 @@ class LlamaTimings(GenerationSpeed, frozen=True, kw_only=True):
     prompt_ms: float
     prompt_per_token_ms: float
     prompt_per_second: float
+    draft_n: int | UnsetType = UNSET
+    """Draft tokens that were verified, if there were any."""
+    draft_n_accepted: int | UnsetType = UNSET
+    """Draft tokens that were accepted."""
 
 
 class LlamaResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,6 +282,8 @@ def _timings(usage: RequestUsage, n_predicted: int) -> LlamaTimings:
         prompt_ms=prompt_seconds * 1000,
         prompt_per_token_ms=prompt_seconds * 1000 / prompt_n if prompt_n else 0.0,
         prompt_per_second=prompt_n / prompt_seconds if prompt_seconds > 0 else 0.0,
+        draft_n=usage.drafted_tokens or UNSET,
+        draft_n_accepted=usage.accepted_tokens if usage.drafted_tokens else UNSET,
         **msgspec.structs.asdict(_generation_speed(n_predicted, usage.total_seconds - prompt_end)),
     )
 

@@ -112,6 +112,22 @@ class NamedTool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
+class Prediction(msgspec.Struct):
+    """`prediction`: text that most of the answer is known to contain, such as a file to change."""
+
+    content: str | list[ContentPart]
+    type: Literal["content"] = "content"
+
+    def text(self) -> str:
+        """The text of all parts. Raises `InvalidRequest`."""
+        if isinstance(self.content, str):
+            return self.content
+        for i, part in enumerate(self.content):
+            if part.type != "text" or part.text is None:
+                raise InvalidRequest(f"prediction.content[{i}]", f"is of type {part.type!r}; only text can be read")
+        return "".join(part.text or "" for part in self.content)
+
+
 _RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
 
 
@@ -142,6 +158,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     """Further variables for the chat template, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
     """False: the last message is continued. True: the assistant begins a new message, even after its own."""
+    prediction: Prediction | None = None
+    """Text that the answer will probably contain. It makes the answer faster, not different."""
     user: str | None = None
     """Not used."""
 
@@ -156,6 +174,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             raise InvalidRequest("top_logprobs", "is only of use when logprobs is true")
         wanted = {"logprobs": 0} if self.wants_logprobs else {}
         return super().params(**defaults, **wanted)
+
+    def options(self) -> Json:
+        """As in `SamplingFields`."""
+        return super().options() | ({"prediction": self.prediction.text()} if self.prediction else {})
 
     def conversation(self) -> list[Json]:
         """The messages as chat templates expect them. Raises `InvalidRequest`."""

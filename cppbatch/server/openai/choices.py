@@ -22,6 +22,15 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that came from the prefix cache."""
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """`usage.completion_tokens_details`."""
+
+    accepted_prediction_tokens: int
+    """Completion tokens that were accepted draft tokens."""
+    rejected_prediction_tokens: int
+    """Draft tokens that were computed and not accepted. They are no completion tokens."""
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the whole request. A prompt counts once, whatever the number of its choices."""
 
@@ -29,6 +38,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class ChoicesBuilder(ResponseBuilder):
@@ -63,6 +73,10 @@ class ChoicesBuilder(ResponseBuilder):
             completion_tokens=counts.completion,
             total_tokens=counts.prompt + counts.completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached),
+            completion_tokens_details=CompletionTokensDetails(
+                accepted_prediction_tokens=counts.accepted,
+                rejected_prediction_tokens=counts.drafted - counts.accepted,
+            ),
         )
 
     def seed(self, index: int) -> int:
