@@ -53,11 +53,19 @@ class InputProcessor:
             message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
             raise InvalidRequest("max_tokens", message)
         adapters = adapter_set(request.lora, self._info.adapters)
+        prediction = self._prediction(request, cancelled)
         plan = make_sampling_plan(request.params, self._vocab, limit)
         constraint = self._grammars.constraint(request.params)
         max_new = limit - n if wanted is None else wanted
-        seed = actual_seed(request.params.seed)
-        sequence = Seq(request, prompt, max_new=max_new, seed=seed, now=arrived_at, adapters=adapters)
+        sequence = Seq(
+            request,
+            prompt,
+            max_new=max_new,
+            seed=actual_seed(request.params.seed),
+            now=arrived_at,
+            adapters=adapters,
+            prediction=prediction,
+        )
         sequence.sampling, sequence.constraint = plan, constraint
         return sequence
 
@@ -74,7 +82,8 @@ class InputProcessor:
 
     def is_quick(self, request: GenerationRequest) -> bool:
         """See `BatchInferenceEngine.is_quick`."""
-        return not is_long(request.prompt) and self._grammars.is_compiled(request.params)
+        texts = request.prompt, request.prediction or ""
+        return not any(map(is_long, texts)) and self._grammars.is_compiled(request.params)
 
     def close(self) -> None:
         """Ends the process that compiles grammars."""
@@ -98,8 +107,22 @@ class InputProcessor:
         shared = "raise -c" if limit == self._info.n_ctx else "raise -c or lower -np"
         return f"this context holds {limit} ({shared} for more)"
 
+    def _prediction(self, request: GenerationRequest, cancelled: IsCancelled) -> npt.NDArray[np.int32] | None:
+        """The tokens of the request's `prediction`, int32[n]; None: it has none."""
+        prediction = request.prediction
+        if not prediction:
+            return None
+        self._refuse_long("prediction", prediction)
+        if isinstance(prediction, str):
+            tokens = self._vocab.tokenize(prediction, add_special=False, parse_special=False, cancelled=cancelled)
+        else:
+            tokens = check_ids("prediction", prediction, self._vocab.n_tokens)
+        if len(tokens) > self._info.max_sequence:
+            raise InvalidRequest("prediction", f"has {len(tokens)} tokens, and {self._limit_text()}")
+        return tokens if len(tokens) else None
+
     def _tokens(self, prompt: Prompt, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
-        self._refuse_long(prompt)
+        self._refuse_long("prompt", prompt)
         if isinstance(prompt, str):
             tokens = self._tokenized(prompt, cancelled) if prompt else np.empty(0, np.int32)
         elif isinstance(prompt, list):
@@ -119,19 +142,19 @@ class InputProcessor:
             last = self._last_long = (text, self._vocab.tokenize(text, cancelled=cancelled))
         return last[1]
 
-    def _refuse_long(self, prompt: Prompt) -> None:
-        """Refuses a prompt that surely has too many tokens, without tokenising it."""
+    def _refuse_long(self, field: str, prompt: Prompt) -> None:
+        """Refuses a prompt, or another field like it, that surely has too many tokens, without tokenising it."""
         limit = self._info.max_sequence
         if isinstance(prompt, list):
             if len(prompt) > limit:
-                raise InvalidRequest("prompt", f"has {len(prompt)} tokens, and {self._limit_text()}")
+                raise InvalidRequest(field, f"has {len(prompt)} tokens, and {self._limit_text()}")
             return
         texts = [prompt] if isinstance(prompt, str) else [prompt.query, prompt.document]
         n_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
         most = max(_MIN_BYTES, limit * self._vocab.longest_piece)
         if n_bytes > most:
             message = f"is {n_bytes:,} bytes long, which are more than {limit} tokens, and {self._limit_text()}"
-            raise InvalidRequest("prompt", message)
+            raise InvalidRequest(field, message)
 
     def _pair(self, pair: Pair) -> npt.NDArray[np.int32]:
         if self._info.pooling is None:

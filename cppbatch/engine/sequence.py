@@ -118,6 +118,7 @@ class Seq:
         "output",
         "params",
         "pause_at",
+        "prediction",
         "prompt_logprobs",
         "rank",
         "request",
@@ -142,10 +143,12 @@ class Seq:
         seed: int,
         now: float,
         adapters: AdapterSet = (),
+        prediction: npt.NDArray[np.int32] | None = None,
     ) -> None:
         self.request = request
         self.params = request.params
         self.adapters = adapters
+        self.prediction = prediction  # int32[n], n >= 1: tokens that the completion is expected to have
         self.n_prompt = self.n_tokens = len(prompt)
         self.max_new = max_new
         self.tokens = np.empty(self.n_prompt + max_new, np.int32)
