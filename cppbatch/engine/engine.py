@@ -41,6 +41,7 @@ from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Sampler, SamplerOutput
 from cppbatch.engine.scheduler import PoolingScheduler, Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.speculation.speculator import Speculator
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
@@ -96,6 +97,7 @@ class BatchInferenceEngine:
         self._inputs = InputProcessor(self._vocab, self.info)
         policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
+        self._speculator = self._make_speculator()
         self._scheduler = policy(
             self.kv,
             step_tokens=context.n_batch,
@@ -105,6 +107,7 @@ class BatchInferenceEngine:
             prefer=config.prefer,
             may_pad=self._runtime.may_pad,
             rows_s=[(rows, ms / 1000) for rows, ms in config.step_ms],
+            speculator=self._speculator,
         )
         self._sampler = Pooler(context) if self.info.pooling else Sampler(self._vocab, context)
         self.metrics = Metrics(self._trace)
@@ -117,6 +120,12 @@ class BatchInferenceEngine:
         """When a batch fails, True ends its sequences with an error, and the others go on; False makes `step` raise."""
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None
         """Called in every step with the step's plan, before llama.cpp is called."""
+
+    def _make_speculator(self) -> Speculator | None:
+        proposers = self._runtime.proposers
+        if not proposers:
+            return None
+        return Speculator(proposers, self.config.draft_max)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -369,14 +378,13 @@ class BatchInferenceEngine:
     def _advance(self, plan: StepPlan, sampled: list[SamplerOutput]) -> None:
         """Updates the accounting, appends the new tokens, and ends finished sequences."""
         outputs = plan.outputs()
-        for sequence, n in plan.chunks:
-            self.kv.computed(sequence, n)
-        now = perf_counter()
-        for sequence, output in zip(outputs, sampled, strict=True):
-            sequence.first_token_at = sequence.first_token_at or now
-            n_before = sequence.n_tokens
-            reason = self.outputs.accept(sequence, output)
-            self.metrics.generated_tokens += sequence.n_tokens - n_before
+        if plan.n_drafted:
+            reasons = self._verify_drafts(plan, outputs, sampled)
+        else:
+            for sequence, n in plan.chunks:
+                self.kv.computed(sequence, n)
+            reasons = [self._accept(sequence, output) for sequence, output in zip(outputs, sampled, strict=True)]
+        for sequence, reason in zip(outputs, reasons, strict=True):
             if reason:
                 self._finish(sequence, reason)
             else:
@@ -386,9 +394,55 @@ class BatchInferenceEngine:
         if self._trace:
             self._follow(self._trace)
 
+    def _accept(self, sequence: Seq, output: SamplerOutput) -> FinishReason | None:
+        """Appends a sampled token, and those that a grammar forces."""
+        sequence.first_token_at = sequence.first_token_at or perf_counter()
+        n_before = sequence.n_tokens
+        reason = self.outputs.accept(sequence, output)
+        self.metrics.generated_tokens += sequence.n_tokens - n_before
+        return reason
+
+    def _verify_drafts(
+        self, plan: StepPlan, outputs: list[Seq], sampled: list[SamplerOutput]
+    ) -> list[FinishReason | None]:
+        """Appends the sampled tokens. Where one is the next token of the draft, its row of logits is sampled too.
+
+        So each token is sampled from the same logits, with the same random numbers, as without a draft. Returns the
+        finish reasons of `outputs`.
+        """
+        rows, n_outputs = plan.rows(), self._batch.n_outputs
+        in_cache: dict[Seq, int] = {}
+        for sequence, n in plan.chunks:
+            in_cache[sequence] = sequence.n_computed + n
+            sequence.n_drafted += len(sequence.draft)
+            self.kv.computed(sequence, min(n, sequence.n_pending))
+        reasons: dict[Seq, FinishReason | None] = {}
+        going_on = outputs
+        while going_on:
+            following: list[Seq] = []
+            next_rows: list[int] = []
+            for sequence, row, output in zip(going_on, rows, sampled, strict=True):
+                reasons[sequence] = self._accept(sequence, output)
+                if n := sequence.verify_draft():
+                    sequence.n_accepted += n
+                    self.kv.computed(sequence, n)
+                    if not (reasons[sequence] or sequence.n_pending):
+                        following.append(sequence)
+                        next_rows.append(row + n)
+            going_on, rows = following, next_rows
+            if going_on:
+                assert isinstance(self._sampler, Sampler)
+                sampled = self._sampler.sample_rows(going_on, rows, n_outputs)
+        for sequence, n in in_cache.items():
+            if n > sequence.n_computed:
+                self.kv.drop_draft(sequence)
+        return [reasons[sequence] for sequence in outputs]
+
     def _finish(self, sequence: Seq, reason: FinishReason) -> None:
         """Ends a sequence: frees its cells and seq_id, and queues its last event."""
         self._scheduler.remove(sequence)
+        if self._speculator:
+            self._speculator.finished(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
         self.outputs.finish(sequence, reason, perf_counter())
         # Only now: a sequence that is interrupted before its last event is queued must run again.
@@ -497,6 +551,8 @@ class BatchInferenceEngine:
         self.clear_prefix_cache()
         self._inputs.close()
         self._sampler.close()
+        if self._speculator:
+            self._speculator.close()
         self._runtime.close()
         if self._trace:
             self._trace.close()

@@ -373,6 +373,12 @@ class KVPool:
         sequence.cells = self._cells.grow(sequence.cells, n)
         sequence.computed(n)
 
+    def drop_draft(self, sequence: Seq) -> None:
+        """Removes the draft tokens that a step has computed behind the sequence's computed ones."""
+        if not self._memory.remove(sequence.seq_id, sequence.n_computed):
+            self.n_recomputes += 1
+            self._recompute(sequence, LlamaError("its draft tokens cannot be removed"))
+
     def release(self, sequence: Seq, *, keep: bool) -> None:
         """Frees what a finished sequence holds. `keep`: its tokens become a cached prefix, if that is of use."""
         if sequence.seq_id >= 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypedDict
 
@@ -23,6 +23,7 @@ from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
 from cppbatch.engine.layout_policy import LayoutCosts, layout_costs
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
+from cppbatch.engine.speculation.proposer import Proposer
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import (
@@ -84,6 +85,8 @@ class Runtime:
     """Compute threads of each step; None: always the same."""
     layouts: Layouts | None = None
     """None: the layout is fixed."""
+    proposers: Sequence[Proposer] = ()
+    """Sources of drafts; none if there is no speculation."""
 
 
 def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:

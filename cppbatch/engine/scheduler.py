@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -28,7 +29,8 @@ from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.lora_scheduling import LoraRoundRobin
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.prefix_cache import Match
-from cppbatch.engine.sequence import Seq, SeqStatus
+from cppbatch.engine.sequence import MAX_DRAFT, Seq, SeqStatus
+from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
 from cppbatch.engine.step_budget import StepBudget
 from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
 
@@ -48,21 +50,22 @@ Chunk = tuple[Seq, int]
 class PaddingRow:
     """A decode row that no sequence needs: token 0 of a spare seq_id, which is removed after the step.
 
-    It has logits too, which are not read: so the output matrix also gets whole tiles of rows. (Without, 15 rows with
-    one padding row took 15.1 ms where 16 take 14.2 and 15 with logits 12.4; Q4_0 on two AVX-512 cores.)
+    In a step with drafts it may have as many tokens as the rows. It has logits too, which are not read: so the output
+    matrix also gets whole tiles of rows. (Without, 15 rows with one padding row took 15.1 ms where 16 take 14.2 and 15
+    with logits 12.4; Q4_0 on two AVX-512 cores.)
     """
 
     __slots__ = ("n_computed", "seq_id", "tokens")
 
     def __init__(self, seq_id: int) -> None:
-        self.seq_id, self.n_computed, self.tokens = seq_id, 0, _PADDING_TOKEN
+        self.seq_id, self.n_computed, self.tokens = seq_id, 0, _PADDING_TOKENS
 
     def n_logits(self, n: int) -> int:
         """As `Seq.n_logits`."""
         return n
 
 
-_PADDING_TOKEN = np.zeros(1, np.int32)
+_PADDING_TOKENS = np.zeros(1 + MAX_DRAFT, np.int32)
 
 BatchEntry = tuple[Seq | PaddingRow, int]
 
@@ -72,7 +75,7 @@ class StepPlan:
     """One step: which sequences compute how many of their pending tokens."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    """Sequences with the number of pending tokens to compute, in the order of the batch."""
+    """Sequences with the number of tokens to compute, pending ones before those of a draft, in the batch's order."""
     padding: list[int] = field(default_factory=list)
     """The spare seq_ids of padding rows."""
     padded: list[BatchEntry] = field(default_factory=list)
@@ -89,7 +92,9 @@ class StepPlan:
     n_beside: int = 0
     """How many prompts have a token that is computed with the decode rows, as one of `row_groups`."""
     n_tokens: int = 0
-    """Tokens of the chunks."""
+    """Tokens of the chunks, without drafts."""
+    n_drafted: int = 0
+    """Draft tokens, filling tokens included. 0: every entry that is a decode row has one token."""
 
     @property
     def batch(self) -> Sequence[BatchEntry]:
@@ -98,21 +103,22 @@ class StepPlan:
 
     @property
     def n_rows(self) -> int:
-        """How many entries of the batch are decode rows, padding rows included."""
-        return self.n_decode + len(self.padding)
+        """How many entries of the batch are one token that wants logits: decode rows, padding rows included."""
+        return 0 if self.n_drafted else self.n_decode + len(self.padding)
 
     def outputs(self) -> list[Seq]:
         """The sequences that get a token: no token of theirs is pending after this step. In the batch's order."""
-        return [sequence for sequence, n in self.chunks if n == sequence.n_pending]
+        return [sequence for sequence, n in self.chunks if n >= sequence.n_pending]
 
     def rows(self) -> list[int]:
-        """For each sequence of `outputs`, the index of its row among the step's rows of logits: its last one."""
+        """For each sequence of `outputs`, the index of its row among the step's rows of logits: that of its last
+        pending token. The rows of its draft follow."""
         batch = self.batch
         last = itertools.accumulate(entry.n_logits(n) for entry, n in batch)
         return [
-            end - 1
+            end - 1 - (n - entry.n_pending)
             for (entry, n), end in zip(batch, last, strict=True)
-            if isinstance(entry, Seq) and n == entry.n_pending
+            if isinstance(entry, Seq) and n >= entry.n_pending
         ]
 
     @property
@@ -151,13 +157,16 @@ class Scheduler:
         prefer: Preference = "balanced",
         may_pad: bool = False,
         rows_s: Sequence[tuple[int, float]] = (),
+        speculator: Speculator | None = None,
     ) -> None:
         """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt
         tokens in a step gain nothing, and delay the first token of the prompts that end in it. `target_step_s`,
         `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `rows_s`: decode rows with the
-        seconds of a step of them, measured before.
+        seconds of a step of them, measured before. `speculator`: chooses drafts; None: there are none.
         """
         self._kv = kv
+        self._speculator = speculator
+        self._most_drafted = min(step_tokens, ubatch_tokens or step_tokens)
         self._n_parallel = n_parallel
         self._step_tokens = step_tokens
         self._new_budget = partial(StepBudget, step_tokens, target_step_s, ubatch_tokens, prefer=prefer)
@@ -246,7 +255,7 @@ class Scheduler:
         self._preempt_until_free()
         plan.admitted = self._admit()
         self._choose(plan)
-        plan.n_tokens = sum(n for _, n in plan.chunks)
+        plan.n_tokens = sum(n for _, n in plan.chunks) - plan.n_drafted
         return plan
 
     def _choose(self, plan: StepPlan) -> None:
@@ -261,7 +270,7 @@ class Scheduler:
             prompts_now = [s for s in prompts if s.adapters == adapters]
             if not (rows or prompts_now):
                 continue
-            plan.row_groups = (len(rows),) if rows else ()
+            plan.row_groups, n_padding = (len(rows),) if rows else (), 0
             may_pad = self._may_pad and rows and not any(s.is_scored for s in prompts_now)
             cost = self._lora.budget(adapters).cost
             # Not in the recurrent models of a unified layout: there these tokens take cells that others may need.
@@ -269,17 +278,39 @@ class Scheduler:
             prefill = self._prefill(prompts_now, adapters, plan.row_groups, len(rows), decoding)
             if may_pad and not (prefill or self._kv.has_streams):  # else prompts fill the tiles
                 self._pad(plan, len(rows), cost)
+            if rows and self._speculator and not prefill:
+                rows, n_padding = self._add_drafts(plan, rows, cost, self._speculator)
             if rows or prefill:
-                self._fill(plan, rows, prefill, beside)
+                self._fill(plan, rows, prefill, beside, n_padding)
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._lora.take(adapters), len(rows)
                 plan.n_beside = len(beside)
                 break
 
-    def _fill(self, plan: StepPlan, rows: list[Chunk], prefill: list[Chunk], beside: list[Seq]) -> None:
-        """Sets the chunks, and `padded` if there are padding rows. `beside`: prompts with a token among the rows."""
+    def _add_drafts(
+        self, plan: StepPlan, rows: list[Chunk], cost: StepCost, speculator: Speculator
+    ) -> tuple[list[Chunk], int]:
+        """The rows with the draft tokens that make tokens faster, and the draft tokens of each padding row.
+
+        Drafts take only cells that are free: nothing is evicted or preempted for them.
+        """
+        kv, sequences = self._kv, sorted((sequence for sequence, _ in rows), key=attrgetter("seq_id"))
+        n_rows = len(rows) + len(plan.padding)
+        most = self._most_drafted - n_rows
+        most = min(most, kv.n_free - n_rows) if kv.unified else most
+        limits = DraftLimits(most, [kv.n_ctx_seq - s.n_tokens for s in sequences], kv.has_streams)
+        drafted = speculator.plan(sequences, plan.row_groups, cost, limits)
+        if drafted is None:
+            return rows, 0
+        plan.row_groups = drafted.groups
+        plan.n_drafted = sum(drafted.lengths)
+        return [(s, 1 + n) for s, n in zip(sequences, drafted.lengths, strict=True)], drafted.n_padding
+
+    def _fill(self, plan: StepPlan, rows: list[Chunk], prefill: list[Chunk], beside: list[Seq], n_padding: int) -> None:
+        """Sets the chunks, and `padded` if there are padding rows. `beside`: prompts with a token among the rows.
+        `n_padding`: draft tokens of each padding row."""
         n_of = dict(prefill)
         together: list[BatchEntry] = [*rows, *((sequence, n_of.pop(sequence, 1)) for sequence in beside)]
-        together += [(PaddingRow(seq_id), 1) for seq_id in plan.padding]
+        together += [(PaddingRow(seq_id), 1 + n_padding) for seq_id in plan.padding]
         others: list[BatchEntry] = [*n_of.items()]
         batch = in_batch_order(together, others)
         plan.chunks = [(entry, n) for entry, n in batch if isinstance(entry, Seq)]

@@ -86,12 +86,17 @@ class SavedState(Protocol):
     def n_bytes(self) -> int: ...
 
 
+MAX_DRAFT = 64
+"""Draft tokens of a sequence in a step, at most."""
+
+
 class Seq:
     """A request in the engine: its known tokens, how many of them are computed, and its text so far (`text`).
 
-    `tokens`, int32[n_prompt + max_new], has the prompt and the completion. The first `n_tokens` are known; the first
-    `n_computed` have their keys and values in the cache; those between are pending. Prefill and decode both
-    compute pending tokens. Computing the last one yields logits for the next token.
+    `tokens`, int32[n_prompt + max_new + MAX_DRAFT], has the prompt and the completion. The first `n_tokens` are known;
+    the first `n_computed` have their keys and values in the cache; those between are pending. Prefill and decode both
+    compute pending tokens. Computing the last one yields logits for the next token. Behind the known tokens a draft may
+    be written, which a step computes with them: each of its tokens yields logits too.
     """
 
     __slots__ = (
@@ -101,6 +106,7 @@ class Seq:
         "arrived_at",
         "cells",
         "constraint",
+        "draft",
         "echoed",
         "embedding",
         "error",
@@ -151,7 +157,7 @@ class Seq:
         self.prediction = prediction  # int32[n], n >= 1: tokens that the completion is expected to have
         self.n_prompt = self.n_tokens = len(prompt)
         self.max_new = max_new
-        self.tokens = np.empty(self.n_prompt + max_new, np.int32)
+        self.tokens = np.empty(self.n_prompt + max_new + MAX_DRAFT, np.int32)
         self.tokens[: self.n_prompt] = prompt
         self.output = StepOutput(self)
         self.n_output = self.n_prompt  # index behind the last token that is in `output`, or was in an earlier output
@@ -159,6 +165,7 @@ class Seq:
         self.n_cached = 0  # prompt tokens taken from the prefix cache
         self.n_drafted = 0  # draft tokens that were computed
         self.n_accepted = 0  # draft tokens that were accepted
+        self.draft: list[int] = []  # tokens that this step computes behind the known ones, while they may be right
         self.seed = seed
         self.rank = (0.0, 0)  # lower runs first; set by `Scheduler.add`
         self.seq_id = -1
@@ -219,8 +226,8 @@ class Seq:
         return self.params.scores_prompt and not self.n_generated and len(self.prompt_logprobs) < self.n_prompt
 
     def n_logits(self, n: int) -> int:
-        """How many of its next `n` pending tokens need logits; they are the last ones."""
-        return n if self.is_scored or self.request.task == "embed" else int(n == self.n_pending)
+        """How many of its next `n` tokens, pending ones and then those of a draft, need logits; they are the last."""
+        return n if self.is_scored or self.request.task == "embed" else max(0, n - self.n_pending + 1)
 
     # --- changes of tokens and status ---------------------------------------------------------------------------
 
@@ -245,6 +252,23 @@ class Seq:
         if self.n_computed == self.n_tokens:
             self._set_status(SeqStatus.DECODE)
 
+    def set_draft(self, draft: list[int], n: int) -> None:
+        """The next step computes `n` tokens behind the known ones: this draft, then filling tokens."""
+        self.draft, end = draft, self.n_tokens + len(draft)
+        self.tokens[self.n_tokens : end] = draft
+        self.tokens[end : self.n_tokens + n] = self.tokens[self.n_tokens - 1]
+
+    def verify_draft(self) -> int:
+        """How many pending tokens the step has computed already, because they are the next ones of its draft.
+
+        What was drafted behind the first wrong token is forgotten.
+        """
+        n_most = min(self.n_pending, len(self.draft))
+        known = self.tokens[self.n_computed : self.n_computed + n_most].tolist()
+        n = next((i for i in range(n_most) if known[i] != self.draft[i]), n_most)
+        self.draft = self.draft[n:] if n == self.n_pending else []
+        return n
+
     def append(self, token: int) -> None:
         """Adds a generated token."""
         self.tokens[self.n_tokens] = token
@@ -266,6 +290,7 @@ class Seq:
         self.seq_id = -1
         self.cells = self.saved = None
         self.moving = False
+        self.draft = []
         self.n_computed = 0
         self._set_status(SeqStatus.WAITING)
         if self.constraint:

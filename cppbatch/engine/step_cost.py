@@ -67,13 +67,17 @@ class StepCost:
         return sum(self._relative(n) for n in groups)
 
     def _relative(self, n: int) -> float:
-        """Of one group; between two known numbers of rows it is on the line through them."""
+        """Of one group; between two known numbers of rows it is on the line through them. More rows than were ever
+        measured cost as much more as prompt tokens."""
         if n in self._shape:
             return self._shape[n]
         counts = self._counts
         at = bisect_left(counts, n)
-        if at == 0 or at == len(counts):
-            return self._shape[counts[max(0, at - 1)]]
+        if at == 0:
+            return self._shape[counts[0]]
+        if at == len(counts):
+            n_more = n - counts[-1]
+            return self._shape[counts[-1]] + n_more * self.token_s(n_more) / self._level
         low, high = counts[at - 1], counts[at]
         part = (n - low) / (high - low)
         return self._shape[low] + part * (self._shape[high] - self._shape[low])

@@ -73,8 +73,15 @@ def test_a_disturbed_step_does_not_decide() -> None:
 def test_unknown_numbers_of_rows_are_between_the_known_ones() -> None:
     cost = StepCost()
     cost.seed([(4, 0.010), (8, 0.030)])
-    assert [cost.rows_s((n,)) for n in (1, 4, 6, 8, 20)] == pytest.approx([0.010, 0.010, 0.020, 0.030, 0.030])
+    assert [cost.rows_s((n,)) for n in (1, 4, 6, 8)] == pytest.approx([0.010, 0.010, 0.020, 0.030])
     assert cost.rows_s((4, 6)) == pytest.approx(0.030)
+
+
+def test_more_rows_than_were_ever_measured_cost_as_much_more_as_prompt_tokens() -> None:
+    cost = StepCost()
+    cost.seed([(4, 0.010)])
+    cost.observe_prompt(16, 0.008)
+    assert cost.rows_s((20,)) == pytest.approx(0.010 + 0.008)
 
 
 def test_groups_of_rows_are_joined_where_that_is_faster() -> None:

@@ -68,11 +68,15 @@ class Sampler:
             for sequence, n in plan.chunks:
                 if sequence.n_logits(n):
                     is_enough = 0 < sequence.sampling.n_candidates <= backend.n_candidates
-                    backend.set_enabled(sequence.seq_id, is_enough and not sequence.is_scored)
+                    # llama.cpp samples one row of each sequence.
+                    has_one_row = not sequence.is_scored and n == sequence.n_pending
+                    backend.set_enabled(sequence.seq_id, is_enough and has_one_row)
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
         """After the decode, which computed `n_outputs` rows of logits: one result for each of `plan.outputs()`."""
         sequences, scores, backend = plan.outputs(), plan.scores, self._context.backend_sampling
+        if backend is None and not scores and plan.n_drafted:
+            return self.sample_rows(sequences, plan.rows(), n_outputs)
         if backend is None and not scores:  # then each sequence has exactly one row
             if not plan.padding:
                 return self.sample_logits(sequences, self._context.logits(n_outputs))
@@ -92,6 +96,15 @@ class Sampler:
             sampled = _sample_candidates([sequences[i] for i in on_backend], ids, values)
             outputs |= zip(on_backend, sampled, strict=True)
         return [outputs[i] for i in range(len(sequences))]
+
+    def sample_rows(self, sequences: list[Seq], rows: list[int], n_outputs: int) -> list[SamplerOutput]:
+        """Samples for each sequence from one of the last decode's `n_outputs` rows of logits.
+
+        For draft tokens: first from the row of its last known token, then, if that gave the first draft token, from the
+        row of that token, and so on.
+        """
+        logits = self._context.logits(n_outputs)
+        return _sample_rows_greedily(sequences, rows, logits) or self.sample_logits(sequences, logits[rows])
 
     def _sample_padded(self, sequences: list[Seq], rows: list[int], logits: Logits) -> list[SamplerOutput]:
         """Samples where padding rows are among the rows. `rows`: the row of each sequence, rising.
@@ -211,6 +224,16 @@ def _sample_all_greedily(sequences: list[Seq], logits: Logits) -> list[SamplerOu
     if not np.isfinite(logits[np.arange(len(tokens)), tokens]).all():
         return None
     return [SamplerOutput(token) for token in outputs]
+
+
+def _sample_rows_greedily(sequences: list[Seq], rows: list[int], logits: Logits) -> list[SamplerOutput] | None:
+    """The same for some of the rows, without copying them."""
+    if any(sequence.sampling.greedy_unless is None for sequence in sequences):
+        return None
+    tokens = [_argmax(logits[row]) for row in rows]
+    if any(token == NO_TOKEN or token in s.sampling.greedy_unless for s, token in zip(sequences, tokens, strict=True)):  # type: ignore[operator]
+        return None
+    return [SamplerOutput(token) for token in tokens]
 
 
 def _sample_candidates(sequences: list[Seq], ids: Ids, logits: Logits) -> list[SamplerOutput]:
