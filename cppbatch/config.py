@@ -30,6 +30,8 @@ computed, by copying, because no part of them can be removed. none: not at all.
 _INT32_MAX = 2**31 - 1
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
+MAX_DRAFT = 64
+"""Draft tokens of a sequence in a step at most."""
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
 MOST_LORA_SCALE = 1000.0
 """The largest scale of a LoRA adapter, positive or negative: far beyond use, but no float32 overflows."""
@@ -113,11 +115,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "n_batch": "-b",
             "n_ubatch": "-ub",
             "max_queue": "--max-queue",
-            "draft_max": "--draft-max",
         }
         for name, flag in at_least_one.items():
             if not 1 <= getattr(self, name) <= _INT32_MAX:
                 raise ConfigError(f"{flag} ({name}) is {getattr(self, name)}; it must be from 1 to {_INT32_MAX}")
+        if not 1 <= self.draft_max <= MAX_DRAFT:
+            raise ConfigError(f"--draft-max (draft_max) is {self.draft_max}; it must be from 1 to {MAX_DRAFT}")
         if self.n_parallel > MAX_SEQ_IDS:
             raise ConfigError(f"-np is {self.n_parallel}; llama.cpp has {MAX_SEQ_IDS} sequence ids in all")
         if self.n_batch < self.n_parallel:

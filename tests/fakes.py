@@ -6,7 +6,7 @@ import codecs
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from cppbatch.engine.layout_policy import LayoutCosts
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Layouts, Runtime
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.speculation.proposer import Draft, Proposer
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import BackendSampling, Batch
 
@@ -175,6 +177,9 @@ class FakeContext:
         self._moods = []
         asked = [seq_id for seq_id, wants in zip(seq_ids, batch.wants_logits[:n].tolist(), strict=True) if wants]
         assert len(asked) == batch.n_outputs, f"logits asked for by seq_ids {asked}"
+        for seq_id, wants in itertools.groupby(range(n), key=seq_ids.__getitem__):
+            flags = batch.wants_logits[list(wants)].tolist()
+            assert flags == sorted(flags), f"seq_id {seq_id} wants logits of tokens that are not its last ones"
         for i, (token, position, seq_id) in enumerate(
             zip(batch.tokens[:n].tolist(), batch.positions[:n].tolist(), seq_ids, strict=True)
         ):
@@ -287,6 +292,39 @@ def vector(tokens: bytes) -> npt.NDArray[np.float32]:
     return np.array([len(tokens), zlib.crc32(tokens) % 9973, zlib.adler32(tokens) % 9973], np.float32)
 
 
+class FakeProposer:
+    """Drafts the likeliest tokens of the fake model; one in `wrong_each` is another one."""
+
+    costs_compute = False
+
+    def __init__(self, wrong_each: int = 4, acceptance: float = 0.8) -> None:
+        self._wrong_each = wrong_each
+        self._acceptance = acceptance
+        self.known: set[str] = set()
+        """Ids of the sequences that were seen and have not finished."""
+
+    def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
+        self.known.update(sequence.id for sequence in sequences)
+        return [self._draft(sequence, n) for sequence, n in zip(sequences, most, strict=True)]
+
+    def _draft(self, sequence: Seq, most: int) -> Draft | None:
+        text, draft = bytearray(sequence.tokens[: sequence.n_tokens].tolist()), []
+        assert sequence.n_pending == 1
+        for _ in range(most):
+            chance = zlib.crc32(text)
+            draft.append(LIKELIEST_FIRST[mood(text, sequence.adapters)][chance % self._wrong_each == 0])
+            if chance % 5 == 0:
+                break
+            text.append(draft[-1])
+        return Draft(np.array(draft, np.int32), self._acceptance) if draft else None
+
+    def finished(self, sequence: Seq) -> None:
+        self.known.discard(sequence.id)
+
+    def close(self) -> None:
+        assert not self.known
+
+
 def fake_engine(
     *,
     n_ctx: int = 64,
@@ -300,6 +338,7 @@ def fake_engine(
     adapters: Sequence[AdapterInfo] = (),
     may_pad: bool = False,
     switches: bool = False,
+    proposers: Sequence[Proposer] = (),
     **settings: Any,
 ) -> BatchInferenceEngine:
     """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
@@ -337,7 +376,9 @@ def fake_engine(
         max_sequence=min(n_longest, n_ctx_train), pooling=pooling, n_embd=3,
         adapters=tuple(adapters),
     )  # fmt: skip
-    runtime = Runtime(context, FakeVocab(), info, sharing, context.close, may_pad=may_pad, layouts=layouts)
+    runtime = Runtime(
+        context, FakeVocab(), info, sharing, context.close, may_pad=may_pad, layouts=layouts, proposers=proposers
+    )
     return BatchInferenceEngine(
         "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings
     )
@@ -401,3 +442,10 @@ def reference(
 def spell(text: str) -> list[int]:
     """The fake model's tokens of one letter each."""
     return [PIECES.index(letter.encode()) for letter in text]
+
+
+def know(engine: BatchInferenceEngine, times: Mapping[int, float]) -> None:
+    """Lets the scheduler know these times, seconds by numbers of rows, and learn no others."""
+    scheduler = engine._scheduler
+    scheduler._lora.budget(()).cost.seed(times.items())
+    scheduler.computed = lambda plan, seconds: None  # type: ignore[method-assign]

@@ -411,10 +411,12 @@ class BatchInferenceEngine:
         finish reasons of `outputs`.
         """
         rows, n_outputs = plan.rows(), self._batch.n_outputs
-        in_cache: dict[Seq, int] = {}
+        metrics, in_cache = self.metrics, {}
+        metrics.draft_steps += 1
         for sequence, n in plan.chunks:
             in_cache[sequence] = sequence.n_computed + n
             sequence.n_drafted += len(sequence.draft)
+            metrics.drafted_tokens += len(sequence.draft)
             self.kv.computed(sequence, min(n, sequence.n_pending))
         reasons: dict[Seq, FinishReason | None] = {}
         going_on = outputs
@@ -425,6 +427,7 @@ class BatchInferenceEngine:
                 reasons[sequence] = self._accept(sequence, output)
                 if n := sequence.verify_draft():
                     sequence.n_accepted += n
+                    metrics.accepted_tokens += n
                     self.kv.computed(sequence, n)
                     if not (reasons[sequence] or sequence.n_pending):
                         following.append(sequence)

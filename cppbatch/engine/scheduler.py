@@ -24,12 +24,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from cppbatch.config import Preference
+from cppbatch.config import MAX_DRAFT, Preference
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.lora_scheduling import LoraRoundRobin
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.prefix_cache import Match
-from cppbatch.engine.sequence import MAX_DRAFT, Seq, SeqStatus
+from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
 from cppbatch.engine.step_budget import StepBudget
 from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.config import MAX_DRAFT
 from cppbatch.engine.cells import Span
 from cppbatch.engine.detokenizer import Detokenizer
 from cppbatch.engine.lora_sets import AdapterSet
@@ -84,10 +85,6 @@ class SavedState(Protocol):
 
     @property
     def n_bytes(self) -> int: ...
-
-
-MAX_DRAFT = 64
-"""Draft tokens of a sequence in a step, at most."""
 
 
 class Seq:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from cppbatch.engine.scheduler import Scheduler
-from tests.fakes import context_of, drain, fake_engine, greedy
+from tests.fakes import context_of, drain, fake_engine, greedy, know
 
 TILES = {1: 0.005} | {n: 0.010 if n in (4, 8, 16) else 0.030 for n in range(2, 17)}
 """Seconds by rows of a device that computes whole tiles three times as fast as other numbers of rows."""
-
-
-def know(scheduler: Scheduler, times: dict[int, float] = TILES) -> None:
-    """Lets the scheduler know these times and learn no others."""
-    scheduler._lora.budget(()).cost.seed(times.items())
-    scheduler.computed = lambda plan, seconds: None  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize(("n", "rows"), [(2, 4), (3, 4), (4, 4), (6, 8), (7, 8)])
 def test_a_step_computes_whole_tiles(unified: bool, n: int, rows: int) -> None:
     engine = fake_engine(n_ctx=400, n_batch=40, n_parallel=8, unified=unified, may_pad=True)
-    know(engine._scheduler)
+    know(engine, TILES)
     for i in range(n):
         engine.add_request([i + 1, 2], greedy(20, ignore_eos=True))
     drain(engine)
@@ -35,7 +28,7 @@ def test_a_step_computes_whole_tiles(unified: bool, n: int, rows: int) -> None:
 def test_texts_are_those_without_padding(unified: bool) -> None:
     def texts(may_pad: bool) -> list[list[int]]:
         engine = fake_engine(n_ctx=800, n_batch=40, n_parallel=8, unified=unified, may_pad=may_pad)
-        know(engine._scheduler)
+        know(engine, TILES)
         params = [greedy(3 + 5 * i, ignore_eos=True, logprobs=2 if i % 2 else None) for i in range(7)]
         return [result.tokens for result in engine.generate([[i, 1] for i in range(7)], params)]
 
@@ -44,7 +37,7 @@ def test_texts_are_those_without_padding(unified: bool) -> None:
 
 def test_where_sequences_have_streams_padding_fills_the_gaps_between_them() -> None:
     engine = fake_engine(n_ctx=800, n_batch=40, n_parallel=8, unified=False, may_pad=True)
-    know(engine._scheduler, dict.fromkeys(range(1, 9), 0.01))
+    know(engine, dict.fromkeys(range(1, 9), 0.01))
     lengths = (40, 4, 40, 40, 4, 40)
     engine.generate([[i, 1] for i in range(6)], [greedy(n, ignore_eos=True) for n in lengths])
     assert list(context_of(engine).steps[20]) == [0, 1, 2, 3, 4, 5], "one group of six rows, two of them padding"
@@ -52,7 +45,7 @@ def test_where_sequences_have_streams_padding_fills_the_gaps_between_them() -> N
 
 def test_gaps_stay_where_filling_them_costs_more() -> None:
     engine = fake_engine(n_ctx=800, n_batch=40, n_parallel=8, unified=False, may_pad=True)
-    know(engine._scheduler, {n: 0.010 * n for n in range(1, 9)})
+    know(engine, {n: 0.010 * n for n in range(1, 9)})
     lengths = (40, 4, 4, 40)
     engine.generate([[i, 1] for i in range(4)], [greedy(n, ignore_eos=True) for n in lengths])
     assert list(context_of(engine).steps[20]) == [0, 3]
@@ -60,7 +53,7 @@ def test_gaps_stay_where_filling_them_costs_more() -> None:
 
 def test_padding_takes_no_cells_that_sequences_need() -> None:
     engine = fake_engine(n_ctx=12, n_batch=40, n_parallel=8, unified=True, may_pad=True)
-    know(engine._scheduler)
+    know(engine, TILES)
     engine.generate([[i, 1] for i in range(3)], greedy(2, ignore_eos=True))  # 3 x 3 cells, one more for padding
     results = engine.generate([[i, 1] for i in range(3)], greedy(3, ignore_eos=True))
     assert [result.finish_reason for result in results] == ["length"] * 3
@@ -84,7 +77,7 @@ def test_prompts_are_computed_in_whole_tiles_beside_the_rows() -> None:
 
 def test_cached_prefixes_between_rows_make_way_for_padding_and_are_found_again() -> None:
     engine = fake_engine(n_ctx=8 * 64, n_batch=80, n_parallel=8, unified=False, sharing="copy", may_pad=True)
-    know(engine._scheduler, dict.fromkeys(range(1, 9), 0.01))
+    know(engine, dict.fromkeys(range(1, 9), 0.01))
     prompts = [[i + 1] * 30 for i in range(6)]
     engine.generate(prompts, [greedy(n, ignore_eos=True) for n in (30, 4, 30, 30, 4, 30)])
     assert list(context_of(engine).steps[15]) == [0, 1, 2, 3, 4, 5]
@@ -94,7 +87,7 @@ def test_cached_prefixes_between_rows_make_way_for_padding_and_are_found_again()
 
 def test_tokens_of_prompts_fill_the_gaps_between_rows_first() -> None:
     engine = fake_engine(n_ctx=8 * 300, n_batch=80, n_parallel=8, unified=False, may_pad=True)
-    know(engine._scheduler, dict.fromkeys(range(1, 9), 0.01))
+    know(engine, dict.fromkeys(range(1, 9), 0.01))
     for i in range(6):
         engine.add_request([i + 1, 1], greedy(4 if i in (1, 4) else 60, ignore_eos=True))
     for _ in range(8):

@@ -19,7 +19,7 @@ from cppbatch.engine.layout_policy import LayoutSwitch
 from cppbatch.engine.lora_sets import AdapterSet, adapter_set
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.errors import DecodeFailed
-from tests.fakes import EOG, context_of, fake_engine, greedy, reference, text_of
+from tests.fakes import EOG, FakeProposer, context_of, fake_engine, greedy, reference, text_of
 
 N_CTX, N_PARALLEL, N_BATCH = 48, 3, 6
 LONGEST = N_CTX // N_PARALLEL  # fits in both layouts
@@ -219,6 +219,7 @@ ANY_SCHEDULE = given(
             "swap_space": HOST_MEMORY,
             "prefix_cache_ram": HOST_MEMORY,
             "may_pad": st.booleans(),
+            "drafts": st.booleans(),
         }
     ),
 )
@@ -239,6 +240,7 @@ def test_in_twenty_thousand_schedules_too(**schedule: Any) -> None:
 
 def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: int, sizes: dict[str, Any]) -> None:
     unified, sharing = memory
+    proposer = FakeProposer() if sizes.pop("drafts") else None
     more = 2 if sizes.get("may_pad") else 1  # rows are padded from 3 to 4 and from 5 to 8, which needs spare seq_ids
     engine = fake_engine(
         n_ctx=n_ctx if unified or sizes.get("switches") else N_CTX * more,
@@ -247,6 +249,7 @@ def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: in
         unified=unified,
         sharing=sharing,
         adapters=ADAPTERS,
+        proposers=[proposer] if proposer else [],
         **sizes,
     )
     run = Run(engine)
@@ -255,6 +258,7 @@ def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: in
     run.drain()
     run.check_every_answer()
     run.check_all_is_free()
+    assert not (proposer and proposer.known)
 
 
 SWITCHING = st.lists(
@@ -274,6 +278,7 @@ SWITCHING = st.lists(
             "swap_space": HOST_MEMORY,
             "prefix_cache_ram": HOST_MEMORY,
             "may_pad": st.booleans(),
+            "drafts": st.booleans(),
         }
     ),
 )

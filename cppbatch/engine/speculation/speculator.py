@@ -87,7 +87,8 @@ class Speculator:
     def _propose(self, rows: Sequence[Seq], limits: DraftLimits) -> list[Draft | None]:
         """The best draft for each sequence: the one of which most tokens may be expected to be accepted."""
         most = [
-            min(self.draft_max, each, sequence.n_left - 1) for sequence, each in zip(rows, limits.each, strict=True)
+            max(0, min(self.draft_max, each, sequence.n_left - 1)) if sequence.params.speculate else 0
+            for sequence, each in zip(rows, limits.each, strict=True)
         ]
         best: list[Draft | None] = [None] * len(rows)
         for proposer in self.proposers:
