@@ -121,8 +121,7 @@ def _expected(drafts: Sequence[Draft | None]) -> Probabilities:
     for row, draft in zip(expected, drafts, strict=True):
         if draft:
             row[: len(draft.tokens)] = min(draft.acceptance, _ALMOST_CERTAIN)
-    probabilities: Probabilities = np.cumprod(expected, axis=1)
-    return probabilities
+    return np.multiply.accumulate(expected, axis=1)
 
 
 Choice = tuple[DraftPlan | None, float]
