@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, Completion, SamplingParams
+from cppbatch.engine.speculation.grammar_proposer import GrammarProposer
 from cppbatch.errors import DecodeFailed
-from tests.fakes import FakeProposer, context_of, drain, fake_engine, greedy, know
+from tests.fakes import PIECES, FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, know
 
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -102,3 +105,25 @@ def test_a_sequence_whose_draft_cannot_be_removed_is_computed_again() -> None:
     (result,) = its.generate([[3, 1]], greedy(30, ignore_eos=True))
     assert result.tokens == engine(False).generate([[3, 1]], greedy(30, ignore_eos=True))[0].tokens
     assert its.stats().recomputes > 0
+
+
+class LetterVocab(FakeVocab):
+    """Tokenises each letter from a to p as the token whose piece it is."""
+
+    def tokenize(self, text: str, **options: Any) -> npt.NDArray[np.int32]:
+        return np.array([PIECES.index(letter.encode()) for letter in text], np.int32)
+
+
+def test_what_a_grammar_forces_is_drafted() -> None:
+    def result(drafts: bool) -> Completion:
+        proposers = [GrammarProposer(LetterVocab())] if drafts else []
+        its = fake_engine(n_ctx=400, n_batch=64, proposers=proposers)
+        know(its, {1: 0.010, 64: 0.011})
+        pattern = "(ab|ba)(cdefghijklmnop){2}[a-z]"
+        params = SamplingParams(max_tokens=60, temperature=0, logprobs=1, guided_regex=pattern)
+        return its.generate([[1, 2]], params)[0]
+
+    with_drafts, without = result(True), result(False)
+    assert with_drafts.tokens == without.tokens
+    assert with_drafts.logprobs == without.logprobs
+    assert with_drafts.usage.accepted_tokens > 10

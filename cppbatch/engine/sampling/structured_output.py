@@ -140,6 +140,10 @@ class Constraint:
         """The next tokens, as far as the grammar allows only one: they need no logits. Empty if none is forced."""
         return list(self.matcher.compute_ff_tokens()) if self._allow_forced else []
 
+    def forced_text(self) -> str:
+        """What the text must go on with, as far as the grammar leaves no choice. Complete characters only."""
+        return bytes(self.matcher.compute_ff_bytes()).decode("utf-8", "ignore")
+
     def rebuild(self, tokens: Iterable[int]) -> None:
         """Starts again from the beginning of the grammar and accepts these tokens."""
         self.matcher.reset()
