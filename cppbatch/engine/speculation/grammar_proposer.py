@@ -18,7 +18,7 @@ _FIRST = 0.8  # acceptance before any is known
 
 
 class GrammarProposer:
-    """Drafts the bytes that the grammar of a sequence forces. Learns how often the model writes them with these tokens."""
+    """Drafts the bytes that a grammar forces. Learns how often the model writes them with these tokens."""
 
     costs_compute = False
 
