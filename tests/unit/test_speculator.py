@@ -1,0 +1,153 @@
+"""How many draft tokens a step computes: as many as make tokens faster by the measured step times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from cppbatch import GenerationRequest, SamplingParams
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.speculation.proposer import Draft
+from cppbatch.engine.speculation.speculator import DraftLimits, DraftPlan, Speculator
+from cppbatch.engine.step_cost import StepCost
+
+TILED = {n: 0.010 + 0.001 * -(-n // 4) for n in range(1, 257)}
+"""Seconds by rows: cheap rows, in tiles of 4."""
+STEEP = {n: 0.010 * n for n in range(1, 257)}
+"""Every row costs as much as the first one."""
+FLAT = dict.fromkeys(range(1, 257), 0.010)
+
+
+class Given:
+    """Drafts these numbers of tokens, which are accepted with these probabilities."""
+
+    costs_compute = False
+
+    def __init__(self, drafts: Sequence[tuple[int, float]]) -> None:
+        self.drafts = list(drafts)
+
+    def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
+        lengths = [min(n, limit) for (n, _), limit in zip(self.drafts, most, strict=True)]
+        return [
+            Draft(np.arange(1, n + 1, dtype=np.int32), p) if n else None
+            for n, (_, p) in zip(lengths, self.drafts, strict=True)
+        ]
+
+    def finished(self, sequence: Seq) -> None: ...
+    def close(self) -> None: ...
+
+
+def decoding(n: int, seq_ids: Sequence[int] = (), **params: object) -> list[Seq]:
+    sequences = []
+    for i in range(n):
+        request = GenerationRequest(id=str(i), prompt=[1, 2], params=SamplingParams(max_tokens=100, **params))  # type: ignore[arg-type]
+        sequence = Seq(request, np.array([1, 2], np.int32), max_new=100, seed=0, now=0)
+        sequence.seq_id = seq_ids[i] if seq_ids else i
+        sequence.n_computed = 1
+        sequences.append(sequence)
+    return sequences
+
+
+def plan(
+    drafts: Sequence[tuple[int, float]],
+    times: dict[int, float],
+    *,
+    streams: bool = False,
+    tokens: int = 1000,
+    each: int = 1000,
+    groups: tuple[int, ...] | None = None,
+    seq_ids: Sequence[int] = (),
+) -> tuple[DraftPlan | None, list[Seq]]:
+    cost = StepCost()
+    cost.seed(times.items())
+    sequences = decoding(len(drafts), seq_ids)
+    limits = DraftLimits(tokens, [each] * len(drafts), streams)
+    return Speculator([Given(drafts)], 16).plan(sequences, groups or (len(drafts),), cost, limits), sequences
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_no_drafts_where_every_row_costs_as_much_as_the_first(streams: bool) -> None:
+    its, sequences = plan([(8, 0.95)] * 4, STEEP, streams=streams)
+    assert its is None
+    assert not any(sequence.draft for sequence in sequences)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_whole_drafts_where_rows_cost_nothing(streams: bool) -> None:
+    its, sequences = plan([(8, 0.95)] * 4, FLAT, streams=streams)
+    assert its
+    assert its.lengths == [8] * 4
+    assert [sequence.draft for sequence in sequences] == [list(range(1, 9))] * 4
+
+
+def test_the_likeliest_tokens_fill_whole_tiles() -> None:
+    its, _ = plan([(16, 0.9), (16, 0.3), (0, 0.0)], TILED)
+    assert its
+    assert sum(its.groups) % 4 == 0
+    assert its.lengths[0] > its.lengths[1]
+    assert its.lengths[2] == 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_improbable_drafts_are_left_out(streams: bool) -> None:
+    its, _ = plan([(16, 0.02)] * 4, TILED, streams=streams)
+    assert its is None
+
+
+def test_where_sequences_have_streams_all_rows_get_equally_many() -> None:
+    its, sequences = plan([(8, 0.95), (8, 0.95), (5, 0.95), (8, 0.95)], TILED, streams=True)
+    assert its
+    assert its.lengths == [8] * 4
+    assert its.groups == (36,)
+    assert its.n_padding == 8
+    assert sequences[2].draft == [1, 2, 3, 4, 5], "filling tokens are no draft"
+    assert sequences[2].tokens[2:10].tolist() == [1, 2, 3, 4, 5, 2, 2, 2]
+
+
+def test_few_drafts_among_many_rows_are_a_pass_of_their_own() -> None:
+    times = {n: 0.100 + 0.001 * n for n in range(1, 257)}
+    its, _ = plan([(12, 0.97) if i in (3, 4) else (0, 0.0) for i in range(16)], times, streams=True)
+    assert its
+    assert its.lengths == [12 if i in (3, 4) else 0 for i in range(16)]
+    assert its.groups == (16, 24)
+    assert its.n_padding == 0
+
+
+def test_drafts_of_sequences_that_are_no_neighbours_are_several_passes() -> None:
+    times = {n: 0.100 + 0.001 * n for n in range(1, 257)}
+    its, _ = plan([(12, 0.97) if i in (3, 9) else (0, 0.0) for i in range(16)], times, streams=True)
+    assert its is None, "two passes more are not worth it"
+
+
+def test_drafts_stay_within_the_step_and_the_cells() -> None:
+    its, _ = plan([(16, 0.95)] * 4, FLAT, tokens=9)
+    assert its
+    assert sum(its.lengths) <= 9
+    its, _ = plan([(16, 0.95)] * 4, FLAT, tokens=9, streams=True)
+    assert its
+    assert its.lengths == [2] * 4
+    its, _ = plan([(16, 0.95)] * 4, FLAT, each=3, streams=True)
+    assert its
+    assert its.lengths == [3] * 4
+    assert plan([(16, 0.95)] * 4, FLAT, tokens=0)[0] is None
+
+
+def test_the_longest_confident_draft_wins() -> None:
+    cost = StepCost()
+    cost.seed(FLAT.items())
+    sequences = decoding(2)
+    speculator = Speculator([Given([(10, 0.5), (2, 0.9)]), Given([(3, 0.9), (8, 0.9)])], 16)
+    its = speculator.plan(sequences, (2,), cost, DraftLimits(100, [100, 100], False))
+    assert its
+    assert [len(sequence.draft) for sequence in sequences] == [3, 8]
+
+
+def test_drafts_that_are_almost_worth_it_are_tried_now_and_then() -> None:
+    """The time of so many rows may have been measured while the machine was busy."""
+    cost = StepCost()
+    cost.seed([(1, 0.010), (5, 0.045), (256, 2.0)])
+    speculator = Speculator([Given([(4, 0.9)])], 16)
+    tries = [speculator.plan(decoding(1), (1,), cost, DraftLimits(100, [100], False)) is not None for _ in range(640)]
+    assert 5 <= sum(tries) <= 10
