@@ -36,10 +36,10 @@ class GrammarProposer:
             return None
         self._learn(sequence)
         text = sequence.constraint.forced_text() if most > 0 else ""
-        tokens = self._vocab.tokenize(text, add_special=False, parse_special=False)[:most] if text else ()
-        if not len(tokens):
+        if not text:
             return None
-        draft = Draft(tokens, self._acceptance)
+        tokens = self._vocab.tokenize(text, add_special=False, parse_special=False)
+        draft = Draft(tokens[:most], self._acceptance)
         self._drafted[sequence] = sequence.n_tokens, draft
         return draft
 
