@@ -97,6 +97,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Return vectors instead of text, pooled this way. None: as the model's file says; models that generate text do not
     pool (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling and
     everything about cached or swapped sequences do not apply."""
+    draft_model: str = ""
+    """A smaller GGUF model with the same vocabulary, which drafts tokens for speculative decoding; "": none (-md)."""
+    draft_gpu_layers: int = -1
+    """Layers of the draft model kept on the GPU; -1: all, 0: none (--draft-gpu-layers)."""
     lora: tuple[tuple[str, float], ...] = ()
     """LoRA adapters: GGUF files with the scale for requests without `lora` (--lora FILE=SCALE). Requests name an
     adapter by its file name without the suffix."""
@@ -132,8 +136,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"-c is {self.n_ctx}, less than -np {self.n_parallel}: raise -c or lower -np")
         if not 0 <= self.n_threads <= _MAX_THREADS:
             raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or up to {_MAX_THREADS}")
-        if not -1 <= self.n_gpu_layers <= _INT32_MAX:
-            raise ConfigError(f"-ngl is {self.n_gpu_layers}; it must be -1 (all layers), 0 (none) or more")
+        for name, flag in (("n_gpu_layers", "-ngl"), ("draft_gpu_layers", "--draft-gpu-layers")):
+            if not -1 <= getattr(self, name) <= _INT32_MAX:
+                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be -1 (all layers), 0 (none) or more")
         if self.device is not None and not 0 <= self.device <= _INT32_MAX:
             raise ConfigError(f"device is {self.device}; devices are numbered from 0")
         for name, flag in (("swap_space", "--swap-space"), ("prefix_cache_ram", "--prefix-cache-ram")):
@@ -207,6 +212,8 @@ class EngineSettings(TypedDict, total=False):
     spec: Speculation
     draft_max: int
     pooling: Pooling | None
+    draft_model: str
+    draft_gpu_layers: int
     lora: tuple[tuple[str, float], ...]
     step_ms: tuple[tuple[int, float], ...]
     trace: str

@@ -42,6 +42,12 @@ def _adapters(_context: object, _option: object, given: tuple[str, ...]) -> tupl
     return tuple(_adapter(each) for each in given)
 
 
+def _draft_model(_context: object, _option: object, given: str) -> str:
+    from cppbatch.models.find import check_file
+
+    return str(check_file(Path(given).expanduser())) if given else ""
+
+
 def _adapter(given: str) -> tuple[str, float]:
     """`FILE` or `FILE=SCALE`, as a file and a scale. A file's name may contain a =."""
     path, _, scale = given.rpartition("=")
@@ -132,6 +138,15 @@ _SETTINGS = [
     option(
         "--swap-space", env="SWAP_SPACE", type=int, default=_DEFAULTS.swap_space,
         help="MiB of host memory for sequences that lose their KV cells; 0: compute them again.",
+    ),
+    option(
+        "-md", "--draft-model", env="DRAFT_MODEL", metavar="FILE", default=_DEFAULTS.draft_model, show_default=False,
+        callback=_draft_model,
+        help="Smaller GGUF model with the same vocabulary, which drafts tokens for speculative decoding.",
+    ),
+    option(
+        "--draft-gpu-layers", env="DRAFT_GPU_LAYERS", type=int, default=_DEFAULTS.draft_gpu_layers,
+        help="Layers of the draft model on the GPU; -1: all, 0: none.",
     ),
     option(
         "--lora", env="LORA", metavar="FILE[=SCALE]", multiple=True, callback=_adapters,
