@@ -123,8 +123,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, flag in at_least_one.items():
             if not 1 <= getattr(self, name) <= _INT32_MAX:
                 raise ConfigError(f"{flag} ({name}) is {getattr(self, name)}; it must be from 1 to {_INT32_MAX}")
-        if not 1 <= self.draft_max <= MAX_DRAFT:
-            raise ConfigError(f"--draft-max (draft_max) is {self.draft_max}; it must be from 1 to {MAX_DRAFT}")
         if self.n_parallel > MAX_SEQ_IDS:
             raise ConfigError(f"-np is {self.n_parallel}; llama.cpp has {MAX_SEQ_IDS} sequence ids in all")
         if self.n_batch < self.n_parallel:
@@ -147,6 +145,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.target_step_ms <= _MAX_STEP_MS:
             raise ConfigError(f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_MAX_STEP_MS}")
         self._check_choices()
+        self._check_speculation()
         self._check_lora()
 
     def _check_choices(self) -> None:
@@ -169,6 +168,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
+
+    def _check_speculation(self) -> None:
+        if not 1 <= self.draft_max <= MAX_DRAFT:
+            raise ConfigError(f"--draft-max (draft_max) is {self.draft_max}; it must be from 1 to {MAX_DRAFT}")
+        if self.spec == "draft" and not self.draft_model:
+            raise ConfigError("--spec draft needs a draft model: give -md FILE, or leave --spec out")
 
     def _check_lora(self) -> None:
         try:

@@ -23,6 +23,7 @@ from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
 from cppbatch.engine.layout_policy import LayoutCosts, layout_costs
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
+from cppbatch.engine.speculation.draft_runtime import draft_config, open_draft_model
 from cppbatch.engine.speculation.proposer import Proposer
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
@@ -123,8 +124,30 @@ def load_model(
 def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] | None = None) -> Runtime:
     """Makes a context for a loaded model. One model may have several contexts, also at the same time.
 
-    `close`: closes the runtime; None: closing frees only the context. Raises `ModelError` or `LlamaError`.
+    If the settings name a draft model, it is loaded too; closing the runtime frees it. `close`: closes the rest of the
+    runtime; None: that frees only the context. Raises `ModelError` or `LlamaError`.
     """
+    runtime = _open_runtime(config, model, close)
+    if (draft_settings := draft_config(config)) is None:
+        return runtime
+    if runtime.info.pooling:
+        raise ModelError(f"-md is for models that generate text; {model.path} returns vectors. Leave it out")
+    draft = load_model(draft_settings)
+    try:
+        proposer = open_draft_model(draft_settings, draft, model, runtime.threads)
+    except BaseException:
+        draft.close()
+        raise
+
+    def close_both() -> None:
+        draft.close()
+        runtime.close()
+
+    return replace(runtime, proposers=(*runtime.proposers, proposer), close=close_both)
+
+
+def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] | None) -> Runtime:
+    """The runtime without a draft model."""
     context = make_context(config, model)
     close = close or context.close
     if pooling := _pooling(config, model):

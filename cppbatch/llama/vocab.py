@@ -138,6 +138,23 @@ class Vocab:
         """Whether the token was added to the vocabulary by hand, for example `<tool_call>`."""
         return bool(C.llama_vocab_get_attr(self.handle, token) & C.LLAMA_TOKEN_ATTR_USER_DEFINED)
 
+    def difference(self, other: Vocab) -> str | None:
+        """What differs first between two vocabularies: the number of tokens, a special token, or the text of a token;
+        None if they are the same."""
+        if self.n_tokens != other.n_tokens:
+            return f"{other.n_tokens} tokens instead of {self.n_tokens}"
+        for name in ("bos", "eos", "eot", "adds_bos"):
+            mine, others = getattr(self, name), getattr(other, name)
+            if mine != others:
+                return f"{name} is {others} instead of {mine}"
+        text_of, one, two = C.llama_vocab_get_text, self.handle, other.handle
+        for token in range(self.n_tokens):
+            if (mine := text_of(one, token)) != (others := text_of(two, token)):
+                return (
+                    f"token {token} is {others.decode(errors='replace')!r} instead of {mine.decode(errors='replace')!r}"
+                )
+        return None
+
     def for_grammars(self) -> Any:
         """The vocabulary as an `llguidance.LLTokenizer`, made by the first call."""
         with self._lock:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -14,37 +15,47 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_model import DraftModel, DraftModelProposer
 from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.errors import DecodeFailed
+from cppbatch.llama import Batch
 from tests.fakes import EOG, LIKELIEST_FIRST, N_VOCAB, FakeContext, mood
 
 PROMPT = list(range(1, 7))
 
 
 class Clock:
-    """Seconds that pass only when told, and a second for each decode of a row."""
+    """Seconds that pass when told, and a microsecond each time it is read."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def __call__(self) -> float:
+        self.now += 1e-6
         return self.now
+
+
+class TimedContext(FakeContext):
+    """A decode takes 10 ms, and 1 ms for each token."""
+
+    clock: Clock
+
+    def decode(self, batch: Batch) -> None:
+        super().decode(batch)
+        self.clock.now += 0.01 + 0.001 * batch.n_tokens
 
 
 class Drafting:
     """A proposer over a fake context, with sequences whose tokens the test decides."""
 
     def __init__(self, *, n_ctx: int = 256, n_batch: int = 64, n_parallel: int = 4, longest: int = 256) -> None:
-        self.context = FakeContext(
+        self.context = TimedContext(
             n_ctx=n_ctx, n_batch=n_batch, n_seq_max=n_parallel, kv_unified=True, sharing="cells"
         )
-        self.clock = Clock()
+        self.clock = self.context.clock = Clock()
         self.proposer = DraftModelProposer(DraftModel(self.context, longest), EOG, clock=self.clock)
         self._ids = 0
 
     def sequence(self, prompt: Sequence[int] = PROMPT, *, salt: str = "", cache_prompt: bool = True) -> Seq:
         self._ids += 1
-        request = GenerationRequest(
-            id=str(self._ids), prompt=list(prompt), cache_salt=salt, cache_prompt=cache_prompt
-        )
+        request = GenerationRequest(id=str(self._ids), prompt=list(prompt), cache_salt=salt, cache_prompt=cache_prompt)
         return Seq(request, np.asarray(prompt, np.int32), max_new=500, seed=0, now=0.0)
 
     def propose(self, sequences: Sequence[Seq], most: int | Sequence[int] = 4) -> list[Draft | None]:
@@ -167,15 +178,16 @@ def test_only_what_is_missing_is_computed(drafting: Drafting) -> None:
     sequence = drafting.sequence()
     (draft,) = drafting.propose([sequence], 3)
     assert draft
-    for right, n_missing in ((0, 1), (1, 1), (2, 1), (3, 2)):
+    for n_right in (0, 1, 2, 3, 3, 1):
         drafted = draft.tokens.tolist()
-        after = likeliest([*known(sequence), *drafted[:right]])[0]
-        add(sequence, [*drafted[:right], after if right == 3 else other_than(after)])
+        right = drafted[:n_right]
+        wrong = other_than(likeliest([*known(sequence), *right])[0])
+        add(sequence, [*right, wrong])
         drafting.context.steps.clear()
         (draft,) = drafting.propose([sequence], 3)
         assert draft
         assert draft.tokens.tolist() == likeliest(known(sequence), 3)
-        assert drafting.context.steps[0] == {0: n_missing}
+        assert drafting.context.steps[0] == {0: 2 if right == drafted else 1}
 
 
 def test_a_step_that_used_no_draft_changes_nothing(drafting: Drafting) -> None:
@@ -236,7 +248,8 @@ def test_other_sequences_are_drafted_for_while_a_prompt_is_read(drafting: Drafti
 
 
 def test_more_is_read_the_longer_the_step_of_the_model_took(drafting: Drafting) -> None:
-    drafting.proposer.cost.observe_prompt(64, 0.064)
+    for n in (32, 64, 128):
+        drafting.proposer.cost.observe_prompt(n, 0.001 * n)
     for seconds, read in ((0.001, 32), (0.02, 40), (10.0, 64)):
         sequence = drafting.sequence([int(1000 * seconds) % 50, *(i % 50 for i in range(100))])
         drafting.context.steps.clear()
@@ -299,10 +312,6 @@ def test_where_not_all_fit_the_last_ones_get_no_draft() -> None:
 # --- estimates ----------------------------------------------------------------------------------------------------
 
 
-def accepting(n: int) -> Callable[[list[int]], list[int]]:
-    return lambda drafted: drafted[:n]
-
-
 @pytest.mark.parametrize(("n_accepted", "low", "high"), [(0, 0.0, 0.5), (4, 0.8, 1.0)])
 def test_the_acceptance_is_learned_from_what_came_true(
     drafting: Drafting, n_accepted: int, low: float, high: float
@@ -334,14 +343,7 @@ def test_a_new_sequence_begins_with_the_acceptance_of_the_others(drafting: Draft
     assert draft.acceptance > 0.8
 
 
-def test_what_drafts_take_is_learned_from_the_decodes(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = drafting.context.decode
-
-    def slow(batch: object) -> None:
-        decode(batch)  # type: ignore[arg-type]
-        drafting.clock.now += 0.01 + 0.001 * batch.n_tokens  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(drafting.context, "decode", slow)
+def test_what_drafts_take_is_learned_from_the_decodes(drafting: Drafting) -> None:
     proposer = drafting.proposer
     assert proposer.seconds(4, 3) == 0
     long = drafting.sequence([i % 50 for i in range(108)])
@@ -365,19 +367,19 @@ def test_a_draft_model_that_cannot_compute_drafts_no_more(drafting: Drafting, ca
     assert len(drafting.context.steps) == 1
 
 
-@pytest.fixture
-def interrupted(drafting: Drafting) -> Iterator[Seq]:
+def test_after_ctrl_c_drafts_are_right_again(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = drafting.sequence()
     drafting.propose([sequence])
     add(sequence, [3])
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(drafting.context, "logits", lambda _n: (_ for _ in ()).throw(KeyboardInterrupt))
-        drafting.proposer.propose([sequence], [4])
-    yield sequence
 
+    def interrupt(_n: int) -> NoReturn:
+        raise KeyboardInterrupt
 
-def test_after_ctrl_c_drafts_are_right_again(drafting: Drafting, interrupted: Seq) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(drafting.context, "logits", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            drafting.proposer.propose([sequence], [4])
     drafting.check()
-    (draft,) = drafting.propose([interrupted])
+    (draft,) = drafting.propose([sequence])
     assert draft
-    assert draft.tokens.tolist() == likeliest(known(interrupted), 4)
+    assert draft.tokens.tolist() == likeliest(known(sequence), 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -21,12 +21,14 @@ class Buffer(msgspec.Struct, frozen=True):
     buffer_type: str
     """llama.cpp's buffer type: CPU, CPU_Mapped, CPU_REPACK, CUDA0, CUDA_Host ..."""
     n_bytes: int
+    of_draft_model: bool = False
 
 
 _KINDS: dict[str, Kind] = {"model": "weights", "LoRA": "adapters", "compute": "compute", "output": "output"}
 _SIZE = re.compile(r"(\S+)\s+(model|LoRA|KV|RS|DSV4 \S+ state|compute|output) buffer size =\s*([\d.]+) MiB")
 _CACHE = re.compile(r"size =\s*([\d.]+) MiB \(\s*\d+ cells,.* K \(")
 _CACHE_LAYER = re.compile(r"layer\s+\d+: dev = (\S+)")
+_LOADING = re.compile(r"llama_model_loader: loaded meta data with")
 
 
 def read_buffers(lines: Iterable[str]) -> list[Buffer]:
@@ -53,6 +55,14 @@ def read_buffers(lines: Iterable[str]) -> list[Buffer]:
             sizes.update({("cells", place): n for place, n in shares.items()})
             layers, cache = Counter(), Counter()
     return [Buffer(kind, place, n) for (kind, place), n in sizes.items() if n]
+
+
+def read_engine_buffers(lines: Sequence[str]) -> list[Buffer]:
+    """As `read_buffers`, of an engine that may have a draft model, which is loaded after its model and context."""
+    loads = [i for i, line in enumerate(lines) if _LOADING.search(line)]
+    draft_at = loads[1] if len(loads) > 1 else len(lines)
+    of_draft = (msgspec.structs.replace(each, of_draft_model=True) for each in read_buffers(lines[draft_at:]))
+    return [*read_buffers(lines[:draft_at]), *of_draft]
 
 
 def _bytes(mib: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import psutil
 
-from cppbatch.bench.memory.buffers import Buffer, read_buffers
+from cppbatch.bench.memory.buffers import Buffer, read_engine_buffers
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
@@ -42,7 +42,7 @@ def measure_memory(config: EngineConfig) -> MeasuredMemory:
         else:
             engine.generate(prompts, SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True, temperature=0))
         return MeasuredMemory(
-            read_buffers(lines),
+            read_engine_buffers(lines),
             process.memory_info().rss - resident_before,
             {name: free_before[name] - free for name, free in _free(backend).items()},
         )

@@ -17,6 +17,7 @@ from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstim
 from cppbatch.bench.memory.weights import weight_buffers
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_model, make_context, switches
+from cppbatch.engine.speculation.draft_runtime import check_draft_model, draft_config, make_draft_context
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, Model
 from cppbatch.llama.gguf_header import list_tensors
@@ -44,11 +45,13 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
     simulated: _SimulatedModel | None = None
     try:
         for config in configs:
-            key = (config.model_path, config.n_gpu_layers, config.device, config.lora)
+            draft = draft_config(config)
+            of_draft = draft and (draft.model_path, draft.n_gpu_layers)
+            key = (config.model_path, config.n_gpu_layers, config.device, config.lora, of_draft)
             try:
                 if simulated is None or simulated.key != key:
                     if simulated:
-                        simulated.model.close()
+                        simulated.close()
                     simulated = None
                     simulated = _SimulatedModel(config, key)
                 yield simulated.footprint(config)
@@ -56,18 +59,31 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
                 yield Footprint(error=str(error))
     finally:
         if simulated:
-            simulated.model.close()
+            simulated.close()
 
 
 class _SimulatedModel:
-    """A model loaded with simulated allocations."""
+    """A model, and the draft model if there is one, loaded with simulated allocations."""
 
     def __init__(self, config: EngineConfig, key: tuple[object, ...]) -> None:
         self.key = key
-        with Backend.get().lines() as lines:
-            self.model = load_model(config, no_alloc=True)
-        parts = [list_tensors(part) for part in model_parts(self.model.path)]
-        self._fixed = [*weight_buffers(lines, parts), Buffer("process", "CPU", psutil.Process().memory_info().rss)]
+        self._draft: Model | None = None
+        self.model, weights = _load(config)
+        draft_weights: list[Buffer] = []
+        try:
+            if draft := draft_config(config):
+                self._draft, draft_weights = _load(draft)
+                check_draft_model(self._draft, self.model)
+        except BaseException:
+            self.close()
+            raise
+        process = Buffer("process", "CPU", psutil.Process().memory_info().rss)
+        self._fixed = [*weights, *map(_of_draft_model, draft_weights), process]
+
+    def close(self) -> None:
+        self.model.close()
+        if self._draft:
+            self._draft.close()
 
     def footprint(self, config: EngineConfig) -> Footprint:
         """The larger one, of an engine that switches its layout. Raises the exceptions of creating a context."""
@@ -83,18 +99,20 @@ class _SimulatedModel:
         n_ctx = min(config.n_ctx, _MAX_REAL_CELLS)
         n_parallel = min(config.n_parallel, self._max_real_states(config)) if model.is_recurrent else config.n_parallel
         smaller = replace(config, n_ctx=n_ctx, n_parallel=n_parallel)
+        factors = {
+            "cells": config.n_ctx / n_ctx,
+            "compute": config.n_ctx / n_ctx,
+            "states": config.n_parallel / n_parallel,
+            "output": config.n_parallel / n_parallel,
+        }
+        of_draft: list[Buffer] = []
+        if self._draft and (draft := draft_config(smaller)):
+            with Backend.get().lines() as lines, make_draft_context(draft, self._draft):
+                of_draft = [_of_draft_model(each) for each in _context_buffers(lines, factors)]
         with Backend.get().lines() as lines, make_context(smaller, model) as context:
-            factors = {
-                "cells": config.n_ctx / n_ctx,
-                "compute": config.n_ctx / n_ctx,
-                "states": config.n_parallel / n_parallel,
-                "output": config.n_parallel / n_parallel,
-            }
-            buffers = [
-                _scaled(each, factors.get(each.kind, 1.0)) for each in read_buffers(lines) if each.kind != "weights"
-            ]
+            buffers = [*_context_buffers(lines, factors), *_output_rows(config, model, context)]
             return Footprint(
-                buffers=[*self._fixed, *buffers, *_output_rows(config, model, context)],
+                buffers=[*self._fixed, *buffers, *of_draft],
                 kv_layout="unified" if context.kv_unified else "per-sequence",
                 sequence_cells=round(context.n_ctx_seq * config.n_ctx / n_ctx),
                 n_layers=model.n_layers,
@@ -106,6 +124,22 @@ class _SimulatedModel:
         with Backend.get().lines() as lines, make_context(replace(config, n_ctx=256, n_parallel=1), self.model):
             bytes_per_sequence = sum(buffer.n_bytes for buffer in read_buffers(lines) if buffer.kind == "states")
         return max(1, _MAX_REAL_STATE_BYTES // max(1, bytes_per_sequence))
+
+
+def _load(config: EngineConfig) -> tuple[Model, list[Buffer]]:
+    """A model with simulated allocations, and the buffers of its weights."""
+    with Backend.get().lines() as lines:
+        model = load_model(config, no_alloc=True)
+    return model, weight_buffers(lines, [list_tensors(part) for part in model_parts(model.path)])
+
+
+def _context_buffers(lines: list[str], factors: dict[str, float]) -> list[Buffer]:
+    """The buffers in the log of creating a context, multiplied by the factor of their kind."""
+    return [_scaled(each, factors.get(each.kind, 1.0)) for each in read_buffers(lines) if each.kind != "weights"]
+
+
+def _of_draft_model(buffer: Buffer) -> Buffer:
+    return replace(buffer, of_draft_model=True)
 
 
 def _scaled(buffer: Buffer, factor: float) -> Buffer:

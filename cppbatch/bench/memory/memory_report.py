@@ -51,7 +51,7 @@ def with_measured(report: Report, taken: MeasuredMemory, devices: Sequence[Devic
     """Returns the report with measured values next to the estimates."""
     measured: Counter[tuple[str, str]] = Counter()
     for buffer in taken.buffers:
-        measured[_NAMES[buffer.kind], _where(buffer, devices)] += buffer.n_bytes
+        measured[_name(buffer), _where(buffer, devices)] += buffer.n_bytes
     rows = [_with_measured(row, measured.get((row["what"], row["where"]))) for row in report.rows]
     firm = sum(round(row["predicted_mib"] * _MIB) for row in report.rows if row["kind"] != "process")
     grown = f"{format_gib(taken.process)} of {format_gib(firm)}"
@@ -94,18 +94,22 @@ def _checked(estimate: MemoryEstimate) -> list[Footprint]:
 
 
 def _sorted(buffers: list[Buffer]) -> list[Buffer]:
-    """Merges buffers of the same kind and type, in the order of `_NAMES`."""
-    sizes: Counter[tuple[str, str]] = Counter()
+    """Merges buffers of the same kind and type, in the order of `_NAMES`; those of the draft model follow."""
+    sizes: Counter[Buffer] = Counter()
     for buffer in buffers:
-        sizes[buffer.kind, buffer.buffer_type] += buffer.n_bytes
+        sizes[replace(buffer, n_bytes=0)] += buffer.n_bytes
     order = list(_NAMES)
-    ordered = sorted(sizes.items(), key=lambda item: order.index(item[0][0]))
-    return [Buffer(kind, place, n) for (kind, place), n in ordered]  # type: ignore[arg-type]
+    ordered = sorted(sizes.items(), key=lambda item: (item[0].of_draft_model, order.index(item[0].kind)))
+    return [replace(buffer, n_bytes=n) for buffer, n in ordered]
+
+
+def _name(buffer: Buffer) -> str:
+    return f"draft model: {_NAMES[buffer.kind]}" if buffer.of_draft_model else _NAMES[buffer.kind]
 
 
 def _row(buffer: Buffer, devices: Sequence[Device]) -> dict[str, Any]:
     return {
-        "what": _NAMES[buffer.kind],
+        "what": _name(buffer),
         "where": _where(buffer, devices),
         "predicted_mib": buffer.n_bytes / _MIB,
         "kind": buffer.kind,

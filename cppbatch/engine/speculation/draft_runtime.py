@@ -1,0 +1,82 @@
+"""Opens a draft model: its settings, its checks, its context."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cppbatch.config import EngineConfig, available_threads
+from cppbatch.engine.compute_threads import ComputeThreads
+from cppbatch.engine.kv_layout import choose_flash_attn
+from cppbatch.engine.speculation.draft_model import DraftModel, DraftModelProposer
+from cppbatch.errors import ModelError
+from cppbatch.llama import Backend, Context, Model, probe_prefix_sharing
+
+
+def draft_config(config: EngineConfig) -> EngineConfig | None:
+    """The settings of the draft model of an engine; None if the engine has none, or if `spec` does not use it."""
+    if not config.draft_model or config.spec not in ("auto", "draft"):
+        return None
+    return msgspec.structs.replace(
+        config,
+        model_path=config.draft_model,
+        draft_model="",
+        spec="off",
+        n_gpu_layers=config.draft_gpu_layers,
+        kv_layout="unified",
+        deterministic=False,  # drafts do not change the text
+        lora=(),
+    )
+
+
+def check_draft_model(draft: Model, target: Model) -> None:
+    """Raises `ModelError` if a model cannot draft for another one, with what differs first."""
+    if draft.is_recurrent or draft.n_swa:
+        memory = "a recurrent state" if draft.is_recurrent else "a sliding window"
+        raise ModelError(
+            f"{draft.path} ({draft.description}) has {memory}, from which wrong drafts cannot be removed. As a draft "
+            "model (-md), take one with full attention in all layers"
+        )
+    if not (draft.is_one_stack and draft.can_generate):
+        raise ModelError(f"{draft.path} ({draft.description}) generates no text, so it cannot draft (-md)")
+    if difference := target.vocab.difference(draft.vocab):
+        raise ModelError(
+            f"the draft model {draft.path.name} has another vocabulary than {target.path.name}: {difference}. Take a "
+            "smaller model of the same family (-md)"
+        )
+
+
+def make_draft_context(config: EngineConfig, draft: Model) -> Context:
+    """The context of a draft model, with as many cells as the engine has. `config`: from `draft_config`."""
+    return Context(
+        draft,
+        n_ctx=config.n_ctx,
+        n_batch=config.n_batch,
+        n_ubatch=config.n_ubatch,
+        n_seq_max=config.n_parallel,
+        n_threads=config.n_threads or available_threads(),
+        flash_attn=choose_flash_attn(config, "unified", on_gpu=_on_gpu(config), has_amx=Backend.get().has_amx),
+        type_k=config.cache_type_k,
+        type_v=config.cache_type_v,
+        kv_unified=True,
+    )
+
+
+def open_draft_model(
+    config: EngineConfig, draft: Model, target: Model, threads: ComputeThreads | None
+) -> DraftModelProposer:
+    """Checks a loaded draft model, makes its context and tries it. `config`: from `draft_config`. `threads`: the
+    engine's. Raises `ModelError` or `LlamaError`."""
+    check_draft_model(draft, target)
+    context = make_draft_context(config, draft)
+    if (sharing := probe_prefix_sharing(context)) != "cells":
+        raise ModelError(
+            f"{draft.path.name} cannot draft (-md): sequences cannot share and remove the cells of its memory "
+            f"(found: {sharing})"
+        )
+    longest = min(context.n_ctx_seq, draft.n_ctx_train)
+    threads = None if _on_gpu(config) else threads
+    return DraftModelProposer(DraftModel(context, longest), target.vocab.eog, threads=threads)
+
+
+def _on_gpu(config: EngineConfig) -> bool:
+    return config.n_gpu_layers != 0 and Backend.get().supports_gpu
