@@ -126,6 +126,8 @@ _SET_BY_STRATEGIES = (
     "prefix_cache_ram",
     "spec",
     "draft_max",
+    "draft_model",
+    "draft_gpu_layers",
     "pooling",
     "trace",
 )
