@@ -4,7 +4,9 @@
 For each load llama-server first runs with unified cells and with a stream for each sequence, with and without flash
 attention, and the fastest flags are kept. Then both servers run, and each turn measures one after the other. The load
 comes from `cppbatch bench serve`, or from AIPerf (--aiperf), which makes prompts of its own. Ratios are medians of the
-turns' ratios. --busy-core measures each turn again beside a process that keeps one core busy.
+turns' ratios. --busy-core measures each turn again beside a process that keeps one core busy. For the loads of
+speculative decoding (quote, json, code, job, free) llama-server's kinds of n-gram drafts are tried as well, and with
+--clients 1,4,16 each load is measured with as many clients.
 
     .venv/bin/python scripts/bench_llama_server.py PEERS/llama-server [-m model.gguf] [--load mixed,fan-out] [--turns 3]
 """
@@ -20,13 +22,14 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cppbatch.bench.child_process import ChildProcess, run_with_timeout, running_server
 from cppbatch.bench.markdown import markdown_table, read_report
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError, UnusableServer
 from cppbatch.models.pull import choose_model
@@ -56,6 +59,17 @@ class Load:
     """More flags of `cppbatch serve`."""
     layouts: tuple[str, ...] = ("-kvu", "--no-kv-unified")
     """llama-server's, to try."""
+    drafts: tuple[str, ...] = ()
+    """llama-server's flags for drafts, to try with the best layout."""
+
+
+NGRAM_DRAFTS = (
+    "--spec-type ngram-simple",
+    "--spec-type ngram-simple --spec-ngram-simple-size-n 4 --spec-ngram-simple-size-m 16",
+    "--spec-type ngram-map-k --spec-ngram-map-k-size-n 4 --spec-ngram-map-k-size-m 16",
+    "--spec-type ngram-mod --spec-ngram-mod-n-match 8 --spec-ngram-mod-n-min 4 --spec-ngram-mod-n-max 16",
+    "--spec-type ngram-cache",
+)
 
 
 LOADS = {
@@ -83,6 +97,12 @@ LOADS = {
         ours="--kv-layout unified",
         layouts=("-kvu",),
     ),
+    **{
+        name: Load(
+            n_requests=max(16, 16 * text.rounds), bench_serve=f"--workload {name}", aiperf="", drafts=NGRAM_DRAFTS
+        )
+        for name, text in TEXT_WORKLOADS.items()
+    },
 }
 
 
@@ -198,23 +218,39 @@ def common_flags(load: Load, threads: int) -> list[str]:
 
 
 def find_best(program: Path, model: Path, generator: Generator, threads: int, n_requests: int) -> str:
-    """Starts llama-server with each layout, with and without flash attention, measures all of them in turns.
+    """Finds llama-server's fastest flags: its layout and flash attention first, then its drafts, if the load has any.
 
-    Returns the flags of the fastest one.
+    Returns the flags. With drafts these are the best with drafts, whether or not they are faster than without.
     """
+
     common = common_flags(generator.load, threads)
-    tried = [f"{layout} -fa {fa}" for layout in generator.load.layouts for fa in ("on", "off")]
-    with contextlib.ExitStack() as servers:
-        urls = {
-            flags: servers.enter_context(running_server([program, "-m", model, *common, *flags.split()])).url
-            for flags in tried
-        }
-        turns = [generator.measure(urls, seed, n_requests) for seed in range(FIND_TURNS)]
-    speeds = {flags: median(turn[flags].tokens_per_second for turn in turns) for flags in tried}
-    best = max(speeds, key=speeds.__getitem__)
-    found = ", ".join(f"`{flags}` {speed:.0f}" for flags, speed in speeds.items())
-    print(f"llama-server, tokens/s by its flags: {found}. Kept: `{best}`\n", flush=True)
+
+    def speeds_of(tried: list[str]) -> dict[str, float]:
+        commands = {flags: [program, "-m", model, *common, *flags.split()] for flags in tried}
+        return measure_commands(generator, commands, n_requests)
+
+    speeds = speeds_of([f"{layout} -fa {fa}" for layout in generator.load.layouts for fa in ("on", "off")])
+    best = fastest(speeds)
+    if generator.load.drafts:
+        speeds = speeds_of([best, *(f"{best} {drafts}" for drafts in generator.load.drafts)])
+        best = fastest({flags: speed for flags, speed in speeds.items() if flags != best})
+    print(f"Kept: `{best}`\n", flush=True)
     return best
+
+
+def fastest(speeds: dict[str, float]) -> str:
+    return max(speeds, key=speeds.__getitem__)
+
+
+def measure_commands(generator: Generator, commands: dict[str, list[str | Path]], n_requests: int) -> dict[str, float]:
+    """Starts llama-server with each command and measures all of them in turns. Returns the tokens/s by flags."""
+    with contextlib.ExitStack() as servers:
+        urls = {flags: servers.enter_context(running_server(command)).url for flags, command in commands.items()}
+        turns = [generator.measure(urls, seed, n_requests) for seed in range(FIND_TURNS)]
+    speeds = {flags: median(turn[flags].tokens_per_second for turn in turns) for flags in commands}
+    found = ", ".join(f"`{flags}` {speed:.0f}" for flags, speed in speeds.items())
+    print(f"llama-server, tokens/s by its flags: {found}.", flush=True)
+    return speeds
 
 
 def measure_turns(generator: Generator, urls: Urls, states: list[str], n_turns: int) -> dict[str, list[Turn]]:
@@ -279,9 +315,13 @@ def write_tokenizer(model: Path, folder: Path) -> Path:
     return folder
 
 
-def compare(args: argparse.Namespace, name: str, tokenizer: Path) -> None:
-    """Prints the comparison under one load."""
+def compare(args: argparse.Namespace, name: str, clients: int | None, tokenizer: Path) -> None:
+    """Prints the comparison under one load. `clients`: None: as the load says."""
     load, ours = LOADS[name], choose_model(args.model)
+    if args.aiperf and not load.aiperf:
+        raise UnusableServer(f"--load {name} is of texts, which only `cppbatch bench serve` sends; leave out --aiperf")
+    if clients:
+        load = replace(load, concurrency=clients)
     theirs = args.their_model or ours
     generator = Generator(load, args.requests or load.n_requests, args.aiperf, tokenizer, args.end)
     n_few = max(load.concurrency, generator.n_requests // 2)
@@ -311,7 +351,8 @@ def main() -> None:
             if args.aiperf and not tokenizer:
                 tokenizer = write_tokenizer(choose_model(args.model), Path(folder))
             for name in args.load:
-                compare(args, name, tokenizer)
+                for clients in args.clients:
+                    compare(args, name, clients, tokenizer)
     except CppBatchError as error:
         sys.exit(f"bench_llama_server.py: {error}")
 
@@ -321,11 +362,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("llama_server", type=Path, help="the program llama-server")
     parser.add_argument("-m", "--model", help="GGUF file of both servers (the default model)")
     parser.add_argument("--their-model", type=Path, help="another GGUF file for llama-server")
+    usual = [name for name, load in LOADS.items() if not load.drafts]
     parser.add_argument(
-        "--load", type=lambda names: names.split(","), default=list(LOADS), metavar="NAME,NAME...",
-        help=f"some of {', '.join(LOADS)} (all)",
+        "--load", type=lambda names: names.split(","), default=usual, metavar="NAME,NAME...",
+        help=f"some of {', '.join(LOADS)} ({','.join(usual)})",
     )  # fmt: skip
-    parser.add_argument("--requests", type=int, help="in each turn (48; full-cells: 24)")
+    parser.add_argument(
+        "--clients", type=lambda counts: [int(count) for count in counts.split(",")], default=[None], metavar="N,N...",
+        help="measure each load with these numbers of clients (as the load says)",
+    )  # fmt: skip
+    parser.add_argument("--requests", type=int, help="in each turn (48; full-cells: 24; texts: 16, job: 48)")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--busy-core", action="store_true", help="measure beside a busy core too")
     parser.add_argument("--aiperf", type=Path, help="the program aiperf (pip install aiperf), instead of bench serve")

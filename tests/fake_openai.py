@@ -22,6 +22,8 @@ class FakeOpenAI:
         """Seconds."""
         self.between = 0.0
         """Seconds."""
+        self.has_chat = False
+        """Whether it has /v1/chat/completions."""
         self.has_usage = True
         self.tokens_told: int | None = None
         """By its usage; None: as many as it says."""
@@ -41,6 +43,8 @@ class FakeOpenAI:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
+        if self.has_chat:
+            app.router.add_post("/v1/chat/completions", self._complete)
         return app
 
     def _may(self, request: web.Request) -> bool:
@@ -80,7 +84,8 @@ class FakeOpenAI:
         if fault == "timeout":
             await asyncio.sleep(30)
         for i in range(0 if fault == "empty answer" else body["max_tokens"]):
-            await self._send(response, {"choices": [{"index": 0, "text": "word ", "finish_reason": None}]})
+            piece = {"delta": {"content": "word "}} if "messages" in body else {"text": "word "}
+            await self._send(response, {"choices": [{"index": 0, **piece, "finish_reason": None}]})
             if i == 1 and fault == "connection closed":
                 assert request.transport
                 request.transport.close()
@@ -95,7 +100,8 @@ class FakeOpenAI:
         await self._send(response, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         if self.has_usage:
             n_told = body["max_tokens"] if self.tokens_told is None else self.tokens_told
-            usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": n_told}
+            prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+            usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": n_told}
             await self._send(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response

@@ -15,7 +15,9 @@ if "--backend-sampling" in sys.argv:
 async def health(request):
     return web.json_response({"status": "ok"})
 between = 0.0 if "--no-kv-unified" in sys.argv and sys.argv[sys.argv.index("-fa") + 1] == "on" else 0.005
-app = FakeOpenAI(model="peer", between=between).app()
+if "--spec-type" in sys.argv and sys.argv[sys.argv.index("--spec-type") + 1] != "ngram-mod":
+    between = 0.005
+app = FakeOpenAI(model="peer", between=between, has_chat=True).app()
 app.router.add_get("/health", health)
 web.run_app(app, host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]), print=None)
 """
@@ -49,7 +51,8 @@ def write_program(path: Path, program: str) -> Path:
 
 
 def write_llama_server(path: Path) -> Path:
-    """A server that is fast with a stream for each sequence and flash attention, and slower with other flags."""
+    """A server that is fast with a stream for each sequence and flash attention, and slower with other flags or drafts,
+    but for those of ngram-mod."""
     return write_program(path, _LLAMA_SERVER)
 
 

@@ -9,12 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.strategies import STRATEGIES
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.report_options import Draw, report_options
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, Speculation
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from cppbatch.bench.load.target import Target
     from cppbatch.bench.load.workload import LoadSettings
     from cppbatch.bench.report import Report
+    from cppbatch.engine.model_info import ModelInfo
 
 option = partial(click.option, show_default=True)
 
@@ -34,8 +37,10 @@ def bench() -> None:
 # --- callbacks of options ---------------------------------------------------------------------------------------------
 
 
-def _numbers(_context: click.Context, _option: click.Parameter, given: str) -> tuple[int, ...]:
-    """`1,4,16`, as a tuple of positive integers without duplicates."""
+def _numbers(_context: click.Context, _option: click.Parameter, given: str | None) -> tuple[int, ...] | None:
+    """`1,4,16`, as a tuple of positive integers without duplicates; None if the option is not given."""
+    if given is None:
+        return None
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise click.BadParameter(f"{given!r}: write numbers from 1, separated by commas, like 1,4,16")
@@ -69,6 +74,7 @@ def _lengths(_context: click.Context, _option: click.Parameter, given: str | Non
 
 _LAYOUTS, _FLASH_ATTNS = ("unified", "per-sequence"), ("on", "off")
 _KINDS = ("greedy", "sampled", "defaults", "penalised", "chain", "json", "logprobs")
+_DRAFTS = ("auto", "suffix", "draft")
 _SET_BY_THROUGHPUT = (
     "n_ctx",
     "n_parallel",
@@ -79,15 +85,16 @@ _SET_BY_THROUGHPUT = (
     "max_queue",
     "swap_space",
     "target_step_ms",
+    "spec",
     "pooling",
     "trace",
 )
 
 
 @bench.command()
-@option(
-    "-B", "--batch-sizes", callback=_numbers, default="1,4,8,16", metavar="N,N...",
-    help="Sequences that run at the same time.",
+@click.option(
+    "-B", "--batch-sizes", callback=_numbers, metavar="N,N...",
+    help="Sequences that run at the same time.  [default: 1,4,8,16; with --spec 1,2,4,8,16]",
 )  # fmt: skip
 @option(
     "--layouts", callback=_names_of(_LAYOUTS), default=",".join(_LAYOUTS), metavar="NAME,NAME...", help="KV layouts."
@@ -101,19 +108,66 @@ _SET_BY_THROUGHPUT = (
     help=f"Kinds of requests: {', '.join(_KINDS)}.",
 )  # fmt: skip
 @option("--prompt-tokens", type=int, default=128, help="Length of each prompt.")
-@option("--new-tokens", type=int, default=64, help="Length of each output.")
+@click.option(
+    "--new-tokens", type=int, help="Length of each output.  [default: 64; with --spec at most what the workload says]"
+)  # fmt: skip
 @option("--repeats", type=int, default=3, help="Runs of each measurement, after a warm-up.")
+@click.option(
+    "--spec", "speculation", type=click.Choice(_DRAFTS), is_flag=False, flag_value="auto",
+    help="Measure the speedup by speculative decoding instead, with drafts from this source (auto, if none is named). "
+    "Layout and flash attention are then automatic.",
+)  # fmt: skip
+@option(
+    "--workloads", callback=_names_of(tuple(TEXT_WORKLOADS)), default=",".join(TEXT_WORKLOADS), metavar="NAME,NAME...",
+    help="With --spec: what the model writes.",
+)  # fmt: skip
 @report_options
 @partial(engine_options, without=_SET_BY_THROUGHPUT)
-def throughput(config: EngineConfig, **sizes: Any) -> tuple[Report, Draw]:
+def throughput(
+    *,
+    config: EngineConfig,
+    speculation: Speculation | None,
+    workloads: tuple[str, ...],
+    batch_sizes: tuple[int, ...] | None,
+    new_tokens: int | None,
+    repeats: int,
+    **sizes: Any,
+) -> tuple[Report, Draw]:
     """Measures prefill and decode speed, and where the time of a step goes.
 
-    The tokens/s of a bare loop over llama_decode are shown for comparison.
+    The tokens/s of a bare loop over llama_decode are shown for comparison. With --spec: the same requests with and
+    without drafts.
     """
+    show = partial(click.echo, err=True)
+    if speculation:
+        from cppbatch.bench.speculation_plot import plot_speedup
+        from cppbatch.bench.speculation_speedup import SpeedupSizes, measure_speedup
+
+        wanted = SpeedupSizes(
+            batch_sizes=batch_sizes or (1, 2, 4, 8, 16), workloads=workloads, new_tokens=new_tokens, repeats=repeats
+        )
+        config = msgspec.structs.replace(config, spec=speculation)
+        return measure_speedup(config, wanted, _chat_prompt, show), plot_speedup
     from cppbatch.bench.throughput import Sizes, measure_throughput
     from cppbatch.bench.throughput_plot import plot_throughput
 
-    return measure_throughput(config, Sizes(**sizes), partial(click.echo, err=True)), plot_throughput
+    given = Sizes(
+        batch_sizes=batch_sizes or (1, 4, 8, 16),
+        new_tokens=64 if new_tokens is None else new_tokens,
+        repeats=repeats,
+        **sizes,
+    )
+    return measure_throughput(config, given, show), plot_throughput
+
+
+def _chat_prompt(info: ModelInfo, message: str) -> str:
+    """The prompt for an answer to this message; the message itself for a model without a chat template."""
+    from cppbatch.chat.template import ChatTemplate
+
+    if info.chat_template is None:
+        return message
+    template = ChatTemplate(info.chat_template, bos=info.bos, eos=info.eos)
+    return template.render([{"role": "user", "content": message}])
 
 
 # --- bench strategies -------------------------------------------------------------------------------------------------
@@ -168,6 +222,7 @@ _SIZES = {  # of each workload, in tokens: prompt, output
     "fixed": (Lengths(128, 128), Lengths(64, 64)),
     "shared-prefix": (Lengths(20, 20), Lengths(32, 32)),
     "fan-out": (Lengths(256, 256), Lengths(32, 32)),
+    **{name: (Lengths(1, 1), Lengths(text.max_tokens, text.max_tokens)) for name, text in TEXT_WORKLOADS.items()},
 }
 
 
@@ -180,7 +235,8 @@ _SIZES = {  # of each workload, in tokens: prompt, output
 @option(
     "--workload", type=click.Choice(list(_SIZES)), default="mixed",
     help="mixed: prompts and outputs of many lengths; fixed: all of one length; shared-prefix: prompts that begin "
-    "alike; fan-out: many samples of each prompt.",
+    "alike; fan-out: many samples of each prompt. For speculative decoding, and with texts that the model ends itself: "
+    f"{'; '.join(f'{name}: {text.about}' for name, text in TEXT_WORKLOADS.items())}.",
 )  # fmt: skip
 @option(
     "--requests", "n_requests", type=int, default=48,
@@ -196,11 +252,12 @@ _SIZES = {  # of each workload, in tokens: prompt, output
 )  # fmt: skip
 @click.option(
     "--prompt-tokens", callback=_lengths, metavar="N|LOW-HIGH",
-    help="Approximate length of each prompt; with shared-prefix, without the prefix.  [default: the workload's]",
+    help="Approximate length of each prompt; with shared-prefix, without the prefix. Not for texts.  "
+    "[default: the workload's]",
 )  # fmt: skip
 @click.option(
     "--output-tokens", callback=_lengths, metavar="N|LOW-HIGH",
-    help="Length of each output.  [default: the workload's]",
+    help="Length of each output; of texts, at most.  [default: the workload's]",
 )  # fmt: skip
 @option("--prefix-tokens", type=int, default=580, help="With shared-prefix: length of the common prefix.")
 @option("--samples", type=int, default=16, help="With fan-out: samples of each prompt.")
@@ -208,9 +265,9 @@ _SIZES = {  # of each workload, in tokens: prompt, output
     "--samples-by", type=click.Choice(["requests", "n"]), default="requests",
     help="With fan-out: send a request for each sample, or one request for all samples, with n.",
 )  # fmt: skip
-@option(
-    "--endpoint", type=click.Choice(["completions", "chat"]), default="completions",
-    help="/v1/completions or /v1/chat/completions.",
+@click.option(
+    "--endpoint", type=click.Choice(["completions", "chat"]),
+    help="/v1/completions or /v1/chat/completions.  [default: completions; for texts chat]",
 )  # fmt: skip
 @click.option("--model", help="The model's name on the server.  [default: the first of /v1/models]")
 @click.option("--api-key", envvar="CPPBATCH_BENCH_API_KEY", show_envvar=True, help="Sent as a bearer token.")
@@ -263,12 +320,16 @@ def _load(
     concurrency: int | None,
     rate: float | None,
     seed: int | None,
+    endpoint: Any,
     **others: Any,
 ) -> LoadSettings:
     from cppbatch.bench.load.workload import LoadSettings, Workload
 
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate and --concurrency exclude each other: with --rate, clients do not wait for answers")
+    is_text = workload in TEXT_WORKLOADS
+    if is_text and prompt_tokens:
+        raise ConfigError(f"--prompt-tokens does not go with --workload {workload}, whose texts have their own length")
     prompt, output = _SIZES[workload]
     return LoadSettings(
         workload=Workload(
@@ -283,6 +344,7 @@ def _load(
         concurrency=16 if concurrency is None else concurrency,
         rate=rate,
         seed=secrets.randbelow(2**31) if seed is None else seed,
+        endpoint=endpoint or ("chat" if is_text else "completions"),
         **others,
     )
 

@@ -93,9 +93,28 @@ def test_figures_go_to_a_table_a_file_and_a_picture(command: str, tiny_llama: Pa
     assert (tmp_path / "figures.png").stat().st_size > 10_000
 
 
+def test_the_speedup_by_drafts_has_a_row_for_each_workload_and_batch_size(tiny_llama: Path, tmp_path: Path) -> None:
+    few = "-B 1,5 --workloads quote,job --new-tokens 3 --repeats 1 -t 1 --draft-max 4".split()
+    files: list[str | Path] = ["--json", tmp_path / "figures.json", "--plot", tmp_path / "figures.png"]
+    result = run("throughput", "--spec", "-m", tiny_llama, *few, *files)
+    assert result.exit_code == 0, result.output
+    figures = msgspec.json.decode((tmp_path / "figures.json").read_bytes())
+    settings = figures["settings"]
+    assert (figures["kind"], settings["spec"], settings["draft_max"]) == ("speculation", "auto", 4)
+    seen = [(row["workload"], row["batch_size"], row["requests"]) for row in figures["rows"]]
+    assert seen == [("quote", 1, 4), ("quote", 5, 5), ("job", 1, 12), ("job", 5, 15)]
+    for row in figures["rows"]:
+        assert row["speedup"]["median"] == pytest.approx(row["drafted"]["median"] / row["plain"]["median"])
+        assert 0 < row["generated_tokens"] <= 3 * row["requests"]
+    assert (tmp_path / "figures.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["throughput", "--spec", "off"], "'off' is not one of 'auto', 'suffix', 'draft'"),
+        (["throughput", "--spec", "--workloads", "poem"], "some of quote, json, code, job, free"),
+        (["throughput", "--spec", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2"),
         (["throughput", "-B", "0,4"], "numbers from 1"),
         (["throughput", "-B", "four"], "numbers from 1"),
         (["throughput", "--layouts", "paged"], "some of unified, per-sequence"),

@@ -212,8 +212,18 @@ def test_addresses_are_read_as_people_write_them() -> None:
         ("--url http://127.0.0.1:9 --api-key sécret", "--api-key has characters"),
         ("--url http://127.0.0.1:9 --rate 0", "--rate is 0"),
         ("--url http://127.0.0.1:9 --repeats 0", "--repeats is 0"),
+        ("--url http://127.0.0.1:9 --workload quote --prompt-tokens 9", "--prompt-tokens does not go with"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cli(["bench", "serve", *arguments.split()], standalone_mode=False)
+
+
+def test_texts_are_sent_as_chats() -> None:
+    fake = FakeOpenAI(has_chat=True)
+    with on_a_thread(fake.app()) as url:
+        few = "--requests 2 --repeats 1 --warmup 1 --output-tokens 5".split()
+        cli(["bench", "serve", "--url", url, "--workload", "json", *few], standalone_mode=False)
+    assert all("orders" in body["messages"][0]["content"] for body in fake.bodies[1:])  # the first is a look
+    assert len(fake.bodies) == 1 + 1 + 2

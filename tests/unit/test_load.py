@@ -7,6 +7,7 @@ import time
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from cppbatch.bench.load.arrivals import open_loop, poisson_arrivals
@@ -16,6 +17,7 @@ from cppbatch.bench.load.load_results import ServerRun, server_row
 from cppbatch.bench.load.workload import LoadRequest, Workload
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.report import format_cell
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.errors import ConfigError
 
 MIXED = Workload(kind="mixed", n_requests=24, prompt_tokens=Lengths(8, 128), output_tokens=Lengths(4, 32))
@@ -49,6 +51,21 @@ def test_a_shared_prefix_is_shared_within_a_repeat_only() -> None:
     assert [len(each) for each in first] == [1, 1]
     assert first[0] != first[1]
     assert len(set(prompts[0])) == 8
+
+
+@pytest.mark.parametrize("name", TEXT_WORKLOADS)
+def test_texts_are_as_long_as_the_model_makes_them(name: Any) -> None:
+    workload = Workload(kind=name, n_requests=4, prompt_tokens=Lengths(1, 1), output_tokens=Lengths(50, 50))
+    requests = workload.requests(1, 0)
+    assert requests == workload.requests(1, 0)
+    assert len({request.prompt for request in [*requests, *workload.requests(1, 1)]}) == 8
+    assert {(request.max_tokens, request.ignore_eos) for request in requests} == {(50, False)}
+    server = TargetServer(label="a", url="http://a", model="m", endpoint="chat")
+    bodies = [msgspec.json.decode(server.body(request)) for request in requests]
+    assert not any("ignore_eos" in body for body in bodies)
+    assert all(("response_format" in body) == (name == "json") for body in bodies)
+    sampled = [(body["temperature"], body.get("seed")) for body in bodies]
+    assert sampled == ([(0.8, i) for i in range(4)] if name == "free" else [(0, None)] * 4)
 
 
 def test_samples_of_a_prompt_differ_by_seed_or_are_one_request() -> None:

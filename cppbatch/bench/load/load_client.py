@@ -34,21 +34,25 @@ class TargetServer(msgspec.Struct, frozen=True, kw_only=True):
         return self.url + _PATHS[self.endpoint]
 
     def body(self, request: LoadRequest) -> bytes:
-        """Returns the request's body. With `ignore_eos` the output has exactly `max_tokens`, if the server knows it."""
+        """Returns the request's body."""
         fields: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.max_tokens,
-            "temperature": 0 if request.seed is None else 1,
-            "ignore_eos": True,
+            "temperature": 0 if request.seed is None else request.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if request.ignore_eos:
+            fields["ignore_eos"] = True
         if self.endpoint == "chat":
             fields["messages"] = [{"role": "user", "content": request.prompt}]
         else:
             fields["prompt"] = request.prompt
         if request.seed is not None:
             fields["seed"] = request.seed
+        if request.schema is not None:
+            form = {"name": "answer", "schema": request.schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": form}
         if request.n > 1:
             fields["n"] = request.n
         return msgspec.json.encode({name: value for name, value in fields.items() if name not in self.unknown})
@@ -167,4 +171,5 @@ def _fill(outcome: RequestOutcome, request: LoadRequest, stream: CompletionStrea
         outcome.cached_tokens = details.cached_tokens if details else None
     outcome.has_usage = n_reported >= stream.n_chunks  # with `n` llama-server reports the tokens of one completion only
     outcome.output_tokens = max(n_reported, stream.n_chunks)
-    outcome.ended_early = outcome.has_usage and n_reported < request.max_tokens * request.n
+    is_short = outcome.has_usage and n_reported < request.max_tokens * request.n
+    outcome.ended_early = request.ignore_eos and is_short

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from cppbatch.bench.prompts import Lengths, random_text
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.errors import ConfigError
 
-Kind = Literal["mixed", "fixed", "shared-prefix", "fan-out"]
+Kind = Literal["mixed", "fixed", "shared-prefix", "fan-out", "quote", "json", "code", "job", "free"]
 SamplesBy = Literal["requests", "n"]
 Endpoint = Literal["completions", "chat"]
 
@@ -23,6 +24,12 @@ class LoadRequest(msgspec.Struct, frozen=True):
     max_tokens: int
     n: int = 1
     seed: int | None = None
+    temperature: float = 1.0
+    """With a seed."""
+    schema: dict[str, Any] | None = None
+    """The output is JSON of this schema."""
+    ignore_eos: bool = True
+    """The output has `max_tokens`, if the server knows the field. False: the model ends it."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +38,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     n_requests: int
     prompt_tokens: Lengths
-    """Length of each prompt, without a shared prefix."""
+    """Length of each prompt, without a shared prefix. Not used where `kind` is one of `TEXT_WORKLOADS`."""
     output_tokens: Lengths
     prefix_tokens: int = 0
     """Length of the prefix of every prompt (shared-prefix)."""
@@ -49,6 +56,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{flag} is {value}; it must be 1 or more")
 
     def __str__(self) -> str:
+        if text := TEXT_WORKLOADS.get(self.kind):
+            return f"{self.kind}: {text.about}, at most {self.output_tokens.high} new tokens"
         sizes = f"prompts of {self.prompt_tokens} tokens, {self.output_tokens} new"
         if self.kind == "shared-prefix":
             shared = f"{self.prefix_tokens} tokens in common"
@@ -65,6 +74,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.kind == "fan-out":
             return list(self._fanned_out(seed, repeat))
+        if text := TEXT_WORKLOADS.get(self.kind):
+            return [
+                LoadRequest(
+                    prompt,
+                    self.output_tokens.high,
+                    seed=i if text.temperature else None,
+                    temperature=text.temperature,
+                    schema=text.schema,
+                    ignore_eos=False,
+                )
+                for i, prompt in enumerate(text.prompts(self.n_requests, f"{seed}/{repeat}"))
+            ]
         prefix = random_text(_rng(seed, repeat, "prefix"), self.prefix_tokens)
         return [
             LoadRequest(f"{prefix} {own}".strip(), max_tokens)
