@@ -226,7 +226,9 @@ def find_best(program: Path, model: Path, generator: Generator, threads: int, n_
     common = common_flags(generator.load, threads)
 
     def speeds_of(tried: list[str]) -> dict[str, float]:
-        commands = {flags: [program, "-m", model, *common, *flags.split()] for flags in tried}
+        commands: dict[str, list[str | Path]] = {
+            flags: [program, "-m", model, *common, *flags.split()] for flags in tried
+        }
         return measure_commands(generator, commands, n_requests)
 
     speeds = speeds_of([f"{layout} -fa {fa}" for layout in generator.load.layouts for fa in ("on", "off")])
