@@ -1,0 +1,114 @@
+"""How probably the continuation of a match is accepted, learned while texts are generated."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from math import exp, log
+
+_LEVELS = (0, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+"""Matched tokens from which a match counts as longer."""
+_FIRST_LENGTHS = (0.4, -0.4, 0.0, 0.3, 0.7, 1.1, 1.5, 2.0, 2.5, 3.0)  # log-odds before anything is learned
+MOST_LENGTH = _LEVELS[-1]
+"""Longer matches are not more probable continuations."""
+_LEVEL = [max(i for i, least in enumerate(_LEVELS) if least <= length) for length in range(MOST_LENGTH + 1)]
+
+_RATE = 0.03  # of what all matches learn
+_SEQUENCE_RATE = 0.4  # of what a sequence learns for itself: about 10 tokens change its estimates
+_SEQUENCE_DECAY = 0.97
+_MOST_LOG_ODDS = 4.0
+_FRESH = 32  # estimates are worked out again after this number of learned tokens
+
+
+class Source(IntEnum):
+    """What a match was found in."""
+
+    OWN = 0
+    """The prompt or the completion of the sequence itself."""
+    PREDICTION = 1
+    """What the request predicts (`Seq.prediction`)."""
+    RUNNING = 2
+    """Another sequence that runs."""
+    FINISHED = 3
+    """A sequence that has finished."""
+
+
+class Agreement(IntEnum):
+    """What other occurrences of the same tokens are followed by."""
+
+    ONLY = 0
+    """There is only one occurrence."""
+    ALL = 1
+    """All are followed by the same token."""
+    MOST = 2
+    """More than half of them are followed by this token."""
+    FEW = 3
+
+
+_FIRST_AGREEMENTS = (0.0, 0.4, -0.5, -1.2)
+_FIRST_SOURCES = (0.0, 0.5, -0.1, -0.1)
+
+
+class MatchAcceptance:
+    """Logistic regression, online: the log-odds that the next token of a match comes are the sum of a weight of the
+    match's length, one of its agreement, one of its source, and what the sequence has learned for itself."""
+
+    def __init__(self) -> None:
+        self._lengths = list(_FIRST_LENGTHS)
+        self._agreements = list(_FIRST_AGREEMENTS)
+        self._sources = list(_FIRST_SOURCES)
+        self._until_fresh = _FRESH
+        self._estimates: dict[tuple[int, int, int, int], float] = {}
+
+    def learn(self, length: int, agreement: int, source: int, own: float, accepted: bool) -> float:
+        """The token after a match of `length` tokens was the expected one, or not.
+
+        `own`: the sequence's own log-odds, 0 at first. Returns the new ones.
+        """
+        level = _LEVEL[length] if length < MOST_LENGTH else -1
+        base = self._lengths[level] + self._agreements[agreement] + self._sources[source]
+        error = accepted - 1 / (1 + exp(-base))
+        step = _RATE * error
+        self._lengths[level] += step
+        self._agreements[agreement] += step
+        self._sources[source] += step
+        self._until_fresh -= 1
+        if not self._until_fresh:
+            self._until_fresh = _FRESH
+            self._estimates.clear()
+        own = own * _SEQUENCE_DECAY + _SEQUENCE_RATE * (accepted - 1 / (1 + exp(-base - own)))
+        return min(max(own, -_MOST_LOG_ODDS), _MOST_LOG_ODDS)
+
+    def first(self, length: int, agreement: int, source: int) -> float:
+        """The log-odds that the next token is accepted, without what the sequence has learned for itself."""
+        level = _LEVEL[min(length, MOST_LENGTH)]
+        return self._lengths[level] + self._agreements[agreement] + self._sources[source]
+
+    def estimate(self, length: int, agreement: int, source: int, own: float, n: int) -> float:
+        """The probability that each token of a draft of `n` tokens is accepted if those before it are.
+
+        It is the one number with which as many of the `n` tokens are expected to be accepted as with the different
+        probabilities of the tokens, which rise with the length of the match.
+        """
+        key = (length if length < MOST_LENGTH else MOST_LENGTH, agreement, source, n)
+        log_odds = self._estimates.get(key)
+        if log_odds is None:
+            log_odds = self._estimates[key] = self._mean_log_odds(*key)
+        return 1 / (1 + exp(-log_odds - own))
+
+    def _mean_log_odds(self, length: int, agreement: int, source: int, n: int) -> float:
+        expected, reached = 0.0, 1.0
+        for _ in range(n):
+            reached /= 1 + exp(-self.first(length, agreement, source))
+            expected += reached
+            length += 1
+            agreement = after(agreement)
+        low, high = 0.0, 1.0
+        for _ in range(14):
+            p = (low + high) / 2
+            low, high = (p, high) if p * (1 - p**n) / (1 - p) < expected else (low, p)
+        return log(low + 1e-4) - log(1 - low)
+
+
+def after(agreement: int) -> int:
+    """The agreement of a match after its next token was accepted: other occurrences do not count any more."""
+    return agreement if agreement < Agreement.MOST else Agreement.ONLY

@@ -1,0 +1,179 @@
+"""Where n-grams occur in texts: hash chains, as in LZ77 compressors, over numpy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = tuple[int, int]
+"""The hashes of the last tokens of a text, one for each of `ORDERS`."""
+
+ORDERS = (8, 3)
+"""Tokens of the n-grams that are indexed. A search for 8 finds the longest matches, one for 3 the other ones."""
+MOST_CANDIDATES = 8
+"""Occurrences that a search looks at, the latest ones."""
+
+_BASE = 0x9E3779B97F4A7C15  # odd
+_MIX = 0xD6E8FEB86659FD93  # odd: moves all bits of a hash into its high bits
+_MASK = (1 << 64) - 1
+_OUT_LONG, _OUT_SHORT = (pow(_BASE, order, 1 << 64) for order in ORDERS)
+_POSITION = (1 << 32) - 1
+
+
+class IndexedText:
+    """A text in an index: `tokens[:n]`, int32, to which tokens may still be appended.
+
+    Of every position `p` the index knows which n-gram came before, so `tokens[p]` is a continuation of it. Texts of
+    different `group`s never match each other.
+    """
+
+    __slots__ = ("base", "chain_arrays", "chains", "group", "n", "raw", "seed", "tokens", "view")
+
+    def __init__(self, tokens: npt.NDArray[np.int32], number: int, group: int) -> None:
+        self.base = number << 32
+        self.group = group
+        self.seed = group * _BASE & _MASK
+        self.n = 0
+        # For each order and position: where the same n-gram occurred before. Memory is taken when it is touched.
+        self._set(tokens, [np.zeros(len(tokens), np.int64) for _ in ORDERS])
+
+    def _set(self, tokens: npt.NDArray[np.int32], chains: list[npt.NDArray[np.int64]]) -> None:
+        self.tokens, self.chain_arrays = tokens, chains
+        self.view = tokens.data  # its items are Python's integers, and come faster than numpy's
+        self.raw = self.view.cast("B")
+        self.chains = [chain.data for chain in chains]
+
+    def trim(self) -> None:
+        """Copies what is known of the text: no more is appended, and the array that it lay in is not kept alive."""
+        self._set(self.tokens[: self.n].copy(), [chain[: self.n].copy() for chain in self.chain_arrays])
+
+    def hashes(self, n: int) -> Hashes:
+        """The hashes of the tokens before position `n`."""
+        long = short = 0
+        for token in self.view[max(0, n - ORDERS[0]) : n]:
+            long = long * _BASE + token + 1
+        for token in self.view[max(0, n - ORDERS[1]) : n]:
+            short = short * _BASE + token + 1
+        return long & _MASK, short & _MASK
+
+    def rolled(self, hashes: Hashes, n: int) -> Hashes:
+        """The hashes before position `n + 1`, from those before position `n`."""
+        view, (long, short) = self.view, hashes
+        token = view[n] + 1
+        long = long * _BASE + token
+        short = short * _BASE + token
+        if n >= ORDERS[0]:
+            long -= (view[n - ORDERS[0]] + 1) * _OUT_LONG
+        if n >= ORDERS[1]:
+            short -= (view[n - ORDERS[1]] + 1) * _OUT_SHORT
+        return long & _MASK, short & _MASK
+
+
+def hash_arrays(tokens: npt.NDArray[np.int32], start: int, stop: int) -> list[npt.NDArray[np.uint64]]:
+    """For each order the hashes before positions `max(start, order)` to `stop - 1`."""
+    values = tokens[:stop].astype(np.uint64) + np.uint64(1)
+    arrays = []
+    for order in ORDERS:
+        first = max(start, order)
+        n = max(0, stop - first)
+        hashes = np.zeros(n, np.uint64)
+        for i in range(first - order, first):
+            hashes *= np.uint64(_BASE)
+            hashes += values[i : i + n]
+        arrays.append(hashes)
+    return arrays
+
+
+class NgramIndex:
+    """Finds where the last tokens of a text occurred before.
+
+    For each n-gram order, `heads[slot]` is the latest occurrence among the n-grams whose hash has this slot, and the
+    chains of the texts lead from each occurrence to the one before. Each is compared with the tokens sought.
+    `size`: the number of tokens for which it has room; with more of them older occurrences are found less often.
+    """
+
+    def __init__(self, size: int) -> None:
+        bits = max(6, (2 * size - 1).bit_length())
+        self._shift = 64 - bits
+        self._head_arrays = [np.zeros(1 << bits, np.int64) for _ in ORDERS]
+        self._heads = [heads.data for heads in self._head_arrays]
+        self._texts: dict[int, IndexedText] = {}
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        """The number of its texts."""
+        return len(self._texts)
+
+    def add(self, tokens: npt.NDArray[np.int32], group: int = 0) -> IndexedText:
+        """A new text, of which nothing is known yet. `append` and `extend` make known what `tokens` has."""
+        self._last_number += 1
+        text = self._texts[self._last_number] = IndexedText(tokens, self._last_number, group)
+        return text
+
+    def remove(self, text: IndexedText) -> None:
+        """The text is not found any more."""
+        del self._texts[text.base >> 32]
+
+    def append(self, text: IndexedText, hashes: Hashes) -> None:
+        """The next token of the text is known; `hashes` are of those before it."""
+        p = text.n
+        text.n = p + 1
+        ref, seed, shift = text.base | p, text.seed, self._shift
+        if p >= ORDERS[1]:
+            slot = ((hashes[1] ^ seed) * _MIX & _MASK) >> shift
+            heads = self._heads[1]
+            text.chains[1][p] = heads[slot]
+            heads[slot] = ref
+            if p >= ORDERS[0]:
+                slot = ((hashes[0] ^ seed) * _MIX & _MASK) >> shift
+                heads = self._heads[0]
+                text.chains[0][p] = heads[slot]
+                heads[slot] = ref
+
+    def extend(self, text: IndexedText, stop: int, arrays: list[npt.NDArray[np.uint64]]) -> None:
+        """The tokens up to `stop` are known; `arrays`: `hash_arrays` from `text.n` to `stop`. The same as `append`."""
+        for i, order in enumerate(ORDERS):
+            n = len(arrays[i])
+            if not n:
+                continue
+            slots = (((arrays[i] ^ np.uint64(text.seed)) * np.uint64(_MIX)) >> np.uint64(self._shift)).astype(np.int64)
+            width = n.bit_length()
+            packed = np.sort((slots << width) | np.arange(n))  # by slot, then by position
+            slots, where = packed >> width, packed & ((1 << width) - 1)
+            refs = where + (text.base + max(text.n, order))
+            is_first = np.ones(n + 1, bool)  # of those with its slot; the last entry makes the last one visible below
+            np.not_equal(slots[1:], slots[:-1], out=is_first[1:-1])
+            heads, chain = self._head_arrays[i], np.empty(n, np.int64)
+            chain[1:] = refs[:-1]
+            firsts = slots[is_first[:-1]]
+            chain[is_first[:-1]] = heads[firsts]
+            heads[firsts] = refs[is_first[1:]]
+            text.chain_arrays[i][where + max(text.n, order)] = chain
+        text.n = stop
+
+    def skip(self, text: IndexedText, stop: int) -> None:
+        """The tokens up to `stop` are known, but not found in this text."""
+        text.n = stop
+
+    def find(self, text: IndexedText, n: int, order: int, hashes: Hashes) -> list[tuple[IndexedText, int]]:
+        """Where the `ORDERS[order]` tokens before position `n` of `text`, with these hashes, occurred: texts with the
+        positions behind, at most `MOST_CANDIDATES`, the latest one first."""
+        size = 4 * ORDERS[order]
+        if 4 * n < size:
+            return []
+        ref = self._heads[order][((hashes[order] ^ text.seed) * _MIX & _MASK) >> self._shift]
+        if not ref:
+            return []
+        found, texts, group = [], self._texts, text.group
+        sought = bytes(text.raw[4 * n - size : 4 * n])
+        for _ in range(MOST_CANDIDATES):
+            other = texts.get(ref >> 32)
+            if other is None:
+                break
+            p = ref & _POSITION
+            if other.group == group and other.raw[4 * p - size : 4 * p] == sought:
+                found.append((other, p))
+            ref = other.chains[order][p]
+            if not ref:
+                break
+        return found

@@ -1,0 +1,292 @@
+"""Drafts without a model: what followed the last tokens where they occurred before."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.speculation.match_acceptance import MOST_LENGTH, Agreement, MatchAcceptance, Source, after
+from cppbatch.engine.speculation.ngram_index import ORDERS, Hashes, IndexedText, NgramIndex, hash_arrays
+from cppbatch.engine.speculation.proposer import Draft
+
+_AT_ONCE = 8192  # tokens of prompts that one call of `propose` indexes, in about a millisecond
+_START = 256  # beginning a sequence costs as much as indexing this number of tokens
+_FEW = 32  # more new tokens than these are indexed with numpy
+_ROOM = 4096  # tokens of a completion for which the index of a sequence has room at first
+_LENGTHS = (MOST_LENGTH, 24, 16, 12, 8)  # matches of `ORDERS[0]` tokens and more are compared at these lengths
+
+
+class _Match:
+    """Where the continuation of a sequence's last tokens is read: `text.tokens[position]` is expected to come next."""
+
+    __slots__ = ("agreement", "length", "position", "source", "text")
+
+    def __init__(self, text: IndexedText, position: int, length: int, agreement: int, source: int) -> None:
+        self.text = text
+        self.position = position
+        self.length = length  # matched tokens, at most about MOST_LENGTH are counted when it is found
+        self.agreement = agreement
+        self.source = source
+
+
+class _State:
+    """What the proposer knows of a running sequence."""
+
+    __slots__ = ("group", "hashes", "log_odds", "match", "own", "own_text", "predicted", "prediction", "shared")
+
+    def __init__(self, own: NgramIndex, own_text: IndexedText, shared: IndexedText | None) -> None:
+        self.own = own
+        self.own_text = own_text
+        self.shared = shared  # its text in the index of all sequences
+        self.hashes: Hashes | None = None  # of its last tokens; None: its prompt is not indexed yet
+        self.match: _Match | None = None
+        self.log_odds = 0.0  # its own, see `MatchAcceptance`
+        self.predicted: NgramIndex | None = None  # of the tokens that the request predicts
+        self.prediction: IndexedText | None = None
+
+
+class SuffixProposer:
+    """Continues an earlier occurrence of a sequence's last tokens.
+
+    It is found in the sequence's own prompt and completion, in what its request predicts, and in running and finished
+    sequences with the same salt. A match is followed as long as its tokens come, and costs no search then.
+    `max_tokens`: tokens of finished sequences that are kept, over all salts; the least recently used ones leave. A
+    request with `cache_prompt=False` takes no tokens of others and gives them none.
+    """
+
+    costs_compute = False
+
+    def __init__(self, *, max_tokens: int = 1 << 18) -> None:
+        self._max_tokens = max_tokens
+        self._acceptance = MatchAcceptance()
+        self._states: dict[Seq, _State] = {}
+        self._shared = NgramIndex(max_tokens)
+        self._groups: dict[Hashable, tuple[int, int]] = {}  # salt: the number of its group, and of its texts
+        self._last_group = 0
+        self._finished: dict[IndexedText, Hashable] = {}  # texts with their salts, oldest use first
+        self.n_tokens = 0
+        """Tokens of finished sequences that are kept."""
+
+    # --- the interface of proposers -----------------------------------------------------------------------------
+
+    def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
+        """See `Proposer.propose`. The tokens of a draft are a view: they are not to be written."""
+        states, left = self._states, _AT_ONCE
+        drafts: list[Draft | None] = []
+        for sequence, limit in zip(sequences, most, strict=True):
+            state = states.get(sequence)
+            if state is None:
+                if left <= 0:  # the next call begins with it
+                    drafts.append(None)
+                    continue
+                state = self._start(sequence)
+                left -= _START
+            n, known = sequence.n_tokens, state.own_text.n
+            if n - known > _FEW or state.hashes is None:
+                stop = min(n, known + max(left, 0))
+                left -= stop - known
+                self._read(state, stop)
+                if stop == n:
+                    self._begin(state, sequence)
+            elif n > known:
+                self._follow(state, n)
+            drafts.append(self._draft(state, limit) if limit > 0 and state.match is not None else None)
+        return drafts
+
+    def finished(self, sequence: Seq) -> None:
+        """See `Proposer.finished`: its tokens are kept for others while there is room."""
+        state = self._states.pop(sequence, None)
+        if state is None or state.shared is None:
+            return
+        text = state.shared
+        text.trim()
+        self._finished[text] = sequence.salt
+        self.n_tokens += text.n
+        while self.n_tokens > self._max_tokens:
+            oldest = next(iter(self._finished))
+            salt = self._finished.pop(oldest)
+            self.n_tokens -= oldest.n
+            self._shared.remove(oldest)
+            self._leave(salt)
+
+    def close(self) -> None:
+        """See `Proposer.close`."""
+        self._states.clear()
+        self._finished.clear()
+        self._groups.clear()
+        self._shared = NgramIndex(0)
+        self.n_tokens = 0
+
+    # --- texts --------------------------------------------------------------------------------------------------
+
+    def _start(self, sequence: Seq) -> _State:
+        own = NgramIndex(min(len(sequence.tokens), sequence.n_tokens + _ROOM))
+        shared = None
+        if sequence.request.cache_prompt:
+            shared = self._shared.add(sequence.tokens, self._join(sequence.salt))
+        state = self._states[sequence] = _State(own, own.add(sequence.tokens), shared)
+        prediction = sequence.prediction
+        if prediction is not None:
+            state.predicted = NgramIndex(len(prediction))
+            state.prediction = state.predicted.add(prediction)
+            state.predicted.extend(state.prediction, len(prediction), hash_arrays(prediction, 0, len(prediction)))
+        return state
+
+    def _join(self, salt: Hashable) -> int:
+        group, n = self._groups.get(salt, (0, 0))
+        if not group:
+            self._last_group += 1
+            group = self._last_group
+        self._groups[salt] = group, n + 1
+        return group
+
+    def _leave(self, salt: Hashable) -> None:
+        group, n = self._groups.pop(salt)
+        if n > 1:
+            self._groups[salt] = group, n - 1
+
+    def _read(self, state: _State, stop: int) -> None:
+        """Indexes many tokens, up to `stop`."""
+        text, shared = state.own_text, state.shared
+        start = text.n
+        arrays = hash_arrays(text.tokens, start, stop)
+        state.own.extend(text, stop, arrays)
+        if shared is not None:
+            if self._is_known(shared, start, stop):
+                self._shared.skip(shared, stop)
+            else:
+                self._shared.extend(shared, stop, arrays)
+
+    def _is_known(self, text: IndexedText, start: int, stop: int) -> bool:
+        """Whether another text of the group has the tokens from `start` to `stop`: several choices of a prompt."""
+        first = start + ORDERS[0]
+        if stop <= first:
+            return False
+        found = self._shared.find(text, first, 0, text.hashes(first))
+        tokens = text.tokens[first:stop]
+        return any(
+            other.n - p >= len(tokens) and np.array_equal(other.tokens[p : p + len(tokens)], tokens)
+            for other, p in found
+        )
+
+    # --- matches ------------------------------------------------------------------------------------------------
+
+    def _begin(self, state: _State, sequence: Seq) -> None:
+        """All of the tokens before the first draft are indexed."""
+        text = state.own_text
+        state.hashes = text.hashes(text.n)
+        state.match = None
+        if state.prediction is not None and text.n == sequence.n_prompt:
+            state.match = _Match(state.prediction, 0, 0, Agreement.ONLY, Source.PREDICTION)
+        else:
+            self._search(state)
+
+    def _follow(self, state: _State, n: int) -> None:
+        """Takes new tokens, up to `n`: compares them with the match, indexes them, and searches if none goes on."""
+        text, shared, match = state.own_text, state.shared, state.match
+        own, all_texts, hashes = state.own, self._shared, state.hashes
+        assert hashes is not None
+        view = text.view
+        for p in range(text.n, n):
+            if match is not None and match.position < match.text.n:
+                accepted = match.text.view[match.position] == view[p]
+                state.log_odds = self._acceptance.learn(
+                    match.length, match.agreement, match.source, state.log_odds, accepted
+                )
+                if accepted:
+                    match.position += 1
+                    match.length += 1
+                    match.agreement = after(match.agreement)
+                else:
+                    match = None
+            else:
+                match = None
+            own.append(text, hashes)
+            if shared is not None:
+                all_texts.append(shared, hashes)
+            hashes = text.rolled(hashes, p)
+        state.hashes, state.match = hashes, match
+        # A match of 3 tokens was the best of the latest ones; with 8 the search is sharper.
+        if match is None or match.position >= match.text.n or match.length == ORDERS[0]:
+            self._search(state)
+
+    def _search(self, state: _State) -> None:
+        """Finds the match that goes on most probably."""
+        best, best_odds = None, 0.0
+        for match in self._matches(state):
+            odds = self._acceptance.first(match.length, match.agreement, match.source)
+            if best is None or odds > best_odds:
+                best, best_odds = match, odds
+        state.match = best
+        if best is not None and best.source == Source.FINISHED:
+            self._finished[best.text] = self._finished.pop(best.text)  # used last
+
+    def _matches(self, state: _State) -> list[_Match]:
+        """The best match in each source."""
+        text, shared, hashes = state.own_text, state.shared, state.hashes
+        assert hashes is not None
+        matches = []
+        for order in range(len(ORDERS)):
+            if state.predicted is not None and (found := state.predicted.find(text, text.n, order, hashes)):
+                matches.append(_best(text, found, order, Source.PREDICTION))
+            if found := state.own.find(text, text.n, order, hashes):
+                matches.append(_best(text, found, order, Source.OWN))
+            if shared is not None:
+                found = self._shared.find(shared, text.n, order, hashes)
+                found = [(other, p) for other, p in found if other is not shared and p < other.n]
+                if found:
+                    match = _best(text, found, order, Source.RUNNING)
+                    if match.text in self._finished:
+                        match.source = Source.FINISHED
+                    matches.append(match)
+            if matches:
+                break
+        return matches
+
+    def _draft(self, state: _State, most: int) -> Draft | None:
+        match = state.match
+        assert match is not None
+        text, p = match.text, match.position
+        n = text.n - p
+        if n <= 0:
+            return None
+        tokens = text.tokens[p : p + most] if n >= most else text.tokens[p : text.n]
+        if n < most and text is state.own_text:  # the text repeats its last n tokens: so will the draft
+            tokens = np.resize(tokens, most)
+        length = len(tokens)
+        acceptance = self._acceptance.estimate(match.length, match.agreement, match.source, state.log_odds, length)
+        return Draft(tokens, acceptance)
+
+
+def _best(text: IndexedText, found: list[tuple[IndexedText, int]], order: int, source: Source) -> _Match:
+    """The longest match among occurrences of the last tokens of `text`, which are given with the latest one first; of
+    equally long ones one whose next token is the most frequent among them."""
+    if len(found) == 1:
+        other, p = found[0]
+        return _Match(other, p, _length(text, other, p, order), Agreement.ONLY, source)
+    lengths = [_length(text, other, p, order) for other, p in found]
+    tokens = [other.view[p] for other, p in found]
+    longest = max(lengths)
+    among = [token for token, length in zip(tokens, lengths, strict=True) if length == longest]
+    token = max(among, key=among.count)
+    i = next(i for i in range(len(found)) if lengths[i] == longest and tokens[i] == token)
+    n, agreeing = len(found), tokens.count(token)
+    agreement = Agreement.ALL if agreeing == n else Agreement.MOST if 2 * agreeing > n else Agreement.FEW
+    return _Match(*found[i], longest, agreement, source)
+
+
+def _length(text: IndexedText, other: IndexedText, p: int, order: int) -> int:
+    """How many of the last tokens of `text` are also those before `p` in `other`: at least `ORDERS[order]`."""
+    n = text.n
+    if order == 0:
+        for length in _LENGTHS:
+            a, b = 4 * (n - length), 4 * (p - length)
+            if a >= 0 and b >= 0 and text.raw[a : 4 * n] == other.raw[b : 4 * p]:
+                return length
+    length = ORDERS[order]
+    a, b, one, two = n - length - 1, p - length - 1, text.view, other.view
+    while length < ORDERS[0] and a >= 0 and b >= 0 and one[a] == two[b]:
+        a, b, length = a - 1, b - 1, length + 1
+    return length
