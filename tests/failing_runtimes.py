@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, KvLayout, Sharing
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.errors import DecodeFailed
 from cppbatch.llama import Batch
@@ -135,6 +135,19 @@ def slow_to_start(config: EngineConfig, progress: Progress) -> Runtime:
 
     context.decode = decode
     return _with_context(runtime, context)
+
+
+def slow_to_switch(config: EngineConfig, progress: Progress) -> Runtime:
+    """A switch of the KV layout takes a second longer."""
+    runtime = load_runtime(config, progress)
+    assert runtime.layouts
+    change = runtime.layouts.change
+
+    def slowly(layout: KvLayout) -> Sharing:
+        time.sleep(1)
+        return change(layout)
+
+    return replace(runtime, layouts=replace(runtime.layouts, change=slowly))
 
 
 def kills_itself(config: EngineConfig, progress: Progress) -> Runtime:

@@ -400,6 +400,16 @@ def drain(engine: BatchInferenceEngine) -> list[GenerationEvent]:
     raise AssertionError("the engine never comes to rest")
 
 
+def run_steps(engine: BatchInferenceEngine, n: int) -> list[GenerationEvent]:
+    """The events of `n` steps."""
+    return [event for _ in range(n) for event in engine.step()]
+
+
+def tokens_of(events: list[GenerationEvent], name: str) -> list[int]:
+    """The tokens of one request."""
+    return [token for event in events if event.request_id == name for token in event.tokens]
+
+
 def greedy(max_tokens: int | None = None, **others: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **others)
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from cppbatch import BatchInferenceEngine, GenerationEvent, SamplingParams
+from tests.fakes import drain, reference, tokens_of
+
 TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
@@ -45,3 +48,25 @@ def interrupted_after(n_lines: int) -> Iterator[None]:
         pass
     finally:
         sys.settrace(None)
+
+
+def assert_survives_ctrl_c(
+    engine: BatchInferenceEngine, prompts: list[list[int]], params: SamplingParams, *, after: int, n_priorities: int = 1
+) -> None:
+    """Runs the prompts and interrupts that once `after` lines have run: each request ends exactly once, with a part of
+    its own text, and nothing is lost."""
+    engine.generate([prompts[0]], SamplingParams(temperature=0, max_tokens=1))
+    names = [engine.add_request(prompt, params, priority=i % n_priorities) for i, prompt in enumerate(prompts)]
+    events: list[GenerationEvent] = []
+    with interrupted_after(after):
+        for _ in range(40):
+            events += engine.step()
+    engine.kv.check()
+    events += drain(engine)
+    assert sorted(event.request_id for event in events if event.finish_reason) == sorted(names)
+    for name, prompt in zip(names, prompts, strict=True):
+        expected = reference(prompt, params)[0]
+        assert is_subsequence(tokens_of(events, name), expected)
+        assert len(tokens_of(events, name)) >= len(expected) - 4
+    engine.clear_prefix_cache()
+    engine.kv.check()

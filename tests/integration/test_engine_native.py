@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ from cppbatch import BatchInferenceEngine, Completion, FinishReason, SamplingPar
 from cppbatch.errors import InvalidRequest
 from tests import tiny_models
 from tests.fakes import greedy
-
-OpenEngine = Callable[..., BatchInferenceEngine]
+from tests.native_engines import PROMPTS, OpenEngine
 
 KINDS = [
     ("tiny_llama", "unified"),
@@ -25,35 +22,7 @@ KINDS = [
     ("tiny_hybrid", "unified"),
     ("tiny_hybrid", "per-sequence"),
 ]
-PROMPTS = ["a", "Hello", "the cat " * 3, "é" * 20, "what will they say when ", "x" * 70, "one for all and " * 9, "1+1="]
-SETTINGS: dict[str, Any] = {
-    "n_ctx": 1024, "n_parallel": 4, "n_batch": 64, "n_ubatch": 32, "n_threads": 1,
-    "flash_attn": "off",  # on, llama.cpp's CPU kernel sums in float16, and logits depend a little on where cells lie
-}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture
-def open_engine() -> Iterator[OpenEngine]:
-    """Opens engines; at the end each must have given every cell and seq_id back."""
-    with contextlib.ExitStack() as stack:
-
-        def open_engine(path: Path, **settings: Any) -> BatchInferenceEngine:
-            engine = stack.enter_context(BatchInferenceEngine(path, **{**SETTINGS, **settings}))
-            stack.callback(assert_everything_is_free, engine)
-            return engine
-
-        yield open_engine
-
-
-def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
-    engine.kv.check()
-    assert engine.kv.n_used == 0
-    engine.clear_prefix_cache()
-    engine.kv.check()
-    seq_ids = range(engine.kv.n_seq_ids)
-    assert (engine.kv.n_used, engine.kv.swapped_bytes, engine.kv.n_free_ids) == (0, 0, len(seq_ids))
-    assert [engine._context.last_position(i) for i in seq_ids] == [-1] * len(seq_ids)
 
 
 @pytest.fixture(params=KINDS, ids=[f"{model}-{layout}" for model, layout in KINDS])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +14,10 @@ from cppbatch.engine.layout_policy import LayoutSwitch
 from cppbatch.engine.runtime import load_model, open_runtime
 from cppbatch.errors import InvalidRequest
 from tests import lora_texts
+from tests.native_engines import PROMPTS, SETTINGS, OpenEngine
 
-OpenEngine = Callable[..., BatchInferenceEngine]
-
-SETTINGS: dict[str, Any] = {
-    "n_ctx": 1024, "n_parallel": 4, "n_batch": 64, "n_ubatch": 32, "n_threads": 1,
-    "flash_attn": "off",  # on, llama.cpp's CPU kernel sums in float16, and logits depend a little on where cells lie
-}  # fmt: skip
-PROMPTS = ["a", "Hello", "the cat " * 3, "é" * 20, "what will they say when ", "x" * 70, "one for all and " * 9, "1+1="]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 STREAM = 256
-
-
-@pytest.fixture
-def open_engine() -> Iterator[OpenEngine]:
-    """Opens engines; at the end each must have given every cell and seq_id back."""
-    with contextlib.ExitStack() as stack:
-
-        def open_engine(path: Path, **settings: Any) -> BatchInferenceEngine:
-            engine = stack.enter_context(BatchInferenceEngine(path, **{**SETTINGS, **settings}))
-            stack.callback(assert_everything_is_free, engine)
-            return engine
-
-        yield open_engine
-
-
-def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
-    engine.clear_prefix_cache()
-    engine.kv.check()
-    assert (engine.kv.n_used, engine.kv.n_cached, engine.kv.swapped_bytes) == (0, 0, 0)
-    assert engine.kv.n_free_ids == engine.kv.n_seq_ids
 
 
 def switch(engine: BatchInferenceEngine) -> None:

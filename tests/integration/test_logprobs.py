@@ -14,6 +14,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.llama import Batch, Context, Model
 from tests import tiny_models
+from tests.native_engines import PROMPTS
 from tests.unit.test_logprobs import N_TOPS, assert_those_of, log_softmax
 
 Rows = npt.NDArray[np.float64]
@@ -25,8 +26,6 @@ MOST_SCORED = 64  # tokens of a prompt that a step gives logits for
 SETTINGS: dict[str, Any] = {
     "n_ctx": 1024, "n_batch": 256, "n_ubatch": 256, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified",
 }  # fmt: skip
-
-PROMPTS = ["a", "Hello", "the cat " * 3, "é" * 20, "what will they say when ", "x" * 70, "one for all and " * 9, "1+1="]
 
 LONG = [1, *range(290, 450)]
 

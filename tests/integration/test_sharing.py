@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.llama import Batch, Context, Model, probe_prefix_sharing
+from tests.native_engines import OpenEngine
 
 KINDS: list[tuple[str, str, Sharing]] = [
     ("tiny_llama", "unified", "cells"),
@@ -27,8 +27,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 EXACT: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32"}  # rounding in f16 flips near-tied tokens
 STORY = [1, *(300 + i * 7 % 60 for i in range(90))]
 
-OpenEngine = Callable[..., BatchInferenceEngine]
-
 
 @pytest.fixture(params=KINDS, ids=[f"{model}-{layout}" for model, layout, _ in KINDS])
 def kind(request: pytest.FixtureRequest) -> tuple[Path, KvLayout, Sharing]:
@@ -37,32 +35,10 @@ def kind(request: pytest.FixtureRequest) -> tuple[Path, KvLayout, Sharing]:
 
 
 @pytest.fixture
-def open_engine(kind: tuple[Path, KvLayout, Sharing]) -> Iterator[OpenEngine]:
-    """Opens engines over the kind's model; at the end each must be empty but for its cache, and then altogether."""
+def open_kind(kind: tuple[Path, KvLayout, Sharing], open_engine: OpenEngine) -> OpenEngine:
+    """Opens engines over the kind's model."""
     path, layout, _ = kind
-    with contextlib.ExitStack() as stack:
-
-        def open_engine(**settings: Any) -> BatchInferenceEngine:
-            sizes: dict[str, Any] = {
-                "n_ctx": 2048,
-                "n_parallel": 4,
-                "n_batch": 64,
-                "n_ubatch": 32,
-                "n_threads": 1,
-                "flash_attn": "off",
-            }
-            engine = stack.enter_context(BatchInferenceEngine(path, kv_layout=layout, **{**sizes, **settings}))
-            stack.callback(assert_everything_is_free, engine)
-            return engine
-
-        yield open_engine
-
-
-def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
-    engine.kv.check()
-    engine.clear_prefix_cache()
-    engine.kv.check()
-    assert (engine.kv.n_used, engine.kv.n_cached, engine.kv.n_free_ids) == (0, 0, engine.kv.n_seq_ids)
+    return partial(open_engine, path, kv_layout=layout, n_ctx=2048)
 
 
 def tokens_of(engine: BatchInferenceEngine, prompts: list[list[int]]) -> list[list[int]]:
@@ -107,28 +83,28 @@ def test_with_one_sequence_at_a_time_and_very_few_cells_all_is_well(kind: tuple[
         engine.kv.check()
 
 
-def test_prompts_that_begin_alike_get_the_texts_they_get_without_a_cache(open_engine: OpenEngine) -> None:
+def test_prompts_that_begin_alike_get_the_texts_they_get_without_a_cache(open_kind: OpenEngine) -> None:
     prompts = [STORY[:n] + [200 + i] * 3 for i, n in enumerate((91, 91, 60, 40, 91, 13, 60, 91))] + [STORY, STORY]
-    expected = tokens_of(open_engine(prefix_cache=False), prompts)
-    engine = open_engine()
+    expected = tokens_of(open_kind(prefix_cache=False), prompts)
+    engine = open_kind()
     for _ in range(2):
         assert tokens_of(engine, prompts) == expected
         engine.kv.check()
     assert engine.stats().prefix_hits > 0
 
 
-def test_one_prompt_with_many_settings_is_read_once(open_engine: OpenEngine) -> None:
+def test_one_prompt_with_many_settings_is_read_once(open_kind: OpenEngine) -> None:
     params = [SamplingParams(temperature=1, top_k=8, seed=i, max_tokens=16, ignore_eos=True) for i in range(4)]
-    expected = open_engine(prefix_cache=False).generate([STORY] * 4, params)
-    engine = open_engine()
+    expected = open_kind(prefix_cache=False).generate([STORY] * 4, params)
+    engine = open_kind()
     results = engine.generate([STORY] * 4, params)
     assert [r.tokens for r in results] == [r.tokens for r in expected]
     assert len({tuple(r.tokens) for r in results}) == 4
     assert engine.stats().prefix_hit_tokens == 3 * (len(STORY) - 1)
 
 
-def test_a_conversation_reads_only_what_is_new(open_engine: OpenEngine) -> None:
-    plain, engine = open_engine(prefix_cache=False), open_engine()
+def test_a_conversation_reads_only_what_is_new(open_kind: OpenEngine) -> None:
+    plain, engine = open_kind(prefix_cache=False), open_kind()
     conversation = STORY[:50]
     for turn in range(4):
         (expected,), (answer,) = plain.generate([conversation], GREEDY), engine.generate([conversation], GREEDY)
@@ -139,10 +115,10 @@ def test_a_conversation_reads_only_what_is_new(open_engine: OpenEngine) -> None:
 
 
 @pytest.mark.parametrize("ram", [64, 0], ids=["host memory", "no host memory"])
-def test_what_had_to_leave_its_cells_comes_back_from_host_memory(open_engine: OpenEngine, ram: int) -> None:
+def test_what_had_to_leave_its_cells_comes_back_from_host_memory(open_kind: OpenEngine, ram: int) -> None:
     conversations = [[1, *[300 + i] * 60] for i in range(6)]
-    plain = open_engine(prefix_cache=False, **EXACT)
-    engine = open_engine(n_ctx=512, n_parallel=2, prefix_cache_ram=ram, **EXACT)
+    plain = open_kind(prefix_cache=False, **EXACT)
+    engine = open_kind(n_ctx=512, n_parallel=2, prefix_cache_ram=ram, **EXACT)
     for _ in range(3):
         expected = tokens_of(plain, conversations)
         assert tokens_of(engine, conversations) == expected
@@ -154,9 +130,9 @@ def test_what_had_to_leave_its_cells_comes_back_from_host_memory(open_engine: Op
         assert stats.prefix_hits == 12
 
 
-def test_a_tiny_cache_with_shared_prefixes_gives_the_texts_of_an_ample_one(open_engine: OpenEngine) -> None:
+def test_a_tiny_cache_with_shared_prefixes_gives_the_texts_of_an_ample_one(open_kind: OpenEngine) -> None:
     prompts = [[*STORY[:n], 200 + i] for i, n in enumerate((30, 91, 60, 91, 10, 91, 60, 30))]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    ample, tiny = open_engine(prefix_cache=False, n_ctx=4096), open_engine(n_ctx=1024)
+    ample, tiny = open_kind(prefix_cache=False, n_ctx=4096), open_kind(n_ctx=1024)
     expected = [result.tokens for result in ample.generate(prompts, params)]
     assert [result.tokens for result in tiny.generate(prompts, params)] == expected

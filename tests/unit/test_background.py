@@ -13,7 +13,7 @@ from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
-from tests.fakes import context_of, drain, fake_engine, greedy, reference
+from tests.fakes import context_of, drain, fake_engine, greedy, reference, tokens_of
 from tests.lora_policies import NONE, SCHEDULES, Policy, X, Y
 
 
@@ -167,7 +167,7 @@ def test_one_that_comes_when_background_work_has_all_places_and_cells_is_admitte
     events += [*told, *drain(engine)]
     assert len([event for event in events if event.finish_reason is FinishReason.LENGTH]) == 17
     for i, name in enumerate(names):
-        tokens = [token for event in events if event.request_id == name for token in event.tokens]
+        tokens = tokens_of(events, name)
         assert tokens == reference([i, 1, 2], params)[0]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch import GenerationEvent, SamplingParams
 from cppbatch.cluster.engine_threads import StepLoop
-from tests.fakes import fake_engine, reference
+from tests.fakes import fake_engine, reference, tokens_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -42,7 +42,7 @@ def test_events_are_sent_in_order_by_another_thread_than_the_one_that_steps() ->
     assert len(threads) == 1
     assert stepping.ident not in threads
     for i, name in enumerate(names):
-        tokens = [token for event in events if event.request_id == name for token in event.tokens]
+        tokens = tokens_of(events, name)
         assert tokens == reference([i, i + 1], PARAMS)[0]
 
 

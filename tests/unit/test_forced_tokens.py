@@ -16,7 +16,7 @@ from cppbatch import (
     InvalidRequest,
     SamplingParams,
 )
-from tests.fakes import EOG, context_of, drain, fake_engine, greedy, reference, spell
+from tests.fakes import EOG, context_of, drain, fake_engine, greedy, reference, run_steps, spell
 
 PROMPT = "what will they say"
 
@@ -185,7 +185,7 @@ def test_ctrl_c_in_a_step_leaves_constrained_texts_whole(
     whole = mixed_texts(fakes(n_ctx=1024), 4)
     engine = fakes(n_ctx=1024, n_batch=64)
     names = [engine.add_request([i, i + 1, i + 2], its) for i, its in enumerate(mixed_params(4))]
-    events = [event for _ in range(n_steps) for event in engine.step()]
+    events = run_steps(engine, n_steps)
     with monkeypatch.context() as broken:
         moment(engine, broken)
         with pytest.raises(KeyboardInterrupt):

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from cppbatch.config import Sharing
-from tests.fakes import context_of, drain, fake_engine, greedy, reference
-from tests.interrupts import interrupted_after, is_subsequence
+from tests.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
+from tests.interrupts import assert_survives_ctrl_c
 
 KINDS = pytest.mark.parametrize(("unified", "sharing"), [(True, "cells"), (False, "copy"), (True, "whole")])
 
@@ -53,13 +53,13 @@ def test_starting_over_under_running_requests_computes_them_again(unified: bool,
     engine = fake_engine(unified=unified, sharing=sharing)
     params = greedy(10, ignore_eos=True)
     names = [engine.add_request([i] * 3, params) for i in range(6)]
-    events = [event for _ in range(4) for event in engine.step()]
+    events = run_steps(engine, 4)
     with pytest.raises(KeyboardInterrupt), engine._restart_if_interrupted():
         raise KeyboardInterrupt
     engine.kv.check()
     events += drain(engine)
     for i, name in enumerate(names):
-        tokens = [token for event in events if event.request_id == name for token in event.tokens]
+        tokens = tokens_of(events, name)
         assert tokens == reference([i] * 3, params)[0]
 
 
@@ -70,7 +70,7 @@ def test_ctrl_c_while_memory_is_moved_leaves_every_text_right(
     engine = fake_engine(n_ctx=64, n_parallel=4, unified=unified, sharing=sharing)
     params = greedy(12, ignore_eos=True)
     prompts = {engine.add_request([i] * 3, params, priority=1): [i] * 3 for i in range(4)}
-    events = [event for _ in range(3) for event in engine.step()]
+    events = run_steps(engine, 3)
     prompts[engine.add_request([9] * 3, params)] = [9] * 3  # displaces one, whose memory is saved
 
     def interrupt(*_: object) -> None:
@@ -83,30 +83,13 @@ def test_ctrl_c_while_memory_is_moved_leaves_every_text_right(
     events += drain(engine)
     engine.kv.check()
     for name, prompt in prompts.items():
-        tokens = [token for event in events if event.request_id == name for token in event.tokens]
+        tokens = tokens_of(events, name)
         assert tokens == reference(prompt, params)[0]
 
 
 @KINDS
 def test_ctrl_c_anywhere_in_a_step_leaves_a_working_engine(unified: bool, sharing: Sharing) -> None:
-    """At every line in turn: each request ends exactly once, with a part of its own text, and nothing is lost."""
-    params = greedy(6, ignore_eos=True)
-    prompts = [[1] * 24 + [i] * (i + 1) for i in range(5)]
+    params, prompts = greedy(6, ignore_eos=True), [[1] * 24 + [i] * (i + 1) for i in range(5)]
     for line in range(1, 7000, 29):
         engine = fake_engine(n_ctx=120, n_batch=16, n_parallel=3, unified=unified, sharing=sharing)
-        engine.generate([[1] * 24], greedy(1))
-        names = [engine.add_request(prompt, params, priority=i % 2) for i, prompt in enumerate(prompts)]
-        events = []
-        with interrupted_after(line):
-            for _ in range(40):
-                events += engine.step()
-        engine.kv.check()
-        events += drain(engine)
-        assert sorted(event.request_id for event in events if event.finish_reason) == sorted(names)
-        for name, prompt in zip(names, prompts, strict=True):
-            tokens = [token for event in events if event.request_id == name for token in event.tokens]
-            expected = reference(prompt, params)[0]
-            assert is_subsequence(tokens, expected)
-            assert len(tokens) >= len(expected) - 4
-        engine.clear_prefix_cache()
-        engine.kv.check()
+        assert_survives_ctrl_c(engine, prompts, params, after=line, n_priorities=2)

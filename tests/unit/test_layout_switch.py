@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent
+from cppbatch import BatchInferenceEngine, FinishReason
 from cppbatch.config import KvLayout
 from cppbatch.engine import kv_pool
 from cppbatch.engine.layout_policy import LayoutSwitch
 from cppbatch.errors import InvalidRequest, LlamaError
-from tests.fakes import context_of, drain, fake_engine, greedy, reference
-from tests.interrupts import interrupted_after, is_subsequence
+from tests.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
+from tests.interrupts import assert_survives_ctrl_c
 
 N_CTX, N_PARALLEL = 120, 3
 STREAM = N_CTX // N_PARALLEL
@@ -28,14 +28,6 @@ def auto_engine(**settings: Any) -> BatchInferenceEngine:
 def switch(engine: BatchInferenceEngine, layout: KvLayout) -> None:
     assert engine._layout_policy
     engine._switch_layout(engine._layout_policy, LayoutSwitch(layout, "the test says so"))
-
-
-def tokens_of(events: list[GenerationEvent], name: str) -> list[int]:
-    return [token for event in events if event.request_id == name for token in event.tokens]
-
-
-def steps(engine: BatchInferenceEngine, n: int) -> list[GenerationEvent]:
-    return [event for _ in range(n) for event in engine.step()]
 
 
 # --- what streams cannot hold --------------------------------------------------------------------------------------
@@ -84,10 +76,10 @@ def test_a_long_request_waits_for_its_turn_and_delays_none_behind_it_by_more_tha
     engine = auto_engine()
     running = [engine.add_request([i] * 5, greedy(20, **ENDLESS)) for i in range(3)]
     long, short = engine.add_request([7] * 60, greedy(3, **ENDLESS)), engine.add_request([8] * 5, greedy(3, **ENDLESS))
-    events = steps(engine, 10)
+    events = run_steps(engine, 10)
     assert engine.stats().kv_layout == "per-sequence"  # all places are taken
     engine.cancel(running[0])
-    events += steps(engine, 3)
+    events += run_steps(engine, 3)
     assert engine.stats().kv_layout == "unified"
     events += drain(engine)
     for name, prompt in ((long, [7] * 60), (short, [8] * 5)):
@@ -101,11 +93,11 @@ def test_a_long_request_waits_for_its_turn_and_delays_none_behind_it_by_more_tha
 def test_running_sequences_go_on_where_they_were(swap_space: int) -> None:
     engine, params = auto_engine(swap_space=swap_space), greedy(25, **ENDLESS)
     prompts = {engine.add_request([i] * 9, params): [i] * 9 for i in range(5)}
-    events = steps(engine, 6)
+    events = run_steps(engine, 6)
     before = sum(map(sum, (step.values() for step in context_of(engine).steps)))
     for layout in ("unified", "per-sequence", "unified"):
         switch(engine, layout)
-        events += steps(engine, 3)
+        events += run_steps(engine, 3)
         engine.kv.check()
     events += drain(engine)
     for name, prompt in prompts.items():
@@ -123,10 +115,10 @@ def test_a_prefix_that_sequences_share_is_held_once_afterwards() -> None:
     engine = auto_engine(n_batch=64)
     for i in range(3):
         engine.add_request([1] * 24 + [i] * 3, greedy(10, **ENDLESS))
-    steps(engine, 4)
+    run_steps(engine, 4)
     assert engine.kv.n_used == sum(s.n_computed for s in engine.running)
     switch(engine, "unified")
-    steps(engine, 1)
+    run_steps(engine, 1)
     assert len(engine.running) == 3
     assert engine.kv.n_used == sum(s.n_computed for s in engine.running) - 2 * 24
     engine.kv.check()
@@ -138,7 +130,7 @@ def test_where_the_first_holder_of_a_prefix_cannot_be_restored_the_others_are_co
 ) -> None:
     engine, params = auto_engine(n_batch=64), greedy(10, **ENDLESS)
     prompts = {engine.add_request([1] * 24 + [i] * 3, params): [1] * 24 + [i] * 3 for i in range(3)}
-    events = steps(engine, 4)
+    events = run_steps(engine, 4)
     switch(engine, "unified")
     context = context_of(engine)
     restore, calls = context.restore_sequence, iter([True, False, False])
@@ -150,7 +142,7 @@ def test_where_the_first_holder_of_a_prefix_cannot_be_restored_the_others_are_co
 
     with monkeypatch.context() as patch:
         patch.setattr(context, "restore_sequence", first_fails)
-        events += steps(engine, 1)
+        events += run_steps(engine, 1)
     engine.kv.check()
     assert context.n_used == engine.kv.n_used
     events += drain(engine)
@@ -180,7 +172,7 @@ def test_sequences_that_were_swapped_out_before_resume_afterwards() -> None:
     switch(engine, "unified")
     params = greedy(30, **ENDLESS)
     prompts = {engine.add_request([i] * 20, params): [i] * 20 for i in range(3)}
-    events = steps(engine, 26)
+    events = run_steps(engine, 26)
     assert engine.stats().swapped_bytes > 0  # 3 of 50 tokens do not fit into 120 cells
     switch(engine, "per-sequence")  # and with more than 40 tokens they do not fit into a stream
     events += drain(engine)
@@ -194,26 +186,10 @@ def test_sequences_that_were_swapped_out_before_resume_afterwards() -> None:
 
 @pytest.mark.parametrize("start", range(29))
 def test_ctrl_c_anywhere_in_a_switch_leaves_a_working_engine(start: int) -> None:
-    """At many lines in turn: each request ends exactly once, with a part of its own text, and nothing is lost."""
     params = greedy(6, **ENDLESS)
     prompts = [[1] * 24 + [i] * (i * 5) for i in range(5)]  # the last one outgrows a stream
     for line in range(1 + start, 6000, 29 * 8):
-        engine = auto_engine()
-        engine.generate([[1] * 24], greedy(1))
-        names = [engine.add_request(prompt, params) for prompt in prompts]
-        events = []
-        with interrupted_after(line):
-            for _ in range(40):
-                events += engine.step()
-        engine.kv.check()
-        events += drain(engine)
-        assert sorted(event.request_id for event in events if event.finish_reason) == sorted(names)
-        for name, prompt in zip(names, prompts, strict=True):
-            expected = reference(prompt, params)[0]
-            assert is_subsequence(tokens_of(events, name), expected)
-            assert len(tokens_of(events, name)) >= len(expected) - 4
-        engine.clear_prefix_cache()
-        engine.kv.check()
+        assert_survives_ctrl_c(auto_engine(), prompts, params, after=line)
 
 
 def test_a_context_that_cannot_be_made_is_an_error_and_the_engine_goes_on_in_the_layout_it_had(
@@ -221,7 +197,7 @@ def test_a_context_that_cannot_be_made_is_an_error_and_the_engine_goes_on_in_the
 ) -> None:
     engine, params = auto_engine(), greedy(8, **ENDLESS)
     name = engine.add_request([1] * 9, params)
-    events = steps(engine, 2)
+    events = run_steps(engine, 2)
     context = context_of(engine)
     reopen = context.reopen
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
+from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
 from cppbatch.engine import engine as engine_module
 from cppbatch.engine import kv_pool
 from cppbatch.engine.prefix_cache import _COST_OF_COPYING, _COST_OF_TAKING, _WORTH_WAITING, CachedPrefix, PrefixCache
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
-from tests.fakes import FakeState, context_of, drain, fake_engine, greedy, reference
+from tests.fakes import FakeState, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 
 MEMORIES: dict[str, dict[str, Any]] = {
     "cells": {"sharing": "cells"},
@@ -42,10 +42,6 @@ def endless(n_tokens: int) -> SamplingParams:
 
 def answer_to(prompt: list[int], n: int) -> list[int]:
     return reference(prompt, endless(n))[0]
-
-
-def tokens_of(events: list[GenerationEvent], name: str) -> list[int]:
-    return [token for event in events if event.request_id == name for token in event.tokens]
 
 
 def n_computed(engine: BatchInferenceEngine) -> int:
@@ -179,7 +175,7 @@ def test_cached_prefixes_leave_the_lowest_seq_ids_to_those_that_run() -> None:
 def test_a_running_request_shares_its_prompt_and_keeps_it(kind: str) -> None:
     engine = engine_of(kind)
     first = engine.add_request([1] * 40, endless(30))
-    events = [event for _ in range(6) for event in engine.step()]
+    events = run_steps(engine, 6)
     second = engine.add_request([1] * 35 + [2] * 3, endless(9))
     events += drain(engine)
     assert {event.request_id: event.usage.cached_tokens for event in events if event.usage} == {first: 0, second: 35}
@@ -630,7 +626,7 @@ def test_clearing_the_cache_takes_nothing_from_those_that_run(kind: str) -> None
     ask(engine, [1] * 40)
     ask(engine, [2] * 40)
     running = engine.add_request([1] * 45, endless(9))
-    events = [event for _ in range(2) for event in engine.step()]
+    events = run_steps(engine, 2)
     engine.clear_prefix_cache()
     engine.kv.check()
     assert engine.kv.n_used >= 45

@@ -10,7 +10,7 @@ from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, Invali
 from cppbatch.engine import engine as engine_module
 from cppbatch.engine import input_processor
 from cppbatch.errors import QueueFull
-from tests.fakes import context_of, drain, fake_engine, greedy, reference
+from tests.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 
 
 def endless(n_tokens: int) -> SamplingParams:
@@ -56,11 +56,11 @@ def test_a_lower_number_runs_first_and_equals_in_order_of_arrival() -> None:
 def test_a_running_request_gives_way_to_one_of_higher_priority_and_keeps_its_text() -> None:
     engine = fake_engine(n_parallel=1)
     engine.add_request([1, 2, 3], endless(20), request_id="background", priority=1)
-    events = [event for _ in range(5) for event in engine.step()]
+    events = run_steps(engine, 5)
     engine.add_request([4, 5, 6], endless(3), request_id="urgent", priority=0)
     events += drain(engine)
     assert list(ends(events)) == ["urgent", "background"]
-    tokens = [token for event in events if event.request_id == "background" for token in event.tokens]
+    tokens = tokens_of(events, "background")
     assert tokens == reference([1, 2, 3], endless(20))[0]
     assert engine.stats().swaps == 1
 
@@ -71,7 +71,7 @@ def test_cells_too_are_given_up_for_a_higher_priority_and_no_more_than_needed() 
         engine.add_request([1] * 20, endless(10), request_id=name, priority=1)
     engine.step()
     engine.add_request([2] * 30, endless(4), request_id="urgent")
-    drain_some = [event for _ in range(3) for event in engine.step()]
+    drain_some = run_steps(engine, 3)
     assert engine.stats().running == 2
     assert list(ends(drain_some + drain(engine))) == ["urgent", "x", "y"]
 
@@ -136,7 +136,7 @@ def test_a_priority_out_of_range_is_refused(priority: Any) -> None:
 def test_a_running_request_ends_with_what_it_has_when_its_time_is_over(clock: Clock) -> None:
     engine = fake_engine()
     engine.add_request([1, 2, 3], endless(30), timeout=10)
-    events = [event for _ in range(4) for event in engine.step()]
+    events = run_steps(engine, 4)
     clock.now += 10
     events += drain(engine)
     assert events[-1].finish_reason is FinishReason.TIMEOUT
@@ -217,13 +217,13 @@ def test_one_that_shares_its_prefix_with_those_it_displaces_does_not_wait_for_th
     prompt = [1] * 40
     for i in range(n_parallel):
         engine.add_request([*prompt, i], endless(60), request_id=f"low-{i}", priority=1)
-    events = [event for _ in range(4) for event in engine.step()]
+    events = run_steps(engine, 4)
     engine.add_request([*prompt, 9], endless(3), request_id="urgent")
-    events += [event for _ in range(4) for event in engine.step()]
+    events += run_steps(engine, 4)
     assert "urgent" in ends(events)
     events += drain(engine)
     for i in range(n_parallel):
-        tokens = [token for event in events if event.request_id == f"low-{i}" for token in event.tokens]
+        tokens = tokens_of(events, f"low-{i}")
         assert tokens == reference([*prompt, i], endless(60))[0]
 
 

@@ -15,7 +15,7 @@ from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
-from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference
+from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 
 UNIFIED = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 
@@ -340,7 +340,7 @@ def test_the_finished_are_gone_in_that_very_step_and_the_next_one_enters_in_the_
 def test_a_cancelled_request_gives_everything_back_at_once(steps: int, state: str) -> None:
     engine = fake_engine(n_batch=8)
     cancelled = engine.add_request([1] * 12, endless(9))
-    events = [event for _ in range(steps) for event in engine.step()]
+    events = run_steps(engine, steps)
     assert (engine.kv.n_used, len(events)) == {"waiting": (0, 0), "prefilling": (8, 0), "decoding": (13, 2)}[state]
     assert engine.cancel(cancelled)
     assert (engine.kv.n_used, context_of(engine).n_used, engine.kv.n_free_ids) == (0, 0, 4)
@@ -354,7 +354,7 @@ def test_cancelling_one_changes_nothing_for_the_others() -> None:
     events = engine.step()
     engine.cancel(cancelled)
     events += drain(engine)
-    tokens = [token for event in events if event.request_id == kept for token in event.tokens]
+    tokens = tokens_of(events, kept)
     assert tokens == reference([4, 5, 6], endless(9))[0]
 
 
@@ -407,7 +407,7 @@ def test_every_accepted_request_ends_in_exactly_one_terminal_event(unified: bool
 def test_ctrl_c_in_a_step_leaves_the_others_and_their_texts_whole(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake_engine()
     names = [engine.add_request([i, i + 1], endless(12)) for i in range(3)]
-    events = [event for _ in range(4) for event in engine.step()]
+    events = run_steps(engine, 4)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -422,7 +422,7 @@ def test_ctrl_c_in_a_step_leaves_the_others_and_their_texts_whole(moment: str, m
     assert context_of(engine).n_used == engine.kv.n_used
     events += drain(engine)
     for i, name in enumerate(names):
-        tokens = [token for event in events if event.request_id == name for token in event.tokens]
+        tokens = tokens_of(events, name)
         assert tokens == reference([i, i + 1], endless(12))[0]
 
 
