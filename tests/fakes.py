@@ -16,7 +16,6 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import KvLayout, Sharing
-from cppbatch.engine.layout_policy import LayoutCosts
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Layouts, Runtime
@@ -366,8 +365,7 @@ def fake_engine(
 
     layouts = None
     if switches:
-        costs = LayoutCosts(cell_s=0.2e-6, repeated_cell_s=0.4e-6, pass_s=0.005, n_cached=0)
-        layouts = Layouts(change_layout, n_ctx // n_parallel, sharing in ("cells", "copy"), costs)
+        layouts = Layouts(change_layout, n_ctx // n_parallel)
     n_longest = n_batch if pooling else n_ctx if switches else context.n_ctx_seq
     info = ModelInfo(
         name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,

@@ -92,7 +92,7 @@ class BatchInferenceEngine:
         )
         self._layout_policy: LayoutPolicy | None = None  # the layout is fixed
         if (layouts := self._runtime.layouts) is not None:
-            self._layout_policy = LayoutPolicy(layouts.stream_cells, layouts.costs, shares_cells=layouts.shares_cells)
+            self._layout_policy = LayoutPolicy(layouts.stream_cells)
         self._layout_before: KvLayout | None = None  # during a switch: the context may be closed
         self._inputs = InputProcessor(self._vocab, self.info)
         policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)
@@ -272,10 +272,7 @@ class BatchInferenceEngine:
                 self.kv.remove_padding(plan.padding)
                 if is_computed:
                     sampled = self._sample(plan)
-                    seconds = perf_counter() - began
-                    self._scheduler.computed(plan, seconds)
-                    if self._layout_policy:
-                        self._layout_policy.computed(plan, seconds)
+                    self._scheduler.computed(plan, perf_counter() - began)
                     self._advance(plan, sampled)
         if not self._scheduler.has_work:
             self._check_kv()

@@ -20,7 +20,6 @@ from cppbatch.engine.kv_layout import (
     unified_cells,
 )
 from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
-from cppbatch.engine.layout_policy import LayoutCosts, layout_costs
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.speculation.draft_runtime import draft_config, open_draft_model
@@ -64,9 +63,6 @@ class Layouts:
     """Makes the context again in a layout, without sequences, and returns how these share prefixes there."""
     stream_cells: int
     """The most tokens of a sequence in the per-sequence layout."""
-    shares_cells: bool
-    """Whether sequences share the cells of a prefix in the unified layout."""
-    costs: LayoutCosts
 
 
 @dataclass(frozen=True)
@@ -167,13 +163,7 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
     )
     if not switches(config, model):
         return runtime
-    shares_cells = sharing in ("cells", "copy")  # probed when the engine changes to the unified layout
-    costs = layout_costs(
-        size_bytes=model.size_bytes,
-        n_heads=model.n_layers * model.n_heads,
-        n_cached=0 if sharing == "none" else round(share * unified_cells(config)),
-    )
-    layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config), shares_cells, costs)
+    layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config))
     return replace(runtime, layouts=layouts)
 
 

@@ -18,6 +18,7 @@ from tests.native_engines import PROMPTS, SETTINGS, OpenEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 STREAM = 256
+EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 
 
 def switch(engine: BatchInferenceEngine) -> None:
@@ -64,9 +65,8 @@ def test_texts_are_those_without_a_switch(
 
 def test_texts_that_share_a_prefix_are_those_without_a_switch(open_engine: OpenEngine, tiny_llama: Path) -> None:
     prompts = ["once upon a time there was a tiny model " + end for end in ("a", "b", "that", "", "a b")]
-    cells: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32"}
-    expected = texts(open_engine(tiny_llama, kv_layout="unified", **cells), prompts, GREEDY)
-    engine = open_engine(tiny_llama, **cells)
+    expected = texts(open_engine(tiny_llama, kv_layout="unified", **EXACT), prompts, GREEDY)
+    engine = open_engine(tiny_llama, **EXACT)
     for every in (2, 5):
         assert texts(engine, prompts, GREEDY, every=every) == expected
     assert engine.stats().recomputes == 0
@@ -120,6 +120,38 @@ def test_a_request_may_fill_all_cells_and_no_more(open_engine: OpenEngine, tiny_
     assert len(result.tokens) == limit - 101
     with pytest.raises(InvalidRequest, match="max_tokens"):
         engine.add_request("x" * 100, SamplingParams(max_tokens=limit - 100))
+
+
+# --- the defaults of 16 sequences in 32,768 cells ------------------------------------------------------------------
+
+DEFAULTS: dict[str, Any] = {"n_ctx": 32768, "n_parallel": 16, "n_batch": 512, "n_ubatch": 512, **EXACT}
+FEW = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+def test_distinct_prompts_stay_in_streams(open_engine: OpenEngine, tiny_llama: Path) -> None:
+    prompts = [chr(ord("a") + i) * (20 + 10 * i) for i in range(48)]
+    engine = open_engine(tiny_llama, **DEFAULTS)
+    assert texts(engine, prompts, FEW) == texts(open_engine(tiny_llama, kv_layout="unified", **DEFAULTS), prompts, FEW)
+    assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("per-sequence", 0)
+
+
+def test_a_prompt_of_3000_tokens_beside_others_is_answered_whole(open_engine: OpenEngine, tiny_llama: Path) -> None:
+    prompts = [*PROMPTS, "x" * 2999, *PROMPTS]
+    expected = texts(open_engine(tiny_llama, kv_layout="unified", **DEFAULTS), prompts, FEW)
+    engine = open_engine(tiny_llama, **DEFAULTS)
+    results = engine.generate(prompts, FEW)
+    assert [result.text for result in results] == expected
+    assert results[len(PROMPTS)].usage.prompt_tokens == 3000
+    assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("unified", 1)
+
+
+def test_prompts_that_share_600_tokens_stay_in_streams(open_engine: OpenEngine, tiny_llama: Path) -> None:
+    prompts = ["once upon a time there was a tiny model " * 15 + f"and its number was {i}" for i in range(32)]
+    expected = texts(open_engine(tiny_llama, prefix_cache=False, **DEFAULTS), prompts, FEW)
+    engine = open_engine(tiny_llama, **DEFAULTS)
+    assert texts(engine, prompts, FEW) == expected
+    assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("per-sequence", 0)
+    assert engine.stats().prefix_hits == len(prompts) - 1
 
 
 # --- who switches --------------------------------------------------------------------------------------------------

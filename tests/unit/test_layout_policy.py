@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cppbatch.config import KvLayout
-from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch, layout_costs, shared_tokens
+from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
 
 STREAM = 2048
-N_CACHED = 2048
-COSTS = layout_costs(size_bytes=92_000_000, n_heads=270, n_cached=N_CACHED)
 STEP_S = 0.03
 
 
@@ -32,57 +27,34 @@ def distinct(n: int, length: int) -> list[Seq]:
     return [sequence([100 * (i + 1)] * length) for i in range(n)]
 
 
-def sharing(n: int, prefix: int, own: int) -> list[Seq]:
-    return [sequence([7] * prefix + [100 * (i + 1)] * own) for i in range(n)]
-
-
-@dataclass
-class Load:
-    """`running` sequences at any time; each computes `prompt` tokens of its own and generates `answer`."""
-
-    running: list[Seq]
-    prompt: int = 100
-    answer: int = 64
-
-
-CHAT = Load(distinct(16, 300))
-LONG = Load(distinct(15, 300) + distinct(1, 3000))
-SHARED = Load(sharing(16, 1500, 30), prompt=20, answer=16)
-SHORT = Load(distinct(16, 30), prompt=20, answer=8)
+CHAT = distinct(16, 300)
+LONG = distinct(15, 300) + distinct(1, 3000)
 
 
 class Engine:
     """A clock and the policy of an engine, which does what it is told; a switch takes `cost` seconds."""
 
-    def __init__(self, layout: KvLayout = "per-sequence", *, cost: float = 0.1, shares_cells: bool = True) -> None:
-        self.policy = LayoutPolicy(STREAM, COSTS, shares_cells=shares_cells)
+    def __init__(self, layout: KvLayout = "per-sequence", *, cost: float = 0.1) -> None:
+        self.policy = LayoutPolicy(STREAM)
         self.layout = layout
         self.cost = cost
         self.now = 1000.0
         self.switches: list[tuple[float, LayoutSwitch]] = []
-        self._new = 0.0
 
-    def step(self, load: Load = CHAT, *, waiting: Sequence[Seq] = (), blocked: Seq | None = None) -> KvLayout:
+    def step(self, running: Sequence[Seq] = CHAT, waiting: Sequence[Seq] = (), blocked: Seq | None = None) -> KvLayout:
         """One step. The layout in which it is computed."""
-        if switch := self.policy.wanted(self.now, self.layout, load.running, waiting, blocked):
+        if switch := self.policy.wanted(self.now, self.layout, running, waiting, blocked):
             self.now += self.cost
             self.layout = switch.layout
             self.policy.switched(switch.layout, self.now, self.cost)
             self.switches.append((self.now, switch))
-        running = load.running
-        self._new += len(running) / load.answer
-        admitted = running[: int(self._new)]
-        self._new -= len(admitted)
-        chunks = [(each, 1) for each in running]
-        n_tokens = len(running) + len(admitted) * load.prompt
-        self.policy.computed(StepPlan(chunks=chunks, admitted=admitted, n_tokens=n_tokens), STEP_S)
         self.now += STEP_S
         return self.layout
 
-    def run(self, seconds: float, load: Load, waiting: Sequence[Seq] = ()) -> KvLayout:
+    def run(self, seconds: float, running: Sequence[Seq], waiting: Sequence[Seq] = ()) -> KvLayout:
         end = self.now + seconds
         while self.now < end:
-            self.step(load, waiting=waiting)
+            self.step(running, waiting)
         return self.layout
 
 
@@ -91,8 +63,8 @@ class Engine:
 
 def test_a_sequence_that_fills_its_stream_stays_and_one_that_outgrows_it_is_given_all_cells_at_once() -> None:
     engine = Engine()
-    assert engine.step(Load(distinct(15, 100) + distinct(1, STREAM))) == "per-sequence"
-    assert engine.step(Load(distinct(15, 100) + distinct(1, STREAM + 1))) == "unified"
+    assert engine.step(distinct(15, 100) + distinct(1, STREAM)) == "per-sequence"
+    assert engine.step(distinct(15, 100) + distinct(1, STREAM + 1)) == "unified"
     assert engine.switches[0][1].reason == "its-id has 2049 tokens, a stream 2048 cells"
 
 
@@ -108,67 +80,6 @@ def test_a_long_request_in_the_queue_waits_for_its_turn_in_the_layout_there_is()
     assert Engine().run(60, CHAT, waiting=[sequence([1] * 3000)]) == "per-sequence"
 
 
-# --- what a load costs -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("load", "layout"),
-    [  # measured with 16 sequences: docs/decisions/0006
-        (Load(distinct(16, 132), prompt=100, answer=64), "per-sequence"),
-        (Load(distinct(16, 500), prompt=250, answer=250), "per-sequence"),
-        (Load(sharing(16, 580, 84), prompt=20, answer=128), "per-sequence"),
-        (Load(sharing(16, 1500, 28), prompt=20, answer=16), "unified"),
-        (Load(distinct(16, 30), prompt=20, answer=8), "unified"),
-        (Load(distinct(2, 500), prompt=200, answer=200), "per-sequence"),
-    ],
-)
-def test_each_load_gets_the_layout_in_which_it_is_faster(load: Load, layout: KvLayout) -> None:
-    for start in ("per-sequence", "unified"):
-        engine = Engine(start)
-        assert engine.run(90, load) == layout
-        assert len(engine.switches) == (start != layout)
-        if engine.switches:
-            when, switch = engine.switches[0]
-            assert when < 1000 + 30
-            assert re.fullmatch(r"for the present load it saves about \d+% of the time", switch.reason)
-
-
-def test_where_cells_cannot_be_shared_a_long_shared_prefix_is_a_reason_for_streams() -> None:
-    assert Engine("unified", shares_cells=False).run(60, SHARED) == "per-sequence"
-
-
-def test_adapter_sets_that_take_turns_are_a_reason_for_unified() -> None:
-    for sequence in (mixed := distinct(16, 100))[::2]:
-        sequence.adapters = ((0, 1.0),)
-    assert Engine().run(60, Load(mixed, answer=1000)) == "unified"
-    for sequence in mixed:
-        sequence.adapters = ((0, 1.0),)
-    assert Engine().run(60, Load(mixed, answer=1000)) == "per-sequence"
-
-
-def test_where_both_cost_about_the_same_the_layout_stays() -> None:
-    load = Load(sharing(16, 1500, 60), prompt=20, answer=64)
-    for start in ("per-sequence", "unified"):
-        engine = Engine(start)
-        assert engine.run(300, load) == start
-
-
-def test_a_burst_of_two_seconds_is_no_reason() -> None:
-    engine = Engine()
-    for _ in range(20):
-        engine.run(2, SHARED)
-        engine.run(20, CHAT)
-    assert not engine.switches
-
-
-def test_an_engine_that_has_computed_for_a_second_knows_too_little() -> None:
-    engine = Engine()
-    for _ in range(4):
-        engine.run(0.5, SHARED)
-        engine.now += 60
-    assert not engine.switches
-
-
 # --- back to streams -----------------------------------------------------------------------------------------------
 
 
@@ -178,23 +89,19 @@ def test_after_a_long_request_the_streams_come_back_but_not_at_once() -> None:
     ended = engine.now
     assert engine.run(8, CHAT) == "unified"
     assert engine.run(20, CHAT) == "per-sequence"
-    assert engine.switches[-1][0] - ended >= 8
+    when, switch = engine.switches[-1]
+    assert when - ended >= 10
+    assert switch.reason == "no sequence has been long for 10 s"
 
 
 def test_the_streams_do_not_come_back_while_a_sequence_hardly_fits_or_a_long_one_waits() -> None:
     for load, waiting in (
-        (Load(distinct(15, 300) + distinct(1, 1900)), []),
+        (distinct(15, 300) + distinct(1, 1900), []),
         (CHAT, distinct(100, 30) + distinct(1, 3000)),
     ):
         engine = Engine("unified")
         assert engine.run(60, load, waiting) == "unified"
         assert engine.run(60, CHAT) == "per-sequence"
-
-
-def test_the_streams_come_back_when_prefixes_are_no_longer_shared() -> None:
-    engine = Engine()
-    assert engine.run(60, SHARED) == "unified"
-    assert engine.run(40, CHAT) == "per-sequence"
 
 
 # --- few switches --------------------------------------------------------------------------------------------------
@@ -205,7 +112,7 @@ def test_of_an_hour_of_mixed_requests_switching_takes_little(cost: float) -> Non
     engine, draw = Engine(cost=cost), random.Random(1)
     end = engine.now + 3600
     while engine.now < end:
-        load = draw.choice([CHAT, CHAT, SHARED, SHORT, LONG])
+        load = draw.choice([CHAT, CHAT, LONG])
         engine.run(draw.expovariate(1 / draw.choice([1, 5, 30])), load)
     assert len(engine.switches) * cost < 0.04 * 3600
     assert len(engine.switches) < 200
@@ -228,27 +135,3 @@ def test_long_requests_that_come_seldom_leave_the_time_between_to_streams() -> N
         engine.run(100, CHAT)
         in_streams += (engine.now - before) * (engine.layout == "per-sequence")
     assert in_streams > 0.9 * 30 * 100
-
-
-# --- counting ------------------------------------------------------------------------------------------------------
-
-
-def test_shared_tokens_are_those_held_more_than_once() -> None:
-    a, b, c = [1] * 10, [1] * 10 + [2] * 5, [1] * 10 + [2] * 3 + [3] * 9
-    assert shared_tokens([sequence(tokens) for tokens in (c, [5] * 8, a, b)]) == 10 + 13
-    assert shared_tokens([sequence(a), sequence(a)]) == 10
-    assert shared_tokens([]) == 0
-
-
-def test_tokens_that_may_not_be_shared_do_not_count() -> None:
-    tokens = [1] * 10
-    assert shared_tokens([sequence(tokens), sequence(tokens, cache_salt="other")]) == 0
-    assert shared_tokens([sequence(tokens), sequence(tokens, cache_prompt=False)]) == 0
-
-
-def test_shared_tokens_are_the_nodes_that_a_tree_saves() -> None:
-    draw = random.Random(3)
-    for _ in range(300):
-        texts = [[draw.choice([1, 256, 2**24]) for _ in range(draw.randrange(1, 9))] for _ in range(draw.randrange(9))]
-        nodes = {tuple(text[:n]) for text in texts for n in range(1, len(text) + 1)}
-        assert shared_tokens([sequence(text) for text in texts]) == sum(map(len, texts)) - len(nodes)
