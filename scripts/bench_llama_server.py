@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -217,26 +217,16 @@ def common_flags(load: Load, threads: int) -> list[str]:
     return [*load.sizes.split(), "-t", str(threads), "--cache-ram", "0", "--no-ui"]
 
 
-def find_best(program: Path, model: Path, generator: Generator, threads: int, n_requests: int) -> str:
+def find_best(speeds_of: Callable[[list[str]], dict[str, float]], load: Load, known: str | None) -> str:
     """Finds llama-server's fastest flags: its layout and flash attention first, then its drafts, if the load has any.
 
-    Returns the flags. With drafts these are the best with drafts, whether or not they are faster than without.
+    `speeds_of`: measures llama-server with each of some flags, and returns its tokens/s by flags. `known`: the flags to
+    begin with. Returns the flags; with drafts the best ones, whether or not they are faster than without.
     """
-
-    common = common_flags(generator.load, threads)
-
-    def speeds_of(tried: list[str]) -> dict[str, float]:
-        commands: dict[str, list[str | Path]] = {
-            flags: [program, "-m", model, *common, *flags.split()] for flags in tried
-        }
-        return measure_commands(generator, commands, n_requests)
-
-    speeds = speeds_of([f"{layout} -fa {fa}" for layout in generator.load.layouts for fa in ("on", "off")])
-    best = fastest(speeds)
-    if generator.load.drafts:
-        speeds = speeds_of([best, *(f"{best} {drafts}" for drafts in generator.load.drafts)])
+    best = known or fastest(speeds_of([f"{layout} -fa {fa}" for layout in load.layouts for fa in ("on", "off")]))
+    if load.drafts and "--spec-type" not in best:
+        speeds = speeds_of([best, *(f"{best} {drafts}" for drafts in load.drafts)])
         best = fastest({flags: speed for flags, speed in speeds.items() if flags != best})
-    print(f"Kept: `{best}`\n", flush=True)
     return best
 
 
@@ -327,7 +317,16 @@ def compare(args: argparse.Namespace, name: str, clients: int | None, tokenizer:
     theirs = args.their_model or ours
     generator = Generator(load, args.requests or load.n_requests, args.aiperf, tokenizer, args.end)
     n_few = max(load.concurrency, generator.n_requests // 2)
-    flags = args.theirs or find_best(args.llama_server, theirs, generator, args.threads, n_few)
+
+    def speeds_of(tried: list[str]) -> dict[str, float]:
+        common = common_flags(load, args.threads)
+        tries: dict[str, list[str | Path]] = {
+            flags: [args.llama_server, "-m", theirs, *common, *flags.split()] for flags in tried
+        }
+        return measure_commands(generator, tries, n_few)
+
+    flags = find_best(speeds_of, load, args.theirs)
+    print(f"Kept: `{flags}`\n", flush=True)
     commands: dict[str, list[str | Path]] = {
         OURS: [*CPPBATCH, "serve", "-m", ours, *load.sizes.split(), *load.ours.split(), *args.ours.split()],
         THEIRS: [args.llama_server, "-m", theirs, *common_flags(load, args.threads), *flags.split()],
@@ -380,7 +379,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer for AIPerf (the model's own)")
     parser.add_argument("-t", "--threads", type=int, default=available_threads(), help="llama-server's threads")
     parser.add_argument("--minutes", type=float, default=60, help="for everything (60)")
-    parser.add_argument("--theirs", metavar="FLAGS", help='flags known to be the best: --theirs="-kvu -fa on"')
+    parser.add_argument(
+        "--theirs", metavar="FLAGS",
+        help='flags known to be the best: --theirs="-kvu -fa on"; without a --spec-type in them, drafts are still tried',
+    )  # fmt: skip
     parser.add_argument("--ours", default="", metavar="FLAGS", help='more flags of cppbatch serve: --ours="-t 1"')
     args = parser.parse_args()
     if unknown := [name for name in args.load if name not in LOADS]:

@@ -60,7 +60,8 @@ def test_both_servers_are_measured_in_turns_alone_and_beside_a_busy_core(
 
 def test_llama_server_s_drafts_are_tried_where_texts_repeat(llama_server: Path, default_model: Path) -> None:
     few = ["--load", "job", "--clients", "2", "--requests", 2, "--turns", 1, "--ours=-np 2"]
-    printed = script("bench_llama_server.py", llama_server, "-m", default_model, *few)
+    known = "--theirs=--no-kv-unified -fa on"
+    printed = script("bench_llama_server.py", llama_server, "-m", default_model, *few, known)
     assert "Kept: `--no-kv-unified -fa on --spec-type ngram-mod" in printed
     assert "2 requests, 2 at once" in printed
     assert rows(printed)["job: failed requests"][:2] == ["0 of 2", "0 of 2"]
