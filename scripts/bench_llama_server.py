@@ -381,7 +381,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60, help="for everything (60)")
     parser.add_argument(
         "--theirs", metavar="FLAGS",
-        help='flags known to be the best: --theirs="-kvu -fa on"; without a --spec-type in them, drafts are still tried',
+        help='flags known to be the best: --theirs="-kvu -fa on"; without --spec-type in them, drafts are still tried',
     )  # fmt: skip
     parser.add_argument("--ours", default="", metavar="FLAGS", help='more flags of cppbatch serve: --ours="-t 1"')
     args = parser.parse_args()
