@@ -2,11 +2,12 @@
 """What each layer above llama_decode costs at 16 streams: tokens/s relative to a bare loop over the same batch.
 
 bare loop: llama_decode with 16 rows and nothing else. engine: `BatchInferenceEngine.step` in a loop. LocalEngine: with
-asyncio, on a thread. EngineProcess: in a worker process. HTTP: `cppbatch serve` with 16 SSE streams. Every measurement
-is a process of its own, and all are measured in turns. The prompts are in the prefix cache, so that each step has 16
-decode rows.
+asyncio, on a thread. EngineProcess: in a worker process. HTTP: `cppbatch serve` with 16 SSE streams. Each layer is a
+process of its own, which loads the model once; then all are measured in short turns, because the speed of a shared
+machine changes from minute to minute. The prompts are in the prefix cache, so that each step has 16 decode rows, and
+there are no drafts.
 
-    .venv/bin/python scripts/bench_process.py [-m model.gguf] [--turns 5] [--tokens 128] [--kv-layout per-sequence]
+    .venv/bin/python scripts/bench_process.py [-m model.gguf] [--turns 9] [--tokens 96] [--kv-layout per-sequence]
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import asyncio
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from random import Random
 from statistics import median
 from time import perf_counter, process_time
@@ -75,6 +77,7 @@ class Setting(msgspec.Struct):
                 "kv_layout": self.kv_layout,
                 "flash_attn": self.flash_attn,
                 "n_threads": self.threads,
+                "spec": "off",
             },
             EngineConfig,
         )
@@ -106,22 +109,32 @@ def result(before: Counters, after: Counters, seconds: float, front_cpu: float |
     return Result(tokens / seconds, 1000 * decode_s / steps, tokens / steps, front_cpu)
 
 
-# --- the layers ---------------------------------------------------------------------------------------------------
+# --- the layers: each measures once for each line of stdin --------------------------------------------------------
 
 
-def measure_bare_loop(setting: Setting) -> Result:
+def report(measured: Result) -> None:
+    print(msgspec.json.encode(measured).decode(), flush=True)
+
+
+async def turns() -> AsyncIterator[None]:
+    while await asyncio.to_thread(sys.stdin.readline):
+        yield
+
+
+def measure_bare_loop(setting: Setting) -> None:
     runtime = load_runtime(setting.config())
     assert isinstance(runtime.context, Context)
     draw = np.random.default_rng(0)
     prompts = [random_prompt(draw, PROMPT_TOKENS, runtime.info.n_vocab) for _ in range(setting.streams)]
     batch = Batch(runtime.context.n_batch)
-    bare_loop(runtime.context, batch, prompts, WARM_UP)
-    speed = bare_loop(runtime.context, batch, prompts, setting.tokens).decode
+    for _ in sys.stdin:
+        bare_loop(runtime.context, batch, prompts, WARM_UP)
+        speed = bare_loop(runtime.context, batch, prompts, setting.tokens).decode
+        report(Result(speed, 1000 * setting.streams / speed, setting.streams))
     runtime.close()
-    return Result(speed, 1000 * setting.streams / speed, setting.streams)
 
 
-def measure_engine(setting: Setting) -> Result:
+def measure_engine(setting: Setting) -> None:
     with BatchInferenceEngine(setting.config()) as engine:
 
         def run(n_new: int) -> None:
@@ -130,14 +143,15 @@ def measure_engine(setting: Setting) -> Result:
             while engine.has_work:
                 engine.step()
 
-        run(WARM_UP)
-        before, began = msgspec.convert(engine.stats(), Counters, from_attributes=True), perf_counter()
-        run(setting.tokens)
-        seconds = perf_counter() - began
-        return result(before, msgspec.convert(engine.stats(), Counters, from_attributes=True), seconds)
+        for _ in sys.stdin:
+            run(WARM_UP)
+            before, began = msgspec.convert(engine.stats(), Counters, from_attributes=True), perf_counter()
+            run(setting.tokens)
+            seconds = perf_counter() - began
+            report(result(before, msgspec.convert(engine.stats(), Counters, from_attributes=True), seconds))
 
 
-async def measure_client(client: EngineClient, setting: Setting) -> Result:
+async def measure_client(client: EngineClient, setting: Setting, cpu_time: Callable[[], float] | None) -> None:
     """Measures 16 streams of an engine behind this asyncio interface."""
 
     async def stream(prompt: str, n_new: int) -> None:
@@ -152,21 +166,22 @@ async def measure_client(client: EngineClient, setting: Setting) -> Result:
         await asyncio.gather(*(stream(prompt, n_new) for prompt in setting.prompts()))
 
     async with client:
-        return await between_counters(run, counters, setting.tokens, process_time)
+        async for _ in turns():
+            report(await between_counters(run, counters, setting.tokens, cpu_time))
 
 
-async def measure_local(setting: Setting) -> Result:
-    measured = await measure_client(LocalEngine(setting.config()), setting)
-    return msgspec.structs.replace(measured, front_cpu=None)  # this process is the engine's
+async def measure_local(setting: Setting) -> None:
+    await measure_client(LocalEngine(setting.config()), setting, None)  # this process is the engine's
 
 
-async def measure_process(setting: Setting) -> Result:
-    return await measure_client(EngineProcess(setting.config()), setting)
+async def measure_process(setting: Setting) -> None:
+    await measure_client(EngineProcess(setting.config()), setting, process_time)
 
 
-async def measure_http(setting: Setting) -> Result:
+async def measure_http(setting: Setting) -> None:
     """The client is this process."""
     sizes = ["-np", setting.streams, "-c", setting.n_ctx, "--kv-layout", setting.kv_layout, "-fa", setting.flash_attn]
+    sizes += ["--spec", "off"]
     command = [sys.executable, "-m", "cppbatch", "serve", "-m", setting.model, *sizes, "-t", setting.threads]
     with running_server(list(map(str, command))) as running:
         target = Target("HTTP", running.url)
@@ -188,7 +203,8 @@ async def measure_http(setting: Setting) -> Result:
                 user, system = front.cpu_times()[:2]
                 return process_time() + float(user + system)
 
-            return await between_counters(run, counters, setting.tokens, cpu_time)
+            async for _ in turns():
+                report(await between_counters(run, counters, setting.tokens, cpu_time))
 
 
 def get(url: str) -> bytes:
@@ -201,17 +217,17 @@ async def between_counters(
     run: Callable[[int], Awaitable[None]],
     counters: Callable[[], Awaitable[Counters]],
     n_new: int,
-    cpu_time: Callable[[], float],
+    cpu_time: Callable[[], float] | None,
 ) -> Result:
     """Runs a warm-up, then `n_new` tokens of each stream."""
     await run(WARM_UP)
-    before, cpu_before, began = await counters(), cpu_time(), perf_counter()
+    before, cpu_before, began = await counters(), cpu_time() if cpu_time else 0.0, perf_counter()
     await run(n_new)
-    seconds, cpu = perf_counter() - began, cpu_time() - cpu_before
-    return result(before, await counters(), seconds, cpu / seconds)
+    seconds, cpu = perf_counter() - began, cpu_time() - cpu_before if cpu_time else None
+    return result(before, await counters(), seconds, None if cpu is None else cpu / seconds)
 
 
-LAYERS: dict[str, Callable[[Setting], Result]] = {
+LAYERS: dict[str, Callable[[Setting], None]] = {
     BARE: measure_bare_loop,
     ENGINE: measure_engine,
     "LocalEngine": lambda setting: asyncio.run(measure_local(setting)),
@@ -223,28 +239,45 @@ LAYERS: dict[str, Callable[[Setting], Result]] = {
 # --- turns --------------------------------------------------------------------------------------------------------
 
 
-def in_child(layer: str, setting: Setting) -> Result:
-    """Measures a layer in a process of its own."""
-    command = [sys.executable, __file__, "--child", layer, msgspec.json.encode(setting).decode()]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT_S, check=True)
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Result)
+class Layer:
+    """A process that measures one layer."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        command = [sys.executable, __file__, "--child", name, msgspec.json.encode(setting).decode()]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def measure(self) -> Result:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return msgspec.json.decode(self._process.stdout.readline(), type=Result)
+
+    def __enter__(self) -> Layer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Ends the process, which stops when its stdin ends."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(LIMIT_S)
 
 
-def table(turns: list[dict[str, Result]]) -> str:
+def table(measured: list[dict[str, Result]]) -> str:
     """Returns a row for each layer: medians, and the medians of the turns' ratios."""
     rows = []
     for layer in LAYERS:
-        measured = [turn[layer] for turn in turns]
-        ratios = [turn[layer].tokens_per_second / turn[BARE].tokens_per_second for turn in turns]
-        of_engine = [turn[layer].tokens_per_second / turn[ENGINE].tokens_per_second for turn in turns]
-        cpu = [each.front_cpu for each in measured if each.front_cpu is not None]
+        results = [turn[layer] for turn in measured]
+        ratios = [turn[layer].tokens_per_second / turn[BARE].tokens_per_second for turn in measured]
+        of_engine = [turn[layer].tokens_per_second / turn[ENGINE].tokens_per_second for turn in measured]
+        cpu = [each.front_cpu for each in results if each.front_cpu is not None]
         rows.append([
             layer,
-            f"{median(each.tokens_per_second for each in measured):.1f}",
+            f"{median(each.tokens_per_second for each in results):.1f}",
             f"{median(ratios):.1%} ({min(ratios):.1%} to {max(ratios):.1%})",
             f"{median(of_engine):.1%}",
-            f"{median(each.decode_ms for each in measured):.2f}",
-            f"{median(each.rows for each in measured):.1f}",
+            f"{median(each.decode_ms for each in results):.2f}",
+            f"{median(each.rows for each in results):.1f}",
             f"{median(cpu):.1%}" if cpu else "-",
         ])  # fmt: skip
     titles = ["", "tokens/s", "of the bare loop", "of the engine", "llama_decode, ms", "rows a step", "other CPU"]
@@ -254,26 +287,30 @@ def table(turns: list[dict[str, Result]]) -> str:
 def main() -> None:
     """Prints a row for each layer."""
     if sys.argv[1:2] == ["--child"]:
-        print(msgspec.json.encode(LAYERS[sys.argv[2]](msgspec.json.decode(sys.argv[3], type=Setting))).decode())
+        LAYERS[sys.argv[2]](msgspec.json.decode(sys.argv[3], type=Setting))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", help="GGUF file (the default model)")
     parser.add_argument("-n", "--streams", type=int, default=16, help="streams at once (16)")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each (128)")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens of each (96)")
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--kv-layout", choices=["unified", "per-sequence"], default="per-sequence")
     parser.add_argument("-fa", "--flash-attn", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("-t", "--threads", type=int, default=0)
     args = vars(parser.parse_args())
     n_turns = args.pop("turns")
     setting = Setting(**{**args, "model": str(choose_model(args["model"]).absolute())})
-    turns = []
-    for i in range(n_turns):
-        order = list(LAYERS)[:: -1 if i % 2 else 1]
-        turns.append({layer: in_child(layer, setting) for layer in order})
-        speeds = ", ".join(f"{layer} {turns[-1][layer].tokens_per_second:.0f}" for layer in LAYERS)
-        print(f"turn {i + 1}, tokens/s: {speeds}", file=sys.stderr, flush=True)
-    print(table(turns))
+    measured = []
+    with ExitStack() as stack:
+        layers = {name: stack.enter_context(Layer(name, setting)) for name in LAYERS}
+        for layer in layers.values():  # loads the model
+            layer.measure()
+        for i in range(n_turns):
+            order = list(LAYERS)[:: -1 if i % 2 else 1]
+            measured.append({name: layers[name].measure() for name in order})
+            speeds = ", ".join(f"{name} {measured[-1][name].tokens_per_second:.0f}" for name in LAYERS)
+            print(f"turn {i + 1}, tokens/s: {speeds}", file=sys.stderr, flush=True)
+    print(table(measured))
 
 
 if __name__ == "__main__":
