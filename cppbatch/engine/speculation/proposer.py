@@ -24,7 +24,7 @@ class Proposer(Protocol):
     """Drafts the next tokens of sequences. Called on the engine's thread, between two steps."""
 
     costs_compute: bool
-    """Whether `propose` computes with a model. Otherwise it is called in every step, also to learn what would have been
+    """Whether it is a `ModelProposer`. Otherwise `propose` is called in every step, also to learn what would have been
     accepted."""
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
@@ -40,4 +40,17 @@ class Proposer(Protocol):
 
     def close(self) -> None:
         """Frees what the proposer holds."""
+        ...
+
+
+class ModelProposer(Proposer, Protocol):
+    """A proposer that computes with a model: it is only called when its drafts are worth their time."""
+
+    def seconds(self, n_sequences: int, k: int) -> float:
+        """How long drafts of `k` tokens for each of `n_sequences` take, if no prompt has to be read; 0 before any time
+        is known."""
+        ...
+
+    def read_seconds(self, sequence: Seq) -> float:
+        """How long it takes to read what the model has not read of a sequence: at first, its prompt."""
         ...

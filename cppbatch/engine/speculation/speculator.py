@@ -7,14 +7,16 @@ each right with a probability of 0.9 if those before it are, gives 8 tokens on a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.proposer import Draft, Proposer
+from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
 from cppbatch.engine.step_cost import TILES, Groups, StepCost
 
 _WORTH = 1.03  # drafts must make tokens this many times as fast as rows alone
@@ -22,6 +24,8 @@ _TRY_EVERY = 64  # steps that could have drafts, then one with drafts that are n
 _TRIED = 0.7  # ... but which make tokens at least this many times as fast
 _MAX_ROWS = 256  # of a step with drafts: each has a row of logits (192 KiB with a vocabulary of 49,152)
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
+
+_NEW = 0.2  # weight of a new draft in what is usual of the draft model
 
 Probabilities = npt.NDArray[np.float64]
 
@@ -50,14 +54,40 @@ class DraftLimits:
     """As `KVPool.has_streams`: llama.cpp computes only equally long pieces of consecutive seq_ids together."""
 
 
-@dataclass
-class Speculator:
-    """Collects the drafts of the proposers, and chooses how many of their tokens a step computes."""
+class Likely(NamedTuple):
+    """What is known or expected of a draft."""
 
-    proposers: Sequence[Proposer]
-    draft_max: int
-    """Draft tokens of a sequence in a step at most."""
-    _n_untried: int = field(default=0, init=False)  # steps since the last one with drafts
+    length: int
+    acceptance: float
+
+    @property
+    def gain(self) -> float:
+        """The number of its tokens that may be expected to be accepted."""
+        a = min(self.acceptance, _ALMOST_CERTAIN)
+        return float(a * (1 - a**self.length) / (1 - a))
+
+
+_NO_DRAFT = Likely(0, 0.0)
+_FIRST_GUESS = Likely(6, 0.7)  # of the draft model, before anything is known
+
+
+class Speculator:
+    """Collects the drafts of the proposers, and chooses how many of their tokens a step computes.
+
+    Proposers that only look something up are asked in every step. A draft model is asked if its usual drafts, for the
+    time that they take, make tokens faster; where they do not, it is asked again after 64 times that time.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer], draft_max: int) -> None:
+        """`draft_max`: draft tokens of a sequence in a step at most."""
+        self._proposers = proposers
+        self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
+        self._model = cast("ModelProposer | None", next((p for p in proposers if p.costs_compute), None))
+        self._draft_max = draft_max
+        self._n_untried = 0  # steps since the last one with drafts
+        self._unasked_s = 0.0  # time of steps since the draft model was asked last
+        self._usual: dict[Seq, Likely] = {}  # drafts of the draft model
+        self._usual_of_all = _FIRST_GUESS
 
     def plan(self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits) -> DraftPlan | None:
         """Sets the drafts of these decoding sequences (`Seq.set_draft`) if that makes tokens faster, else returns None.
@@ -66,17 +96,20 @@ class Speculator:
         """
         if not cost.knows_rows:
             return None
-        drafts = self._propose(rows, limits)
-        if not any(drafts):
-            return None
-        expected = _expected(drafts)
-        if limits.has_streams:
-            plan, rate = _plan_streams(rows, expected, groups, cost, limits)
-        else:
-            plan, rate = _plan_unified(expected, cost, limits)
-        self._n_untried += 1
+        most = [
+            max(0, min(self._draft_max, each, sequence.n_left - 1)) if sequence.params.speculate else 0
+            for sequence, each in zip(rows, limits.each, strict=True)
+        ]
+        drafts: list[Draft | None] = [None] * len(rows)
+        for proposer in self._lookups:
+            _take_better(drafts, proposer.propose(rows, most))
+        step = _Step(rows, groups, cost, limits)
+        if self._model:
+            self._ask_model(self._model, step, drafts, most)
+        plan, rate = step.best([_likely(draft) for draft in drafts])
+        self._n_untried += plan is not None
         least = _TRIED if self._n_untried >= _TRY_EVERY else _WORTH
-        if plan is None or rate < least * len(rows) / cost.relative(groups):
+        if plan is None or rate < least * step.rate_without:
             return None
         self._n_untried = 0
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
@@ -84,48 +117,104 @@ class Speculator:
                 sequence.set_draft(draft.tokens[:n].tolist() if draft else [], n)
         return plan
 
-    def _propose(self, rows: Sequence[Seq], limits: DraftLimits) -> list[Draft | None]:
-        """The best draft for each sequence: the one of which most tokens may be expected to be accepted."""
-        most = [
-            max(0, min(self.draft_max, each, sequence.n_left - 1)) if sequence.params.speculate else 0
-            for sequence, each in zip(rows, limits.each, strict=True)
-        ]
-        best: list[Draft | None] = [None] * len(rows)
-        for proposer in self.proposers:
-            for i, draft in enumerate(proposer.propose(rows, most)):
-                if draft and (best[i] is None or _gain(draft) > _gain(best[i])):  # type: ignore[arg-type]
-                    best[i] = draft
-        return best
+    def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> None:
+        """Takes drafts of the draft model if its usual ones are worth their time."""
+        before = [_likely(draft) for draft in drafts]
+        guesses = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
+        guesses = [Likely(min(guess.length, n), guess.acceptance) for guess, n in zip(guesses, most, strict=True)]
+        is_better = [guess.gain > known.gain for guess, known in zip(guesses, before, strict=True)]
+        plan, rate = step.best(
+            [guess if better else known for guess, known, better in zip(guesses, before, is_better, strict=True)]
+        )
+        if plan is None:
+            return
+        asked = [n if better else 0 for n, better in zip(plan.lengths, is_better, strict=True)]
+        n_asked = sum(n > 0 for n in asked)
+        if not n_asked:
+            return
+        seconds = model.seconds(n_asked, max(asked)) + sum(
+            model.read_seconds(sequence) * min(1.0, (1 + guess.gain) / sequence.n_left)
+            for sequence, guess, n in zip(step.rows, guesses, asked, strict=True)
+            if n
+        )
+        rows_s = step.cost.rows_s(plan.groups)
+        rate *= rows_s / (rows_s + seconds)
+        is_worth = rate > _WORTH * max(step.rate_without, step.best(before)[1])
+        self._unasked_s += len(step.rows) / step.rate_without
+        if not is_worth and self._unasked_s < _TRY_EVERY * seconds:
+            return
+        self._unasked_s = 0.0
+        made = model.propose(step.rows, [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)])
+        for sequence, draft, n in zip(step.rows, made, asked, strict=True):
+            if n and (draft or not model.read_seconds(sequence)):
+                self._usual[sequence] = _mean(self._usual.get(sequence, self._usual_of_all), _likely(draft))
+                self._usual_of_all = _mean(self._usual_of_all, _likely(draft))
+        _take_better(drafts, made)
 
     def finished(self, sequence: Seq) -> None:
         """The sequence has ended."""
-        for proposer in self.proposers:
+        self._usual.pop(sequence, None)
+        for proposer in self._proposers:
             proposer.finished(sequence)
 
     def close(self) -> None:
         """Frees what the proposers hold."""
-        for proposer in self.proposers:
+        for proposer in self._proposers:
             proposer.close()
 
 
-def _gain(draft: Draft) -> float:
-    """The number of its tokens that may be expected to be accepted."""
-    a = min(draft.acceptance, _ALMOST_CERTAIN)
-    return float(a * (1 - a ** len(draft.tokens)) / (1 - a))
+class _Step:
+    """The rows of a step, and what drafts for them would cost."""
+
+    def __init__(self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits) -> None:
+        self.rows = rows
+        self.groups = groups
+        self.cost = cost
+        self.limits = limits
+        self.rate_without = len(rows) / cost.rows_s(groups)
+        """Tokens/s without drafts."""
+
+    def best(self, drafts: Sequence[Likely]) -> Choice:
+        """The best plan for these drafts."""
+        if not any(draft.length for draft in drafts):
+            return None, 0.0
+        expected = _expected(drafts)
+        if self.limits.has_streams:
+            return _plan_streams(self.rows, expected, self.groups, self.cost, self.limits)
+        return _plan_unified(expected, self.cost, self.limits)
 
 
-def _expected(drafts: Sequence[Draft | None]) -> Probabilities:
+def _gain(draft: Likely) -> float:
+    return draft.gain
+
+
+def _likely(draft: Draft | None) -> Likely:
+    return Likely(len(draft.tokens), draft.acceptance) if draft else _NO_DRAFT
+
+
+def _mean(old: Likely, new: Likely) -> Likely:
+    """Running means. A length is rounded up, so that drafts may become longer again."""
+    length = old.length + _NEW * (new.length - old.length)
+    return Likely(ceil(length), old.acceptance + _NEW * ((new.acceptance if new.length else 0.0) - old.acceptance))
+
+
+def _take_better(drafts: list[Draft | None], others: Sequence[Draft | None]) -> None:
+    """Replaces drafts by those of which more tokens may be expected to be accepted."""
+    for i, other in enumerate(others):
+        if other and (drafts[i] is None or _likely(other).gain > _likely(drafts[i]).gain):
+            drafts[i] = other
+
+
+def _expected(drafts: Sequence[Likely]) -> Probabilities:
     """float64[n_rows, longest]: the probability that each draft token is accepted; 0 behind the end of a draft."""
-    longest = max(len(draft.tokens) for draft in drafts if draft)
-    expected = np.zeros((len(drafts), longest))
+    expected = np.zeros((len(drafts), max(draft.length for draft in drafts)))
     for row, draft in zip(expected, drafts, strict=True):
-        if draft:
-            row[: len(draft.tokens)] = min(draft.acceptance, _ALMOST_CERTAIN)
+        row[: draft.length] = min(draft.acceptance, _ALMOST_CERTAIN)
     return np.multiply.accumulate(expected, axis=1)
 
 
 Choice = tuple[DraftPlan | None, float]
-"""The best plan with drafts that the limits allow, and the tokens that it makes in a unit of `StepCost.relative`."""
+"""The best plan with drafts that the limits allow, and its tokens/s."""
 
 
 def _plan_unified(expected: Probabilities, cost: StepCost, limits: DraftLimits) -> Choice:
@@ -137,7 +226,7 @@ def _plan_unified(expected: Probabilities, cost: StepCost, limits: DraftLimits) 
     order = np.argsort(-expected, axis=None, kind="stable")[:n_most]
     total = n_rows + np.cumsum(expected.ravel()[order])
     counts = {n for tile in TILES for n in range(tile - n_rows % tile, n_most + 1, tile)} | {n_most}
-    rate, n = max((float(total[n - 1]) / cost.relative((n_rows + n,)), n) for n in counts)
+    rate, n = max((float(total[n - 1]) / cost.rows_s((n_rows + n,)), n) for n in counts)
     lengths = np.bincount(order[:n] // expected.shape[1], minlength=n_rows)
     return DraftPlan(lengths.tolist(), (n_rows + n,)), rate
 
@@ -160,13 +249,13 @@ def _plan_streams(
     for n in range(1, longest + 1):
         if n <= least and n * n_computed <= n_most:
             equal = tuple(size * (1 + n) for size in groups)
-            rate = (n_rows + gains[n - 1]) / cost.relative(equal)
+            rate = (n_rows + gains[n - 1]) / cost.rows_s(equal)
             if rate > best_rate:
                 best, best_rate = DraftPlan([n] * n_rows, equal, n_padding=n), rate
         drafted = np.flatnonzero(expected[:, n - 1]).tolist()
         if len(drafted) < n_rows and n * len(drafted) <= n_most:
             ragged = (*groups, *(size * n for size in _neighbours([rows[i].seq_id for i in drafted])))
-            rate = (n_rows + float(expected[drafted, :n].sum())) / cost.relative(ragged)
+            rate = (n_rows + float(expected[drafted, :n].sum())) / cost.rows_s(ragged)
             if rate > best_rate:
                 lengths = np.where(expected[:, n - 1] > 0, n, 0).tolist()
                 best, best_rate = DraftPlan(lengths, ragged), rate
