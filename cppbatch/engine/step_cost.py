@@ -89,12 +89,23 @@ class StepCost:
                 self._shape[n] = seconds / self._level * n / sum(groups)
             self._counts = sorted(self._shape)
             return
+        if len(groups) > 1 and (new := {n for n in groups if self._seen[n] < _MIN_SEEN}):
+            self._observe_new(new, groups, seconds)
+            return
         error = min(seconds / self.rows_s(groups), _MAX_RATIO) - 1
         self._level *= 1 + _NEW_LEVEL * error
         if len(groups) == 1:
             n = groups[0]
             self._seen[n] += 1
             self._shape[n] *= 1 + max(_NEW_SHAPE, 0.5 / self._seen[n]) * error
+
+    def _observe_new(self, new: set[int], groups: Groups, seconds: float) -> None:
+        """What a step of several groups takes more, or less, is due to the numbers of rows that are hardly known."""
+        expected_s = self.rows_s([n for n in groups if n in new])
+        error = (seconds - self.rows_s(groups)) / expected_s
+        for n in new:
+            self._seen[n] += 1
+            self._shape[n] *= 1 + 0.5 * min(max(error, 1 / _MAX_RATIO - 1), _MAX_RATIO - 1)
 
     def seed(self, rows_s: Iterable[tuple[int, float]]) -> None:
         """Begins with times that were measured before: numbers of rows with their seconds."""

@@ -149,5 +149,5 @@ def test_drafts_that_are_almost_worth_it_are_tried_now_and_then() -> None:
     cost = StepCost()
     cost.seed([(1, 0.010), (5, 0.045), (256, 2.0)])
     speculator = Speculator([Given([(4, 0.9)])], 16)
-    tries = [speculator.plan(decoding(1), (1,), cost, DraftLimits(100, [100], False)) is not None for _ in range(640)]
-    assert 5 <= sum(tries) <= 10
+    tries = [speculator.plan(decoding(1), (1,), cost, DraftLimits(100, [100], False)) is not None for _ in range(3500)]
+    assert 10 <= sum(tries) <= 14, "each of them takes 26 ms more: a hundredth of the time"

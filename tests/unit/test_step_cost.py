@@ -77,6 +77,16 @@ def test_unknown_numbers_of_rows_are_between_the_known_ones() -> None:
     assert cost.rows_s((4, 6)) == pytest.approx(0.030)
 
 
+def test_a_step_of_several_groups_corrects_the_one_that_is_hardly_known() -> None:
+    cost = StepCost()
+    cost.seed([(16, 0.030)])
+    cost.observe_rows((7,), 0.010)
+    for _ in range(3):
+        cost.observe_rows((16, 7), 0.050)
+    assert cost.rows_s((16,)) == pytest.approx(0.030)
+    assert cost.rows_s((7,)) == pytest.approx(0.020, rel=0.2)
+
+
 def test_more_rows_than_were_ever_measured_cost_as_much_more_as_prompt_tokens() -> None:
     cost = StepCost()
     cost.seed([(4, 0.010)])

@@ -20,11 +20,15 @@ from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
 from cppbatch.engine.step_cost import TILES, Groups, StepCost
 
 _WORTH = 1.03  # drafts must make tokens this many times as fast as rows alone
-_TRY_EVERY = 64  # steps that could have drafts, then one with drafts that are not quite worth it: the time may be wrong
-_TRIED = 0.7  # ... but which make tokens at least this many times as fast
+_TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
+_TRY_SHARE = 0.01  # of the time for such tries
 _MAX_ROWS = 256  # of a step with drafts: each has a row of logits (192 KiB with a vocabulary of 49,152)
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
 
+_LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
+"""Of drafts, where sequences have streams: the lengths to choose from."""
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""How many rows get them, if not all."""
 _NEW = 0.2  # weight of a new draft in what is usual of the draft model
 
 Probabilities = npt.NDArray[np.float64]
@@ -75,7 +79,7 @@ class Speculator:
     """Collects the drafts of the proposers, and chooses how many of their tokens a step computes.
 
     Proposers that only look something up are asked in every step. A draft model is asked if its usual drafts, for the
-    time that they take, make tokens faster; where they do not, it is asked again after 64 times that time.
+    time that they take, make tokens faster; where they do not, it is asked again after 100 times that time.
     """
 
     def __init__(self, proposers: Sequence[Proposer], draft_max: int) -> None:
@@ -84,7 +88,7 @@ class Speculator:
         self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
         self._model = cast("ModelProposer | None", next((p for p in proposers if p.costs_compute), None))
         self._draft_max = draft_max
-        self._n_untried = 0  # steps since the last one with drafts
+        self._untried_s = 0.0  # time of steps since the last one with drafts
         self._unasked_s = 0.0  # time of steps since the draft model was asked last
         self._usual: dict[Seq, Likely] = {}  # drafts of the draft model
         self._usual_of_all = _FIRST_GUESS
@@ -107,11 +111,14 @@ class Speculator:
         if self._model:
             self._ask_model(self._model, step, drafts, most)
         plan, rate = step.best([_likely(draft) for draft in drafts])
-        self._n_untried += plan is not None
-        least = _TRIED if self._n_untried >= _TRY_EVERY else _WORTH
-        if plan is None or rate < least * step.rate_without:
+        self._untried_s += step.seconds
+        if plan is None:
             return None
-        self._n_untried = 0
+        if rate < _WORTH * step.rate_without:
+            seconds = cost.rows_s(plan.groups) - step.seconds
+            if rate < _TRIED * step.rate_without or seconds > _TRY_SHARE * self._untried_s:
+                return None
+        self._untried_s = 0.0
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
             if n:
                 sequence.set_draft(draft.tokens[:n].tolist() if draft else [], n)
@@ -140,8 +147,8 @@ class Speculator:
         rows_s = step.cost.rows_s(plan.groups)
         rate *= rows_s / (rows_s + seconds)
         is_worth = rate > _WORTH * max(step.rate_without, step.best(before)[1])
-        self._unasked_s += len(step.rows) / step.rate_without
-        if not is_worth and self._unasked_s < _TRY_EVERY * seconds:
+        self._unasked_s += step.seconds
+        if not is_worth and seconds > _TRY_SHARE * self._unasked_s:
             return
         self._unasked_s = 0.0
         made = model.propose(step.rows, [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)])
@@ -171,7 +178,9 @@ class _Step:
         self.groups = groups
         self.cost = cost
         self.limits = limits
-        self.rate_without = len(rows) / cost.rows_s(groups)
+        self.seconds = cost.rows_s(groups)
+        """Without drafts."""
+        self.rate_without = len(rows) / self.seconds
         """Tokens/s without drafts."""
 
     def best(self, drafts: Sequence[Likely]) -> Choice:
@@ -234,30 +243,36 @@ def _plan_unified(expected: Probabilities, cost: StepCost, limits: DraftLimits) 
 def _plan_streams(
     rows: Sequence[Seq], expected: Probabilities, groups: Groups, cost: StepCost, limits: DraftLimits
 ) -> Choice:
-    """The same number of tokens for every row, or for every row that has a draft of this length.
+    """The same number of tokens for every row, or for the rows with the best drafts.
 
     llama.cpp computes as many tokens of each sequence together as the shortest has. So equal lengths are one pass over
-    the weights, for which rows without a draft, and padding rows, get filling tokens. Where only some rows have drafts,
+    the weights, for which rows without a draft, and padding rows, get filling tokens. Where only some rows get drafts,
     their draft tokens are passes of their own behind that of the rows.
     """
     n_rows, longest = expected.shape
     n_computed, least = sum(groups), min(limits.each)
     n_most = min(limits.tokens, _MAX_ROWS - n_computed)
-    gains = np.cumsum(expected.sum(axis=0)).tolist()
+    gains = np.cumsum(expected, axis=1)
     best: DraftPlan | None = None
     best_rate = 0.0
-    for n in range(1, longest + 1):
+    for n in (*(length for length in _LENGTHS if length < longest), longest):
+        gain = gains[:, n - 1]
         if n <= least and n * n_computed <= n_most:
             equal = tuple(size * (1 + n) for size in groups)
-            rate = (n_rows + gains[n - 1]) / cost.rows_s(equal)
+            rate = (n_rows + float(gain.sum())) / cost.rows_s(equal)
             if rate > best_rate:
                 best, best_rate = DraftPlan([n] * n_rows, equal, n_padding=n), rate
-        drafted = np.flatnonzero(expected[:, n - 1]).tolist()
-        if len(drafted) < n_rows and n * len(drafted) <= n_most:
-            ragged = (*groups, *(size * n for size in _neighbours([rows[i].seq_id for i in drafted])))
-            rate = (n_rows + float(expected[drafted, :n].sum())) / cost.rows_s(ragged)
+        order = np.argsort(-gain, kind="stable")
+        n_drafts = min(n_most // n, int(np.count_nonzero(expected[:, n - 1])))
+        totals = np.cumsum(gain[order])
+        for m in {m for m in _COUNTS if m < n_drafts} | {n_drafts} - {0, n_rows}:
+            chosen = np.sort(order[:m]).tolist()
+            ragged = (*groups, *(size * n for size in _neighbours([rows[i].seq_id for i in chosen])))
+            rate = (n_rows + float(totals[m - 1])) / cost.rows_s(ragged)
             if rate > best_rate:
-                lengths = np.where(expected[:, n - 1] > 0, n, 0).tolist()
+                lengths = [0] * n_rows
+                for i in chosen:
+                    lengths[i] = n
                 best, best_rate = DraftPlan(lengths, ragged), rate
     return best, best_rate
 
