@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypedDict
@@ -23,7 +24,9 @@ from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.speculation.draft_runtime import draft_config, open_draft_model
+from cppbatch.engine.speculation.grammar_proposer import GrammarProposer
 from cppbatch.engine.speculation.proposer import Proposer
+from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import (
@@ -37,6 +40,8 @@ from cppbatch.llama import (
 )
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
 from cppbatch.llama.vocab import Vocab
+
+log = logging.getLogger("cppbatch.engine")
 
 _CACHED_SHARE_ON_CPU = 1 / 16  # attention costs more there, and restoring a prefix from host memory costs little
 
@@ -124,7 +129,8 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
     runtime; None: that frees only the context. Raises `ModelError` or `LlamaError`.
     """
     runtime = _open_runtime(config, model, close)
-    if (draft_settings := draft_config(config)) is None:
+    draft_settings = draft_config(config)
+    if draft_settings is None or not _can_remove_drafts(model):
         return runtime
     if runtime.info.pooling:
         raise ModelError(f"-md is for models that generate text; {model.path} returns vectors. Leave it out")
@@ -159,12 +165,37 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
     threads = None if on_gpu or config.n_threads else ComputeThreads(available_threads(), len(usable_cpus()))
     runtime = Runtime(
-        context, model.vocab, _info(model, context, config), sharing, close, share, may_pad=not on_gpu, threads=threads
+        context,
+        model.vocab,
+        _info(model, context, config),
+        sharing,
+        close,
+        share,
+        may_pad=not on_gpu,
+        threads=threads,
+        proposers=_proposers(config, model),
     )
     if not switches(config, model):
         return runtime
     layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config))
     return replace(runtime, layouts=layouts)
+
+
+def _proposers(config: EngineConfig, model: Model) -> list[Proposer]:
+    """The sources of drafts, without a draft model."""
+    if config.spec == "off" or not _can_remove_drafts(model):
+        return []
+    grammars = GrammarProposer(model.vocab)
+    return [grammars] if config.spec == "draft" else [grammars, SuffixProposer()]
+
+
+def _can_remove_drafts(model: Model) -> bool:
+    """Whether the last tokens of a sequence can be removed: those of wrong drafts."""
+    if model.is_recurrent or model.n_swa:
+        memory = "recurrent state" if model.is_recurrent else "sliding window"
+        log.info("no drafts: the %s of %s cannot be set back", memory, model.path.name)
+        return False
+    return True
 
 
 def switches(config: EngineConfig, model: Model) -> bool:

@@ -17,14 +17,15 @@ STORY = (
 COPY = f"<|im_start|>user\nRepeat this text word for word: {STORY}<|im_end|>\n<|im_start|>assistant\n"
 JSON = f'<|im_start|>user\nAnswer in JSON. {STORY}<|im_end|>\n<|im_start|>assistant\n{{"name": "Anton", "born": '
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "born": {"type": "integer"}}}
-PROMPTS = [COPY, COPY + "The mill", JSON, STORY * 3, "1, 2, 3, 4, 5, 6,", "def add(a, b):\n", "Once upon a time", COPY * 2]
+PLAIN = ["1, 2, 3, 4, 5, 6,", "def add(a, b):\n", "Once upon a time"]
+PROMPTS = [COPY, COPY + "The mill", JSON, STORY * 3, *PLAIN, COPY * 2]
 
 GREEDY = {"temperature": 0.0}
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 1},
     {"temperature": 0.7, "seed": 2, "top_k": 20, "top_p": 0.9},
     {"temperature": 0.4, "seed": 3, "repetition_penalty": 1.1, "logprobs": 2},
-    {"temperature": 1.0, "seed": 4, "mirostat": 2},
+    {"temperature": 1.0, "seed": 4, "typical_p": 0.9},
     {"temperature": 0.6, "seed": 5, "min_p": 0.1, "frequency_penalty": 0.4},
     {"temperature": 0.0, "stop": (" town",)},
     {"temperature": 0.0, "json_schema": SCHEMA},
