@@ -20,7 +20,7 @@ def is_subsequence(part: list[int], whole: list[int]) -> bool:
 
 
 NOT_THERE = (
-    "step", "take_all", "ended", "_restart_if_interrupted", "rebuild", "_all_free", "clear",
+    "step", "take_all", "keep", "ended", "_restart_if_interrupted", "rebuild", "_all_free", "clear",
     "restart", "restarted",
 )  # fmt: skip
 """Where events are handed over, and the recovery itself: a second interrupt in the microsecond of the first."""
@@ -33,8 +33,8 @@ def interrupted_after(n_lines: int) -> Iterator[None]:
 
     def trace(frame: FrameType, what: str, _: object) -> TraceFunction | None:
         nonlocal left
-        if "cppbatch/engine" not in frame.f_code.co_filename:
-            return None
+        if "cppbatch/engine" not in frame.f_code.co_filename or frame.f_code.co_filename.endswith("turns.py"):
+            return None  # turns defer Ctrl-C
         if what == "line":
             left -= 1
             if left == 0 and frame.f_code.co_name not in NOT_THERE:

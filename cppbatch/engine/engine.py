@@ -43,6 +43,7 @@ from cppbatch.engine.scheduler import PoolingScheduler, Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.speculator import Speculator
 from cppbatch.engine.trace import Trace
+from cppbatch.engine.turns import Turns
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
 from cppbatch.llama import Batch
@@ -59,7 +60,8 @@ class BatchInferenceEngine:
     Offline: `generate`, `stream`, `map`, `embed`. Requests one by one: `add_request`, then `step` until `has_work` is
     False. For asyncio use `cppbatch.LocalEngine`, for many clients `cppbatch serve`.
 
-    A context manager. Not thread-safe, except `prepare` and `tokens`: one thread calls everything else.
+    A context manager. Thread-safe: requests of several threads share the batches, and each call waits for at most a few
+    steps of the others. Not for forked processes, where every call raises `EngineClosed`.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class BatchInferenceEngine:
         self.metrics = Metrics(self._trace)
         self.outputs = OutputProcessor(self._vocab, self.metrics)
         """The queue of step outputs. After `compute` another thread may make events of them (`StepLoop`)."""
+        self.turns = Turns()
+        """All methods that change the engine take one, except `compute`."""
         self._sequences: dict[str, Seq] = {}
-        self._next_id = 0
+        self._numbers = itertools.count(1)
         self._closed = False
         self.survives_failures = True
         """When a batch fails, True ends its sequences with an error, and the others go on; False makes `step` raise."""
@@ -150,6 +154,7 @@ class BatchInferenceEngine:
         Raises `InvalidRequest` for a request that can never run (an empty prompt, unknown token ids, too many tokens,
         a wrong grammar); `RequestCancelled`; `EngineClosed`.
         """
+        self.turns.check_process()
         if self._closed:
             raise EngineClosed("the engine is closed")
         sequence = self._inputs.prepare(request, cancelled)
@@ -179,14 +184,16 @@ class BatchInferenceEngine:
 
     def new_request_id(self) -> str:
         """An id that no request of this engine has: "request-1", "request-2" ..."""
-        self._next_id = next(n for n in itertools.count(self._next_id + 1) if f"request-{n}" not in self._sequences)
-        return f"request-{self._next_id}"
+        return next(new for n in self._numbers if (new := f"request-{n}") not in self._sequences)
 
     def add(self, sequence: Seq, *, limited: bool = True) -> None:
         """Queues a prepared sequence. `limited`: raise `QueueFull` if `max_queue` sequences wait already.
 
         Raises `InvalidRequest` when its id is in use, `QueueFull`, `EngineClosed`.
         """
+        self.turns.run(lambda: self._add(sequence, limited=limited))
+
+    def _add(self, sequence: Seq, *, limited: bool) -> None:
         limit = self.config.max_queue
         if limited and len(self._scheduler.waiting) >= limit:
             raise QueueFull(limit, self.metrics.seconds_per_request())
@@ -219,12 +226,11 @@ class BatchInferenceEngine:
         self.add(self.prepare(request))
         return request_id
 
-    def is_active(self, request_id: str) -> bool:
-        """Whether this request waits or runs."""
-        return request_id in self._sequences
-
     def cancel(self, request_id: str) -> bool:
         """Ends a request and frees its cells. Returns False if the request neither waits nor runs."""
+        return self.turns.run(lambda: self._cancel(request_id))
+
+    def _cancel(self, request_id: str) -> bool:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
@@ -245,12 +251,16 @@ class BatchInferenceEngine:
         return self._scheduler.has_work or self.outputs.has_events
 
     def step(self) -> list[GenerationEvent]:
-        """Computes one batch and returns the new events of all requests."""
-        self.compute()
-        return self.outputs.take_all()
+        """Computes one batch and returns the new events of all requests, except those that another call waits for."""
+
+        def step() -> list[GenerationEvent]:
+            self.compute()
+            return self.outputs.take_all()
+
+        return self.turns.run(step)
 
     def compute(self) -> None:
-        """Computes one batch. The results wait in `outputs`."""
+        """Computes one batch. The results wait in `outputs`. For the one thread that uses the engine, or in a turn."""
         self.metrics.begin_step()
         with self._restart_if_interrupted():
             if policy := self._layout_policy:
@@ -462,18 +472,22 @@ class BatchInferenceEngine:
         n: int = 1,
         best_of: int | None = None,
         progress: bool = False,
+        on_event: Callable[[int, GenerationEvent], object] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Continues all prompts, batched together. Returns the completions in the order of the prompts.
 
         `params`: one for all prompts, or a list with one for each. `n`: completions of each prompt, which follow each
         other in the result; `best_of`: generate this many of each prompt, and return the `n` with the highest mean
-        log-probability. `progress`: show the speed on stderr. `options`: fields of `GenerationRequest` (priority,
-        timeout, cache_salt ...) for all prompts.
+        log-probability. `progress`: show the speed on stderr. `on_event`: called with the index of a completion and
+        each of its events when it is made (completion i is that of prompt i, unless `n` or `best_of` is given).
+        `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
 
         Raises `InvalidRequest` naming the prompt at fault, before any of them runs. Ctrl-C cancels all of them.
         """
-        return offline.generate(self, prompts, params, n=n, best_of=best_of, progress=progress, options=options)
+        return offline.generate(
+            self, prompts, params, n=n, best_of=best_of, progress=progress, on_event=on_event, options=options
+        )
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -535,19 +549,26 @@ class BatchInferenceEngine:
     def stats(self) -> EngineStats:
         """Counters since the start, and the state now."""
         scheduler = self._scheduler
-        return self.metrics.stats(self.kv, running=len(scheduler.running), waiting=len(scheduler.waiting))
+        return self.turns.run(
+            lambda: self.metrics.stats(self.kv, running=len(scheduler.running), waiting=len(scheduler.waiting))
+        )
 
     def clear_prefix_cache(self) -> None:
         """Removes all cached prefixes. Their cells and host memory are free when this returns."""
-        self.kv.clear_cache()
+        self.turns.run(self.kv.clear_cache)
 
     def close(self) -> None:
-        """Cancels all requests and frees the model. Closing again does nothing."""
+        """Cancels all requests and frees the model. Closing again does nothing, nor does closing in a fork."""
+        if not self.turns.in_fork:
+            self.turns.run(self._close)
+
+    def _close(self) -> None:
         if self._closed:
             return
         self._closed = True
         for request_id in list(self._sequences):
             self.cancel(request_id)
+        self.outputs.keep()  # threads that wait for events get the last ones
         self.clear_prefix_cache()
         self._inputs.close()
         self._sampler.close()

@@ -1,12 +1,13 @@
 """Offline inference: the code behind `generate`, `stream`, `map` and `embed` of `BatchInferenceEngine`.
 
-Each of these functions queues sequences, calls `compute` until they have ended, and gathers their events. Other
-requests of the engine advance in the same steps; their events are kept for their own callers.
+Each of these functions queues sequences, steps until they have ended, and gathers their events. Other requests of the
+engine advance in the same steps, those of other threads too; their events are kept for their own callers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,11 +32,14 @@ from cppbatch.engine.request import (
     Task,
 )
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.turns import Turns
 from cppbatch.errors import GenerationFailed, InvalidRequest
 
 _QUEUED_AHEAD = 2  # `map`: requests in the engine, in multiples of n_parallel, so that a finished one has a successor
 _HELD_BACK = 8  # `map` with `ordered`: prompts taken but not returned, in multiples of n_parallel
 _END = object()
+
+OnEvent = Callable[[int, GenerationEvent], object]
 
 
 class Engine(Protocol):
@@ -43,13 +47,13 @@ class Engine(Protocol):
 
     config: EngineConfig
     outputs: OutputProcessor
+    turns: Turns
 
     @property
     def info(self) -> ModelInfo: ...
     def new_request_id(self) -> str: ...
     def prepare(self, request: GenerationRequest) -> Seq: ...
     def add(self, sequence: Seq, *, limited: bool = True) -> None: ...
-    def is_active(self, request_id: str) -> bool: ...
     def cancel(self, request_id: str) -> bool: ...
     def compute(self) -> None: ...
 
@@ -66,15 +70,16 @@ def generate(
     n: int,
     best_of: int | None,
     progress: bool,
+    on_event: OnEvent | None,
     options: RequestOptions,
 ) -> list[Completion]:
     """See `BatchInferenceEngine.generate`."""
     of = n_candidates(n, best_of)
     wanted = expand(_params_for_each(prompts, params), of, ranked=of > n)
     every = [prompt for prompt in prompts for _ in range(of)]
-    ids = _add_all(engine, every, wanted, options, field="prompts", of=of)
-    events = _gather(ids, _run(engine, set(ids)), "generating", progress=progress)
-    results = [_completion(events[request_id]) for request_id in ids]
+    sequences = _prepare_all(engine, every, wanted, options, field="prompts", of=of)
+    events = _gather(sequences, _run(engine, sequences), "generating", progress=progress, on_event=on_event)
+    results = [completion(events[sequence.id]) for sequence in sequences]
     return likeliest(results, n, of) if of > n else results
 
 
@@ -82,13 +87,7 @@ def stream(
     engine: Engine, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
 ) -> Generator[GenerationEvent, None, None]:
     """See `BatchInferenceEngine.stream`."""
-    sequence = _prepare(engine, prompt, params, options)
-
-    def events() -> Generator[GenerationEvent, None, None]:
-        engine.add(sequence)  # not before the iteration starts: an iterator that never runs leaves nothing behind
-        yield from _run(engine, {sequence.id})
-
-    return events()
+    return _run(engine, [_prepare(engine, prompt, params, options)], limited=True)
 
 
 def embed(
@@ -105,11 +104,11 @@ def embed(
     check_dimensions(dimensions, info.n_embd)
     params = _params_for_each(texts, None)
     embed_options: _EmbedOptions = {**options, "task": "embed"}
-    ids = _add_all(engine, texts, params, embed_options, field="texts")
-    events = _gather(ids, _run(engine, set(ids)), "embedding", progress=progress)
-    vectors = np.empty((len(ids), info.n_embd), np.float32)
-    for i, request_id in enumerate(ids):
-        last = events[request_id][-1]
+    sequences = _prepare_all(engine, texts, params, embed_options, field="texts")
+    events = _gather(sequences, _run(engine, sequences), "embedding", progress=progress)
+    vectors = np.empty((len(sequences), info.n_embd), np.float32)
+    for i, sequence in enumerate(sequences):
+        last = events[sequence.id][-1]
         if last.embedding is None:
             assert last.finish_reason is not None
             raise GenerationFailed(f"texts[{i}] has no vector: {last.error or last.finish_reason.value}")
@@ -155,7 +154,7 @@ def _prepare(engine: Engine, prompt: Prompt, params: SamplingParams | None, opti
     return engine.prepare(GenerationRequest(id=request_id, prompt=prompt, params=params or SamplingParams(), **options))
 
 
-def _add_all(
+def _prepare_all(
     engine: Engine,
     prompts: Sequence[Prompt],
     params: list[SamplingParams],
@@ -163,8 +162,8 @@ def _add_all(
     *,
     field: str,
     of: int = 1,
-) -> list[str]:
-    """Queues all prompts, or none if one of them is refused. Returns the ids.
+) -> list[Seq]:
+    """Prepares all prompts, or raises `InvalidRequest` for the first that is refused.
 
     `field`, `of`: an `InvalidRequest` names the prompt `field[i // of]`, since each prompt stands here `of` times.
     """
@@ -174,41 +173,87 @@ def _add_all(
             sequences.append(_prepare(engine, prompt, its, options))
         except InvalidRequest as error:
             raise InvalidRequest(f"{field}[{i // of}]", str(error)) from error
-    for sequence in sequences:
-        engine.add(sequence, limited=False)  # only this caller waits for them
-    return [sequence.id for sequence in sequences]
+    return sequences
 
 
-def _run(engine: Engine, ids: set[str]) -> Iterator[GenerationEvent]:
-    """Steps until these requests have ended, and yields their events. Cancels those that are left when it is closed."""
-    outputs = engine.outputs
+def _run(engine: Engine, sequences: Sequence[Seq], *, limited: bool = False) -> Generator[GenerationEvent, None, None]:
+    """Queues sequences when the iteration starts, and yields their events until they have ended."""
+    requests = _Requests(engine)
     try:
-        while ids:
-            engine.compute()
-            outputs.keep()
-            # A request that is not active and has no events: another caller's `step` has returned its last event.
-            ids &= {i for i in ids if engine.is_active(i) or outputs.has_kept(i)}
-            for request_id in [i for i in ids if outputs.has_kept(i)]:
-                for event in outputs.take_request(request_id):
-                    if event.finish_reason:
-                        ids.discard(request_id)
-                    yield event
+        requests.add(sequences, limited=limited)
+        while requests.running:
+            yield requests.next_event()
     finally:
-        for request_id in ids:
-            engine.cancel(request_id)
-        outputs.drop(ids)
+        requests.close()
+
+
+class _Requests:
+    """The requests of one call. Whichever thread steps the engine, their events arrive here."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: deque[GenerationEvent] = deque()
+        self.running: set[str] = set()
+        """Ids of the requests whose last event is not yet returned."""
+
+    def add(self, sequences: Sequence[Seq], *, limited: bool = False) -> None:
+        """Queues sequences between two steps. `limited`: as in `BatchInferenceEngine.add`, for a single one."""
+
+        def add() -> None:
+            for sequence in sequences:
+                self._engine.add(sequence, limited=limited)
+                self._engine.outputs.reserve(sequence.id, self._inbox)
+                self.running.add(sequence.id)
+
+        self._engine.turns.run(add)
+
+    def next_event(self) -> GenerationEvent:
+        """The next event of any of the requests. Steps the engine, or waits while another thread does."""
+        self._engine.turns.until(lambda: bool(self._inbox), self._step)
+        event = self._inbox.popleft()
+        if event.finish_reason:
+            self.running.discard(event.request_id)
+        return event
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `next_event` returns at once."""
+        return bool(self._inbox)
+
+    def close(self) -> None:
+        """Cancels the requests that have not ended."""
+        if self.running:
+            self._engine.turns.run(self._cancel)
+
+    def _step(self) -> None:
+        self._engine.compute()
+        self._engine.outputs.keep()
+
+    def _cancel(self) -> None:
+        for request_id in self.running:
+            self._engine.cancel(request_id)
+        self._engine.outputs.drop(self.running)
+        self.running = set()
 
 
 def _gather(
-    ids: list[str], events: Iterable[GenerationEvent], verb: str, *, progress: bool
+    sequences: Sequence[Seq],
+    events: Iterable[GenerationEvent],
+    verb: str,
+    *,
+    progress: bool,
+    on_event: OnEvent | None = None,
 ) -> dict[str, list[GenerationEvent]]:
-    """All events of these requests by id. `progress`: a line on stderr shows the speed."""
-    gathered: dict[str, list[GenerationEvent]] = {request_id: [] for request_id in ids}
+    """All events of these sequences by request id. `progress`: a line on stderr shows the speed."""
+    gathered: dict[str, list[GenerationEvent]] = {sequence.id: [] for sequence in sequences}
+    indices = {sequence.id: i for i, sequence in enumerate(sequences)}
     with _progress_line(enabled=progress) as line:
-        task = line.add_task(verb, total=len(ids), tokens=0, speed=0.0)
+        task = line.add_task(verb, total=len(sequences), tokens=0, speed=0.0)
         tokens = 0
         for event in events:
             gathered[event.request_id].append(event)
+            if on_event:
+                on_event(indices[event.request_id], event)
             tokens += event.usage.prompt_tokens if event.embedding and event.usage else len(event.tokens)
             elapsed = line.tasks[task].elapsed
             line.update(task, advance=event.finish_reason is not None, tokens=tokens, speed=tokens / (elapsed or 1e9))
@@ -227,7 +272,7 @@ def _progress_line(*, enabled: bool) -> Progress:
     )
 
 
-def _completion(events: list[GenerationEvent]) -> Completion:
+def completion(events: Sequence[GenerationEvent]) -> Completion:
     """All events of a request that has ended, as one result."""
     last = events[-1]
     assert last.finish_reason is not None
@@ -255,8 +300,7 @@ class _Started:
 class _Mapper:
     """The state of one `map`: prompts that were taken from the iterable and not yet returned as results.
 
-    Their number is bounded, however long the iterable is. Their events are reserved: the caller may use the engine
-    between two results, and a `step` there does not return them.
+    Their number is bounded, however long the iterable is. The caller may use the engine between two results.
     """
 
     def __init__(
@@ -277,6 +321,7 @@ class _Mapper:
         self._max_taken = _HELD_BACK * engine.config.n_parallel
         self._is_exhausted = False
         self._n_taken = self._n_returned = 0
+        self._requests = _Requests(engine)
         self._running: dict[str, _Started] = {}  # by request id
         self._ended: dict[int, Mapped] = {}  # by index
 
@@ -290,13 +335,11 @@ class _Mapper:
                 if self._is_ready:
                     yield self._pop()
                 elif self._running:
-                    self._engine.compute()
+                    self._take(self._requests.next_event())
                 else:
                     return
         finally:
-            for request_id in self._running:
-                self._engine.cancel(request_id)
-            self._engine.outputs.drop(self._running)
+            self._requests.close()
 
     @property
     def _next(self) -> int | None:
@@ -315,19 +358,23 @@ class _Mapper:
 
     def _start(self) -> None:
         """Starts prompts until enough of them run, or one of them is refused, which is a result."""
+        sequences: list[Seq] = []
         while not (self._is_exhausted or self._is_full or self._is_ready):
             item = next(self._prompts, _END)
             if item is _END:
                 self._is_exhausted = True
-                return
+                break
             index, self._n_taken = self._n_taken, self._n_taken + 1
-            self._start_one(index, item)
+            sequences += self._prepared(index, item)
+        if sequences:
+            self._requests.add(sequences)
 
     @property
     def _is_full(self) -> bool:
         return len(self._running) >= self._max_running or self._n_taken - self._n_returned >= self._max_taken
 
-    def _start_one(self, index: int, item: Any) -> None:
+    def _prepared(self, index: int, item: Any) -> list[Seq]:
+        """The sequence of a prompt; none if the prompt is refused."""
         prompt, params = item, self._params
         if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams):
             prompt, params = item
@@ -335,21 +382,21 @@ class _Mapper:
             sequence = _prepare(self._engine, prompt, params, self._options)
         except InvalidRequest as error:
             self._ended[index] = Mapped(index, prompt, _refused(error))
-            return
-        self._engine.add(sequence, limited=False)
+            return []
         self._running[sequence.id] = _Started(index, prompt)
-        self._engine.outputs.reserve(sequence.id)
+        return [sequence]
 
     def _gather(self) -> None:
-        """Takes the events of the last steps, those of other callers' steps included."""
-        outputs = self._engine.outputs
-        outputs.keep()
-        for request_id in [request_id for request_id in self._running if outputs.has_kept(request_id)]:
-            started = self._running[request_id]
-            started.events += outputs.take_request(request_id)
-            if started.events[-1].finish_reason:
-                del self._running[request_id]
-                self._ended[started.index] = Mapped(started.index, started.prompt, _completion(started.events))
+        """Takes the events that have arrived, also those of steps of other callers."""
+        while self._requests.has_events:
+            self._take(self._requests.next_event())
+
+    def _take(self, event: GenerationEvent) -> None:
+        started = self._running[event.request_id]
+        started.events.append(event)
+        if event.finish_reason:
+            del self._running[event.request_id]
+            self._ended[started.index] = Mapped(started.index, started.prompt, completion(started.events))
 
 
 def _refused(error: InvalidRequest) -> Completion:

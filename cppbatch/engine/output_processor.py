@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import itertools
+from collections import deque
 from collections.abc import Container
 from time import perf_counter
 
@@ -23,7 +23,7 @@ class OutputProcessor:
 
     For each sampled token the engine calls `accept`, which appends it and returns a finish reason if the sequence
     ends, then `emit` or `finish`, which queues a `StepOutput`. `event` detokenises that into a `GenerationEvent`.
-    `take_all` and `take_request` (events), or `take_outputs` (step outputs), empty the queue.
+    `take_all` (events) or `take_outputs` (step outputs) empty the queue; `keep` delivers events of reserved requests.
 
     Threads: only the engine's thread calls these methods, except `event`. One other thread may call `event` for the
     outputs of `take_outputs`, in their order, while the engine computes the next step. Only one of the two threads
@@ -37,8 +37,8 @@ class OutputProcessor:
         self.n_forced_tokens = 0
         """Tokens that a grammar forced: appended without a decode for each."""
         self._pending: list[StepOutput] = []  # outputs of the last step
-        self._kept: dict[str, list[GenerationEvent]] = {}  # events of earlier steps, by request id
-        self._reserved: set[str] = set()  # requests whose events only `take_request` returns
+        self._kept: list[GenerationEvent] = []  # events of earlier steps
+        self._inboxes: dict[str, deque[GenerationEvent]] = {}  # for the events of reserved requests, by request id
 
     # --- tokens, on the engine's thread -------------------------------------------------------------------------
 
@@ -194,18 +194,12 @@ class OutputProcessor:
     @property
     def has_events(self) -> bool:
         """Whether `take_all` would return any."""
-        ids = itertools.chain(self._kept, (output.sequence.id for output in self._pending))
-        return any(request_id not in self._reserved for request_id in ids)
+        return bool(self._kept) or any(output.sequence.id not in self._inboxes for output in self._pending)
 
     def take_all(self) -> list[GenerationEvent]:
         """Removes and returns all events, in the order of each request, except those of reserved requests."""
-        if self._reserved:
-            self.keep()
-        kept, self._kept = self._kept, {}
-        for request_id in self._reserved & kept.keys():
-            self._kept[request_id] = kept.pop(request_id)
-        events = [*itertools.chain(*kept.values()), *self._pending_events()]
-        self._pending = []
+        self.keep()
+        events, self._kept = self._kept, []
         return events
 
     def take_outputs(self) -> list[StepOutput]:
@@ -213,33 +207,26 @@ class OutputProcessor:
         outputs, self._pending = self._pending, []
         return outputs
 
-    def take_request(self, request_id: str) -> list[GenerationEvent]:
-        """Removes and returns the events of one request. Its last event ends the reservation (`reserve`)."""
-        self.keep()
-        events = self._kept.pop(request_id, [])
-        if events and events[-1].finish_reason:
-            self._reserved.discard(request_id)
-        return events
-
-    def reserve(self, request_id: str) -> None:
-        """Keeps this request's events for `take_request`, even if the caller of `step` takes all others."""
-        self._reserved.add(request_id)
+    def reserve(self, request_id: str, inbox: deque[GenerationEvent]) -> None:
+        """This request's events go to `inbox`, up to its last one. `take_all` does not return them."""
+        self._inboxes[request_id] = inbox
 
     def keep(self) -> None:
-        """Makes events of the last step's outputs, and keeps them until they are taken."""
+        """Makes events of the last step's outputs: for their inboxes, or kept for `take_all`."""
         for event in self._pending_events():
-            self._kept.setdefault(event.request_id, []).append(event)
+            inbox = self._inboxes.get(event.request_id)
+            if inbox is None:
+                self._kept.append(event)
+                continue
+            inbox.append(event)
+            if event.finish_reason:
+                del self._inboxes[event.request_id]
         self._pending = []
-
-    def has_kept(self, request_id: str) -> bool:
-        """Whether events of this request are kept."""
-        return request_id in self._kept
 
     def drop(self, ids: Container[str]) -> None:
         """Forgets the events of these requests, and reserves none of them."""
-        self._kept = {request_id: events for request_id, events in self._kept.items() if request_id not in ids}
         self._pending = [output for output in self._pending if output.sequence.id not in ids]
-        self._reserved = {request_id for request_id in self._reserved if request_id not in ids}
+        self._inboxes = {request_id: inbox for request_id, inbox in self._inboxes.items() if request_id not in ids}
 
     def ended(self) -> set[str]:
         """Ids of the requests whose last output is among those of the last step."""

@@ -1,0 +1,108 @@
+"""One engine, and what a program does to it: threads, a fork, Ctrl-C at any moment. Real llama.cpp, tiny model."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cppbatch import BatchInferenceEngine, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+PROMPTS = [f"{'abc' * (i % 5)} {i}" for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
+    with BatchInferenceEngine(tiny_llama, n_ctx=4096, n_parallel=8, n_threads=1, cache_type_k="f32") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(engine: BatchInferenceEngine) -> dict[str, str]:
+    """The text of each prompt when nothing else is in the batch."""
+    return {prompt: engine.generate([prompt], PARAMS)[0].text for prompt in PROMPTS}
+
+
+def test_8_threads_with_50_short_calls_each_get_the_texts_they_get_alone(
+    engine: BatchInferenceEngine, alone: dict[str, str]
+) -> None:
+    def calls(thread: int) -> dict[str, str]:
+        order = random.Random(thread).sample(PROMPTS, len(PROMPTS))
+        return {prompt: engine.generate([prompt], PARAMS)[0].text for prompt in order}
+
+    with ThreadPoolExecutor(8) as threads:
+        for texts in threads.map(calls, range(8)):
+            assert texts == alone
+    assert not engine.has_work
+
+
+def test_ctrl_c_at_50_random_moments_beside_other_threads(engine: BatchInferenceEngine, alone: dict[str, str]) -> None:
+    rng, ends = random.Random(24), threading.Event()
+
+    def others() -> bool:
+        while not ends.is_set():
+            prompt = rng.choice(PROMPTS)
+            if engine.generate([prompt], PARAMS)[0].text != alone[prompt]:
+                return False
+        return True
+
+    def interrupted() -> None:
+        while True:
+            list(engine.stream("abc", PARAMS))
+            engine.generate(PROMPTS[:10], PARAMS)
+            list(engine.map(PROMPTS[:10], PARAMS))
+
+    with ThreadPoolExecutor(3) as threads:
+        running = [threads.submit(others) for _ in range(3)]
+        try:
+            for _ in range(50):
+                threading.Timer(rng.uniform(0.001, 0.03), os.kill, (os.getpid(), signal.SIGINT)).start()
+                with pytest.raises(KeyboardInterrupt):
+                    interrupted()
+        finally:
+            ends.set()
+        assert all(future.result(timeout=30) for future in running)
+    assert not engine.has_work
+    engine.clear_prefix_cache()
+    engine.kv.check()
+    assert engine.kv.n_used == 0
+    assert {prompt: engine.generate([prompt], PARAMS)[0].text for prompt in PROMPTS} == alone
+
+
+FORKED = """
+import os, sys
+from cppbatch import BatchInferenceEngine, SamplingParams
+
+with BatchInferenceEngine(sys.argv[1], n_ctx=256, n_parallel=2) as engine:
+    engine.generate(["abc"], SamplingParams(max_tokens=2))
+    child = os.fork()
+    if not child:
+        try:
+            engine.generate(["abc"], SamplingParams(max_tokens=2))
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+    else:
+        os.waitpid(child, 0)
+        print(len(engine.generate(["abc"], SamplingParams(max_tokens=2, ignore_eos=True))[0].tokens))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_forked_child_raises_at_once_and_the_parent_goes_on(tiny_llama: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tiny_llama)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    refused, goes_on = done.stdout.splitlines()
+    assert refused.startswith("EngineClosed the engine was loaded by process ")
+    assert "load the engine after the fork" in refused
+    assert goes_on == "2"
