@@ -55,13 +55,18 @@ class ComputeThreads:
         if now - self._at < _INTERVAL_S:
             return self._now
         times = self._read()
-        others = times.all_programs - self._times.all_programs - (times.this_process - self._times.this_process)
-        busy = max(0.0, others / (now - self._at))
+        busy = busy_cores(self._times, times, now - self._at)
         if self._at + 4 * _INTERVAL_S > now:  # else the engine was idle, and this is about a time long ago
             fewest, most = (max(1, min(self._most, self._n_cpus - int(busy + 1 - limit))) for limit in (_BUSY, _QUIET))
             self._now = min(fewest, self._now) if fewest < self._now else max(most, self._now)
         self._at, self._times = now, times
         return self._now
+
+
+def busy_cores(before: CpuTimes, after: CpuTimes, seconds: float) -> float:
+    """The cores that other programs used between two readings, on average."""
+    others = after.all_programs - before.all_programs - (after.this_process - before.this_process)
+    return max(0.0, others / seconds)
 
 
 def usable_cpus() -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from cppbatch.bench.memory.memory_estimate import Footprint, MemoryEstimate
 from cppbatch.bench.profile import TunedSettings
 from cppbatch.bench.tune import tuner
 from cppbatch.bench.tune.measurement import Measurement, MeasurementTask
-from cppbatch.bench.tune.search import Speed, doublings, fastest, knee, largest_fitting
+from cppbatch.bench.tune.search import Speed, contradicting, doublings, fastest, knee, largest_fitting
 from cppbatch.bench.tune.tuner import Tuner, TuningResult, check_limits
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
@@ -28,17 +29,23 @@ def curve(*tokens_per_s: float) -> list[Speed]:
 # --- the rules ---
 
 
-def test_the_knee_is_where_another_doubling_gains_less_than_a_tenth() -> None:
-    assert knee(curve(100, 190, 350, 600, 640, 900)).n_parallel == 8
-    assert knee(curve(100, 111, 123, 136)).n_parallel == 8  # the last one, as all were worth it
-    assert knee(curve(100, 105)).n_parallel == 1
+def test_the_smallest_parallelism_that_is_about_as_fast_as_the_fastest_is_chosen() -> None:
+    assert knee(curve(100, 190, 350, 600, 640)).n_parallel == 8
+    assert knee(curve(100, 190, 350, 600, 640, 900)).n_parallel == 32
+    assert knee(curve(100, 105, 111)).n_parallel == 2
     assert knee(curve(100, 60)).n_parallel == 1
 
 
-def test_less_than_a_doubling_needs_to_gain_less() -> None:
-    assert knee([Speed(16, 100, 1), Speed(24, 105, 1)]).n_parallel == 16
-    assert knee([Speed(16, 100, 1), Speed(24, 106, 1)]).n_parallel == 24
-    assert knee([Speed(64, 100, 1), Speed(66, 100.5, 1)]).n_parallel == 66  # a twentieth of a doubling
+def test_nothing_is_chosen_that_is_much_slower_than_what_was_measured() -> None:
+    for speeds in itertools.permutations((100.0, 160.0, 300.0, 90.0, 280.0)):
+        assert knee(curve(*speeds)).tokens_per_s >= 0.9 * max(speeds)
+
+
+def test_a_measurement_that_cannot_be_right_beside_its_neighbour_was_disturbed() -> None:
+    one, two = curve(100, 190)
+    assert contradicting(one, two) is None
+    assert contradicting(one, slow := Speed(2, 90, 22)) is slow  # two together are slower than one
+    assert contradicting(Speed(1, 40, 25), two) == Speed(1, 40, 25)  # one alone waits longer for a token than two
 
 
 def test_a_target_latency_bounds_the_parallelism() -> None:
@@ -166,6 +173,22 @@ def test_a_disturbed_measurement_does_not_end_the_curve() -> None:
 
 
 @pytest.mark.usefixtures("memory_for")
+@pytest.mark.parametrize("slowed", [{2}, {1, 2}, {2, 4}, {4, 8}, {2, 4, 8}])
+def test_beside_a_busy_core_nothing_slower_is_chosen_than_what_was_measured(slowed: set[int]) -> None:
+    def busy(task: MeasurementTask, timeout: float) -> Measurement:
+        point = machine(task, timeout)
+        speed = point.tokens_per_s / 9 if task.config.n_parallel in slowed else point.tokens_per_s
+        ms = 1000 * task.config.n_parallel / speed
+        return msgspec.structs.replace(point, tokens_per_s=speed, inter_token_ms=ms, busy_cores=0.9)
+
+    found = tuned(measure=busy)
+    best = max(point["tokens_per_s"] for point in found.points)
+    assert found.speed.tokens_per_s >= 0.9 * best
+    assert found.settings().n_parallel == 8 if 8 not in slowed else 16
+    assert [note for note in found.notes if note.startswith("other programs used 0.9 of ")]
+
+
+@pytest.mark.usefixtures("memory_for")
 def test_what_the_user_has_given_stays() -> None:
     given = {"n_parallel", "flash_attn", "n_ubatch", "n_threads", "kv_layout"}
     config = EngineConfig(model_path="model.gguf", n_parallel=3, n_ctx=999, flash_attn="on", n_ubatch=64, n_threads=4)
@@ -198,9 +221,9 @@ def test_memory_bounds_parallelism_by_estimate_and_by_trying(memory_for: Callabl
 def test_when_the_time_is_over_what_is_known_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10_000))
     monkeypatch.setattr(tuner, "monotonic", lambda: float(next(clock)))
-    found = tuned(seconds=10.5)  # memory, 3 threads, 4 layouts, 2 of the curve
-    assert [speed.n_parallel for speed in found.curve] == [1, 2]
-    assert found.settings().n_parallel == 2
+    found = tuned(seconds=10.5)  # memory, 3 threads, 4 layouts with 16 sequences, 2 of the curve
+    assert [speed.n_parallel for speed in found.curve] == [1, 2, 16]
+    assert found.settings().n_parallel == 16
     assert any("--max-minutes" in note for note in found.notes)
 
 

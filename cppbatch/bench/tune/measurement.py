@@ -29,6 +29,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Median of all sequences together in these steps."""
     prompt_tokens_per_s: float = 0.0
     steps: int = 0
+    busy_cores: float = 0.0
+    """Cores that other programs used meanwhile, on average."""
     kv_layout: str = ""
     """The layout that was used."""
     error: str | None = None

@@ -11,6 +11,7 @@ from time import perf_counter
 import msgspec
 
 from cppbatch.bench.tune.measurement import Measurement, MeasurementTask
+from cppbatch.engine.compute_threads import busy_cores, read_cpu_times
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import CppBatchError, ModelError
@@ -27,7 +28,10 @@ def main() -> None:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasurementTask)
     try:
         with BatchInferenceEngine(task.config, spec="off") as engine:
+            began, before = perf_counter(), read_cpu_times()
             point = _measure(engine, task)
+            busy = busy_cores(before, read_cpu_times(), perf_counter() - began)
+            point = msgspec.structs.replace(point, busy_cores=busy)
     except CppBatchError as error:
         point = Measurement(error=str(error))
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(point))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from math import log2
 
 import msgspec
 
 MIN_GAIN = 0.10
-"""The least gain in total tokens/s that justifies doubling the parallelism."""
+"""The least gain in total tokens/s that justifies a larger parallelism."""
 MIN_DIFFERENCE = 0.03
 """The least difference in speed that is not noise."""
 
@@ -40,7 +38,7 @@ def largest_fitting(fits: Callable[[int], bool], low: int, high: int) -> int | N
 
 
 def knee(speeds: Sequence[Speed], target_ms: float | None = None) -> Speed:
-    """Returns the smallest parallelism beyond which a doubling gains less than `MIN_GAIN`.
+    """Returns the smallest parallelism that is about as fast as the fastest one: less than `MIN_GAIN` slower.
 
     `speeds`: at least one, by increasing parallelism. `target_ms`: the longest allowed time between two tokens. If no
     parallelism meets it, returns the smallest.
@@ -48,16 +46,22 @@ def knee(speeds: Sequence[Speed], target_ms: float | None = None) -> Speed:
     allowed = [speed for speed in speeds if target_ms is None or speed.inter_token_ms <= target_ms]
     if not allowed:
         return speeds[0]
-    for this, following in pairwise(allowed):
-        if not is_worth_it(this, following):
-            return this
-    return allowed[-1]
+    return next(speed for speed in allowed if not any(is_gain(speed, other) for other in allowed))
 
 
-def is_worth_it(this: Speed, following: Speed) -> bool:
-    """Whether the gain justifies the larger parallelism."""
-    min_ratio: float = (1 + MIN_GAIN) ** log2(following.n_parallel / this.n_parallel)
-    return following.tokens_per_s >= this.tokens_per_s * min_ratio
+def is_gain(this: Speed, other: Speed) -> bool:
+    """Whether `other` is clearly faster in total."""
+    return other.tokens_per_s >= this.tokens_per_s * (1 + MIN_GAIN)
+
+
+def contradicting(smaller: Speed, larger: Speed) -> Speed | None:
+    """Returns the measurement that something has slowed down, if both cannot be right; else None.
+
+    A larger batch is not slower in total, and not faster for each of its sequences.
+    """
+    if larger.tokens_per_s * (1 + MIN_DIFFERENCE) < smaller.tokens_per_s:
+        return larger
+    return smaller if larger.inter_token_ms * (1 + MIN_GAIN) < smaller.inter_token_ms else None
 
 
 def fastest(speeds: Sequence[float | None]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Collection, Sequence
 from time import monotonic
 from typing import Any
@@ -14,7 +15,7 @@ from cppbatch.bench.memory.memory_demand import free_host_memory, memory_demands
 from cppbatch.bench.memory.memory_estimate import MemoryEstimate, estimate_memory
 from cppbatch.bench.profile import TunedSettings
 from cppbatch.bench.tune.measurement import Measurement, MeasurementTask, measure_in_child
-from cppbatch.bench.tune.search import Speed, doublings, fastest, is_worth_it, knee, largest_fitting
+from cppbatch.bench.tune.search import Speed, contradicting, doublings, fastest, is_gain, knee, largest_fitting
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 
@@ -22,6 +23,7 @@ _SECONDS = 1.0  # of decoding in each measurement
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 10.0, 240.0
 _TIME_OVER = "the time was over (--max-minutes) before all was measured"
 _PARALLEL = 16  # at which threads, layouts and flash attention are compared, if memory allows
+_BUSY = 0.3  # cores that other programs use, from which on the report says so
 _PROMPT = 1024  # length of the prompt that -ub is chosen with
 _UBATCHES = (512, 256, 128, 1024)  # the default first: another value must be faster
 
@@ -92,6 +94,7 @@ class Tuner:
         self._start = monotonic()
         self._end = self._start + seconds
         self._points: list[dict[str, Any]] = []
+        self._speeds: dict[EngineConfig, Speed] = {}  # the best of each
         self._notes: list[str] = []
         self._last_error = ""
 
@@ -103,6 +106,7 @@ class Tuner:
             here = self._best("threads", here, [{"n_threads": n} for n in _threads(here)])
         here = self._best("layout", here, self._layouts(here, most))
         curve = self._curve(here, most)
+        self._note_busy()
         chosen = knee(curve, self._target_ms)
         if self._target_ms and chosen.inter_token_ms > self._target_ms:
             self._notes.append(f"not even one sequence keeps to {self._target_ms:g} ms a token here")
@@ -186,41 +190,57 @@ class Tuner:
         """Returns `config` with the choice that has the highest total speed."""
         if len(choices) == 1:
             return replace(config, **choices[0])
-        speeds = [self._speed(what, replace(config, **choice), choice) for choice in choices]
-        return replace(config, **choices[fastest(speeds) or 0])
+        speeds = [self._speed(what, " ".join(map(str, c.values())), replace(config, **c)) for c in choices]
+        return replace(config, **choices[fastest([speed.tokens_per_s if speed else None for speed in speeds]) or 0])
 
-    def _speed(self, what: str, config: EngineConfig, choice: dict[str, Any]) -> float | None:
-        point = self._point(what, " ".join(map(str, choice.values())), config)
-        return None if point.error else point.tokens_per_s
+    def _speed(self, what: str, setting: str, config: EngineConfig) -> Speed | None:
+        """Measures. Returns the best speed of this config so far: other programs make it slower, and nothing faster."""
+        point = self._point(what, setting, config)
+        if not point.error:
+            speed = Speed(config.n_parallel, point.tokens_per_s, point.inter_token_ms)
+            before = self._speeds.get(config, speed)
+            self._speeds[config] = max(before, speed, key=lambda each: each.tokens_per_s)
+        return self._speeds.get(config)
 
     def _curve(self, config: EngineConfig, most: int) -> list[Speed]:
-        """Measures up to the first parallelism without sufficient gain, so that the curve shows the knee.
+        """Measures the speeds by parallelism, until more gains nothing, but at least up to that of `config`.
 
-        That one is measured twice and the better result counts, since the machine may have been busy.
+        The settings before were compared at that one. A measurement that contradicts its neighbour is repeated.
         """
         sizes = [config.n_parallel] if "n_parallel" in self._given else doublings(most)
         curve: list[Speed] = []
         for n in sizes:
-            speed = self._speed_of(n, config)
-            if speed and self._ends(curve, speed):
-                again = self._speed_of(n, config)
-                speed = max(speed, again or speed, key=lambda each: each.tokens_per_s)
+            speed = self._at(n, config)
             if speed is None:
                 break
             curve.append(speed)
-            if self._ends(curve[:-1], speed):
+            if len(curve) > 1 and (disturbed := contradicting(*curve[-2:])):
+                curve = [self._at(each.n_parallel, config) or each if each is disturbed else each for each in curve]
+            if self._is_too_slow(curve[-1]):
+                curve[-1] = self._at(n, config) or curve[-1]
+            gains = len(curve) < 2 or is_gain(max(curve[:-1], key=lambda each: each.tokens_per_s), curve[-1])
+            if self._is_too_slow(curve[-1]) or (n >= config.n_parallel and not gains):
                 break
+        known = self._speeds.get(self._with_parallel(config.n_parallel, config))
+        if known and known.n_parallel not in [each.n_parallel for each in curve]:  # the time was over before
+            curve.append(known)
         if not curve:
             raise ModelError(f"nothing could be measured: {self._last_error}")
         return curve
 
-    def _ends(self, curve: list[Speed], speed: Speed) -> bool:
-        too_slow = self._target_ms is not None and speed.inter_token_ms > self._target_ms
-        return too_slow or (bool(curve) and not is_worth_it(curve[-1], speed))
+    def _is_too_slow(self, speed: Speed) -> bool:
+        return self._target_ms is not None and speed.inter_token_ms > self._target_ms
 
-    def _speed_of(self, n: int, config: EngineConfig) -> Speed | None:
-        point = self._point("parallel", f"-np {n}", self._with_parallel(n, config))
-        return None if point.error else Speed(n, point.tokens_per_s, point.inter_token_ms)
+    def _at(self, n: int, config: EngineConfig) -> Speed | None:
+        return self._speed("parallel", f"-np {n}", self._with_parallel(n, config))
+
+    def _note_busy(self) -> None:
+        busy = statistics.median(point["busy_cores"] for point in self._points if not point["error"])
+        if busy >= _BUSY:
+            self._notes.append(
+                f"other programs used {busy:.1f} of {available_threads()} cores meanwhile: run `cppbatch tune` again "
+                "when the machine is idle"
+            )
 
     def _ubatch(self, config: EngineConfig) -> tuple[EngineConfig, float | None]:
         sizes = [n for n in _UBATCHES if n <= config.n_batch] or [config.n_ubatch]
