@@ -37,13 +37,27 @@ MOST_LORA_SCALE = 1000.0
 """The largest scale of a LoRA adapter, positive or negative: far beyond use, but no float32 overflows."""
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one engine, named as llama.cpp's flags.
+_FLAGS = {
+    "n_ctx": "-c", "n_parallel": "-np", "n_batch": "-b", "n_ubatch": "-ub", "n_gpu_layers": "-ngl", "n_threads": "-t",
+    "flash_attn": "-fa", "cache_type_k": "-ctk", "cache_type_v": "-ctv", "device": "--devices", "draft_model": "-md",
+}  # fmt: skip
+
+
+def named(setting: str) -> str:
+    """A setting in an error message, by its name in Python and its flag: "n_ctx (-c)", "max_queue (--max-queue)"."""
+    return f"{setting} ({_FLAGS.get(setting, '--' + setting.replace('_', '-'))})"
+
+
+class _Model(msgspec.Struct, frozen=True):
+    model_path: str
+
+
+class EngineConfig(_Model, frozen=True, kw_only=True):
+    """A model file and the settings of one engine, named as llama.cpp's flags.
 
     Raises `ConfigError` for values that are out of range or contradict each other.
     """
 
-    model_path: str
     n_ctx: int = 16384
     """KV cells of all sequences together (-c)."""
     n_parallel: int = 16
@@ -113,46 +127,40 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off if the build crashes with it."""
 
     def __post_init__(self) -> None:
-        at_least_one = {
-            "n_ctx": "-c",
-            "n_parallel": "-np",
-            "n_batch": "-b",
-            "n_ubatch": "-ub",
-            "max_queue": "--max-queue",
-        }
-        for name, flag in at_least_one.items():
-            if not 1 <= getattr(self, name) <= _INT32_MAX:
-                raise ConfigError(f"{flag} ({name}) is {getattr(self, name)}; it must be from 1 to {_INT32_MAX}")
-        if self.n_parallel > MAX_SEQ_IDS:
-            raise ConfigError(f"-np is {self.n_parallel}; llama.cpp has {MAX_SEQ_IDS} sequence ids in all")
+        for name in ("n_ctx", "n_parallel", "n_batch", "n_ubatch", "max_queue"):
+            self._check(name, 1, _INT32_MAX, f"from 1 to {_INT32_MAX}")
+        self._check("n_parallel", 1, MAX_SEQ_IDS, f"at most {MAX_SEQ_IDS}, llama.cpp's number of sequence ids")
         if self.n_batch < self.n_parallel:
             raise ConfigError(
-                f"-b is {self.n_batch}, less than -np {self.n_parallel}: a step must hold one token of every "
-                "running sequence; raise -b or lower -np"
+                f"{named('n_batch')} is {self.n_batch}, less than {named('n_parallel')}, which is {self.n_parallel}: a "
+                "step must hold one token of every running sequence; raise the first or lower the second"
             )
         if self.n_ctx < self.n_parallel:
-            raise ConfigError(f"-c is {self.n_ctx}, less than -np {self.n_parallel}: raise -c or lower -np")
-        if not 0 <= self.n_threads <= _MAX_THREADS:
-            raise ConfigError(f"-t is {self.n_threads}; it must be 0 (automatic) or up to {_MAX_THREADS}")
-        for name, flag in (("n_gpu_layers", "-ngl"), ("draft_gpu_layers", "--draft-gpu-layers")):
-            if not -1 <= getattr(self, name) <= _INT32_MAX:
-                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be -1 (all layers), 0 (none) or more")
+            raise ConfigError(
+                f"{named('n_ctx')} is {self.n_ctx}, less than {named('n_parallel')}, which is {self.n_parallel}: raise "
+                "the first or lower the second"
+            )
+        self._check("n_threads", 0, _MAX_THREADS, f"0 (automatic) or up to {_MAX_THREADS}")
+        for name in ("n_gpu_layers", "draft_gpu_layers"):
+            self._check(name, -1, _INT32_MAX, "-1 (all layers), 0 (none) or more")
         if self.device is not None and not 0 <= self.device <= _INT32_MAX:
-            raise ConfigError(f"device is {self.device}; devices are numbered from 0")
-        for name, flag in (("swap_space", "--swap-space"), ("prefix_cache_ram", "--prefix-cache-ram")):
-            if not 0 <= getattr(self, name) <= _INT32_MAX:
-                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be 0 (none) or more MiB")
-        if not 0 <= self.target_step_ms <= _MAX_STEP_MS:
-            raise ConfigError(f"--target-step-ms is {self.target_step_ms}; it must be 0 (automatic) to {_MAX_STEP_MS}")
+            raise ConfigError(f"{named('device')} is {self.device}; devices are numbered from 0")
+        for name in ("swap_space", "prefix_cache_ram"):
+            self._check(name, 0, _INT32_MAX, "0 (none) or more MiB")
+        self._check("target_step_ms", 0, _MAX_STEP_MS, f"0 (automatic) to {_MAX_STEP_MS}")
         self._check_choices()
         self._check_speculation()
         self._check_lora()
 
+    def _check(self, name: str, low: float, high: float, wanted: str) -> None:
+        if not low <= getattr(self, name) <= high:
+            raise ConfigError(f"{named(name)} is {getattr(self, name)}; it must be {wanted}")
+
     def _check_choices(self) -> None:
         if self.deterministic and (self.kv_layout == "unified" or self.flash_attn == "off"):
             raise ConfigError(
-                "--deterministic needs the per-sequence layout and flash attention: leave out --kv-layout unified and "
-                "-fa off"
+                f"{named('deterministic')} needs the per-sequence layout and flash attention: leave out "
+                f"{named('kv_layout')} and {named('flash_attn')}"
             )
         choices = {
             "flash_attn": FlashAttention,
@@ -167,28 +175,35 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             choices["pooling"] = Pooling
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
+                raise ConfigError(
+                    f"{named(name)} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}"
+                )
 
     def _check_speculation(self) -> None:
-        if not 1 <= self.draft_max <= MAX_DRAFT:
-            raise ConfigError(f"--draft-max (draft_max) is {self.draft_max}; it must be from 1 to {MAX_DRAFT}")
+        self._check("draft_max", 1, MAX_DRAFT, f"from 1 to {MAX_DRAFT}")
         if self.spec == "draft" and not self.draft_model:
-            raise ConfigError("--spec draft needs a draft model: give -md FILE, or leave --spec out")
+            raise ConfigError(
+                f"{named('spec')} is 'draft', which needs a draft model: set {named('draft_model')}, or leave it out"
+            )
 
     def _check_lora(self) -> None:
         try:
             lora = tuple((str(path), float(scale)) for path, scale in self.lora)
         except (TypeError, ValueError):
-            raise ConfigError(f"lora is {self.lora!r:.200}; it must be pairs of a file and a scale") from None
+            raise ConfigError(
+                f"{named('lora')} is {self.lora!r:.200}; it must be pairs of a file and a scale"
+            ) from None
         msgspec.structs.force_setattr(self, "lora", lora)
         names: dict[str, str] = {}
         for path, scale in lora:
             if not math.isfinite(scale) or abs(scale) > MOST_LORA_SCALE:
                 message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
-                raise ConfigError(f"--lora {path} has the scale {scale}; {message}")
+                raise ConfigError(f"{named('lora')}: {path} has the scale {scale}; {message}")
             name = adapter_name(path)
             if name in names:
-                raise ConfigError(f"--lora {names[name]} and {path} are both called {name!r}; rename one of the files")
+                raise ConfigError(
+                    f"{named('lora')}: {names[name]} and {path} are both called {name!r}; rename one of the files"
+                )
             names[name] = path
 
 

@@ -76,7 +76,8 @@ class QueueFull(CppBatchError):
 
     def __init__(self, limit: int, retry_after: float) -> None:
         super().__init__(
-            f"{limit} requests wait already, which is the limit (--max-queue); try again in {retry_after:.0f} s"
+            f"{limit} requests wait already, which is the limit (max_queue, --max-queue); try again in "
+            f"{retry_after:.0f} s"
         )
         self.retry_after = retry_after
 

@@ -412,7 +412,7 @@ def greedy(max_tokens: int | None = None, **others: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **others)
 
 
-def cut_before_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+def cut_before_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
     """Reads letter by letter; at the first stop string that is complete, cuts before it. And whether there was one."""
     for end in range(1, len(text) + 1):
         complete = [len(string) for string in stop if text[:end].endswith(string)]

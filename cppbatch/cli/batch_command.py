@@ -21,7 +21,7 @@ from cppbatch.cli.engine_options import (
     profile_and_memory_options,
     with_options,
 )
-from cppbatch.cli.sampling_options import sampling_options
+from cppbatch.cli.sampling_options import DEFAULT_MAX_TOKENS, sampling_options
 from cppbatch.cli.server_options import chat_template_option
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SamplingParams
@@ -75,10 +75,12 @@ def job_options(command: Command) -> Command:
 
     @wraps(command)
     def with_job(
+        *,
         input_file: Path,
         output: Path,
         errors: Path | None,
         params: dict[str, Any],
+        is_capped: bool,
         chat_template: str | None,
         **arguments: Any,
     ) -> Any:
@@ -97,6 +99,7 @@ def job_options(command: Command) -> Command:
             output=output,
             errors=errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}"),
             defaults=params,
+            plain_max_tokens=DEFAULT_MAX_TOKENS if is_capped and input_format.endpoint == "completions" else None,
             chat_template=chat_template,
             ordered=arguments.pop("ordered"),
             longest_first=arguments.pop("longest_first"),
@@ -124,7 +127,10 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
     from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
 
     with InputReader(job.input_format, URLS) as reader:
+        reader.check()  # before anything is written
         journal = open_job(job, config.model_path, overwrite=overwrite, retry_failed=retry_failed, say=_say)
+        if job.plain_max_tokens:
+            _say(f"plain prompts get at most {job.plain_max_tokens} tokens; -n sets another limit, -n -1 none")
         offline = OfflineJob(job, journal, reader)
         progress = BatchProgress(offline)
         try:

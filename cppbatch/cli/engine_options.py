@@ -59,7 +59,8 @@ def _adapter(given: str) -> tuple[str, float]:
 
 _MODEL = option(
     "-m", "--model", env="MODEL", metavar="FILE",
-    help="GGUF file. Without it: the only one in the models folder, else the default model, which is downloaded.",
+    help="GGUF file, or the name of one in the models folder (`cppbatch models list`). "
+    "Without it: the only one in the models folder, else the default model, which is downloaded.",
 )  # fmt: skip
 
 _SETTINGS = [

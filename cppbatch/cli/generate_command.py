@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import click
 import msgspec
 
 from cppbatch.cli.engine_options import engine_options, profile_and_memory_options
-from cppbatch.cli.sampling_options import sampling_options
+from cppbatch.cli.sampling_options import DEFAULT_MAX_TOKENS, sampling_options
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import FinishReason
+from cppbatch.engine.request import Completion, FinishReason, GenerationEvent
 from cppbatch.errors import CppBatchError
 
 
@@ -29,26 +30,114 @@ from cppbatch.errors import CppBatchError
 @engine_options
 @profile_and_memory_options
 def generate(
-    config: EngineConfig, prompts: tuple[str, ...], file: TextIO | None, as_json: bool, params: dict[str, Any]
+    *,
+    config: EngineConfig,
+    prompts: tuple[str, ...],
+    file: TextIO | None,
+    as_json: bool,
+    params: dict[str, Any],
+    is_capped: bool,
 ) -> None:
-    """Completes prompts, all in one batch."""
+    """Completes prompts, all in one batch, and prints the texts as they are generated.
+
+    After Ctrl-C, what was generated so far is printed.
+    """
     all_prompts = [*prompts, *_lines(file)]
     if not all_prompts:
         raise click.UsageError("no prompt: give -p TEXT (may be repeated), or -f FILE with one prompt per line")
-    sampling_params = SamplingParams(**params)
+    sampling_params = SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} if is_capped else {}) | params)
 
     from cppbatch.engine.engine import BatchInferenceEngine
 
+    printer: _Printer = _JsonPrinter(all_prompts) if as_json else _TextPrinter(all_prompts)
+    shows_progress = sys.stderr.isatty() and not sys.stdout.isatty()  # a bar between the texts would garble them
     with BatchInferenceEngine(config) as engine:
-        results = engine.generate(all_prompts, sampling_params, progress=sys.stderr.isatty())
-    for i, (prompt, result) in enumerate(zip(all_prompts, results, strict=True)):
-        if as_json:
-            click.echo(msgspec.json.encode({"index": i, "prompt": prompt, **msgspec.to_builtins(result)}))
-        else:
-            click.echo(f"{'' if i == 0 else chr(10)}--- {i + 1}: {prompt}\n{result.text}")
+        try:
+            results = engine.generate(
+                all_prompts, sampling_params, progress=shows_progress, on_event=printer.add, fit=is_capped
+            )
+        except KeyboardInterrupt:
+            printer.interrupt()
+            raise
+    _say_why_texts_end(results, is_capped=is_capped)
     failed = [result for result in results if result.finish_reason is FinishReason.ERROR]
     if failed:
         raise CppBatchError(f"{len(failed)} of {len(results)} prompts failed: {failed[0].error}")
+
+
+class _Printer:
+    """Prints the results in the order of the prompts, as far as they are there."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self._prompts = prompts
+        self._events: list[list[GenerationEvent]] = [[] for _ in prompts]
+        self._current = 0
+        self._is_interrupted = False
+
+    def add(self, index: int, event: GenerationEvent) -> None:
+        """Takes an event of a prompt."""
+        self._events[index].append(event)
+        self._print()
+
+    def interrupt(self) -> None:
+        """Prints what is there of all prompts."""
+        self._is_interrupted = True
+        self._print()
+
+    def _print(self) -> None:
+        while self._current < len(self._prompts):
+            events = self._events[self._current]
+            has_ended = bool(events) and events[-1].finish_reason is not None
+            self._show(events, has_ended=has_ended)
+            if not has_ended and not self._is_interrupted:
+                return
+            self._current += 1
+
+    def _show(self, events: list[GenerationEvent], *, has_ended: bool) -> None:
+        """Prints the current prompt's result."""
+        raise NotImplementedError
+
+
+class _TextPrinter(_Printer):
+    """A text is printed as it grows, the next one when it has ended."""
+
+    _n_shown = 0  # events of the current prompt
+
+    def _show(self, events: list[GenerationEvent], *, has_ended: bool) -> None:
+        if events and not self._n_shown:
+            click.echo(f"{chr(10) if self._current else ''}--- {self._current + 1}: {self._prompts[self._current]}")
+        click.echo("".join(event.text for event in events[self._n_shown :]), nl=False)
+        self._n_shown = len(events)
+        if events and (has_ended or self._is_interrupted):
+            click.echo()
+            self._n_shown = 0
+
+
+class _JsonPrinter(_Printer):
+    """One JSON object for each prompt. After an interrupt, objects of texts that have not ended have no `usage`."""
+
+    def _show(self, events: list[GenerationEvent], *, has_ended: bool) -> None:
+        from cppbatch.engine.offline import completion
+
+        if has_ended:
+            result = msgspec.to_builtins(completion(events))
+        elif self._is_interrupted:
+            text, tokens = "".join(e.text for e in events), [token for e in events for token in e.tokens]
+            result = {"text": text, "tokens": tokens, "finish_reason": FinishReason.CANCELLED.value}
+        else:
+            return
+        click.echo(msgspec.json.encode({"index": self._current, "prompt": self._prompts[self._current], **result}))
+
+
+def _say_why_texts_end(results: Sequence[Completion], *, is_capped: bool) -> None:
+    n_cut = sum(result.finish_reason is FinishReason.LENGTH for result in results)
+    if is_capped and n_cut:
+        limit = f"{DEFAULT_MAX_TOKENS} tokens or at the end of the context"
+        line = f"{n_cut} of {len(results)} texts were cut off after {limit}: -n sets another limit, -n -1 none"
+        click.echo(line, err=True)
+    for i, result in enumerate(results):
+        if not result.tokens and result.finish_reason is FinishReason.STOP:
+            click.echo(f"{i + 1}: no text, because the model's first token ends it", err=True)
 
 
 def _lines(file: TextIO | None) -> list[str]:

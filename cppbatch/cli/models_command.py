@@ -20,7 +20,7 @@ def models() -> None:
 
 @models.command("list")
 def list_models() -> None:
-    """Lists the models in the models folder."""
+    """Lists the models in the models folder. Their names can be given to -m."""
     from cppbatch.models.find import models_folder, models_in
 
     folder = models_folder()
@@ -28,9 +28,9 @@ def list_models() -> None:
     if not found:
         click.echo(f"no models in {folder}/ yet; `cppbatch models pull` downloads the default model")
         return
-    table = Table("model", "size", box=None)
+    table = Table("model", "size", "file", box=None)
     for path in found:
-        table.add_row(escape(str(path)), _size(path.stat().st_size))
+        table.add_row(escape(path.stem), _size(path.stat().st_size), escape(str(path)))
     _print(table)
 
 

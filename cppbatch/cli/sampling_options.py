@@ -9,8 +9,14 @@ import click
 
 from cppbatch.cli.engine_options import Command, with_options
 
+DEFAULT_MAX_TOKENS = 512
+"""Of a plain prompt, which few models end by themselves, without -n."""
+
 _OPTIONS = [
-    click.option("-n", "--n-predict", "max_tokens", type=int, default=None, help="Maximum tokens per prompt."),
+    click.option(
+        "-n", "--n-predict", "max_tokens", type=int, default=None,
+        help=f"Maximum tokens per prompt; -1: as many as the context holds.  [default: {DEFAULT_MAX_TOKENS}]",
+    ),
     click.option("--temp", "temperature", type=float, default=None, help="Temperature; 0: greedy."),
     click.option("--top-k", type=int, default=None, help="Sample from this many of the likeliest tokens."),
     click.option("--top-p", type=float, default=None, help="Sample from the likeliest tokens up to this probability."),
@@ -32,14 +38,21 @@ _NAMES = (
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds the options of sampling. The command gets `params`, the given fields of `SamplingParams`."""
+    """Adds the options of sampling.
+
+    The command gets `params`, the given fields of `SamplingParams`, and `is_capped`: whether -n is not given, so that
+    plain prompts get `DEFAULT_MAX_TOKENS`.
+    """
 
     @wraps(command)
     def with_params(**arguments: Any) -> Any:
         given = {name: arguments.pop(name) for name in _NAMES}
+        is_capped = given["max_tokens"] is None
+        if given["max_tokens"] == -1:
+            given["max_tokens"] = None
         params = {name: value for name, value in given.items() if value is not None and value != ()}
         if stop := params.get("stop"):
             params["stop"] = list(stop)
-        return command(params=params, **arguments)
+        return command(params=params, is_capped=is_capped, **arguments)
 
     return with_options(with_params, _OPTIONS)

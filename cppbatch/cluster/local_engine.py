@@ -26,7 +26,7 @@ from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
-from cppbatch.errors import EngineClosed, QueueFull
+from cppbatch.errors import ConfigError, EngineClosed, QueueFull
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,10 +47,19 @@ class LocalEngine(EngineClient):
     def __init__(
         self, model: str | Path | EngineConfig, *, runtime: Runtime | None = None, **settings: Unpack[EngineSettings]
     ) -> None:
-        """Starts loading a GGUF file; `settings` and `runtime` as in `BatchInferenceEngine`. Raises `ConfigError`."""
+        """Starts loading a GGUF file; `settings` and `runtime` as in `BatchInferenceEngine`.
+
+        Raises `ConfigError`, also outside an event loop.
+        """
         self.config = engine_config(model, settings)
         self._runtime = runtime
-        self._loop = asyncio.get_running_loop()
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise ConfigError(
+                "LocalEngine needs a running event loop: make it in a coroutine, with `async with LocalEngine(...)`. "
+                "Without asyncio use BatchInferenceEngine"
+            ) from None
         self._loaded: asyncio.Future[None] = self._loop.create_future()
         self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
         self._engine: BatchInferenceEngine | None = None

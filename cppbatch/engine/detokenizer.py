@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left
+from collections.abc import Sequence
 
 
 class Detokenizer:
@@ -17,7 +18,7 @@ class Detokenizer:
     of the stop strings, hardly with their number.
     """
 
-    def __init__(self, stop: tuple[str, ...] = (), *, include_stop: bool = False) -> None:
+    def __init__(self, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
         self._stop = frozenset(stop)
         self._lengths = sorted({len(string) for string in stop}, reverse=True)
         self._sorted = sorted(stop)

@@ -8,6 +8,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.config import named
 from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed, token_ids
@@ -92,10 +93,14 @@ class InputProcessor:
     def _check_task(self, request: GenerationRequest) -> None:
         info = self._info
         if info.pooling and request.task == "generate":
-            kind = "a reranker" if info.pooling == "rank" else f"an embedding model (--pooling {info.pooling})"
+            kind = (
+                "a reranker"
+                if info.pooling == "rank"
+                else f"an embedding model ({named('pooling')} is {info.pooling!r})"
+            )
             raise InvalidRequest("task", f"{info.name} runs as {kind} and returns no text; use one that generates text")
         if request.task == "embed" and not info.pooling:
-            message = "generates text; for embeddings use an embedding model, or start this one with --pooling mean"
+            message = "generates text; for embeddings use an embedding model, or set pooling='mean' (--pooling mean)"
             raise InvalidRequest("task", f"{info.name} {message}")
 
     def _limit_text(self) -> str:
@@ -103,8 +108,10 @@ class InputProcessor:
         if limit == self._info.n_ctx_train:
             return f"this model takes {limit}"
         if self._info.pooling:
-            return f"a step, in which it must be computed whole, holds {limit} (raise -b, and -c if lower, for more)"
-        shared = "raise -c" if limit == self._info.n_ctx else "raise -c or lower -np"
+            more = f"raise {named('n_batch')}, and {named('n_ctx')} if lower, for more"
+            return f"a step, in which it must be computed whole, holds {limit} ({more})"
+        raised = f"raise {named('n_ctx')}"
+        shared = raised if limit == self._info.n_ctx else f"{raised} or lower {named('n_parallel')}"
         return f"this context holds {limit} ({shared} for more)"
 
     def _prediction(self, request: GenerationRequest, cancelled: IsCancelled) -> npt.NDArray[np.int32] | None:

@@ -28,7 +28,7 @@ def adapter_set(wanted: Mapping[str | int, float] | None, known: Sequence[Adapte
             number = numbers.get(key) if isinstance(key, str) else key
             if number is None or not 0 <= number < len(known):
                 names = ", ".join(f"{adapter.name!r} ({i})" for i, adapter in enumerate(known))
-                raise InvalidRequest("lora", f"there is no adapter {shown(key)}; there are {names or 'none (--lora)'}")
+                raise InvalidRequest("lora", f"there is no adapter {shown(key)}; there are {names or 'none'}")
             if number in scales:
                 raise InvalidRequest("lora", f"has the adapter {known[number].name!r} twice, by name and by number")
             scales[number] = scale

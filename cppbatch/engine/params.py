@@ -77,7 +77,10 @@ OPTIONAL_INTEGER_RANGES = {
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one completion is generated. Defaults are llama.cpp's. Raises `InvalidRequest` naming the field at fault."""
+    """How one completion is generated. Defaults are llama.cpp's. Raises `InvalidRequest` naming the field at fault.
+
+    Lists become tuples.
+    """
 
     max_tokens: int | None = None
     """Tokens to generate at most; None: until the model ends the text or the context is full. 0 only with `echo`."""
@@ -133,15 +136,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = 64
     """DRY searches this many tokens for repetitions; -1: all."""
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     """DRY's repetitions do not extend across these strings. Only their first 40 characters count."""
-    samplers: tuple[str, ...] = SAMPLERS
+    samplers: Sequence[str] = SAMPLERS
     """Which of `SAMPLERS` are applied, and in which order."""
 
     logit_bias: dict[int | str, float] = {}
     """Added to logits before anything else, -100 to 100. Keys are token ids, or texts: the bias of a text is added to
     each of its tokens, once for each occurrence."""
-    suppress_tokens: tuple[int, ...] = ()
+    suppress_tokens: Sequence[int] = ()
     """Token ids that are never generated."""
     ignore_eos: bool = False
     """The model cannot end the text. Not with a grammar, which decides itself when the text ends."""
@@ -155,15 +158,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Draft tokens and verify several in a step, where that pays (`EngineConfig.spec`). False: no drafts for this
     request. The text is the same either way."""
 
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     """Strings that end the text and are not part of it. A single string is allowed."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     """Token ids that end the text besides the model's own."""
     include_stop: bool = False
     """The text includes the stop string."""
     skip_special_tokens: bool = True
     """The text does not include control tokens (`<|im_start|>` ...)."""
-    visible_tokens: tuple[str, ...] = ()
+    visible_tokens: Sequence[str] = ()
     """Control tokens, as text, that the text includes despite `skip_special_tokens`. A string that is not a single
     token has no effect."""
     echo: bool = False
@@ -176,7 +179,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The text is JSON of this schema, which is an object or its JSON text."""
     guided_regex: str | None = None
     """The whole text matches this regular expression (syntax of Rust's regex crate)."""
-    guided_choice: tuple[str, ...] | None = None
+    guided_choice: Sequence[str] | None = None
     """The text is one of these."""
     grammar: str | None = None
     """The text follows this grammar: llama.cpp's GBNF (with a `root` rule) or llguidance's Lark (with `start`)."""

@@ -10,7 +10,16 @@ from typing import Protocol, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import EngineConfig, FlashAttention, KvLayout, Pooling, Sharing, adapter_name, available_threads
+from cppbatch.config import (
+    EngineConfig,
+    FlashAttention,
+    KvLayout,
+    Pooling,
+    Sharing,
+    adapter_name,
+    available_threads,
+    named,
+)
 from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
 from cppbatch.engine.kv_layout import (
     choose_cache_type,
@@ -112,6 +121,13 @@ def load_model(
     If a self-check in a child process shows that this build's fast CPU path crashes, the model is loaded without it.
     Raises `ModelError` or `LibraryError`.
     """
+    if config.n_gpu_layers > 0 and not Backend.get().supports_gpu:
+        log.warning(
+            "%s is %d, and this build of llama.cpp computes on the CPU only: all layers are on the CPU. "
+            'the README says how to build it for a GPU ("Installing by hand")',
+            named("n_gpu_layers"),
+            config.n_gpu_layers,
+        )
     return Model(
         config.model_path,
         n_gpu_layers=config.n_gpu_layers,
@@ -161,7 +177,9 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
     if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
         is_enabled = context.enable_backend_sampling()
         if not is_enabled and config.sampling == "backend":
-            raise LlamaError("--sampling backend: llama.cpp cannot sample on this device; use --sampling host")
+            raise LlamaError(
+                f"{named('sampling')} is 'backend', and llama.cpp cannot sample on this device; use 'host'"
+            )
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
     threads = None if on_gpu or config.n_threads else ComputeThreads(available_threads(), len(usable_cpus()))
     runtime = Runtime(
@@ -242,7 +260,7 @@ def make_context(config: EngineConfig, model: Model) -> Context:
     """Makes the context of an engine, and loads the adapters into the model. Raises `ModelError` or `LlamaError`."""
     if pooling := _pooling(config, model):
         if config.lora:
-            raise ModelError(f"--lora is for models that generate text; {model.path} returns vectors")
+            raise ModelError(f"{named('lora')} is for models that generate text; {model.path} returns vectors")
         return _pooled_context(config, model, pooling)
     for path, _ in config.lora[len(model.adapters) :]:
         model.add_adapter(path)
@@ -267,13 +285,18 @@ def _check_determinism(context: Context, *, on_gpu: bool) -> None:
     """Raises `ModelError` if the logits depend on the rest of the batch all the same."""
     name = context.model.path.name
     if on_gpu:
-        raise ModelError("--deterministic works on a CPU only; give -ngl 0, or leave it out")
+        raise ModelError(
+            f"{named('deterministic')} works on a CPU only; set {named('n_gpu_layers')} to 0, or leave it out"
+        )
     if context.model.is_recurrent:
-        raise ModelError(f"--deterministic: {name} has a recurrent state, whose sums depend on the batch; leave it out")
+        raise ModelError(
+            f"{named('deterministic')}: {name} has a recurrent state, whose sums depend on the batch; leave it out"
+        )
     if not logits_are_independent(context):
         raise ModelError(
-            f"--deterministic: the logits of {name} depend on the number of rows in a batch, as those of float "
-            "weights do. Quantised ones work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a file"
+            f"{named('deterministic')}: the logits of {name} depend on the number of rows in a batch, as those of "
+            "float weights do. Quantised ones work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a "
+            "file"
         )
 
 
@@ -297,11 +320,13 @@ def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
     pooling = config.pooling or model.pooling
     if pooling is None and not model.can_generate:
         raise ModelError(
-            f"{name} embeds text, and its file does not say how its vectors are pooled. Its makers do: give --pooling "
-            "mean, cls or last"
+            f"{name} embeds text, and its file does not say how its vectors are pooled. Its makers do: set "
+            f"{named('pooling')} to mean, cls or last"
         )
     if pooling == "rank" and not model.can_rank:
-        raise ModelError(f"{name} has no classification head, so it is no reranker. Use another --pooling, or model")
+        raise ModelError(
+            f"{name} has no classification head, so it is no reranker. Use another {named('pooling')}, or model"
+        )
     return pooling
 
 

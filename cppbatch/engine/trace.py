@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from cppbatch.config import named
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.errors import ConfigError
 
@@ -111,5 +112,7 @@ def _new_file(path: Path) -> BinaryIO:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(f"--trace {name} cannot be written: {error.strerror}. Name another file") from error
+            raise ConfigError(
+                f"{named('trace')}: {name} cannot be written: {error.strerror}. Name another file"
+            ) from error
     raise AssertionError

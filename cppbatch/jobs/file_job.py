@@ -17,10 +17,14 @@ from cppbatch.jobs.ledger import Ledger
 from cppbatch.jobs.line_reader import unreadable_file
 
 _SETTINGS_NOTE = "settings"
+_OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".pq", ".xlsx")
 
 
 class FileJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The files and settings of a job. Raises `ConfigError` if two of the files are the same."""
+    """The files and settings of a job.
+
+    Raises `ConfigError` if two of the files are the same, or the output has the name of a table.
+    """
 
     input_format: InputFormat
     output: Path
@@ -28,6 +32,8 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     """For lines that are rejected or fail; created for the first one."""
     defaults: Json = {}
     """Body fields of requests that do not set them."""
+    plain_max_tokens: int | None = None
+    """Tokens of the completion of a plain prompt that sets no limit itself. None: as many as the context holds."""
     chat_template: str | None = None
     """The template's text; None: the model's own."""
     ordered: bool = False
@@ -45,6 +51,9 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         for (one, path), (other, other_path) in combinations(names.items(), 2):
             if path.resolve() == other_path.resolve():
                 raise ConfigError(f"{one} and {other} are the same file, {path}")
+        if self.output.suffix.lower() in _OTHER_FORMATS:
+            better = self.output.with_suffix(".jsonl")
+            raise ConfigError(f"-o is {self.output}, and results are written as JSON lines: name it {better}")
 
     @property
     def ledger(self) -> Path:
@@ -55,7 +64,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         """The settings that results depend on besides the input. They must be the same when a job resumes."""
         form = {name: getattr(self.input_format, name) for name in ("endpoint", "column", "system")}
         ours = {"chat template": self.chat_template, "ordered": self.ordered, "errors": self.errors_beside_output}
-        return {"model": Path(model).name, **form, **ours, **self.defaults}
+        return {"model": Path(model).name, **form, **ours, "max_tokens": self.plain_max_tokens, **self.defaults}
 
     @property
     def errors_beside_output(self) -> str:
@@ -141,7 +150,7 @@ def _reject_existing_files(job: FileJob) -> None:
 
 def _check_settings(job: FileJob, model: str, ledger: Ledger) -> None:
     previous, settings = ledger.note(_SETTINGS_NOTE), job.settings(model)
-    if previous is None:
+    if previous is None or not (ledger.n_completed or ledger.n_failed):  # no result depends on the previous ones
         ledger.set_note(_SETTINGS_NOTE, settings)
         return
     for name in {**previous, **settings}:

@@ -35,6 +35,11 @@ class InputReader:
         self._is_done = True
         self.close()
 
+    def check(self) -> None:
+        """Reads the first line. Raises `ConfigError` if the file cannot be read or a table lacks its columns."""
+        next(iter(self), None)
+        self.close()
+
     @property
     def fraction(self) -> float:
         """The fraction of the file that was read, from 0 to 1. Any thread may call this."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import FlashAttention, Pooling
+from cppbatch.config import FlashAttention, Pooling, named
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
@@ -78,7 +78,9 @@ class Context:
         model.adopt(self)
         if self._memory is None and pooling is None:
             self.close()
-            raise LlamaError(f"{model.description} has no memory to write text with; it can only embed (--pooling)")
+            raise LlamaError(
+                f"{model.description} has no memory to write text with; it can only embed ({named('pooling')})"
+            )
 
     def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
         """Frees the context, then makes it again with another layout. All sequences are empty, no adapter applies.
@@ -103,7 +105,8 @@ class Context:
             finally:  # Ctrl-C is raised when the call returns: the context must not be lost then
                 self._handle = (made and made[0]) or None
         if self._handle is None:
-            smaller = "-c, -b or -np" if self.is_pooled else "-c, -ub or -np"
+            step = "n_batch" if self.is_pooled else "n_ubatch"
+            smaller = f"{named('n_ctx')}, {named(step)} or {named('n_parallel')}"
             raise LlamaError(
                 f"a context of {n_ctx} cells for {self.n_seq_max} sequences cannot be made: "
                 f"{lines[-1] if lines else 'llama.cpp gives no reason'}. Less memory: lower {smaller}"

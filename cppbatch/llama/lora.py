@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from cppbatch.config import named
 from cppbatch.errors import ModelError
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C
@@ -24,7 +25,7 @@ def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int
     model, and for aLoRA adapters.
     """
     if not path.is_file():
-        raise ModelError(f"there is no adapter file at {path} (--lora)")
+        raise ModelError(f"there is no adapter file at {path} ({named('lora')})")
     check_adapter(path, model_path, n_experts)
     with Backend.get().errors() as lines:
         handle = C.llama_adapter_lora_init(model_handle, os.fsencode(path))
@@ -73,7 +74,7 @@ def _read(path: Path) -> Any:
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as error:  # GGUFReader's errors for truncated or damaged files
-        raise ModelError(f"{path} is no GGUF file, or damaged, or cut off: {error}") from error
+        raise ModelError(f"{path} is no GGUF file, or damaged, or cut off. Download or convert it again") from error
 
 
 def _check_metadata(path: Path, reader: Any) -> None:

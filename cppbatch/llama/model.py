@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from cppbatch.config import Pooling
+from cppbatch.config import Pooling, named
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata, has_tensor
@@ -33,7 +33,9 @@ def _check_device(device: int) -> None:
     """Raises `ModelError` if there is no GPU of this number: llama.cpp would use the CPU without a warning."""
     gpus = [gpu.name for gpu in Backend.get().devices() if "GPU" in gpu.kind]
     if device >= len(gpus):
-        raise ModelError(f"there is no GPU {device}: llama.cpp sees {', '.join(gpus) or 'none'} here (--devices)")
+        raise ModelError(
+            f"there is no GPU {device}: llama.cpp sees {', '.join(gpus) or 'none'} here ({named('device')})"
+        )
 
 
 class Model:
@@ -140,10 +142,13 @@ class Model:
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantisation, for example "llama 134.52M Q4_1"."""
+        """Architecture, number of weights, and their type, for example "llama 135M Q4_1"."""
         buffer = ctypes.create_string_buffer(256)
         C.llama_model_desc(self.handle, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
+        architecture, _, kind = buffer.value.decode("utf-8", "replace").split(" ", 2)  # its size is a guess by layers
+        n = self.n_params
+        size = f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.0f}M" if n >= 1e6 else f"{n / 1e3:.0f}K"
+        return f"{architecture} {size} {kind}"
 
     @property
     def size_bytes(self) -> int:

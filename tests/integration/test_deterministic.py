@@ -66,5 +66,5 @@ def test_a_model_of_float_weights_is_refused_with_the_remedy(tmp_path: Path) -> 
 def test_settings_that_contradict_it_are_refused(quantised: Path) -> None:
     contradictions: list[dict[str, Any]] = [{"kv_layout": "unified"}, {"flash_attn": "off"}]
     for settings in contradictions:
-        with pytest.raises(ConfigError, match="leave out --kv-layout unified and -fa off"):
+        with pytest.raises(ConfigError, match=r"leave out kv_layout \(--kv-layout\) and flash_attn \(-fa\)"):
             engine(quantised, **settings)

@@ -133,7 +133,9 @@ def test_a_text_that_is_too_long_is_refused_and_the_others_are_embedded(tmp_path
         assert engine.embed([list(range(5, 69)), "abc"]).shape == (2, tiny_models.N_EMBD)
     with (
         opened(model, n_batch=32) as engine,
-        pytest.raises(InvalidRequest, match=r"texts\[1\]: prompt: has 33 tokens.*whole, holds 32 \(raise -b"),
+        pytest.raises(
+            InvalidRequest, match=r"texts\[1\]: prompt: has 33 tokens.*whole, holds 32 \(raise n_batch \(-b\)"
+        ),
     ):
         engine.embed(["abc", list(range(5, 38))])
 
@@ -219,7 +221,9 @@ def test_models_of_other_kinds_are_refused_plainly(write: Callable[[Path], Path]
 
 def test_an_encoder_that_does_not_say_how_it_is_pooled_asks_for_it(tmp_path: Path) -> None:
     model = tiny_models.encoder_only(tmp_path / "unsaid.gguf", pooling=None)
-    with pytest.raises(ModelError, match=r"does not say how its vectors are pooled.*--pooling mean, cls or last"):
+    with pytest.raises(
+        ModelError, match=r"does not say how its vectors are pooled.*pooling \(--pooling\) to mean, cls or last"
+    ):
         BatchInferenceEngine(model, n_ctx=256, **EXACT)
     with opened(model, pooling="cls") as engine:
         assert engine.info.pooling == "cls"

@@ -74,7 +74,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
 def test_a_prompt_of_a_whole_step_runs_and_one_token_more_is_refused_with_what_to_do() -> None:
     engine = fake_engine(n_batch=20, pooling="mean")
     name = add(engine, prompt(20))
-    with pytest.raises(InvalidRequest, match=r"prompt: has 21 tokens.*holds 20 \(raise -b"):
+    with pytest.raises(InvalidRequest, match=r"prompt: has 21 tokens.*holds 20 \(raise n_batch \(-b\)"):
         add(engine, prompt(21))
     assert [event.request_id for event in drain(engine)] == [name]
 
@@ -167,7 +167,9 @@ def test_scores_of_a_reranker_are_not_normalised() -> None:
 def test_what_a_model_does_not_do_is_refused_and_said() -> None:
     with pytest.raises(InvalidRequest, match=r"task: fake generates text.*--pooling mean"):
         add(fake_engine(), [1])
-    with pytest.raises(InvalidRequest, match=r"task: fake runs as an embedding model \(--pooling cls\) and returns"):
+    with pytest.raises(
+        InvalidRequest, match=r"task: fake runs as an embedding model \(pooling \(--pooling\) is 'cls'\) and returns"
+    ):
         fake_engine(pooling="cls").add_request([1])
     with pytest.raises(InvalidRequest, match="task: fake runs as a reranker and returns no text"):
         fake_engine(pooling="rank").add_request([1])

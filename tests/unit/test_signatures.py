@@ -29,6 +29,7 @@ with BatchInferenceEngine("model.gguf", n_ctx=4096, kv_layout="unified", lora=((
     name: str = engine.add_request("a", request_id="b", task="embed", queue_timeout=3.5)
 print(generate_batch("model.gguf", ["a"], n_threads=2)[0].finish_reason.value)
 print(BatchInferenceEngine(EngineConfig(model_path="model.gguf"), swap_space=0).info.n_embd)
+print(EngineConfig("model.gguf", n_ctx=4096), SamplingParams(stop=["\\n"], stop_token_ids=[1], samplers=["top_k"]))
 """
 
 WRONG = {

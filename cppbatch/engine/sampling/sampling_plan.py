@@ -157,7 +157,7 @@ def _dry_sampler(params: SamplingParams, vocab: Vocabulary, max_tokens: int) -> 
         base=params.dry_base,
         allowed_length=params.dry_allowed_length,
         last_n=min(last_n, max_tokens) if last_n >= 0 else max_tokens,
-        breakers=params.dry_sequence_breakers,
+        breakers=tuple(params.dry_sequence_breakers),
     )
 
 

@@ -48,15 +48,17 @@ class BatchRequestHandler:
         serving: Serving,
         *,
         defaults: dict[str, Any] | None = None,
+        plain_max_tokens: int | None = None,
         any_model: bool = False,
         priority: int | None = None,
         observe: ObserveEvents | None = None,
     ) -> None:
-        """`defaults`: body fields of requests that do not set them. `any_model`: ignore the model that a request names.
-        `priority`: overrides the requests' own. `observe`: called with the events of a request and the number of its
-        completions; yields the events unchanged."""
+        """`defaults`: body fields of requests that do not set them. `plain_max_tokens`: as in `FileJob`. `any_model`:
+        ignore the model that a request names. `priority`: overrides the requests' own. `observe`: called with the
+        events of a request and the number of its completions; yields the events unchanged."""
         self._serving = serving
         self._defaults = defaults or {}
+        self._plain_max_tokens = plain_max_tokens
         self._any_model = any_model
         self._priority = priority
         self._observe = observe
@@ -86,7 +88,7 @@ class BatchRequestHandler:
         """Raises `InvalidRequest`."""
         kind, prepare = _ENDPOINTS[request.url]
         if kind is CompletionRequest:  # OpenAI's default of 16 tokens makes no sense for a plain prompt
-            default_max_tokens = None if request.is_plain else DEFAULT_MAX_TOKENS
+            default_max_tokens = self._plain_max_tokens if request.is_plain else DEFAULT_MAX_TOKENS
             prepare = partial(prepare_completion, default_max_tokens=default_max_tokens)
         fields = request.body
         if issubclass(kind, SamplingFields):

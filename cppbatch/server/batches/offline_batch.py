@@ -92,7 +92,13 @@ async def run_offline(
         started()
         job, request_slots = offline.job, asyncio.Semaphore(await target_concurrency(engine))
         serving = Serving(engine, ServerSettings(chat_template=job.chat_template))
-        handler = BatchRequestHandler(serving, defaults=job.defaults, any_model=True, observe=offline.count_tokens)
+        handler = BatchRequestHandler(
+            serving,
+            defaults=job.defaults,
+            plain_max_tokens=job.plain_max_tokens,
+            any_model=True,
+            observe=offline.count_tokens,
+        )
         runner = JobRunner(
             chain([first], input_chunks), offline.journal, handler, request_slots, longest_first=job.longest_first
         )

@@ -1,0 +1,172 @@
+"""What a new user types first: `generate`, `batch`, `models list`, and what these say."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch.cli import main
+from cppbatch.llama import Backend
+
+SMALL = ["-c", "1024", "-np", "2", "-t", "1", "--temp", "0"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cppbatch", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_printed_in_the_order_of_the_prompts(run: Run, tiny_llama: Path) -> None:
+    prompts = ["abc", "xyz", "123"]
+    with BatchInferenceEngine(tiny_llama, n_ctx=1024, n_parallel=2, n_threads=1) as engine:
+        texts = [r.text for r in engine.generate(prompts, SamplingParams(max_tokens=9, temperature=0))]
+    given = [word for prompt in prompts for word in ("-p", prompt)]
+    code, out, err = run("generate", "-m", tiny_llama, *SMALL, "-n", "9", *given)
+    assert (code, err) == (0, "")
+    assert out == "\n".join(
+        f"--- {i + 1}: {prompt}\n{text}\n" for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+    )
+
+
+def test_without_n_a_text_has_512_tokens_at_most_and_that_is_said(run: Run, tiny_llama: Path) -> None:
+    generate = ["generate", "-m", tiny_llama, *SMALL, "-p", "abc", "--json", "--grammar", "root ::= [a-z]*"]
+    _, out, err = run(*generate)
+    assert len(msgspec.json.decode(out)["tokens"]) == 512
+    assert err == (
+        "1 of 1 texts were cut off after 512 tokens or at the end of the context: -n sets another limit, -n -1 none\n"
+    )
+    _, out, err = run(*generate, "-n", "-1")
+    assert len(msgspec.json.decode(out)["tokens"]) > 512
+    assert err == ""
+
+
+def test_an_empty_text_is_explained(run: Run, tiny_llama: Path) -> None:
+    code, out, err = run("generate", "-m", tiny_llama, *SMALL, "-p", "abc", "--grammar", 'root ::= ""')
+    assert (code, out) == (0, "--- 1: abc\n\n")
+    assert err == "1: no text, because the model's first token ends it\n"
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_after_ctrl_c_the_text_so_far_is_printed(tiny_llama: Path, form: list[str]) -> None:
+    arguments = ["-m", str(tiny_llama), "-c", "65536", "-np", "1", "-t", "1", "-n", "-1", *form]
+    endless = ["-p", "abc", "-p", "xyz", "--grammar", "root ::= [a-z]*"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "cppbatch", "generate", *arguments, *endless, "--trace", os.devnull],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        assert process.stdout
+        assert process.stderr
+        try:
+            if form:
+                first, deadline = "", 1.5
+                signal.signal(signal.SIGALRM, lambda *_: process.send_signal(signal.SIGINT))
+                signal.setitimer(signal.ITIMER_REAL, deadline)
+            else:
+                first = process.stdout.readline() + process.stdout.read(20)
+                process.send_signal(signal.SIGINT)
+            out = first + process.stdout.read()
+            assert process.wait(30) == 130, process.stderr.read()
+        finally:
+            process.kill()
+    if form:
+        line = msgspec.json.decode(out.splitlines()[0])
+        assert (line["prompt"], line["finish_reason"]) == ("abc", "cancelled")
+        assert line["text"]
+    else:
+        assert out.startswith("--- 1: abc\n")
+        assert len(out) > 40
+
+
+def test_layers_for_a_gpu_are_refused_aloud_where_the_build_has_none(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), BatchInferenceEngine(tiny_llama, n_ctx=256, n_gpu_layers=99):
+        warned = "n_gpu_layers (-ngl) is 99, and this build of llama.cpp computes on the CPU only" in caplog.text
+    assert warned is not Backend.get().supports_gpu
+
+
+def test_the_description_has_the_number_of_weights(tiny_llama: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, n_ctx=256) as engine:
+        assert engine.info.n_params == 139_584
+        assert engine.info.description.startswith("llama 140K ")
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_the_list_shows_is_a_model_to_run(
+    run: Run, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPPBATCH_MODELS", str(tiny_llama.parent))
+    _, out, _ = run("models", "list")
+    name = next(line.split()[0] for line in out.splitlines() if str(tiny_llama) in line)
+    for given in (name, tiny_llama.name, str(tiny_llama)):
+        code, out, err = run("generate", "-m", given, *SMALL, "-p", "abc", "-n", "1")
+        assert (code, err) == (0, "")
+
+
+# --- batch ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_column_leaves_no_job_behind(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.csv", tmp_path / "out.jsonl"
+    source.write_text("text,id\nabc,a\n")
+    batch = ["batch", source, "-o", output, "-m", tiny_llama, *SMALL, "--in-process"]
+    code, out, err = run(*batch)
+    assert (code, out) == (2, "")
+    assert err == f"error: {source}: has no column 'prompt'; there are 'text', 'id' (--column)\n"
+    assert list(tmp_path.iterdir()) == [source]
+    code, _, err = run(*batch, "--column", "text")
+    assert code == 0, err
+    assert "plain prompts get at most 512 tokens; -n sets another limit, -n -1 none" in err
+    assert msgspec.json.decode(output.read_bytes())["usage"]["completion_tokens"] <= 512
+
+
+def test_settings_may_change_until_there_are_results(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("abc\n")
+    batch = ["batch", source, "-o", output, *SMALL, "--in-process"]
+    code, _, _ = run(*batch, "-m", tmp_path / "none.gguf", "-n", "3")
+    assert code == 2
+    code, _, err = run(*batch, "-m", tiny_llama, "-n", "4")
+    assert code == 0, err
+    code, _, err = run(*batch, "-m", tiny_llama, "-n", "5")
+    assert code == 2
+    assert "was started with max_tokens 4, and now max_tokens is 5" in err
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.TSV", "t.parquet"])
+def test_results_are_not_written_as_json_lines_into_a_table(
+    run: Run, tiny_llama: Path, tmp_path: Path, name: str
+) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("abc\n")
+    code, _, err = run("batch", source, "-o", tmp_path / name, "-m", tiny_llama)
+    assert code == 2
+    assert f"results are written as JSON lines: name it {tmp_path / 't.jsonl'}" in err
+    assert list(tmp_path.iterdir()) == [source]

@@ -1,0 +1,50 @@
+"""Messages that name what the user wrote: a setting in Python, a flag on the command line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cppbatch import EngineConfig, LocalEngine
+from cppbatch.cli.engine_options import engine_options
+from cppbatch.config import EngineSettings, named
+from cppbatch.errors import ConfigError
+from cppbatch.server.run_server import _announce
+from cppbatch.server.settings import ServerSettings
+
+
+def test_a_local_engine_outside_an_event_loop_says_where_it_belongs() -> None:
+    with pytest.raises(
+        ConfigError, match=r"needs a running event loop: .*async with LocalEngine.*BatchInferenceEngine"
+    ):
+        LocalEngine("model.gguf")
+
+
+def test_a_message_about_a_setting_has_its_name_and_its_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^n_ctx \(-c\) is 1, less than n_parallel \(-np\), which is 16"):
+        EngineConfig("model.gguf", n_ctx=1)
+    with pytest.raises(ConfigError, match=r"^swap_space \(--swap-space\) is -1"):
+        EngineConfig("model.gguf", swap_space=-1)
+
+
+def test_the_flags_in_messages_are_those_of_the_commands() -> None:
+    command: Any = engine_options(lambda: None)
+    flags = {flag for option in command.__click_params__ for flag in (*option.opts, *option.secondary_opts)}
+    flags |= {"--devices"}  # of the deployment
+    for setting in EngineSettings.__annotations__:
+        if setting not in ("step_ms", "use_extra_bufts"):  # no options
+            name, flag = named(setting).removesuffix(")").split(" (")
+            assert name == setting
+            assert flag in flags
+
+
+@pytest.mark.parametrize(("n", "text"), [(1, "1 sequence at once"), (2, "2 sequences at once")])
+def test_the_first_line_of_a_server_counts_sequences(n: int, text: str) -> None:
+    info = SimpleNamespace(name="m", description="llama 135M", n_ctx=256, kv_layout="unified")
+    engine: Any = SimpleNamespace(info=info, config=SimpleNamespace(n_parallel=n))
+    listener: Any = SimpleNamespace(url="http://x")
+    lines: list[str] = []
+    _announce(engine, listener, ServerSettings(), lines.append)
+    assert f": {text} over 256 KV cells" in lines[0]
