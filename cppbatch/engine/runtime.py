@@ -149,7 +149,9 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
     if draft_settings is None or not _can_remove_drafts(model):
         return runtime
     if runtime.info.pooling:
-        raise ModelError(f"-md is for models that generate text; {model.path} returns vectors. Leave it out")
+        raise ModelError(
+            f"{named('draft_model')} is for models that generate text; {model.path} returns vectors. Leave it out"
+        )
     draft = load_model(draft_settings)
     try:
         proposer = open_draft_model(draft_settings, draft, model, runtime.threads)
