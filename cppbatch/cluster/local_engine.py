@@ -174,6 +174,7 @@ class LocalEngine(EngineClient):
     def _ready(self) -> BatchInferenceEngine:
         if self._engine is None or self._health.status != "ok" or self._closing:
             raise EngineClosed(f"the engine takes no requests: it is {self._health.status}")
+        self._engine.turns.check_process()
         return self._engine
 
     def _deliver(self, events: list[GenerationEvent]) -> None:
