@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,36 +70,22 @@ def test_an_empty_text_is_explained(run: Run, tiny_llama: Path) -> None:
     assert err == "1: no text, because the model's first token ends it\n"
 
 
-@pytest.mark.parametrize("form", [[], ["--json"]])
-def test_after_ctrl_c_the_text_so_far_is_printed(tiny_llama: Path, form: list[str]) -> None:
-    arguments = ["-m", str(tiny_llama), "-c", "65536", "-np", "1", "-t", "1", "-n", "-1", *form]
+def test_after_ctrl_c_the_text_so_far_is_printed(tiny_llama: Path) -> None:
+    arguments = ["-m", str(tiny_llama), "-c", "65536", "-np", "1", "-t", "1", "-n", "-1"]
     endless = ["-p", "abc", "-p", "xyz", "--grammar", "root ::= [a-z]*"]
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "cppbatch", "generate", *arguments, *endless, "--trace", os.devnull],
+    with subprocess.Popen(
+        [sys.executable, "-m", "cppbatch", "generate", *arguments, *endless],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with process:
+    ) as process:  # fmt: skip
         assert process.stdout
-        assert process.stderr
         try:
-            if form:
-                first, deadline = "", 1.5
-                signal.signal(signal.SIGALRM, lambda *_: process.send_signal(signal.SIGINT))
-                signal.setitimer(signal.ITIMER_REAL, deadline)
-            else:
-                first = process.stdout.readline() + process.stdout.read(20)
-                process.send_signal(signal.SIGINT)
+            first = process.stdout.readline() + process.stdout.read(20)
+            process.send_signal(signal.SIGINT)
             out = first + process.stdout.read()
-            assert process.wait(30) == 130, process.stderr.read()
+            assert process.wait(30) == 130
         finally:
             process.kill()
-    if form:
-        line = msgspec.json.decode(out.splitlines()[0])
-        assert (line["prompt"], line["finish_reason"]) == ("abc", "cancelled")
-        assert line["text"]
-    else:
-        assert out.startswith("--- 1: abc\n")
-        assert len(out) > 40
+    assert re.fullmatch(r"--- 1: abc\n[a-z]{20,}\n", out)
 
 
 def test_layers_for_a_gpu_are_refused_aloud_where_the_build_has_none(

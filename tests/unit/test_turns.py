@@ -149,7 +149,7 @@ def test_an_exception_in_a_step_reaches_one_thread_and_the_others_go_on(threads:
 
 
 def test_ctrl_c_takes_effect_after_the_step_and_leaves_the_prefix_cache() -> None:
-    engine = fake_engine(n_ctx=256)
+    engine = fake_engine(n_ctx=256, sharing="cells")
     prompt = list(range(40))
     decode = context_of(engine).decode
 
