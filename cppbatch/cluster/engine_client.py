@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Literal, TypeVar
@@ -12,7 +13,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import ConfigError, InvalidRequest
 
 Engine = TypeVar("Engine", bound="EngineClient")
 
@@ -119,3 +120,14 @@ class EngineClient(ABC):
 def id_in_use(request_id: str) -> InvalidRequest:
     """The error for a request whose id an unfinished request has."""
     return InvalidRequest("id", f"{request_id!r} is the id of a request that is still running")
+
+
+def running_loop(name: str) -> asyncio.AbstractEventLoop:
+    """The event loop of an engine of this class, which is made in it. Raises `ConfigError` outside an event loop."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise ConfigError(
+            f"{name} needs a running event loop: make it in a coroutine, with `async with {name}(...)`. Without "
+            "asyncio use BatchInferenceEngine"
+        ) from None

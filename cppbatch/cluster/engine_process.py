@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
+from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use, running_loop
 from cppbatch.cluster.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests
 from cppbatch.cluster.supervisor import Supervisor
 from cppbatch.cluster.worker_link import (
@@ -60,11 +60,13 @@ class EngineProcess(EngineClient):
         runtime: str | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        """Starts a worker that loads a GGUF file; `settings` as in `BatchInferenceEngine`. Raises `ConfigError`.
+        """Starts a worker that loads a GGUF file; `settings` as in `BatchInferenceEngine`.
 
         `name` identifies the worker in `workers`. `step_timeout`: seconds after which a step counts as hung. `runtime`
-        is for tests: `module:function` that makes the `Runtime` in place of loading the model.
+        is for tests: `module:function` that makes the `Runtime` in place of loading the model. Raises `ConfigError`,
+        also outside an event loop.
         """
+        loop = running_loop("EngineProcess")
         self.config = engine_config(model, settings)
         self.name = name
         self._max_in_flight = self.config.n_parallel + self.config.max_queue
@@ -77,7 +79,7 @@ class EngineProcess(EngineClient):
         self._last_stats: EngineStats | None = None
         self._closed = False
         self._task = asyncio.ensure_future(self._supervise())
-        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loaded: asyncio.Future[None] = loop.create_future()
         self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
 
     async def loaded(self) -> None:

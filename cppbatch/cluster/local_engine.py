@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
+from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use, running_loop
 from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.in_flight import OutputCollector
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
@@ -26,7 +26,7 @@ from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
-from cppbatch.errors import ConfigError, EngineClosed, QueueFull
+from cppbatch.errors import EngineClosed, QueueFull
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,13 +53,7 @@ class LocalEngine(EngineClient):
         """
         self.config = engine_config(model, settings)
         self._runtime = runtime
-        try:
-            self._loop = asyncio.get_running_loop()
-        except RuntimeError:
-            raise ConfigError(
-                "LocalEngine needs a running event loop: make it in a coroutine, with `async with LocalEngine(...)`. "
-                "Without asyncio use BatchInferenceEngine"
-            ) from None
+        self._loop = running_loop("LocalEngine")
         self._loaded: asyncio.Future[None] = self._loop.create_future()
         self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
         self._engine: BatchInferenceEngine | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cppbatch import EngineConfig, LocalEngine
+from cppbatch import EngineConfig, EngineProcess, LocalEngine
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.config import EngineSettings, named
 from cppbatch.errors import ConfigError
@@ -15,11 +15,12 @@ from cppbatch.server.run_server import _announce
 from cppbatch.server.settings import ServerSettings
 
 
-def test_a_local_engine_outside_an_event_loop_says_where_it_belongs() -> None:
-    with pytest.raises(
-        ConfigError, match=r"needs a running event loop: .*async with LocalEngine.*BatchInferenceEngine"
-    ):
-        LocalEngine("model.gguf")
+@pytest.mark.parametrize("engine", [LocalEngine, EngineProcess])
+def test_an_asyncio_engine_outside_an_event_loop_says_where_it_belongs(
+    engine: type[LocalEngine] | type[EngineProcess],
+) -> None:
+    with pytest.raises(ConfigError, match=rf"needs a running event loop: .*async with {engine.__name__}.*asyncio use"):
+        engine("model.gguf")
 
 
 def test_a_message_about_a_setting_has_its_name_and_its_flag() -> None:
