@@ -96,18 +96,22 @@ def requantize(
     """
     from cppbatch.bench.quality.compare_files import compare_files
     from cppbatch.models.kernels import has_gpu, kernel_times
-    from cppbatch.models.requantize import TYPES, check_target, plan_auto, plan_type
+    from cppbatch.models.requantize import TYPES, check_target, plan_auto, plan_type, read_matrices
     from cppbatch.models.requantize import requantize as write
 
     kind = kind if kind == "auto" else kind.upper()
     if kind not in ("auto", *TYPES):
         raise click.BadParameter(f"{kind!r} is none of auto, {', '.join(TYPES)}", param_hint="--type")
     console = Console(stderr=True)
+    if kind == "auto" and has_gpu():
+        read_matrices(model)  # raises if it is no model
+        click.echo(
+            "nothing to do: the GPU computes the model, and its kernels compute all types in batches. Give a --type to "
+            "write the model with other weights all the same"
+        )
+        return
     with console.status("reading the model and timing kernels"):
         plan = plan_auto(model, kernel_times, lossy=lossy) if kind == "auto" else plan_type(model, kind, lossy=lossy)
-    if kind == "auto" and has_gpu():
-        click.echo("nothing to gain: the GPU computes the model, and its kernels compute all types in batches")
-        return
     if not plan.changes:
         click.echo(f"nothing to gain: on this CPU no other types would be clearly faster for {model.name}")
         return

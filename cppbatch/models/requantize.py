@@ -24,6 +24,7 @@ from cppbatch.errors import ModelError
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import copy_path
 from cppbatch.models.kernels import KernelTimes
+from cppbatch.models.part_folders import part_folder
 
 Times = Mapping[str, KernelTimes]
 Written = Callable[[int], object]
@@ -225,14 +226,14 @@ def _block(kind: str) -> tuple[int, int]:
 
 
 def requantize(plan: Requantization, target: Path, *, overwrite: bool = False, written: Written | None = None) -> Path:
-    """Writes the model and returns `target`, which is complete or unchanged, even if this is interrupted.
+    """Writes the model and returns `target`, which is complete or unchanged, even if this is interrupted or killed.
 
     `overwrite`: replace a file that exists. Raises `ModelError`.
     """
     check_target(plan, target, overwrite=overwrite)
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".requantize-") as folder:
-            part = Path(folder) / target.name
+        with part_folder(target.parent) as folder:
+            part = folder / target.name
             _run_child(Job(str(plan.source), str(part), plan.default, plan.overrides), written)
             part.replace(target)
     except OSError as error:

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,8 @@ from cppbatch.llama import Batch, Context, Model
 from cppbatch.llama.quantize import quantize
 from cppbatch.models.inspect import read_gguf
 from cppbatch.models.kernels import KernelTimes
-from cppbatch.models.requantize import Requantization, plan_auto, requantize
+from cppbatch.models.part_folders import part_folder
+from cppbatch.models.requantize import Requantization, plan_auto, plan_type, requantize
 from cppbatch.models.synthetic import LlamaShape, write_llama
 
 SHAPE = LlamaShape(n_layer=2, n_embd=256, n_head=4, n_head_kv=4, n_ff=512)  # rows of whole blocks of K types
@@ -54,6 +56,29 @@ def metadata(path: Path) -> dict[str, Any]:
 def greedy_text(path: Path) -> str:
     with BatchInferenceEngine(str(path), n_ctx=256, n_parallel=2, n_threads=1) as engine:
         return engine.generate(["Once"], SamplingParams(max_tokens=8, temperature=0))[0].text
+
+
+# --- what a killed process leaves ---
+
+
+def test_the_next_run_removes_what_a_killed_one_left_but_nothing_that_is_being_written(
+    mixed: Path, tmp_path: Path
+) -> None:
+    killed = """if True:
+        import os, pathlib, sys
+        from cppbatch.models.part_folders import part_folder
+        with part_folder(pathlib.Path(sys.argv[1])) as folder:
+            (folder / "half.gguf").write_text("half a model")
+            os.kill(os.getpid(), 9)
+    """
+    assert subprocess.run([sys.executable, "-c", killed, tmp_path], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert (left / "half.gguf").exists()
+    with part_folder(tmp_path) as ours:
+        assert list(tmp_path.iterdir()) == [ours]
+        plan = plan_type(mixed, "F16", lossy=True)
+        requantize(plan, tmp_path / "out.gguf")
+        assert sorted(tmp_path.iterdir()) == sorted([ours, tmp_path / "out.gguf"])
 
 
 # --- llama.cpp's quantiser ---

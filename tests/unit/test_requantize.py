@@ -299,13 +299,20 @@ def test_where_nothing_is_to_be_gained_the_command_says_so_and_writes_nothing(
     assert list(q4_k_m.parent.iterdir()) == [q4_k_m]
 
 
-def test_on_a_gpu_nothing_is_to_be_gained(q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "kernel_times", times_of)
+def test_on_a_gpu_there_is_nothing_to_do_and_no_kernel_is_timed(q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernel_times", lambda _kinds: pytest.fail("kernels were timed"))
     monkeypatch.setattr(kernels, "has_gpu", lambda: True)
     result = CliRunner().invoke(models, ["requantize", str(q4_k_m)])
     assert (result.exit_code, result.output.count("\n")) == (0, 1)
-    assert "nothing to gain: the GPU computes the model" in result.output
+    assert "nothing to do: the GPU computes the model" in result.output
     assert list(q4_k_m.parent.iterdir()) == [q4_k_m]
+
+
+def test_on_a_gpu_too_a_file_that_is_no_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "has_gpu", lambda: True)
+    (tmp_path / "text.gguf").write_text("no model")
+    result = CliRunner().invoke(models, ["requantize", str(tmp_path / "text.gguf")])
+    assert isinstance(result.exception, ModelError)
 
 
 def test_an_unknown_type_is_refused_with_those_that_exist(q4_k_m: Path) -> None:
