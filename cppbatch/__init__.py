@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from cppbatch.errors import CppBatchError, InvalidRequest
+    from cppbatch.models.pull import pull_default
 
 __version__ = version("cppbatch")
 
@@ -49,6 +50,7 @@ _MODULES = {
     "TokenLogprob": "cppbatch.engine.request",
     "CppBatchError": "cppbatch.errors",
     "InvalidRequest": "cppbatch.errors",
+    "pull_default": "cppbatch.models.pull",
 }
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "TokenLogprob",
     "__version__",
     "generate_batch",
+    "pull_default",
 ]
 
 

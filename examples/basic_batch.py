@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 from time import perf_counter
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, there was a fox who",
@@ -21,12 +20,12 @@ PROMPTS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=32, help="new tokens for each prompt")
     args = parser.parse_args()
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0, ignore_eos=True)
-    with BatchInferenceEngine(args.model) as engine:
+    with BatchInferenceEngine(args.model or pull_default()) as engine:
         began = perf_counter()
         results = engine.generate(PROMPTS, params)
         seconds = perf_counter() - began

@@ -8,15 +8,14 @@ from __future__ import annotations
 import argparse
 from time import perf_counter
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 TOPICS = "bread rain foxes moonlight winter harbours chess copper honey sleep music salt bridges tea snow ink".split()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=40, help="new tokens for each prompt")
     parser.add_argument("--prompts", type=int, default=16, help="how many prompts (1 to 16)")
     args = parser.parse_args()
@@ -25,7 +24,7 @@ def main() -> None:
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0, ignore_eos=True)
     runs = {"one by one": [[prompt] for prompt in prompts], "one batch": [prompts]}
     seconds: dict[str, float] = {}
-    with BatchInferenceEngine(args.model, n_parallel=16, prefix_cache=False) as engine:
+    with BatchInferenceEngine(args.model or pull_default(), n_parallel=16, prefix_cache=False) as engine:
         engine.generate(prompts, SamplingParams(max_tokens=2))  # warm-up
         for name, batches in runs.items():
             began, first_step = perf_counter(), engine.stats().steps

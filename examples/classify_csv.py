@@ -10,9 +10,8 @@ import csv
 import json
 import sys
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTRUCTIONS = """Label each text with one of: {labels}.
 
 Text: {text}
@@ -24,14 +23,17 @@ def main() -> None:
     parser.add_argument("file", nargs="?", default="examples/data/reviews.csv")
     parser.add_argument("--column", default="review", help="column with the text")
     parser.add_argument("--labels", nargs="+", default=["positive", "negative"])
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     args = parser.parse_args()
 
     label = {"type": "string", "enum": args.labels}
     schema = {"type": "object", "properties": {"label": label}, "required": ["label"], "additionalProperties": False}
     params = SamplingParams(json_schema=schema, temperature=0)
     labels = ", ".join(args.labels)
-    with open(args.file, encoding="utf-8", newline="") as file, BatchInferenceEngine(args.model) as engine:
+    with (
+        open(args.file, encoding="utf-8", newline="") as file,
+        BatchInferenceEngine(args.model or pull_default()) as engine,
+    ):
         rows = list(csv.DictReader(file))
         prompts = [INSTRUCTIONS.format(labels=labels, text=row[args.column]) for row in rows]
         results = engine.generate(prompts, params)

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cppbatch import BatchInferenceEngine
+from cppbatch import BatchInferenceEngine, pull_default
 from cppbatch.config import Pooling
-
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main() -> None:
@@ -23,13 +21,13 @@ def main() -> None:
     parser.add_argument("query", nargs="?", default="How do boats find the harbour?")
     parser.add_argument("--file", default="examples/data/questions.txt", type=Path, help="one text per line")
     parser.add_argument("--top", type=int, default=3, help="how many lines to show")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--pooling", choices=["mean", "cls", "last"], help="default: as the model's file says")
     args = parser.parse_args()
 
     lines = [line for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    pooling: Pooling | None = args.pooling or ("mean" if args.model == DEFAULT_MODEL else None)
-    with BatchInferenceEngine(args.model, n_batch=512, pooling=pooling) as engine:
+    pooling: Pooling | None = args.pooling or (None if args.model else "mean")
+    with BatchInferenceEngine(args.model or pull_default(), n_batch=512, pooling=pooling) as engine:
         query, *texts = engine.embed([args.query, *lines])  # vectors of length 1
 
     similarities = np.stack(texts) @ query  # so this is the cosine

@@ -8,19 +8,17 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from cppbatch import BatchInferenceEngine, SamplingParams
-
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--requests", type=int, default=200, help="how many requests")
     parser.add_argument("--cells", type=int, default=512, help="KV cells: one for each token of a running request")
     args = parser.parse_args()
 
-    with BatchInferenceEngine(args.model, n_ctx=args.cells, kv_layout="unified") as engine:
+    with BatchInferenceEngine(args.model or pull_default(), n_ctx=args.cells, kv_layout="unified") as engine:
         expected = {}
         for i in range(args.requests):
             n = 56 if i % 8 < 2 and i < args.requests / 2 else 3  # some requests outgrow the cells

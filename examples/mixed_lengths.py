@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 SENTENCE = "The lighthouse keeper wrote down the weather, the ships and the tides in his book every single day. "
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=12, help="new tokens for each prompt")
     parser.add_argument("--sentences", type=int, nargs="+", default=[0, 1, 2, 8, 60], help="length of each prompt")
     parser.add_argument("--batch-size", type=int, default=256, help="tokens that one step computes at most")
@@ -23,7 +22,7 @@ def main() -> None:
 
     prompts = [SENTENCE * n + "Tonight the sea" for n in args.sentences]
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0, ignore_eos=True)
-    with BatchInferenceEngine(args.model, n_batch=args.batch_size) as engine:
+    with BatchInferenceEngine(args.model or pull_default(), n_batch=args.batch_size) as engine:
         results = engine.generate(prompts, params)
     for result in results:
         usage = result.usage

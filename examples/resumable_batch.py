@@ -12,9 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from cppbatch import BatchInferenceEngine, SamplingParams
-
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
 
 def answered(path: Path) -> set[int]:
@@ -31,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", type=Path, help="one prompt per line")
     parser.add_argument("output", type=Path, help="JSON lines, in the order in which they finish")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=48, help="new tokens for each prompt")
     args = parser.parse_args()
 
@@ -40,7 +38,10 @@ def main() -> None:
     todo = [(number, prompt) for number, prompt in prompts if prompt.strip() and number not in done]
     print(f"{len(done)} lines are answered, {len(todo)} are left")
     params = SamplingParams(max_tokens=args.max_tokens)
-    with BatchInferenceEngine(args.model) as engine, args.output.open("a", encoding="utf-8") as output:
+    with (
+        BatchInferenceEngine(args.model or pull_default()) as engine,
+        args.output.open("a", encoding="utf-8") as output,
+    ):
         for result in engine.map((prompt for _, prompt in todo), params):
             number, prompt = todo[result.index]
             answer = {

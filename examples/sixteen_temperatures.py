@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = """The lighthouse stood on a rock at the end of the world. Nobody had come to visit for eleven years.
 Every evening the keeper climbed the stairs, lit the lamp, and wrote the weather into his book. One night, in the middle
 of a storm, somebody knocked at the door. He opened it and saw"""
@@ -19,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt", nargs="?", default=PROMPT)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=24, help="new tokens at each temperature")
     args = parser.parse_args()
 
@@ -28,7 +27,7 @@ def main() -> None:
         SamplingParams(temperature=temperature, seed=args.seed, max_tokens=args.max_tokens)
         for temperature in temperatures
     ]
-    with BatchInferenceEngine(args.model, n_parallel=16) as engine:
+    with BatchInferenceEngine(args.model or pull_default(), n_parallel=16) as engine:
         results = engine.generate([args.prompt] * 16, settings)
         computed = engine.stats().prompt_tokens
 

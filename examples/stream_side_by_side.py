@@ -13,9 +13,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = ["Once upon a time", "The first computers were", "On Monday the baker", "Winter in the mountains"]
 
 
@@ -25,14 +24,14 @@ def panels(texts: dict[str, Text], width: int) -> Columns:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=64, help="new tokens for each prompt")
     args = parser.parse_args()
 
     console = Console()
     width = max(24, console.width // 2 - 2)
     steps = 0
-    with BatchInferenceEngine(args.model) as engine:
+    with BatchInferenceEngine(args.model or pull_default()) as engine:
         texts: dict[str, Text] = {}
         for seed, prompt in enumerate(PROMPTS):
             params = SamplingParams(max_tokens=args.max_tokens, seed=seed, ignore_eos=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 SYSTEM = """You summarise documents for a busy reader. Write one plain sentence in the present tense. Name the subject
 of the document and the most important fact in it. Use the words of the document, and leave out your own opinion.
 """
@@ -21,7 +20,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", default="examples/data/notes", type=Path)
     parser.add_argument("--pattern", default="*.txt", help="which files")
     parser.add_argument("--characters", type=int, default=4000, help="how much of each file to read")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=60, help="longest summary")
     args = parser.parse_args()
 
@@ -29,7 +28,7 @@ def main() -> None:
     texts = [file.read_text(encoding="utf-8")[: args.characters] for file in files]
     prompts = [f"{SYSTEM}\nDocument: {text}\nSummary: This is about" for text in texts]
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0, stop=(".", "\n"))
-    with BatchInferenceEngine(args.model) as engine:
+    with BatchInferenceEngine(args.model or pull_default()) as engine:
         results = engine.generate(prompts, params)
 
     for file, result in zip(files, results, strict=True):

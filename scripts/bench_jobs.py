@@ -34,6 +34,7 @@ from cppbatch.jobs.input_reader import InputReader
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
 from cppbatch.jobs.request_order import chunks
+from cppbatch.models.pull import choose_model
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
 
@@ -158,9 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["throughput", "input"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("-m", "--model", default="models/SmolLM2-135M-Instruct.Q4_1.gguf")
+    parser.add_argument("-m", "--model", help="GGUF file (the default model)")
     options = parser.parse_args()
-    config = EngineConfig(model_path=options.model)
+    config = EngineConfig(model_path=str(choose_model(options.model)))
     if options.what == "throughput":
         throughput(config, options.repeats)
     else:
