@@ -113,13 +113,24 @@ class FakeContext:
     share; `made_with[seq_id]`: the LoRA adapters that each was computed with, which must be those at work. `sharing`:
     what of it works, as in a real context; the rest fails the test. `steps`: for each decode, the number of tokens of
     every seq_id; `sets`: the adapters at work. `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull`
-    changes nothing, others leave cells half-written, as in llama.cpp.
+    changes nothing, others leave cells half-written, as in llama.cpp. `min_rows`: tokens, and rows of logits if it
+    has any, that a ubatch computes at least.
     """
 
     def __init__(
-        self, *, n_ctx: int, n_batch: int, n_seq_max: int, kv_unified: bool, sharing: Sharing, n_more_ids: int = 0
+        self,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        n_seq_max: int,
+        kv_unified: bool,
+        sharing: Sharing,
+        n_more_ids: int = 0,
+        n_ubatch: int = 0,
+        min_rows: int = 1,
     ) -> None:
-        self.n_batch = self.n_ubatch = n_batch
+        self.n_batch, self.n_ubatch = n_batch, n_ubatch or n_batch
+        self.min_rows = min_rows
         self.n_seq_max = n_seq_max
         self.sets: list[AdapterSet] = []  # of each decode
         self._numbers = itertools.count()
@@ -174,11 +185,17 @@ class FakeContext:
     def _write(self, batch: Batch, seq_ids: list[int]) -> None:
         n = batch.n_tokens
         self._moods = []
-        asked = [seq_id for seq_id, wants in zip(seq_ids, batch.wants_logits[:n].tolist(), strict=True) if wants]
+        wants_logits = batch.wants_logits[:n].tolist()
+        asked = [seq_id for seq_id, wants in zip(seq_ids, wants_logits, strict=True) if wants]
         assert len(asked) == batch.n_outputs, f"logits asked for by seq_ids {asked}"
-        for seq_id, wants in itertools.groupby(range(n), key=seq_ids.__getitem__):
-            flags = batch.wants_logits[list(wants)].tolist()
+        for seq_id, places in itertools.groupby(range(n), key=seq_ids.__getitem__):
+            flags = [wants_logits[place] for place in places]
             assert flags == sorted(flags), f"seq_id {seq_id} wants logits of tokens that are not its last ones"
+        if self.min_rows > 1:
+            for ubatch in ubatches(seq_ids, self.n_ubatch):
+                n_rows = sum(wants_logits[place] for place in ubatch)
+                is_large = len(ubatch) >= self.min_rows and (n_rows >= self.min_rows or n_rows == 0)
+                assert is_large, f"a ubatch of {len(ubatch)} tokens and {n_rows} rows of logits"
         for i, (token, position, seq_id) in enumerate(
             zip(batch.tokens[:n].tolist(), batch.positions[:n].tolist(), seq_ids, strict=True)
         ):
@@ -210,6 +227,11 @@ class FakeContext:
         del self.owned[seq_id][start : None if stop < 0 else stop]
         del self.made_with[seq_id][start : None if stop < 0 else stop]
         return True
+
+    def remove_padding(self, seq_id: int, position: int) -> None:
+        assert position == 0 or position >= len(self.cells[seq_id]) - max(1, self.min_rows - 1), "more than padding"
+        for held in (self.cells, self.owned, self.made_with):
+            del held[seq_id][position:]
 
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
         assert self.sharing == "cells", "cells cannot be shared here"
@@ -250,6 +272,27 @@ class FakeContext:
 
     def close(self) -> None:
         self.closed = True
+
+
+def ubatches(seq_ids: list[int], n_ubatch: int) -> list[list[int]]:
+    """The ubatches that llama.cpp makes of a batch where sequences have streams (`llama_batch_allocr::split_equal`), as
+    places in the batch.
+
+    From the first token that is left: the sequences of consecutive rising seq_ids that follow it in the batch, and as
+    many tokens of each as the shortest of them has, and as fit.
+    """
+    left = list(range(len(seq_ids)))
+    found = []
+    while left:
+        run = [seq_ids[left[0]]]
+        for place in left:
+            if seq_ids[place] == run[-1] + 1 and len(run) <= n_ubatch:
+                run.append(seq_ids[place])
+        tokens = [[place for place in left if seq_ids[place] == seq_id] for seq_id in run]
+        n = min(max(1, n_ubatch // len(run)), *map(len, tokens))
+        found.append(sorted(place for places in tokens for place in places[:n]))
+        left = [place for place in left if place not in found[-1]]
+    return found
 
 
 class FakePooledContext(FakeContext):
@@ -336,6 +379,8 @@ def fake_engine(
     pooling: str | None = None,
     adapters: Sequence[AdapterInfo] = (),
     may_pad: bool = False,
+    min_rows: int = 1,
+    n_ubatch: int = 0,
     switches: bool = False,
     proposers: Sequence[Proposer] = (),
     **settings: Any,
@@ -354,6 +399,8 @@ def fake_engine(
         kv_unified=unified,
         sharing=sharing,
         n_more_ids=n_more_ids if sharing == "cells" else 0,
+        n_ubatch=n_ubatch,
+        min_rows=min_rows,
     )
 
     def change_layout(layout: KvLayout) -> Sharing:
@@ -371,11 +418,19 @@ def fake_engine(
         name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
         kv_layout="auto" if switches else "unified" if unified else "per-sequence", sampling="host",
         n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
-        max_sequence=min(n_longest, n_ctx_train), pooling=pooling, n_embd=3,
+        max_sequence=min(n_longest, n_ctx_train) - max(0, min_rows - 2), pooling=pooling, n_embd=3,
         adapters=tuple(adapters),
     )  # fmt: skip
     runtime = Runtime(
-        context, FakeVocab(), info, sharing, context.close, may_pad=may_pad, layouts=layouts, proposers=proposers
+        context,
+        FakeVocab(),
+        info,
+        sharing,
+        context.close,
+        may_pad=may_pad,
+        min_rows=min_rows,
+        layouts=layouts,
+        proposers=proposers,
     )
     return BatchInferenceEngine(
         "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings

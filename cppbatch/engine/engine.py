@@ -108,6 +108,7 @@ class BatchInferenceEngine:
             target_step_s=target,
             prefer=config.prefer,
             may_pad=self._runtime.may_pad,
+            min_rows=self._runtime.min_rows,
             rows_s=[(rows, ms / 1000) for rows, ms in config.step_ms],
             speculator=self._speculator,
         )

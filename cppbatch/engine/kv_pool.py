@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.cells import Cells, n_held, n_shared
 from cppbatch.engine.kv_invariants import check_invariants, dump_cells, require
+from cppbatch.engine.padding_rows import PaddingRow
 from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache
 from cppbatch.engine.sequence import SavedState, Seq
 from cppbatch.errors import LlamaError
@@ -36,6 +37,7 @@ class Memory(Protocol):
     @property
     def has_streams(self) -> bool: ...
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool: ...
+    def remove_padding(self, seq_id: int, position: int) -> None: ...
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None: ...
     def clear(self) -> None: ...
     def last_position(self, seq_id: int) -> int: ...
@@ -127,10 +129,10 @@ class KVPool:
         for cached in [cached for cached in self.cache.in_cells if cached.seq_id in seq_ids]:
             self._move_out(cached)
 
-    def remove_padding(self, seq_ids: list[int]) -> None:
+    def remove_padding(self, rows: Iterable[PaddingRow]) -> None:
         """Removes the cells of padding rows, after a step."""
-        for seq_id in seq_ids:
-            self._memory.remove(seq_id)
+        for row in rows:
+            self._memory.remove_padding(row.seq_id, row.n_computed)
 
     @property
     def has_streams(self) -> bool:

@@ -39,12 +39,13 @@ from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.llama import (
+    MIN_ROWS,
     Backend,
     BackendSampling,
     Batch,
     Context,
     Model,
-    logits_are_independent,
+    least_rows_for_equal_bits,
     probe_prefix_sharing,
 )
 from cppbatch.llama.selfcheck import safe_use_extra_bufts
@@ -92,6 +93,9 @@ class Runtime:
     """Part of the cells that cached prefixes may hold."""
     may_pad: bool = False
     """Whether padding rows may make a step faster: on a CPU. On a GPU, rows cost too little."""
+    min_rows: int = 1
+    """Tokens, and rows of logits if it has any, that a ubatch computes at least. With `deterministic` more than 1 where
+    fewer are computed by another kernel, which adds in another order."""
     threads: ComputeThreads | None = None
     """Compute threads of each step; None: always the same."""
     layouts: Layouts | None = None
@@ -173,8 +177,7 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
     if pooling := _pooling(config, model):
         return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close)
     on_gpu = _on_gpu(config)
-    if config.deterministic:
-        _check_determinism(context, on_gpu=on_gpu)
+    min_rows = _min_rows(context, on_gpu=on_gpu) if config.deterministic else 1
     sharing = probe_prefix_sharing(context) if config.prefix_cache else "none"
     if config.sampling == "backend" or (config.sampling == "auto" and on_gpu):
         is_enabled = context.enable_backend_sampling()
@@ -184,14 +187,16 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
             )
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
     threads = None if on_gpu or config.n_threads else ComputeThreads(available_threads(), len(usable_cpus()))
+    info = _info(model, context, config, min_rows=min_rows)
     runtime = Runtime(
         context,
         model.vocab,
-        _info(model, context, config),
+        info,
         sharing,
         close,
         share,
         may_pad=not on_gpu,
+        min_rows=min_rows,
         threads=threads,
         proposers=_proposers(config, model),
     )
@@ -269,12 +274,17 @@ def make_context(config: EngineConfig, model: Model) -> Context:
     on_gpu, has_kv_cells = _on_gpu(config), not model.is_recurrent
     layout = choose_layout(config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=has_kv_cells)
     settings = _layout_settings(config, model, layout)
+    n_batch, n_ubatch = config.n_batch, config.n_ubatch
+    if switches(config, model):
+        n_batch = min(n_batch, settings["n_ctx"])  # in both layouts
+    if config.deterministic:  # a ubatch holds a row of every sequence, and a batch padding rows for each
+        most = max(MIN_ROWS)
+        n_batch = max(n_batch, 2 * most, most * config.n_parallel)
+        n_ubatch = max(n_ubatch, 2 * most, config.n_parallel)
     return Context(
         model,
-        n_batch=min(config.n_batch, settings["n_ctx"])
-        if switches(config, model)
-        else config.n_batch,  # in both layouts
-        n_ubatch=config.n_ubatch,
+        n_batch=n_batch,
+        n_ubatch=n_ubatch,
         n_seq_max=config.n_parallel,
         n_threads=config.n_threads or available_threads(),
         type_k=choose_cache_type(config, config.cache_type_k),
@@ -283,8 +293,8 @@ def make_context(config: EngineConfig, model: Model) -> Context:
     )
 
 
-def _check_determinism(context: Context, *, on_gpu: bool) -> None:
-    """Raises `ModelError` if the logits depend on the rest of the batch all the same."""
+def _min_rows(context: Context, *, on_gpu: bool) -> int:
+    """How many rows a ubatch must have for the same bits in any batch. Raises `ModelError` if no number is enough."""
     name = context.model.path.name
     if on_gpu:
         raise ModelError(
@@ -294,12 +304,13 @@ def _check_determinism(context: Context, *, on_gpu: bool) -> None:
         raise ModelError(
             f"{named('deterministic')}: {name} has a recurrent state, whose sums depend on the batch; leave it out"
         )
-    if not logits_are_independent(context):
+    found = least_rows_for_equal_bits(context)
+    if found is None:
         raise ModelError(
-            f"{named('deterministic')}: the logits of {name} depend on the number of rows in a batch, as those of "
-            "float weights do. Quantised ones work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a "
-            "file"
+            f"{named('deterministic')}: the logits of {name} depend on the number of rows in a batch, as those of Q4_K "
+            "and Q2_K do. Most other types work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a file"
         )
+    return found
 
 
 def _fill_in(vocab: Vocab) -> FillIn | None:
@@ -356,7 +367,9 @@ def _layout(context: Context) -> KvLayout:
     return "unified" if context.kv_unified else "per-sequence"
 
 
-def _info(model: Model, context: Context, config: EngineConfig, pooling: Pooling | None = None) -> ModelInfo:
+def _info(
+    model: Model, context: Context, config: EngineConfig, pooling: Pooling | None = None, *, min_rows: int = 1
+) -> ModelInfo:
     is_switching = switches(config, model)
     n_ctx = unified_cells(config) if is_switching else context.n_ctx
     longest = context.n_batch if pooling else n_ctx if is_switching else context.n_ctx_seq
@@ -371,7 +384,7 @@ def _info(model: Model, context: Context, config: EngineConfig, pooling: Pooling
         kv_layout="auto" if is_switching else _layout(context),
         sampling="backend" if context.backend_sampling else "host",
         n_ctx_train=model.n_ctx_train,
-        max_sequence=min(longest, model.n_ctx_train),
+        max_sequence=min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take cells behind it
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
         chat_template=model.chat_template,

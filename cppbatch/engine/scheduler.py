@@ -9,6 +9,7 @@
 | which prompt is computed first | `Scheduler._prefill` |
 | when background work pauses | `Scheduler._may_compute` |
 | which padding rows make a step faster | `Scheduler._pad`, `_join_rows` |
+| which padding rows keep ubatches from being too small | `padding_rows.with_min_rows` |
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import TypeVar
 
-import numpy as np
-
-from cppbatch.config import MAX_DRAFT, Preference
+from cppbatch.config import Preference
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.lora_scheduling import LoraRoundRobin
 from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.padding_rows import BatchEntry, PaddingRow, padded_size, tokens_before_padding, with_min_rows
 from cppbatch.engine.prefix_cache import Match
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
@@ -47,37 +47,13 @@ _MAX_LOOKED_AT = 4  # `PoolingScheduler`: waiting sequences it looks at, in mult
 Chunk = tuple[Seq, int]
 
 
-class PaddingRow:
-    """A decode row that no sequence needs: token 0 of a spare seq_id, which is removed after the step.
-
-    In a step with drafts it may have as many tokens as the rows. It has logits too, which are not read: so the output
-    matrix also gets whole tiles of rows. (Without, 15 rows with one padding row took 15.1 ms where 16 take 14.2 and 15
-    with logits 12.4; Q4_0 on two AVX-512 cores.)
-    """
-
-    __slots__ = ("n_computed", "seq_id", "tokens")
-
-    def __init__(self, seq_id: int) -> None:
-        self.seq_id, self.n_computed, self.tokens = seq_id, 0, _PADDING_TOKENS
-
-    def n_logits(self, n: int) -> int:
-        """As `Seq.n_logits`."""
-        return n
-
-
-_PADDING_TOKENS = np.zeros(1 + MAX_DRAFT, np.int32)
-
-BatchEntry = tuple[Seq | PaddingRow, int]
-
-
 @dataclass(slots=True)
 class StepPlan:
     """One step: which sequences compute how many of their pending tokens."""
 
     chunks: list[Chunk] = field(default_factory=list)
     """Sequences with the number of tokens to compute, pending ones before those of a draft, in the batch's order."""
-    padding: list[int] = field(default_factory=list)
-    """The spare seq_ids of padding rows."""
+    padding: list[PaddingRow] = field(default_factory=list)
     padded: list[BatchEntry] = field(default_factory=list)
     """If there are padding rows: chunks and padding rows in the order of the batch."""
     row_groups: Groups = ()
@@ -156,13 +132,15 @@ class Scheduler:
         target_step_s: float | None = None,
         prefer: Preference = "balanced",
         may_pad: bool = False,
+        min_rows: int = 1,
         rows_s: Sequence[tuple[int, float]] = (),
         speculator: Speculator | None = None,
     ) -> None:
         """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt
         tokens in a step gain nothing, and delay the first token of the prompts that end in it. `target_step_s`,
-        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `rows_s`: decode rows with the
-        seconds of a step of them, measured before. `speculator`: chooses drafts; None: there are none.
+        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `min_rows`: tokens, and
+        rows of logits if it has any, that a ubatch computes at least. `rows_s`: decode rows with the seconds of a step
+        of them, measured before. `speculator`: chooses drafts; None: there are none.
         """
         self._kv = kv
         self._speculator = speculator
@@ -174,7 +152,9 @@ class Scheduler:
         budget.cost.seed(rows_s)
         self._lora = LoraRoundRobin(budget)
         self._lora_by_layout = {kv.unified: self._lora}
-        self._may_pad = may_pad
+        self._may_pad = may_pad or min_rows > 1
+        self._min_rows = min_rows
+        self._ubatch_tokens = ubatch_tokens or step_tokens
         self._headroom = max(1, min(_MAX_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
         # Both lists are in order of rank.
         self.waiting: list[Seq] = []
@@ -271,15 +251,19 @@ class Scheduler:
             if not (rows or prompts_now):
                 continue
             plan.row_groups, n_padding = (len(rows),) if rows else (), 0
-            may_pad = self._may_pad and rows and not any(s.is_scored for s in prompts_now)
+            may_pad = bool(self._may_pad and rows)
             cost = self._lora.budget(adapters).cost
             # Not in the recurrent models of a unified layout: there these tokens take cells that others may need.
-            beside = self._join_rows(plan, rows, prompts_now, cost) if may_pad and not self._kv.unified else []
-            prefill = self._prefill(prompts_now, adapters, plan.row_groups, len(rows), decoding)
+            with_rows = prompts_now if self._min_rows == 1 else []
+            beside = self._join_rows(plan, rows, with_rows, cost) if may_pad and not self._kv.unified else []
+            groups = tuple(padded_size(n, self._min_rows) for n in plan.row_groups)
+            prefill = self._prefill(prompts_now, adapters, groups, len(rows), decoding)
             if may_pad and not (prefill or self._kv.has_streams):  # else prompts fill the tiles
                 self._pad(plan, len(rows), cost)
             if rows and self._speculator and not prefill:
                 rows, n_padding = self._add_drafts(plan, rows, cost, self._speculator)
+            if not plan.n_drafted and self._min_rows > 1:
+                plan.row_groups = groups
             if rows or prefill:
                 self._fill(plan, rows, prefill, beside, n_padding)
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._lora.take(adapters), len(rows)
@@ -294,7 +278,7 @@ class Scheduler:
         Drafts take only cells that are free: nothing is evicted or preempted for them.
         """
         kv, sequences = self._kv, sorted((sequence for sequence, _ in rows), key=attrgetter("seq_id"))
-        n_rows = len(rows) + len(plan.padding)
+        n_rows = (len(rows) + len(plan.padding)) * self._min_rows  # at most, with the padding that these need
         most = self._most_drafted - n_rows
         most = min(most, kv.n_free - n_rows) if kv.unified else most
         limits = DraftLimits(most, [kv.n_ctx_seq - s.n_tokens for s in sequences], kv.has_streams)
@@ -310,9 +294,13 @@ class Scheduler:
         `n_padding`: draft tokens of each padding row."""
         n_of = dict(prefill)
         together: list[BatchEntry] = [*rows, *((sequence, n_of.pop(sequence, 1)) for sequence in beside)]
-        together += [(PaddingRow(seq_id), 1 + n_padding) for seq_id in plan.padding]
-        others: list[BatchEntry] = [*n_of.items()]
-        batch = in_batch_order(together, others)
+        together += [(padding, 1 + n_padding) for padding in plan.padding]
+        if self._min_rows == 1:
+            others: list[BatchEntry] = [*n_of.items()]
+            batch = in_batch_order(together, others)
+        else:
+            batch = with_min_rows(together, prefill, ubatch_tokens=self._ubatch_tokens, min_rows=self._min_rows)
+            plan.padding = [entry for entry, _ in batch if isinstance(entry, PaddingRow)]
         plan.chunks = [(entry, n) for entry, n in batch if isinstance(entry, Seq)]
         plan.padded = batch if plan.padding else []
 
@@ -321,7 +309,7 @@ class Scheduler:
         spare = self._kv.spare_ids()
         n_more = min(len(spare), self._step_tokens - n_rows, self._kv.n_free - n_rows)
         n = cost.rows_to_compute(n_rows, n_rows + max(0, n_more))
-        plan.padding, plan.row_groups = spare[: n - n_rows], (n,)
+        plan.padding, plan.row_groups = [PaddingRow(seq_id) for seq_id in spare[: n - n_rows]], (n,)
 
     def _join_rows(self, plan: StepPlan, rows: list[Chunk], prompts: list[Seq], cost: StepCost) -> list[Seq]:
         """Where sequences have streams: fills the gaps between rows, and the last tile, if that makes the step faster.
@@ -351,8 +339,9 @@ class Scheduler:
         plan.row_groups = tuple(stop - start for start, stop in joined)
         ids = {sequence.seq_id for sequence, _ in rows}
         more = [seq_id for start, stop in joined for seq_id in range(start, stop) if seq_id not in ids]
-        plan.padding = [seq_id for seq_id in more if seq_id not in by_id]
-        self._kv.vacate(plan.padding)
+        spare = [seq_id for seq_id in more if seq_id not in by_id]
+        self._kv.vacate(spare)
+        plan.padding = [PaddingRow(seq_id) for seq_id in spare]
         return [by_id[seq_id] for seq_id in more if seq_id in by_id]
 
     def _may_compute(self) -> list[Seq]:
@@ -396,12 +385,19 @@ class Scheduler:
             self._serves_first_prompt = not self._serves_first_prompt
             prefilling = [first, *others] if self._serves_first_prompt else [*others, first]
         chunks = []
+        room = self._step_tokens - sum(groups)
         for sequence in prefilling:
             until = sequence.pause_at if sequence.pause_at > sequence.n_computed else sequence.n_tokens
             n = min(budget, until - sequence.n_computed)
             n = min(n, _MAX_SCORED) if sequence.is_scored else n
             if n < sequence.n_pending and self._kv.has_streams:
-                n = whole_tiles(n - 1) + 1 if n_decode and n > 1 else whole_tiles(n)  # the first token joins the rows
+                joins_rows = n_decode and n > 1 and self._min_rows == 1  # its first token does
+                n = whole_tiles(n - 1) + 1 if joins_rows else whole_tiles(n)
+            if self._min_rows > 1:
+                n = min(n, room - self._min_rows + 1)
+                if n == sequence.n_pending:
+                    n = tokens_before_padding(n, ubatch_tokens=self._ubatch_tokens, min_rows=self._min_rows)
+                room -= n + self._min_rows - 1
             if n > 0:
                 chunks.append((sequence, n))
                 budget -= n

@@ -7,7 +7,7 @@ raise `cppbatch.errors.OutOfRange`.
 from cppbatch.llama.backend import Backend, Device
 from cppbatch.llama.backend_sampling import BackendSampling
 from cppbatch.llama.context import Context
-from cppbatch.llama.determinism import logits_are_independent
+from cppbatch.llama.determinism import MIN_ROWS, least_rows_for_equal_bits
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.model import Model
 from cppbatch.llama.prefix_sharing import probe_prefix_sharing
@@ -16,6 +16,7 @@ from cppbatch.llama.sequence_state import SequenceState
 from cppbatch.llama.vocab import Vocab
 
 __all__ = [
+    "MIN_ROWS",
     "Backend",
     "BackendSampling",
     "Batch",
@@ -26,6 +27,6 @@ __all__ = [
     "SamplerChain",
     "SequenceState",
     "Vocab",
-    "logits_are_independent",
+    "least_rows_for_equal_bits",
     "probe_prefix_sharing",
 ]

@@ -250,6 +250,14 @@ class Context:
             return start > self.last_position(seq_id)  # llama.cpp would return True
         return bool(C.llama_memory_seq_rm(self._open_memory(), native, start, stop))
 
+    def remove_padding(self, seq_id: int, position: int) -> None:
+        """Removes the tokens from `position` on, all of a sequence or the last one, which the last decode computed.
+
+        Unlike with `remove`, a sliding window may have dropped cells: the token that comes to this position needs none
+        of those that this token did not need.
+        """
+        C.llama_memory_seq_rm(self._open_memory(), self._native(seq_id), position, -1)
+
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
         """Makes `target` share the positions [start, stop) of `source`.
 

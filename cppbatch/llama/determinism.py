@@ -2,59 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.llama.context import Context
 from cppbatch.llama.llama_batch import Batch
 
-_N_PROMPT = 24  # tokens
+_N_PROMPT = 40  # tokens: BLAS multiplies matrices of 32 and more rows
 _PIECES = (5, 17)
-_MAX_ROWS = 16
+_ROWS = (1, 2, 3, 4, 7, 16, 33)
+
+MIN_ROWS = (1, 2, 8)
+"""What a ubatch may have to have at least. Products of one row with floats have another kernel than those of several;
+with Q6_K, Q5_K, Q3_K and IQ4_XS, those of fewer than eight (ggml-cpu `llamafile/sgemm.cpp`, `tiled/`)."""
+
+Logits = npt.NDArray[np.float32]
 
 
-def logits_are_independent(context: Context) -> bool:
-    """Whether the logits are the same bit for bit for every number of rows and all pieces of the prompt.
+def least_rows_for_equal_bits(context: Context) -> int | None:
+    """The smallest of `MIN_ROWS` for which logits are the same bit for bit for every number of rows and all pieces of a
+    prompt, where padding rows fill smaller ubatches; None: they never are.
 
-    False for float weights, whose kernel for one row adds in another order. This is about the weights: in attention,
-    the order is the same if the layout and the types of the cache are those of `--deterministic`. Takes about 30
-    decodes. The context must be empty and is empty again afterwards.
+    This is about the weights, and those of all LoRA adapters: in attention, the order is the same if the layout and
+    the types of the cache are those of `--deterministic`. Takes about 70 decodes for each number. The context must be
+    empty, and is empty again afterwards.
     """
-    n_vocab = context.model.vocab.n_tokens
-    tokens = np.linspace(1, n_vocab - 1, min(_N_PROMPT, context.n_ctx_seq - 1)).astype(np.int32)
-    rows = [n for n in (1, 2, 3, 4, 7, _MAX_ROWS) if n <= context.n_seq_max]
     try:
-        expected = _logits(context, tokens, [len(tokens)], 1)
-        others = [_logits(context, tokens, [len(tokens)], n) for n in rows]
-        others += [_logits(context, tokens, [piece] * (len(tokens) // piece), 1) for piece in _PIECES]
-        others.append(_logits(context, tokens, [len(tokens) - 2, 1, 1], 1))
-        return all(np.array_equal(expected, each) for each in others)
+        context.use_adapters(tuple((i, 1.0) for i in range(len(context.model.adapters))))
+        return next((n for n in MIN_ROWS if _Probe(context, min_rows=n).passes()), None)
     finally:
+        context.use_adapters(())
         context.clear()
 
 
-def _logits(
-    context: Context, tokens: npt.NDArray[np.int32], pieces: Sequence[int], n_rows: int
-) -> npt.NDArray[np.float32]:
-    """The logits of seq_id 0 after a prompt in these pieces and one decode row beside `n_rows` - 1 others."""
-    context.clear()
-    batch = Batch(len(tokens) + n_rows)
-    ends = [*np.cumsum(pieces).tolist()]
-    if ends[-1] < len(tokens):
-        ends.append(len(tokens))
-    for start, end in zip([0, *ends], ends, strict=False):
-        batch.clear()
-        batch.add_run(tokens[start:end], start, 0, n_logits=0)
-        context.decode(batch)
-    for seq_id in range(1, n_rows):
-        batch.clear()
-        batch.add_run(np.resize(tokens[::-1], seq_id + 1), 0, seq_id, n_logits=0)
-        context.decode(batch)
-    batch.clear()
-    lengths = [len(tokens), *(seq_id + 1 for seq_id in range(1, n_rows))]
-    batch.add_rows([int(tokens[0])] * n_rows, lengths, list(range(n_rows)))
-    context.decode(batch)
-    row: npt.NDArray[np.float32] = context.logits(n_rows)[0].copy()
-    return row
+class _Probe:
+    """Computes one prompt in several ways, and decode rows in groups of several sizes."""
+
+    def __init__(self, context: Context, *, min_rows: int) -> None:
+        self._context = context
+        self._min_rows = min_rows
+        self._tokens = np.random.default_rng(0).integers(0, context.model.vocab.n_tokens, _N_PROMPT).astype(np.int32)
+        self._batch = Batch(context.n_batch)
+        self._most = min(_N_PROMPT, context.n_batch, context.n_ubatch) - max(MIN_ROWS)  # of a piece, beside padding
+
+    def passes(self) -> bool:
+        """Whether all ways give the same logits."""
+        return self._rows_agree() and self._prompts_agree()
+
+    def _rows_agree(self) -> bool:
+        """Whether a decode row's logits do not depend on how many are computed with it, nor on its place there."""
+        self._context.clear()
+        counts = [n for n in _ROWS if n <= self._context.n_seq_max]
+        for seq_id in range(counts[-1]):
+            self._compute(seq_id, 0, 2 + seq_id % 4, wants_logits=False)
+        expected = self._rows(counts[-1])
+        return all(np.array_equal(self._rows(n), expected[:n]) for n in counts)
+
+    def _rows(self, n: int) -> Logits:
+        """The logits of the next token of each of the first `n` sequences; their cells stay as they were."""
+        positions = [2 + seq_id % 4 for seq_id in range(n)]
+        n_each = -(-self._min_rows // n)
+        self._batch.clear()
+        for seq_id, position in enumerate(positions):
+            self._batch.add_rows([int(self._tokens[position])], [position], [seq_id])
+            self._add_padding(n_each - 1, seq_id, position + 1)
+        self._context.decode(self._batch)
+        rows: Logits = self._context.logits(self._batch.n_outputs)[::n_each].copy()
+        for seq_id, position in enumerate(positions):
+            self._context.remove_padding(seq_id, position)
+        return rows
+
+    def _prompts_agree(self) -> bool:
+        """Whether a prompt's last row of logits does not depend on the pieces in which it is computed, nor on how many
+        rows are computed with it."""
+        expected = _Probe(self._context, min_rows=max(MIN_ROWS))._prompt(0, self._most)
+        ways = [(0, self._most), *((0, min(piece, self._most)) for piece in _PIECES), (_N_PROMPT - 2, 1)]
+        return all(np.array_equal(self._prompt(*way), expected) for way in ways)
+
+    def _prompt(self, start: int, piece: int) -> Logits:
+        """The row of the prompt's last token, the tokens from `start` on computed in pieces."""
+        self._context.clear()
+        piece_before = min(_PIECES[0], self._most)
+        for at in range(0, start, piece_before):
+            self._compute(0, at, min(start, at + piece_before), wants_logits=False)
+        for at in range(start, _N_PROMPT, piece):
+            end = min(_N_PROMPT, at + piece)
+            self._compute(0, at, end, wants_logits=end == _N_PROMPT)
+        row: Logits = self._context.logits(self._batch.n_outputs)[0].copy()
+        return row
+
+    def _compute(self, seq_id: int, start: int, end: int, *, wants_logits: bool) -> None:
+        """Computes the tokens from `start` to `end` of a sequence."""
+        n_more = self._min_rows - (1 if wants_logits else min(self._min_rows, end - start))
+        self._batch.clear()
+        self._batch.add_run(self._tokens[start:end], start, seq_id, n_logits=int(wants_logits))
+        self._add_padding(n_more, seq_id, end)
+        self._context.decode(self._batch)
+        if n_more:
+            self._context.remove_padding(seq_id, end)
+
+    def _add_padding(self, n: int, seq_id: int, position: int) -> None:
+        self._batch.add_rows([0] * n, list(range(position, position + n)), [seq_id] * n)

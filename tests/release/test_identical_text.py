@@ -68,6 +68,27 @@ def test_with_float_weights_16_of_16_texts_batched_equal_alone(
         assert all(result.usage.cached_tokens == result.usage.prompt_tokens - 1 for result in again[8:])
 
 
+def test_with_deterministic_every_logprob_of_the_default_model_is_the_same_alone_and_in_batches_of_7_and_16(
+    default_model: Path,
+) -> None:
+    """Also after the prompts were computed in other pieces, or copied: --deterministic is about bits."""
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=5, ignore_eos=True)
+    with BatchInferenceEngine(
+        default_model, n_ctx=16384, n_parallel=16, n_threads=2, n_gpu_layers=0, deterministic=True
+    ) as engine:
+
+        def logprobs(prompts: list[str]) -> list[list[tuple[int, float]]]:
+            results = engine.generate(prompts, params)
+            return [[(id, logprob) for each in r.logprobs or () for id, _, logprob in each.top] for r in results]
+
+        expected = [logprobs([prompt])[0] for prompt in PROMPTS]
+        assert logprobs(PROMPTS) == expected, "from the prefix cache"
+        engine.clear_prefix_cache()
+        assert logprobs(PROMPTS) == expected
+        engine.clear_prefix_cache()
+        assert logprobs(PROMPTS[3:10]) == expected[3:10]
+
+
 @pytest.mark.soak  # as the next one: a mistake in positions or masks fails with float weights at once
 def test_with_the_shipped_weights_16_of_16_are_equal_in_the_per_sequence_layout(
     default_model: Path, alone_q4: list[str]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.fakes import context_of, drain, fake_engine, greedy, know
+from cppbatch import Completion
+from cppbatch.engine.padding_rows import BatchEntry, PaddingRow, with_min_rows
+from tests.fakes import context_of, drain, fake_engine, greedy, know, ubatches
 
 TILES = {1: 0.005} | {n: 0.010 if n in (4, 8, 16) else 0.030 for n in range(2, 17)}
 """Seconds by rows of a device that computes whole tiles three times as fast as other numbers of rows."""
@@ -98,3 +102,38 @@ def test_tokens_of_prompts_fill_the_gaps_between_rows_first() -> None:
     assert list(step)[:6] == [0, 1, 2, 3, 4, 5]
     assert step[1] > 1, "the new prompt has seq_id 1"
     assert step[4] == 1, "and seq_id 4 is padding"
+
+
+@pytest.mark.parametrize("min_rows", [1, 2, 8])
+def test_prompts_are_scored_beside_padding_rows(min_rows: int) -> None:
+    def results(**settings: Any) -> list[Completion]:
+        engine = fake_engine(n_ctx=8 * 100, n_batch=80, n_parallel=8, unified=False, n_ubatch=16, **settings)
+        know(engine, TILES)
+        params = [greedy(9 + i, ignore_eos=True, logprobs=1, echo=i % 2 == 1) for i in range(7)]
+        return engine.generate([[i + 1] * (1 + 5 * i) for i in range(7)], params)
+
+    expected, padded = results(), results(may_pad=True, min_rows=min_rows)
+    assert [(r.tokens, r.logprobs) for r in padded] == [(r.tokens, r.logprobs) for r in expected]
+
+
+@pytest.mark.parametrize(
+    ("min_rows", "lengths", "batch"),
+    [
+        (2, {0: 1}, [0, 0]),
+        (2, {0: 1, 1: 1}, [0, 1]),
+        (2, {0: 1, 1: 1, 3: 1}, [3, 3, 0, 1]),
+        (2, {2: 3, 3: 1}, [3, 3, 2, 2, 2]),
+        (8, {0: 1, 1: 1, 2: 1}, [0, 0, 0, 1, 1, 1, 2, 2, 2]),
+        (8, {5: 3}, [5] * 8),
+        (8, dict.fromkeys(range(9), 1), [*range(9)]),
+    ],
+)
+def test_rows_are_padded_to_the_number_that_is_computed_together_at_least(
+    min_rows: int, lengths: dict[int, int], batch: list[int]
+) -> None:
+    """`lengths`: {seq_id: tokens}, 1 for a decode row, more for a row with drafts."""
+    rows: list[BatchEntry] = [(PaddingRow(seq_id, 5), n) for seq_id, n in lengths.items()]
+    entries = with_min_rows(rows, [], ubatch_tokens=16, min_rows=min_rows)
+    assert [entry.seq_id for entry, n in entries for _ in range(n)] == batch
+    sizes = [len(places) for places in ubatches(batch, 16)]
+    assert min(sizes) >= min_rows

@@ -289,6 +289,35 @@ def test_whenever_the_layout_is_switched_every_request_gets_the_text_it_gets_alo
     run_and_check(actions, memory, N_CTX, {**sizes, "switches": True})
 
 
+@settings(SCHEDULES, max_examples=1000)
+@given(
+    actions=ACTIONS,
+    sharing=st.sampled_from(("copy", "copy", "whole", "none")),
+    n_parallel=st.sampled_from((1, 3, 6)),
+    ubatch=st.sampled_from(((2, 4), (2, 7), (2, 64), (8, 16), (8, 19))),
+    sizes=st.fixed_dictionaries(
+        {"drafts": st.booleans(), "swap_space": HOST_MEMORY, "prefix_cache_ram": HOST_MEMORY, "may_pad": st.booleans()}
+    ),
+)
+def test_in_any_schedule_no_ubatch_has_too_few_rows_where_that_changes_the_bits(
+    actions: list[Action], sharing: Sharing, n_parallel: int, ubatch: tuple[int, int], sizes: dict[str, Any]
+) -> None:
+    """The fake context checks each ubatch. `ubatch`: its smallest and its largest size."""
+    proposers = [FakeProposer()] if sizes.pop("drafts") else []
+    min_rows, n_ubatch = ubatch
+    n_ctx, n_batch = (LONGEST + min_rows) * n_parallel, max(n_ubatch, min_rows * n_parallel)
+    engine = fake_engine(
+        n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, unified=False, sharing=sharing, adapters=ADAPTERS,
+        min_rows=min_rows, n_ubatch=max(n_ubatch, n_parallel), proposers=proposers, **sizes,
+    )  # fmt: skip
+    run = Run(engine)
+    for action in actions:
+        run.do(action)
+    run.drain()
+    run.check_every_answer()
+    run.check_all_is_free()
+
+
 @settings(SCHEDULES, max_examples=500)
 @given(actions=ACTIONS, memory=MEMORIES, failing_step=st.integers(1, 12))
 def test_a_failed_step_ends_those_in_its_batch_and_changes_no_other_text(

@@ -88,7 +88,7 @@ class Sampler:
         if scores or on_host:
             logits = self._context.logits(n_outputs)
             if scores:
-                self._prompt_scorer.score(plan.chunks, logits)
+                self._prompt_scorer.score(plan.batch, logits)
             selected = logits if len(on_host) == n_outputs else logits[[rows[i] for i in on_host]]
             outputs |= zip(on_host, self.sample_logits([sequences[i] for i in on_host], selected), strict=True)
         if backend and on_backend:

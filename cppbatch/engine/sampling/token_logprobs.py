@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.padding_rows import BatchEntry
 from cppbatch.engine.request import TokenLogprob
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
@@ -57,14 +58,14 @@ class PromptScorer:
     def __init__(self, vocab: Vocabulary) -> None:
         self._vocab = vocab
 
-    def score(self, chunks: Sequence[tuple[Seq, int]], logits: Logits) -> None:
+    def score(self, batch: Sequence[BatchEntry], logits: Logits) -> None:
         """Appends to `Seq.prompt_logprobs` what a step computed. `logits`: all rows of the step, in batch order."""
         start = 0
-        for sequence, n in chunks:
-            rows = logits[start : start + sequence.n_logits(n)]
+        for entry, n in batch:
+            rows = logits[start : start + entry.n_logits(n)]
             start += len(rows)
-            if sequence.is_scored:
-                self._score_rows(sequence, rows)
+            if isinstance(entry, Seq) and entry.is_scored:
+                self._score_rows(entry, rows)
 
     def _score_rows(self, sequence: Seq, rows: Logits) -> None:
         """The row of token i scores token i + 1. Tokens that were scored before a preemption are skipped."""
