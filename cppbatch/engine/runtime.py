@@ -308,7 +308,7 @@ def _min_rows(context: Context, *, on_gpu: bool) -> int:
     if found is None:
         raise ModelError(
             f"{named('deterministic')}: the logits of {name} depend on the number of rows in a batch, as those of Q4_K "
-            "and Q2_K do. Most other types work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a file"
+            "and Q2_K do. Most types work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a file"
         )
     return found
 
