@@ -182,6 +182,7 @@ def test_beside_a_busy_core_nothing_slower_is_chosen_than_what_was_measured(slow
         return msgspec.structs.replace(point, tokens_per_s=speed, inter_token_ms=ms, busy_cores=0.9)
 
     found = tuned(measure=busy)
+    assert found.settings().n_threads == CONFIG.n_threads  # how many are best now says nothing about an idle machine
     best = max(point["tokens_per_s"] for point in found.points)
     assert found.speed.tokens_per_s >= 0.9 * best
     assert found.settings().n_parallel == 8 if 8 not in slowed else 16

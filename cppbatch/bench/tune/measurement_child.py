@@ -19,6 +19,7 @@ from cppbatch.errors import CppBatchError, ModelError
 _PROMPT = 32  # tokens of the sequences that decode
 _MIN_STEPS = 8
 _WARM_UP = 2  # steps that are not measured
+_ADAPT_S = 1.1  # until the engine has adapted its threads to other programs
 
 
 def main() -> None:
@@ -76,7 +77,10 @@ def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -
     started: set[str] = set()
     while len(started) < n:  # until each has its first token
         started |= {event.request_id for event in engine.step()}
-    for _ in range(_WARM_UP if seconds else 0):
+    adapted = perf_counter() + (0 if engine.config.n_threads else _ADAPT_S)
+    for i in range(max(_WARM_UP, max_tokens // 4) if seconds else 0):
+        if i >= _WARM_UP and perf_counter() > adapted:
+            break
         engine.step()
     steps: list[tuple[float, int]] = []
     end = perf_counter() + seconds

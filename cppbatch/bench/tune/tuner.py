@@ -102,8 +102,10 @@ class Tuner:
         """Measures. Raises `ModelError` with the reason if no setting works."""
         most = self._most_parallel()
         here = self._with_parallel(min(_PARALLEL, most))
-        if not {"n_threads"} & self._given:
-            here = self._best("threads", here, [{"n_threads": n} for n in _threads(here)])
+        if "n_threads" not in self._given:
+            best = self._best("threads", here, [{"n_threads": n} for n in _threads(here)])
+            # The usual number is what the engine takes by itself, and it takes fewer while other programs are busy.
+            here = here if best.n_threads == available_threads() or self._busy_cores() >= _BUSY else best
         here = self._best("layout", here, self._layouts(here, most))
         curve = self._curve(here, most)
         self._note_busy()
@@ -234,8 +236,12 @@ class Tuner:
     def _at(self, n: int, config: EngineConfig) -> Speed | None:
         return self._speed("parallel", f"-np {n}", self._with_parallel(n, config))
 
+    def _busy_cores(self) -> float:
+        """Cores that other programs used while this was measured."""
+        return statistics.median([point["busy_cores"] for point in self._points if not point["error"]] or [0.0])
+
     def _note_busy(self) -> None:
-        busy = statistics.median(point["busy_cores"] for point in self._points if not point["error"])
+        busy = self._busy_cores()
         if busy >= _BUSY:
             self._notes.append(
                 f"other programs used {busy:.1f} of {available_threads()} cores meanwhile: run `cppbatch tune` again "
