@@ -61,7 +61,7 @@ def test_another_file_of_that_name_has_another_profile(config: EngineConfig, tmp
     [
         ("version = 1", "version = 2", "it is of version 2"),
         ("n_parallel = 8", "n_parallel = 0", "-np"),
-        ("n_parallel = 8", "n_parallel = 4096", "256 sequence ids"),
+        ("n_parallel = 8", "n_parallel = 4096", "at most 256"),
         ("n_ubatch = 256", "n_ubatch = 'many'", "Expected `int`"),
         ('flash_attn = "off"', 'flash_attn = "maybe"', "Invalid enum value"),
         ("n_threads = 2", "n_threads = 2\nn_toes = 10", "n_toes"),
@@ -92,7 +92,7 @@ def test_what_does_not_go_with_the_users_settings_is_left_out(
 ) -> None:
     small = replace(config, n_batch=4, n_parallel=2)
     assert use_profile(small, given={"n_batch"}) == (small, None)
-    assert "less than -np 8" in caplog.text
+    assert "less than n_parallel (-np), which is 8" in caplog.text
 
 
 def test_the_engine_begins_with_the_step_times_of_the_profile_if_it_runs_with_the_settings_of_the_profile(
