@@ -238,7 +238,8 @@ class Tuner:
 
     def _busy_cores(self) -> float:
         """Cores that other programs used while this was measured."""
-        return statistics.median([point["busy_cores"] for point in self._points if not point["error"]] or [0.0])
+        measured: list[float] = [point["busy_cores"] for point in self._points if not point["error"]]
+        return statistics.median(measured or [0.0])
 
     def _note_busy(self) -> None:
         busy = self._busy_cores()
