@@ -332,8 +332,6 @@ def test_the_acceptance_is_learned_from_what_came_true(
         right = drafted[:n_accepted]
         add(sequence, [*right, other_than(likeliest([*known(sequence), *right])[0])])
     assert low <= estimates[-1] <= high
-    assert low <= drafting.proposer.expected_acceptance(sequence) <= high
-    assert low <= drafting.proposer.expected_acceptance(drafting.sequence()) <= high
 
 
 def test_a_new_sequence_begins_with_the_acceptance_of_the_others(drafting: Drafting) -> None:

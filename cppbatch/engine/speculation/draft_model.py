@@ -35,7 +35,6 @@ _LONGEST_READ_S = 0.2
 _PRIOR = 8.0  # draft tokens that the prior of an acceptance rate weighs
 _DECAY = 0.98  # of older tokens in it, for each new token
 _MOST_CERTAIN = 0.99
-_GUESSED_ACCEPTANCE = 0.7
 
 
 class DraftContext(DraftMemory, Protocol):
@@ -64,22 +63,17 @@ class _Acceptance:
     """
 
     def __init__(self) -> None:
-        self._accepted = self._expected = self._tested = 0.0
+        self._accepted = self._expected = 0.0
 
     def observe(self, n_accepted: int, probabilities: Sequence[float]) -> None:
         """`probabilities`: of the tokens that were tested: those accepted, and the first one that was not."""
         decay = _DECAY ** len(probabilities)
         self._accepted = decay * self._accepted + n_accepted
         self._expected = decay * self._expected + sum(probabilities)
-        self._tested = decay * self._tested + len(probabilities)
 
     def factor(self, prior: float = 1.0) -> float:
         """The acceptance by the probability; `prior`: what it is assumed to be before anything was observed."""
         return (self._accepted + _PRIOR * prior) / (self._expected + _PRIOR)
-
-    def rate(self, prior: float) -> float:
-        """The acceptance of a token, whatever its probability; `prior`: as in `factor`."""
-        return (self._accepted + _PRIOR * prior) / (self._tested + _PRIOR)
 
 
 class _Guess(NamedTuple):
@@ -146,12 +140,6 @@ class DraftModelProposer:
         draft = self.cells.get(sequence)
         n = sequence.n_tokens - (draft.n_known if draft else 0) - _JOINED
         return n * self.cost.token_s(n) if n > 0 else 0.0
-
-    def expected_acceptance(self, sequence: Seq) -> float:
-        """The estimated probability that the draft model's next token for this sequence comes true: 0 to 1."""
-        prior = self._acceptance.rate(_GUESSED_ACCEPTANCE)
-        followed = self._followed.get(sequence)
-        return followed.acceptance.rate(prior) if followed else prior
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
         """As `Proposer.propose`. Sequences for which `most` is 0 are left alone: their prompts are not read either."""
