@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
+from cppbatch.bench.profile import TunedSettings, save_profile
 from cppbatch.cli import main
 from cppbatch.llama import Backend
 
@@ -131,6 +132,20 @@ def test_a_wrong_column_leaves_no_job_behind(run: Run, tiny_llama: Path, tmp_pat
     assert code == 0, err
     assert "plain prompts get at most 512 tokens; -n sets another limit, -n -1 none" in err
     assert msgspec.json.decode(output.read_bytes())["usage"]["completion_tokens"] <= 512
+
+
+def test_a_profile_that_is_used_is_named(
+    run: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPPBATCH_CONFIG", str(tmp_path / "config"))
+    config = EngineConfig(str(tiny_llama), n_ctx=512, n_parallel=3, n_threads=1)
+    tuned = TunedSettings(**{name: getattr(config, name) for name in TunedSettings.__struct_fields__})
+    path = save_profile(config, tuned, {})
+    (tmp_path / "in.txt").write_text("abc\n")
+    batch = ["batch", tmp_path / "in.txt", "-o", tmp_path / "out.jsonl", "-m", tiny_llama, "-n", "2", "--in-process"]
+    code, _, err = run(*batch)
+    assert code == 0
+    assert re.search(rf"using the profile {re.escape(str(path))} of .*: -np 3 -c 512 -t 1; --no-profile", err)
 
 
 def test_settings_may_change_until_there_are_results(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
