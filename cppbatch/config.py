@@ -76,7 +76,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """auto: the faster one for the layout and the device (docs/decisions/0006)."""
     kv_layout: KvLayout = "auto"
     """unified: any sequence may take any of the n_ctx cells; per-sequence: each has n_ctx / n_parallel cells; auto: on
-    a CPU per-sequence, and unified while a request needs more (docs/decisions/0006)."""
+    a CPU per-sequence, and unified while a request needs more or a long prefix is shared (docs/decisions/0006)."""
     cache_type_k: CacheType = "f16"
     """The type of keys in the cache (-ctk). Rounding in f16 can flip near-tied tokens between batches; f32 with float
     weights practically never does."""

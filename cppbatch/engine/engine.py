@@ -94,7 +94,7 @@ class BatchInferenceEngine:
         )
         self._layout_policy: LayoutPolicy | None = None  # the layout is fixed
         if (layouts := self._runtime.layouts) is not None:
-            self._layout_policy = LayoutPolicy(layouts.stream_cells)
+            self._layout_policy = LayoutPolicy(layouts.stream_cells, layouts.n_cached)
         self._layout_before: KvLayout | None = None  # during a switch: the context may be closed
         self._inputs = InputProcessor(self._vocab, self.info)
         policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)

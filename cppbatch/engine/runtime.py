@@ -78,6 +78,8 @@ class Layouts:
     """Makes the context again in a layout, without sequences, and returns how these share prefixes there."""
     stream_cells: int
     """The most tokens of a sequence in the per-sequence layout."""
+    n_cached: int | None = None
+    """Unified: cells of cached prefixes at most; None: sequences cannot share cells."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,9 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
     )
     if not switches(config, model):
         return runtime
-    layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config))
+    shares_cells = sharing in ("cells", "copy")  # probed when the engine changes to the unified layout
+    n_cached = round(share * unified_cells(config)) if shares_cells else None
+    layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config), n_cached)
     return replace(runtime, layouts=layouts)
 
 

@@ -10,13 +10,14 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
 from cppbatch.config import EngineConfig, KvLayout
+from cppbatch.engine import layout_policy
 from cppbatch.engine.layout_policy import LayoutSwitch
 from cppbatch.engine.runtime import load_model, open_runtime
 from cppbatch.errors import InvalidRequest
 from tests import lora_texts
 from tests.native_engines import PROMPTS, SETTINGS, OpenEngine
 
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 STREAM = 256
 EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 
@@ -128,8 +129,15 @@ DEFAULTS: dict[str, Any] = {"n_ctx": 32768, "n_parallel": 16, "n_batch": 512, "n
 FEW = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
+@pytest.fixture
+def looks_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a load need not last for seconds."""
+    monkeypatch.setattr(layout_policy, "_LOOK_EVERY_S", 0)
+
+
+@pytest.mark.usefixtures("looks_at_every_step")
 def test_distinct_prompts_stay_in_streams(open_engine: OpenEngine, tiny_llama: Path) -> None:
-    prompts = [chr(ord("a") + i) * (20 + 10 * i) for i in range(48)]
+    prompts = [chr(ord("a") + i) * (20 + 10 * i) for i in range(24)]
     engine = open_engine(tiny_llama, **DEFAULTS)
     assert texts(engine, prompts, FEW) == texts(open_engine(tiny_llama, kv_layout="unified", **DEFAULTS), prompts, FEW)
     assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("per-sequence", 0)
@@ -145,13 +153,25 @@ def test_a_prompt_of_3000_tokens_beside_others_is_answered_whole(open_engine: Op
     assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("unified", 1)
 
 
+@pytest.mark.usefixtures("looks_at_every_step")
 def test_prompts_that_share_600_tokens_stay_in_streams(open_engine: OpenEngine, tiny_llama: Path) -> None:
-    prompts = ["once upon a time there was a tiny model " * 15 + f"and its number was {i}" for i in range(32)]
-    expected = texts(open_engine(tiny_llama, prefix_cache=False, **DEFAULTS), prompts, FEW)
+    prompts = ["once upon a time there was a tiny model " * 28 + f"and its number was {i}" for i in range(16)]
+    expected = texts(open_engine(tiny_llama, prefix_cache=False, **DEFAULTS), prompts, GREEDY)
     engine = open_engine(tiny_llama, **DEFAULTS)
-    assert texts(engine, prompts, FEW) == expected
+    assert texts(engine, prompts, GREEDY) == expected
     assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("per-sequence", 0)
     assert engine.stats().prefix_hits == len(prompts) - 1
+
+
+@pytest.mark.usefixtures("looks_at_every_step")
+def test_prompts_that_share_1600_tokens_end_in_unified_cells(open_engine: OpenEngine, tiny_llama: Path) -> None:
+    prompts = ["once upon a time there was a tiny model " * 75 + f"and its number was {i}" for i in range(16)]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = texts(open_engine(tiny_llama, kv_layout="per-sequence", **DEFAULTS), prompts, params)
+    engine = open_engine(tiny_llama, **DEFAULTS)
+    assert texts(engine, prompts, params) == expected
+    assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("unified", 1)
+    assert engine.stats().recomputes == 0
 
 
 # --- who switches --------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from cppbatch.config import KvLayout
-from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch
+from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch, repeated_for_each_foreign, shared_tokens
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.sequence import Seq
 
 STREAM = 2048
+N_CACHED = 2048
 STEP_S = 0.03
 
 
@@ -27,15 +28,22 @@ def distinct(n: int, length: int) -> list[Seq]:
     return [sequence([100 * (i + 1)] * length) for i in range(n)]
 
 
+def sharing(n: int, prefix: int, own: int) -> list[Seq]:
+    return [sequence([7] * prefix + [100 * (i + 1)] * own) for i in range(n)]
+
+
 CHAT = distinct(16, 300)
 LONG = distinct(15, 300) + distinct(1, 3000)
+SHARED = sharing(16, 1500, 36)
 
 
 class Engine:
     """A clock and the policy of an engine, which does what it is told; a switch takes `cost` seconds."""
 
-    def __init__(self, layout: KvLayout = "per-sequence", *, cost: float = 0.1) -> None:
-        self.policy = LayoutPolicy(STREAM)
+    def __init__(
+        self, layout: KvLayout = "per-sequence", *, cost: float = 0.1, n_cached: int | None = N_CACHED
+    ) -> None:
+        self.policy = LayoutPolicy(STREAM, n_cached)
         self.layout = layout
         self.cost = cost
         self.now = 1000.0
@@ -80,6 +88,58 @@ def test_a_long_request_in_the_queue_waits_for_its_turn_in_the_layout_there_is()
     assert Engine().run(60, CHAT, waiting=[sequence([1] * 3000)]) == "per-sequence"
 
 
+# --- shared prefixes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load", "layout"),
+    [  # measured with 16 sequences: docs/decisions/0006
+        (distinct(16, 132), "per-sequence"),
+        (sharing(16, 580, 36), "per-sequence"),
+        (sharing(16, 1500, 36), "unified"),
+    ],
+)
+def test_each_load_gets_the_layout_in_which_it_is_faster(load: list[Seq], layout: KvLayout) -> None:
+    for before, start in ((CHAT, "per-sequence"), (SHARED, "unified")):
+        engine = Engine()
+        assert engine.run(60, before) == start
+        n_before, began = len(engine.switches), engine.now
+        assert engine.run(90, load) == layout
+        if start == layout:
+            assert len(engine.switches) == n_before
+        else:
+            [(when, _)] = engine.switches[n_before:]
+            assert when < began + 20
+
+
+def test_where_cells_cannot_be_shared_a_shared_prefix_is_no_reason() -> None:
+    assert Engine(n_cached=None).run(60, SHARED) == "per-sequence"
+    assert Engine("unified", n_cached=None).run(60, SHARED) == "per-sequence"
+
+
+def test_between_the_measured_loads_the_layout_stays() -> None:
+    for before in (CHAT, SHARED):
+        engine = Engine()
+        start = engine.run(60, before)
+        assert engine.run(300, sharing(16, 900, 36)) == start
+
+
+def test_a_burst_of_two_seconds_is_no_reason() -> None:
+    engine = Engine()
+    for _ in range(20):
+        engine.run(2, SHARED)
+        engine.run(20, CHAT)
+    assert not engine.switches
+
+
+def test_an_engine_that_has_computed_for_a_second_knows_too_little() -> None:
+    engine = Engine()
+    for _ in range(4):
+        engine.run(0.5, SHARED)
+        engine.now += 60
+    assert not engine.switches
+
+
 # --- back to streams -----------------------------------------------------------------------------------------------
 
 
@@ -89,9 +149,8 @@ def test_after_a_long_request_the_streams_come_back_but_not_at_once() -> None:
     ended = engine.now
     assert engine.run(8, CHAT) == "unified"
     assert engine.run(20, CHAT) == "per-sequence"
-    when, switch = engine.switches[-1]
+    when, _ = engine.switches[-1]
     assert when - ended >= 10
-    assert switch.reason == "no sequence has been long for 10 s"
 
 
 def test_the_streams_do_not_come_back_while_a_sequence_hardly_fits_or_a_long_one_waits() -> None:
@@ -104,6 +163,12 @@ def test_the_streams_do_not_come_back_while_a_sequence_hardly_fits_or_a_long_one
         assert engine.run(60, CHAT) == "per-sequence"
 
 
+def test_the_streams_come_back_when_prefixes_are_no_longer_shared() -> None:
+    engine = Engine()
+    assert engine.run(60, SHARED) == "unified"
+    assert engine.run(40, CHAT) == "per-sequence"
+
+
 # --- few switches --------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +177,7 @@ def test_of_an_hour_of_mixed_requests_switching_takes_little(cost: float) -> Non
     engine, draw = Engine(cost=cost), random.Random(1)
     end = engine.now + 3600
     while engine.now < end:
-        load = draw.choice([CHAT, CHAT, LONG])
+        load = draw.choice([CHAT, CHAT, SHARED, LONG])
         engine.run(draw.expovariate(1 / draw.choice([1, 5, 30])), load)
     assert len(engine.switches) * cost < 0.04 * 3600
     assert len(engine.switches) < 200
@@ -135,3 +200,33 @@ def test_long_requests_that_come_seldom_leave_the_time_between_to_streams() -> N
         engine.run(100, CHAT)
         in_streams += (engine.now - before) * (engine.layout == "per-sequence")
     assert in_streams > 0.9 * 30 * 100
+
+
+# --- counting ------------------------------------------------------------------------------------------------------
+
+
+def test_shared_tokens_are_those_held_more_than_once() -> None:
+    a, b, c = [1] * 10, [1] * 10 + [2] * 5, [1] * 10 + [2] * 3 + [3] * 9
+    assert shared_tokens([sequence(tokens) for tokens in (c, [5] * 8, a, b)]) == 10 + 13
+    assert shared_tokens([sequence(a), sequence(a)]) == 10
+    assert shared_tokens([]) == 0
+
+
+def test_tokens_that_may_not_be_shared_do_not_count() -> None:
+    tokens = [1] * 10
+    assert shared_tokens([sequence(tokens), sequence(tokens, cache_salt="other")]) == 0
+    assert shared_tokens([sequence(tokens), sequence(tokens, cache_prompt=False)]) == 0
+
+
+def test_shared_tokens_are_the_nodes_that_a_tree_saves() -> None:
+    draw = random.Random(3)
+    for _ in range(300):
+        texts = [[draw.choice([1, 256, 2**24]) for _ in range(draw.randrange(1, 9))] for _ in range(draw.randrange(9))]
+        nodes = {tuple(text[:n]) for text in texts for n in range(1, len(text) + 1)}
+        assert shared_tokens([sequence(text) for text in texts]) == sum(map(len, texts)) - len(nodes)
+
+
+def test_repeated_cells_are_weighed_against_those_that_each_row_passes_over() -> None:
+    each = [sequence([1] * 10 + [i] * 2) for i in (2, 3, 4)]
+    assert repeated_for_each_foreign(each, 5) == 20 / (3 * (36 - 20 + 5) - 36)
+    assert repeated_for_each_foreign(each[:1], 0) == 0
