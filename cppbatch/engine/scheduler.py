@@ -281,6 +281,8 @@ class Scheduler:
         n_rows = (len(rows) + len(plan.padding)) * self._min_rows  # at most, with the padding that these need
         most = self._most_drafted - n_rows
         most = min(most, kv.n_free - n_rows) if kv.unified else most
+        if most <= 0:
+            return rows, 0
         limits = DraftLimits(most, [kv.n_ctx_seq - s.n_tokens for s in sequences], kv.has_streams)
         drafted = speculator.plan(sequences, plan.row_groups, cost, limits)
         if drafted is None:
