@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 from time import perf_counter
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 FUNCTION = '''def select_{thing}s({thing}s, limit={limit}):
     """Returns the {thing}s whose price is above the limit."""
     result = []
@@ -24,7 +23,7 @@ THINGS = "order invoice ticket parcel".split()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file")
+    parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=80, help="new tokens for each prompt")
     args = parser.parse_args()
 
@@ -33,7 +32,7 @@ def main() -> None:
         for i, thing in enumerate(THINGS)
     ]
     texts, seconds = [], []
-    with BatchInferenceEngine(args.model, n_parallel=4) as engine:
+    with BatchInferenceEngine(args.model or pull_default(), n_parallel=4) as engine:
         engine.generate(prompts, SamplingParams(max_tokens=args.max_tokens), cache_salt="warm-up")
         for name, speculate in (("without drafts", False), ("with drafts", True)):
             params = SamplingParams(max_tokens=args.max_tokens, temperature=0, speculate=speculate)
