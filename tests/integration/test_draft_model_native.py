@@ -113,10 +113,6 @@ def test_a_deeper_copy_for_measuring_writes_the_same_text(tiny_llama: Path, tmp_
     script, deeper = Path(__file__).parents[2] / "scripts" / "deeper_model.py", tmp_path / "deeper.gguf"
     subprocess.run([sys.executable, script, tiny_llama, deeper, "--times", "3"], check=True)
     assert texts(deeper, greedy(20), spec="off") == texts(tiny_llama, greedy(20), spec="off")
-    with BatchInferenceEngine(deeper, draft_model=str(tiny_llama), **SETTINGS) as engine:
-        (draft,) = draft_of(engine).propose([engine.prepare(GenerationRequest(id="1", prompt="Hello"))], [6])
-        assert draft
-        assert draft.tokens.tolist() == engine.generate(["Hello"], greedy(len(draft.tokens)))[0].tokens
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
