@@ -24,7 +24,7 @@ def main() -> None:
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0, ignore_eos=True)
     runs = {"one by one": [[prompt] for prompt in prompts], "one batch": [prompts]}
     seconds: dict[str, float] = {}
-    with BatchInferenceEngine(args.model or pull_default(), n_parallel=16, prefix_cache=False) as engine:
+    with BatchInferenceEngine(args.model or pull_default(), n_parallel=16, prefix_cache=False, spec="off") as engine:
         engine.generate(prompts, SamplingParams(max_tokens=2))  # warm-up
         for name, batches in runs.items():
             began, first_step = perf_counter(), engine.stats().steps

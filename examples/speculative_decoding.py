@@ -1,4 +1,4 @@
-"""Texts that repeat their prompt, with and without speculative decoding: the same texts in fewer steps.
+"""Texts that repeat their prompt, one by one, with and without speculative decoding: the same texts in fewer steps.
 
 .venv/bin/python examples/speculative_decoding.py
 """
@@ -32,7 +32,7 @@ def main() -> None:
         for i, thing in enumerate(THINGS)
     ]
     texts, seconds = [], []
-    with BatchInferenceEngine(args.model or pull_default(), n_parallel=4) as engine:
+    with BatchInferenceEngine(args.model or pull_default(), n_parallel=1) as engine:
         engine.generate(prompts, SamplingParams(max_tokens=args.max_tokens), cache_salt="warm-up")
         for name, speculate in (("without drafts", False), ("with drafts", True)):
             params = SamplingParams(max_tokens=args.max_tokens, temperature=0, speculate=speculate)

@@ -124,7 +124,7 @@ def test_the_speedup_by_drafts_has_a_row_for_each_workload_and_batch_size(tiny_l
         (["throughput", "--repeats", "0"], "--repeats is 0"),
         (["throughput", "--prompt-tokens", "5000"], "Lower --prompt-tokens"),
         (["throughput", "-ctv", "q8_0"], "give --flash-attns on"),
-        (["throughput", "-B", "300"], "256 sequence ids"),
+        (["throughput", "-B", "300"], "number of sequence ids"),
         (["strategies", "--strategies", "static"], "some of sequential, concurrent"),
         (["strategies", "--new-tokens", "8-x"], "a number, or a range like"),
         (["strategies", "--new-tokens", "9-8"], "--new-tokens is 9-8"),
