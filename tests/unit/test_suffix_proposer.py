@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from cppbatch import GenerationRequest
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.ngram_index import ORDERS
 from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
 
-SHORTEST = ORDERS[-1]
 _ids = itertools.count()
 
 
@@ -134,6 +132,16 @@ def test_a_prediction_is_drafted_from_its_start_and_found_again_after_a_change()
     assert draft(proposer, seq, 3) == [102, 103, 104]
     generate(seq, 7, 8, 120, 121, 122)
     assert draft(proposer, seq, 3) == [123, 124, 125]
+
+
+@pytest.mark.parametrize(
+    ("changed", "rest"), [([7], 113), ([7, 113], 114), ([7, 112], 113), ([7, 8, 112, 113], 114), ([113], 114)]
+)
+def test_a_long_match_goes_on_after_a_change_of_a_few_tokens(changed: list[int], rest: int) -> None:
+    proposer, seq = SuffixProposer(), sequence([*DISTINCT, 1, *DISTINCT[:3]])
+    run(proposer, seq, DISTINCT[3:12])
+    generate(seq, *changed)
+    assert draft(proposer, seq, 1) == ([] if changed == [7] else [rest])
 
 
 def test_a_long_prompt_is_indexed_in_several_calls() -> None:
@@ -256,8 +264,8 @@ def is_continuation(seq: Seq, found: list[int], others: list[Seq]) -> bool:
         if other.salt == seq.salt and other.request.cache_prompt and seq.request.cache_prompt
     ]
     for text in texts:
-        for p in range(SHORTEST, len(text)):
-            if text[p - SHORTEST : p] == own[n - SHORTEST :]:
+        for p in range(1, len(text)):
+            if text[p - 1] == own[n - 1]:
                 rest = text[p:]
                 if text is own:
                     rest = (rest * len(found))[: max(len(found), len(rest))]
@@ -276,11 +284,13 @@ def test_estimates_follow_a_text_that_stops_repeating_within_ten_tokens() -> Non
     before = run(proposer, seq, block * 3)[-1]
     assert before is not None
     assert before.acceptance > 0.9
-    # From now on three tokens of the block are followed by another token each time.
-    starts = range(0, 36, 4)
-    after = [run(proposer, seq, [*block[i : i + 3], 5000 + i])[-1] for i in starts]
+    # From now on three tokens of the block, each time of another place, are followed by another token.
+    starts = [0, 20, 8, 28, 16, 36, 4, 24, 12, 32]
+    after = [run(proposer, seq, [*block[i : i + 3], 5000 + i], 1)[-1] for i in starts]
     estimates = [found.acceptance for found in after if found is not None]
+    assert len(estimates) == 10
     assert estimates[-1] < 0.4
+    assert estimates[-1] < estimates[0] / 1.5
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])

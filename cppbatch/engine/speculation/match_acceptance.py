@@ -5,15 +5,15 @@ from __future__ import annotations
 from enum import IntEnum
 from math import exp, log
 
-_LEVELS = (0, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+_LEVELS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Matched tokens from which a match counts as longer."""
-_FIRST_LENGTHS = (0.4, -0.4, 0.0, 0.3, 0.7, 1.1, 1.5, 2.0, 2.5, 3.0)  # log-odds before anything is learned
+_FIRST_LENGTHS = (0.4, -0.2, 0.1, -0.4, 0.0, 0.3, 0.7, 1.1, 1.5, 2.0, 2.5, 3.0)  # log-odds before anything is learned
 MOST_LENGTH = _LEVELS[-1]
 """Longer matches are not more probable continuations."""
 _LEVEL = [max(i for i, least in enumerate(_LEVELS) if least <= length) for length in range(MOST_LENGTH + 1)]
 
 _RATE = 0.03  # of what all matches learn
-_SEQUENCE_RATE = 0.4  # of what a sequence learns for itself: about 10 tokens change its estimates
+_SEQUENCE_RATE = 0.5  # of what a sequence learns for itself: about 10 tokens change its estimates
 _SEQUENCE_DECAY = 0.97
 _MOST_LOG_ODDS = 4.0
 _FRESH = 32  # estimates are worked out again after this number of learned tokens
@@ -33,7 +33,8 @@ class Source(IntEnum):
 
 
 class Agreement(IntEnum):
-    """What other occurrences of the same tokens are followed by."""
+    """What speaks for the next token of a match: first what follows other occurrences of the same tokens; once tokens
+    were accepted, their number: `ACCEPTED` is 1, each number above it one more."""
 
     ONLY = 0
     """There is only one occurrence."""
@@ -42,10 +43,16 @@ class Agreement(IntEnum):
     MOST = 2
     """More than half of them are followed by this token."""
     FEW = 3
+    ACCEPTED = 4
 
 
-_FIRST_AGREEMENTS = (0.0, 0.4, -0.5, -1.2)
+_FIRST_AGREEMENTS = (0.0, 0.4, -0.5, -1.2, 0.2, 0.3, 0.4, 0.4, 0.5, 0.5, 0.6, 0.6)
 _FIRST_SOURCES = (0.0, 0.5, -0.1, -0.1)
+
+
+def after(agreement: int) -> int:
+    """The agreement of a match after its next token was accepted."""
+    return Agreement.ACCEPTED if agreement < Agreement.ACCEPTED else min(agreement + 1, len(_FIRST_AGREEMENTS) - 1)
 
 
 class MatchAcceptance:
@@ -87,7 +94,7 @@ class MatchAcceptance:
         """The probability that each token of a draft of `n` tokens is accepted if those before it are.
 
         It is the one number with which as many of the `n` tokens are expected to be accepted as with the different
-        probabilities of the tokens, which rise with the length of the match.
+        probabilities of the tokens, which rise with each accepted one.
         """
         key = (length if length < MOST_LENGTH else MOST_LENGTH, agreement, source, n)
         log_odds = self._estimates.get(key)
@@ -107,8 +114,3 @@ class MatchAcceptance:
             p = (low + high) / 2
             low, high = (p, high) if p * (1 - p**n) / (1 - p) < expected else (low, p)
         return log(low + 1e-4) - log(1 - low)
-
-
-def after(agreement: int) -> int:
-    """The agreement of a match after its next token was accepted: other occurrences do not count any more."""
-    return agreement if agreement < Agreement.MOST else Agreement.ONLY

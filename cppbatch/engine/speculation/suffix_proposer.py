@@ -15,6 +15,7 @@ _AT_ONCE = 8192  # tokens of prompts that one call of `propose` indexes, in abou
 _START = 256  # beginning a sequence costs as much as indexing this number of tokens
 _FEW = 32  # more new tokens than these are indexed with numpy
 _ROOM = 4096  # tokens of a completion for which the index of a sequence has room at first
+_NEAR = 8  # tokens after the end of a long match in which it may go on, and how far behind its end
 _LENGTHS = (MOST_LENGTH, 24, 16, 12, 8)  # matches of `ORDERS[0]` tokens and more are compared at these lengths
 
 
@@ -34,7 +35,9 @@ class _Match:
 class _State:
     """What the proposer knows of a running sequence."""
 
-    __slots__ = ("group", "hashes", "log_odds", "match", "own", "own_text", "predicted", "prediction", "shared")
+    __slots__ = (
+        "hashes", "log_odds", "lost", "lost_at", "match", "own", "own_text", "predicted", "prediction", "shared",
+    )  # fmt: skip
 
     def __init__(self, own: NgramIndex, own_text: IndexedText, shared: IndexedText | None) -> None:
         self.own = own
@@ -42,6 +45,10 @@ class _State:
         self.shared = shared  # its text in the index of all sequences
         self.hashes: Hashes | None = None  # of its last tokens; None: its prompt is not indexed yet
         self.match: _Match | None = None
+        self.lost: _Match | None = (
+            None  # the last long match that ended, with the position of the token that did not come
+        )
+        self.lost_at = 0  # the number of known tokens then
         self.log_odds = 0.0  # its own, see `MatchAcceptance`
         self.predicted: NgramIndex | None = None  # of the tokens that the request predicts
         self.prediction: IndexedText | None = None
@@ -200,6 +207,8 @@ class SuffixProposer:
                     match.length += 1
                     match.agreement = after(match.agreement)
                 else:
+                    if match.length >= ORDERS[0] or match.source == Source.PREDICTION:
+                        state.lost, state.lost_at = match, p
                     match = None
             else:
                 match = None
@@ -219,9 +228,25 @@ class SuffixProposer:
             odds = self._acceptance.first(match.length, match.agreement, match.source)
             if best is None or odds > best_odds:
                 best, best_odds = match, odds
+        if best is None and state.lost is not None:
+            best = self._continued(state, state.lost)
         state.match = best
         if best is not None and best.source == Source.FINISHED:
             self._finished[best.text] = self._finished.pop(best.text)  # used last
+
+    def _continued(self, state: _State, lost: _Match) -> _Match | None:
+        """The long match that ended shortly before, where it goes on after a change of a few tokens."""
+        text, other = state.own_text, lost.text
+        n = text.n
+        if n - state.lost_at > _NEAR:
+            state.lost = None
+            return None
+        last = text.view[n - 1]
+        for p in range(lost.position, min(lost.position + _NEAR, other.n - 1)):
+            if other.view[p] == last:
+                length = 2 if p and n > 1 and other.view[p - 1] == text.view[n - 2] else 1
+                return _Match(other, p + 1, length, Agreement.ONLY, lost.source)
+        return None
 
     def _matches(self, state: _State) -> list[_Match]:
         """The best match in each source."""
