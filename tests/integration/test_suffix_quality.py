@@ -128,7 +128,8 @@ def best_copies(seq: Seq, others: list[int]) -> float:
 @pytest.mark.parametrize("kind", TEXTS)
 def test_most_of_what_could_be_copied_is_accepted(vocab: Vocab, kind: str) -> None:
     proposer, seconds, steps, drafted, accepted, expected, n_drafts = SuffixProposer(), [], 0, 0, 0, 0.0, 0
-    best, n_tokens, others = 0.0, 0, []
+    best, n_tokens = 0.0, 0
+    others: list[int] = []
     for seq in sequences(vocab, kind):  # one after the other: each one may copy from those before
         best += seq.max_new / best_copies(seq, others)
         while seq.n_left:
