@@ -9,6 +9,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout, Speculation
+from tests.fakes import know
 
 STORY = (
     "The mill stood by the river, and the river turned its wheel. The miller had a son called Anton, "
@@ -36,13 +37,14 @@ SAMPLERS: list[dict[str, Any]] = [
 def results(
     model: Path, spec: Speculation, layout: KvLayout, *, n_ctx: int = 8192, greedy: bool
 ) -> tuple[list[Completion], BatchInferenceEngine]:
-    """16 requests: each prompt twice, once without drafts."""
+    """16 requests: each prompt twice, once without drafts. All drafts are computed, whatever rows cost here."""
     params = [
         SamplingParams(max_tokens=48, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
         for speculate in (True, False)
         for i in range(len(PROMPTS))
     ]
     with BatchInferenceEngine(model, n_ctx=n_ctx, n_parallel=16, kv_layout=layout, spec=spec) as engine:
+        know(engine, {1: 0.010, 256: 0.011})
         return engine.generate(PROMPTS * 2, params), engine
 
 
