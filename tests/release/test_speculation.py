@@ -39,11 +39,11 @@ def results(
 ) -> tuple[list[Completion], BatchInferenceEngine]:
     """16 requests: each prompt twice, once without drafts. All drafts are computed, whatever rows cost here."""
     params = [
-        SamplingParams(max_tokens=48, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
+        SamplingParams(max_tokens=32, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
         for speculate in (True, False)
         for i in range(len(PROMPTS))
     ]
-    with BatchInferenceEngine(model, n_ctx=n_ctx, n_parallel=16, kv_layout=layout, spec=spec) as engine:
+    with BatchInferenceEngine(model, n_ctx=n_ctx, n_parallel=16, kv_layout=layout, spec=spec, draft_max=4) as engine:
         know(engine, {1: 0.010, 256: 0.011})
         return engine.generate(PROMPTS * 2, params), engine
 
@@ -65,7 +65,7 @@ def test_with_float_weights_16_of_16_texts_are_those_without_drafts(
 
 def test_texts_stay_where_sequences_are_preempted_between_drafts(f16_model: Path) -> None:
     without, _ = results(f16_model, "off", "unified", greedy=True)
-    with_drafts, engine = results(f16_model, "auto", "unified", n_ctx=1024, greedy=True)
+    with_drafts, engine = results(f16_model, "auto", "unified", n_ctx=576, greedy=True)
     stats = engine.stats()
     assert stats.swaps > 0
     assert stats.accepted_tokens > 20
