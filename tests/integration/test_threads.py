@@ -65,8 +65,9 @@ def test_ctrl_c_at_50_random_moments_beside_other_threads(engine: BatchInference
         running = [threads.submit(others) for _ in range(3)]
         try:
             for _ in range(50):
-                threading.Timer(rng.uniform(0.001, 0.03), os.kill, (os.getpid(), signal.SIGINT)).start()
-                with pytest.raises(KeyboardInterrupt):
+                ctrl_c = threading.Timer(rng.uniform(0.001, 0.03), os.kill, (os.getpid(), signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt):  # noqa: PT012  also while the timer starts
+                    ctrl_c.start()
                     interrupted()
         finally:
             ends.set()
