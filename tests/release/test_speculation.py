@@ -65,7 +65,7 @@ def test_with_float_weights_16_of_16_texts_are_those_without_drafts(
 
 def test_texts_stay_where_sequences_are_preempted_between_drafts(f16_model: Path) -> None:
     without, _ = results(f16_model, "off", "unified", greedy=True)
-    with_drafts, engine = results(f16_model, "auto", "unified", n_ctx=576, greedy=True)
+    with_drafts, engine = results(f16_model, "auto", "unified", n_ctx=384, greedy=True)
     stats = engine.stats()
     assert stats.swaps > 0
     assert stats.accepted_tokens > 20
