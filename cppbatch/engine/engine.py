@@ -130,7 +130,8 @@ class BatchInferenceEngine:
         proposers = self._runtime.proposers
         if not proposers:
             return None
-        return Speculator(proposers, self.config.draft_max)
+        most, n_rollback = self.config.draft_max, self._runtime.n_rollback
+        return Speculator(proposers, min(most, n_rollback or most), equal_only=n_rollback > 0)
 
     # --- requests -----------------------------------------------------------------------------------------------
 

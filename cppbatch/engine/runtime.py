@@ -104,6 +104,8 @@ class Runtime:
     """None: the layout is fixed."""
     proposers: Sequence[Proposer] = ()
     """Sources of drafts; none if there is no speculation."""
+    n_rollback: int = 0
+    """How many draft tokens of a sequence can be removed where memory is not all cells (`Context.n_rollback`)."""
 
 
 def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
@@ -201,6 +203,7 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
         min_rows=min_rows,
         threads=threads,
         proposers=_proposers(config, model),
+        n_rollback=context.n_rollback,
     )
     if not switches(config, model):
         return runtime
@@ -220,11 +223,10 @@ def _proposers(config: EngineConfig, model: Model) -> list[Proposer]:
 
 def _can_remove_drafts(model: Model) -> bool:
     """Whether the last tokens of a sequence can be removed: those of wrong drafts."""
-    if model.is_recurrent or model.n_swa:
-        memory = "recurrent state" if model.is_recurrent else "sliding window"
-        log.info("no drafts: the %s of %s cannot be set back", memory, model.path.name)
-        return False
-    return True
+    if not model.is_recurrent or model.has_snapshots:
+        return True
+    log.info("no drafts: the recurrent state of %s cannot be set back", model.path.name)
+    return False
 
 
 def switches(config: EngineConfig, model: Model) -> bool:
@@ -293,6 +295,7 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         n_threads=config.n_threads or available_threads(),
         type_k=choose_cache_type(config, config.cache_type_k),
         type_v=choose_cache_type(config, config.cache_type_v),
+        n_rollback=0 if config.spec == "off" else config.draft_max,
         **settings,
     )
 

@@ -261,7 +261,7 @@ class Scheduler:
             if may_pad and not (prefill or self._kv.has_streams):  # else prompts fill the tiles
                 self._pad(plan, len(rows), cost)
             if rows and self._speculator and not prefill:
-                rows, n_padding = self._add_drafts(plan, rows, cost, self._speculator)
+                rows, n_padding = self._add_drafts(plan, rows, beside, cost, self._speculator)
             if not plan.n_drafted and self._min_rows > 1:
                 plan.row_groups = groups
             if rows or prefill:
@@ -271,7 +271,7 @@ class Scheduler:
                 break
 
     def _add_drafts(
-        self, plan: StepPlan, rows: list[Chunk], cost: StepCost, speculator: Speculator
+        self, plan: StepPlan, rows: list[Chunk], beside: list[Seq], cost: StepCost, speculator: Speculator
     ) -> tuple[list[Chunk], int]:
         """The rows with the draft tokens that make tokens faster, and the draft tokens of each padding row.
 
@@ -283,7 +283,10 @@ class Scheduler:
         most = min(most, kv.n_free - n_rows) if kv.unified else most
         if most <= 0:
             return rows, 0
-        limits = DraftLimits(most, [kv.n_ctx_seq - s.n_tokens for s in sequences], kv.has_streams)
+        span = sequences[-1].seq_id + 1 - sequences[0].seq_id
+        is_one_group = len(plan.row_groups) == 1 and not beside and (kv.unified or span <= n_rows)
+        each = [kv.n_ctx_seq - s.n_tokens for s in sequences]
+        limits = DraftLimits(most, each, kv.has_streams, is_one_group)
         drafted = speculator.plan(sequences, plan.row_groups, cost, limits)
         if drafted is None:
             return rows, 0

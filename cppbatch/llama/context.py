@@ -17,6 +17,7 @@ from cppbatch.llama.library import C
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
+from cppbatch.llama.rollback import Rollback
 from cppbatch.llama.sequence_state import HEADER_BYTES, SequenceState
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -47,11 +48,14 @@ class Context:
         type_k: str = "f16",
         type_v: str = "f16",
         pooling: Pooling | None = None,
+        n_rollback: int = 0,
     ) -> None:
         """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context.
 
         `pooling`: a decode computes one vector for each sequence instead of logits. Pooling and non-causal attention
         need the whole sequence in one ubatch, so `n_ubatch` becomes `n_batch` and the layout unified.
+        `n_rollback`: how many of its last tokens `remove` can take from a sequence whose memory is not all cells. For a
+        recurrent state each takes the memory of one more state; models without `has_snapshots` allow none.
         """
         self._handle: Any = None
         if pooling:
@@ -62,6 +66,9 @@ class Context:
         if pooling:
             params.embeddings, params.pooling_type = True, _POOLING[pooling]
         self._n_threads = n_threads
+        self._n_rollback = n_rollback
+        if model.has_snapshots:  # llama.cpp asserts that a ubatch is larger than the tokens that it keeps together
+            params.n_rs_seq = max(0, min(n_rollback, n_ubatch - 2, n_batch - 2, n_ctx - 2))
         params.type_k, params.type_v = _CACHE_TYPES[type_k], _CACHE_TYPES[type_v]
         params.no_perf = True
         self.model = model  # also keeps the model alive
@@ -125,6 +132,17 @@ class Context:
         self._memory = C.llama_get_memory(self._handle)  # None for BERT; llama.cpp's functions accept it
         self._adapters: tuple[tuple[int, float], ...] = ()
         self._n_outputs = 0
+        is_recurrent = model.is_recurrent
+        self._rollback = Rollback(
+            C.llama_n_rs_seq(self._handle) if is_recurrent else self._n_rollback if model.n_swa else 0,
+            any_lengths=kv_unified and not is_recurrent,
+            any_seq_ids=kv_unified,
+        )
+
+    @property
+    def n_rollback(self) -> int:
+        """How many of its last tokens `remove` can take from a sequence at most, where memory is not all cells."""
+        return self._rollback.n
 
     @property
     def has_streams(self) -> bool:
@@ -172,6 +190,7 @@ class Context:
         if code == 0:
             C.llama_synchronize(self.handle)
             self._n_outputs = batch.n_outputs
+            self._rollback.decoded(batch, self.n_ubatch)
             return
         if code == 1:
             raise CacheFull(f"no free KV cells for {batch.n_tokens} tokens among {self.n_ctx}")
@@ -243,11 +262,20 @@ class Context:
         """Removes the positions [start, stop) of a sequence; `stop` -1: up to its end.
 
         Returns False if the memory does not allow it: part of a recurrent state, or part of a sequence whose earlier
-        cells a sliding window may have dropped. Removing a whole sequence always works.
+        cells a sliding window may have dropped. Removing a whole sequence always works. So does removing the last
+        tokens of the last decode, up to `n_rollback`, if that was a single ubatch: equally many tokens of each sequence
+        (a sliding window in the unified layout: any number), and consecutive rising seq_ids in the per-sequence layout.
         """
         native = self._native(seq_id)
         if (self.model.is_recurrent or self.model.n_swa) and not self._is_whole(seq_id, start, stop):
-            return start > self.last_position(seq_id)  # llama.cpp would return True
+            last = self.last_position(seq_id)
+            if start > last:
+                return True
+            if stop >= 0 or last - start >= self._rollback.removable(seq_id):
+                return False  # llama.cpp would return True
+            self._rollback.removed_part(seq_id)
+        else:
+            self._rollback.removed(seq_id)
         return bool(C.llama_memory_seq_rm(self._open_memory(), native, start, stop))
 
     def remove_padding(self, seq_id: int, position: int) -> None:
@@ -267,6 +295,10 @@ class Context:
         native = self._native(source), self._native(target)
         if (self.model.is_recurrent or not self.kv_unified) and (start > 0 or stop >= 0):
             raise OutOfRange(f"positions {start} to {stop} were asked for; here only whole sequences can be copied")
+        if self._rollback.is_pending(source):
+            self.restore_sequence(target, self.save_sequence(source))
+            return
+        self._rollback.moved()
         C.llama_memory_seq_cp(self._open_memory(), *native, start, stop)
 
     def share_prefix(self, source: int, target: int, n: int) -> None:
@@ -330,6 +362,7 @@ class Context:
         if state.n_tokens == 0:
             return
         data = state.for_context(self._n_streams, self._flash_attn)
+        self._rollback.moved()
         if C.llama_state_seq_set_data(self.handle, _bytes_pointer(data), data.size, native) != data.size:
             self.remove(seq_id)
             raise LlamaError(f"no free cells to restore {state.n_tokens} tokens into sequence {seq_id}")

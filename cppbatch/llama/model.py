@@ -18,6 +18,7 @@ from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata, has_tensor
 from cppbatch.llama.library import C, ggml
 from cppbatch.llama.lora import load_adapter
+from cppbatch.llama.rollback import SNAPSHOT_ARCHITECTURES
 from cppbatch.llama.vocab import Vocab
 
 Progress = Callable[[float], bool]
@@ -184,6 +185,11 @@ class Model:
     def is_recurrent(self) -> bool:
         """Whether the model has a recurrent state, instead of a KV cache or (hybrid) in addition to it."""
         return bool(C.llama_model_is_recurrent(self.handle) or C.llama_model_is_hybrid(self.handle))
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether a recurrent state can be set back by a few tokens (`n_rollback` of `Context`)."""
+        return self.is_recurrent and not self.n_swa and self.metadata["general.architecture"] in SNAPSHOT_ARCHITECTURES
 
     @property
     def is_one_stack(self) -> bool:

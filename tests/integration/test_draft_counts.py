@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,8 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from cppbatch import BatchInferenceEngine, EngineConfig, LocalEngine
 from cppbatch.engine import engine as engine_module
 from cppbatch.engine.runtime import Runtime, load_runtime
-from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.jobs.job_request import JobRequest, Json
 from cppbatch.jobs.journal import response_line
 from cppbatch.server.app import create_app
@@ -25,40 +22,12 @@ from cppbatch.server.batches.batch_handler import BatchRequestHandler
 from cppbatch.server.serving import Serving
 from cppbatch.server.settings import ServerSettings
 from tests.fakes import greedy, know
+from tests.replay import Replay
 
 Http = TestClient[Any, Any]
 
-_WRONG_AT = 5  # every fifth token of a text is drafted wrong
 SETTINGS: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 4, "n_threads": 1}
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-
-
-class Replay:
-    """Drafts what the last request with the same prompt said, with some tokens wrong."""
-
-    costs_compute = False
-
-    def __init__(self) -> None:
-        self._texts: list[list[int]] = []
-
-    def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
-        return [self._draft(sequence, n) for sequence, n in zip(sequences, most, strict=True)]
-
-    def _draft(self, sequence: Seq, most: int) -> Draft | None:
-        known = sequence.tokens[: sequence.n_tokens].tolist()
-        for text in self._texts:
-            if text[: len(known)] == known and (following := text[len(known) :][:most]):
-                wrong = [
-                    token if i % _WRONG_AT else (token + 1) % 50 for i, token in enumerate(following, start=len(known))
-                ]
-                return Draft(np.array(wrong, np.int32), 0.8)
-        return None
-
-    def finished(self, sequence: Seq) -> None:
-        self._texts.append(sequence.tokens[: sequence.n_tokens].tolist())
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,8 @@ class DraftLimits:
     """Tokens after the known ones of each sequence, for which it has cells."""
     has_streams: bool
     """As `KVPool.has_streams`: llama.cpp computes only equally long pieces of consecutive seq_ids together."""
+    is_one_group: bool = True
+    """Whether llama.cpp computes all rows together if they have equally many tokens."""
 
 
 class Likely(NamedTuple):
@@ -82,8 +84,11 @@ class Speculator:
     time that they take, make tokens faster; where they do not, it is asked again after 100 times that time.
     """
 
-    def __init__(self, proposers: Sequence[Proposer], draft_max: int) -> None:
-        """`draft_max`: draft tokens of a sequence in a step at most."""
+    def __init__(self, proposers: Sequence[Proposer], draft_max: int, *, equal_only: bool = False) -> None:
+        """`draft_max`: draft tokens of a sequence in a step at most. `equal_only`: where sequences have streams,
+        all rows of a step get equally many and are computed together: other drafts could not be removed.
+        """
+        self._equal_only = equal_only
         self._proposers = proposers
         self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
         self._model = cast("ModelProposer | None", next((p for p in proposers if p.costs_compute), None))
@@ -98,7 +103,7 @@ class Speculator:
 
         `rows`: by rising seq_id. `groups`: as `StepPlan.row_groups`, without drafts.
         """
-        if not cost.knows_rows:
+        if not cost.knows_rows or (self._equal_only and not limits.is_one_group):
             return None
         most = [
             max(0, min(self._draft_max, each, sequence.n_left - 1)) if sequence.params.speculate else 0
@@ -107,7 +112,7 @@ class Speculator:
         drafts: list[Draft | None] = [None] * len(rows)
         for proposer in self._lookups:
             _take_better(drafts, proposer.propose(rows, most))
-        step = _Step(rows, groups, cost, limits)
+        step = _Step(rows, groups, cost, limits, equal_only=self._equal_only)
         if self._model:
             self._ask_model(self._model, step, drafts, most)
         plan, rate = step.best([_likely(draft) for draft in drafts])
@@ -173,11 +178,14 @@ class Speculator:
 class _Step:
     """The rows of a step, and what drafts for them would cost."""
 
-    def __init__(self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits) -> None:
+    def __init__(
+        self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits, *, equal_only: bool
+    ) -> None:
         self.rows = rows
         self.groups = groups
         self.cost = cost
         self.limits = limits
+        self._equal_only = equal_only
         self.seconds = cost.rows_s(groups)
         """Without drafts."""
         self.rate_without = len(rows) / self.seconds
@@ -189,7 +197,7 @@ class _Step:
             return None, 0.0
         expected = _expected(drafts)
         if self.limits.has_streams:
-            return _plan_streams(self.rows, expected, self.groups, self.cost, self.limits)
+            return _plan_streams(self.rows, expected, self.groups, self.cost, self.limits, equal_only=self._equal_only)
         return _plan_unified(expected, self.cost, self.limits)
 
 
@@ -241,13 +249,19 @@ def _plan_unified(expected: Probabilities, cost: StepCost, limits: DraftLimits) 
 
 
 def _plan_streams(
-    rows: Sequence[Seq], expected: Probabilities, groups: Groups, cost: StepCost, limits: DraftLimits
+    rows: Sequence[Seq],
+    expected: Probabilities,
+    groups: Groups,
+    cost: StepCost,
+    limits: DraftLimits,
+    *,
+    equal_only: bool,
 ) -> Choice:
     """The same number of tokens for every row, or for the rows with the best drafts.
 
     llama.cpp computes as many tokens of each sequence together as the shortest has. So equal lengths are one pass over
     the weights, for which rows without a draft, and padding rows, get filling tokens. Where only some rows get drafts,
-    their draft tokens are passes of their own behind that of the rows.
+    their draft tokens are passes of their own behind that of the rows (not if `equal_only`).
     """
     n_rows, longest = expected.shape
     n_computed, least = sum(groups), min(limits.each)
@@ -262,6 +276,8 @@ def _plan_streams(
             rate = (n_rows + float(gain.sum())) / cost.rows_s(equal)
             if rate > best_rate:
                 best, best_rate = DraftPlan([n] * n_rows, equal, n_padding=n), rate
+        if equal_only:
+            continue
         order = np.argsort(-gain, kind="stable")
         n_drafts = min(n_most // n, int(np.count_nonzero(expected[:, n - 1])))
         totals = np.cumsum(gain[order])
