@@ -151,3 +151,23 @@ def test_drafts_that_are_almost_worth_it_are_tried_now_and_then() -> None:
     speculator = Speculator([Given([(4, 0.9)])], 16)
     tries = [speculator.plan(decoding(1), (1,), cost, DraftLimits(100, [100], False)) is not None for _ in range(3500)]
     assert 10 <= sum(tries) <= 14, "each of them takes 26 ms more: a hundredth of the time"
+
+
+@pytest.mark.parametrize("equal_only", [False, True])
+def test_where_only_equal_drafts_can_be_removed_no_row_gets_more_than_another(equal_only: bool) -> None:
+    cost = StepCost()
+    cost.seed((n, 0.100 + 0.001 * n) for n in range(1, 257))
+    drafts = [(12, 0.97) if i in (3, 4) else (0, 0.0) for i in range(16)]
+    limits = DraftLimits(1000, [1000] * 16, has_streams=True)
+    its = Speculator([Given(drafts)], 16, equal_only=equal_only).plan(decoding(16), (16,), cost, limits)
+    assert (len(set(its.lengths)) if its else 1) == (1 if equal_only else 2)
+
+
+def test_equal_drafts_of_one_group_are_planned_where_only_these_can_be_removed() -> None:
+    cost = StepCost()
+    cost.seed(FLAT.items())
+    drafts = [(5, 0.9)] * 4
+    for is_one_group in (True, False):
+        limits = DraftLimits(1000, [1000] * 4, has_streams=True, is_one_group=is_one_group)
+        its = Speculator([Given(drafts)], 16, equal_only=True).plan(decoding(4), (4,), cost, limits)
+        assert (its.lengths if its else None) == ([5] * 4 if is_one_group else None)
