@@ -422,6 +422,7 @@ class BatchInferenceEngine:
         rows, n_outputs = plan.rows(), self._batch.n_outputs
         metrics, in_cache = self.metrics, {}
         metrics.draft_steps += 1
+        n_accepted_before = metrics.accepted_tokens
         for sequence, n in plan.chunks:
             in_cache[sequence] = sequence.n_computed + n
             sequence.n_drafted += len(sequence.draft)
@@ -448,6 +449,8 @@ class BatchInferenceEngine:
         for sequence, n in in_cache.items():
             if n > sequence.n_computed:
                 self.kv.drop_draft(sequence)
+        assert self._speculator
+        self._speculator.verified(metrics.accepted_tokens - n_accepted_before)
         return [reasons[sequence] for sequence in outputs]
 
     def _finish(self, sequence: Seq, reason: FinishReason) -> None:

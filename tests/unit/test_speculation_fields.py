@@ -83,7 +83,10 @@ def test_another_prediction_is_refused_by_its_name(given: object, message: str) 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"spec": "ngram"}, "spec is 'ngram'; it must be one of auto, off, suffix, draft"), ({"draft_max": 0}, "--draft")],
+    [
+        ({"spec": "ngram"}, "spec (--spec) is 'ngram'; it must be one of auto, off, suffix, draft"),
+        ({"draft_max": 0}, "--draft"),
+    ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -22,6 +22,8 @@ from cppbatch.engine.step_cost import TILES, Groups, StepCost
 _WORTH = 1.03  # drafts must make tokens this many times as fast as rows alone
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
 _TRY_SHARE = 0.01  # of the time for such tries
+_SLOWDOWN = 2.5  # times the step without drafts: tokens of other sequences come as much later
+_SHORT_S = 0.05  # a step that is shorter may have drafts in any case
 _MAX_ROWS = 256  # of a step with drafts: each has a row of logits (192 KiB with a vocabulary of 49,152)
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
 
@@ -29,6 +31,8 @@ _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
 """Of drafts, where sequences have streams: the lengths to choose from."""
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """How many rows get them, if not all."""
+_KEPT = 0.95  # of what earlier drafts say about the estimates, for each new step with drafts
+_PRIOR = 8.0  # accepted tokens that are expected right before anything is known
 _NEW = 0.2  # weight of a new draft in what is usual of the draft model
 
 Probabilities = npt.NDArray[np.float64]
@@ -95,6 +99,7 @@ class Speculator:
         self._draft_max = draft_max
         self._untried_s = 0.0  # time of steps since the last one with drafts
         self._unasked_s = 0.0  # time of steps since the draft model was asked last
+        self._expected = self._accepted = 0.0  # tokens of the latest drafts: the estimates may be too high
         self._usual: dict[Seq, Likely] = {}  # drafts of the draft model
         self._usual_of_all = _FIRST_GUESS
 
@@ -112,7 +117,7 @@ class Speculator:
         drafts: list[Draft | None] = [None] * len(rows)
         for proposer in self._lookups:
             _take_better(drafts, proposer.propose(rows, most))
-        step = _Step(rows, groups, cost, limits, equal_only=self._equal_only)
+        step = _Step(rows, groups, cost, limits, equal_only=self._equal_only, trust=self._trust)
         if self._model:
             self._ask_model(self._model, step, drafts, most)
         plan, rate = step.best([_likely(draft) for draft in drafts])
@@ -124,10 +129,21 @@ class Speculator:
             if rate < _TRIED * step.rate_without or seconds > _TRY_SHARE * self._untried_s:
                 return None
         self._untried_s = 0.0
+        expected = rate * cost.rows_s(plan.groups) - len(rows)
+        self._expected = _KEPT * self._expected + expected / self._trust
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
             if n:
                 sequence.set_draft(draft.tokens[:n].tolist() if draft else [], n)
         return plan
+
+    @property
+    def _trust(self) -> float:
+        """How many of the tokens expected to be accepted are accepted: estimates that are too high are chosen first."""
+        return min(1.0, (self._accepted + _PRIOR) / (self._expected + _PRIOR))
+
+    def verified(self, n_accepted: int) -> None:
+        """The step of the last plan has accepted so many draft tokens."""
+        self._accepted = _KEPT * self._accepted + n_accepted
 
     def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> None:
         """Takes drafts of the draft model if its usual ones are worth their time."""
@@ -179,8 +195,16 @@ class _Step:
     """The rows of a step, and what drafts for them would cost."""
 
     def __init__(
-        self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits, *, equal_only: bool
+        self,
+        rows: Sequence[Seq],
+        groups: Groups,
+        cost: StepCost,
+        limits: DraftLimits,
+        *,
+        equal_only: bool,
+        trust: float,
     ) -> None:
+        self._trust = trust
         self.rows = rows
         self.groups = groups
         self.cost = cost
@@ -188,6 +212,8 @@ class _Step:
         self._equal_only = equal_only
         self.seconds = cost.rows_s(groups)
         """Without drafts."""
+        self.max_seconds = max(_SHORT_S, _SLOWDOWN * self.seconds)
+        """With drafts."""
         self.rate_without = len(rows) / self.seconds
         """Tokens/s without drafts."""
 
@@ -195,10 +221,65 @@ class _Step:
         """The best plan for these drafts."""
         if not any(draft.length for draft in drafts):
             return None, 0.0
-        expected = _expected(drafts)
+        expected = self._trust * _expected(drafts)
         if self.limits.has_streams:
-            return _plan_streams(self.rows, expected, self.groups, self.cost, self.limits, equal_only=self._equal_only)
-        return _plan_unified(expected, self.cost, self.limits)
+            return self._best_in_streams(expected)
+        return self._best_in_unified(expected)
+
+    def _best_in_unified(self, expected: Probabilities) -> Choice:
+        """The draft tokens that are most likely to be accepted, as many as are worth their rows."""
+        n_rows = len(expected)
+        n_most = min(self.limits.tokens, _MAX_ROWS - n_rows, int(np.count_nonzero(expected)))
+        if n_most <= 0:
+            return None, 0.0
+        order = np.argsort(-expected, axis=None, kind="stable")[:n_most]
+        total = n_rows + np.cumsum(expected.ravel()[order])
+        counts = {n for tile in TILES for n in range(tile - n_rows % tile, n_most + 1, tile)} | {n_most}
+        rate, n = max((self._rate(float(total[n - 1]), (n_rows + n,)), n) for n in counts)
+        lengths = np.bincount(order[:n] // expected.shape[1], minlength=n_rows)
+        return DraftPlan(lengths.tolist(), (n_rows + n,)), rate
+
+    def _best_in_streams(self, expected: Probabilities) -> Choice:
+        """The same number of tokens for every row, or for the rows with the best drafts.
+
+        llama.cpp computes as many tokens of each sequence together as the shortest has. So equal lengths are one pass
+        over the weights, for which rows without a draft, and padding rows, get filling tokens. Where only some rows get
+        drafts, their draft tokens are passes of their own behind that of the rows (not if `equal_only`).
+        """
+        n_rows, longest = expected.shape
+        n_computed, least = sum(self.groups), min(self.limits.each)
+        n_most = min(self.limits.tokens, _MAX_ROWS - n_computed)
+        gains = np.cumsum(expected, axis=1)
+        best: DraftPlan | None = None
+        best_rate = 0.0
+        for n in (*(length for length in _LENGTHS if length < longest), longest):
+            gain = gains[:, n - 1]
+            if n <= least and n * n_computed <= n_most:
+                equal = tuple(size * (1 + n) for size in self.groups)
+                rate = self._rate(n_rows + float(gain.sum()), equal)
+                if rate > best_rate:
+                    best, best_rate = DraftPlan([n] * n_rows, equal, n_padding=n), rate
+            if self._equal_only:
+                continue
+            order = np.argsort(-gain, kind="stable")
+            n_drafts = min(n_most // n, int(np.count_nonzero(expected[:, n - 1])))
+            totals = np.cumsum(gain[order])
+            for m in {m for m in _COUNTS if m < n_drafts} | {n_drafts} - {0, n_rows}:
+                chosen = np.sort(order[:m]).tolist()
+                runs = _neighbours([self.rows[i].seq_id for i in chosen])
+                ragged = (*self.groups, *(size * n for size in runs))
+                rate = self._rate(n_rows + float(totals[m - 1]), ragged)
+                if rate > best_rate:
+                    lengths = [0] * n_rows
+                    for i in chosen:
+                        lengths[i] = n
+                    best, best_rate = DraftPlan(lengths, ragged), rate
+        return best, best_rate
+
+    def _rate(self, n_tokens: float, groups: Groups) -> float:
+        """Tokens/s of a step that gives so many; 0 if it would take too long."""
+        seconds = self.cost.rows_s(groups)
+        return n_tokens / seconds if seconds <= self.max_seconds else 0.0
 
 
 def _gain(draft: Likely) -> float:
@@ -232,65 +313,6 @@ def _expected(drafts: Sequence[Likely]) -> Probabilities:
 
 Choice = tuple[DraftPlan | None, float]
 """The best plan with drafts that the limits allow, and its tokens/s."""
-
-
-def _plan_unified(expected: Probabilities, cost: StepCost, limits: DraftLimits) -> Choice:
-    """The draft tokens that are most likely to be accepted, as many as are worth their rows."""
-    n_rows = len(expected)
-    n_most = min(limits.tokens, _MAX_ROWS - n_rows, int(np.count_nonzero(expected)))
-    if n_most <= 0:
-        return None, 0.0
-    order = np.argsort(-expected, axis=None, kind="stable")[:n_most]
-    total = n_rows + np.cumsum(expected.ravel()[order])
-    counts = {n for tile in TILES for n in range(tile - n_rows % tile, n_most + 1, tile)} | {n_most}
-    rate, n = max((float(total[n - 1]) / cost.rows_s((n_rows + n,)), n) for n in counts)
-    lengths = np.bincount(order[:n] // expected.shape[1], minlength=n_rows)
-    return DraftPlan(lengths.tolist(), (n_rows + n,)), rate
-
-
-def _plan_streams(
-    rows: Sequence[Seq],
-    expected: Probabilities,
-    groups: Groups,
-    cost: StepCost,
-    limits: DraftLimits,
-    *,
-    equal_only: bool,
-) -> Choice:
-    """The same number of tokens for every row, or for the rows with the best drafts.
-
-    llama.cpp computes as many tokens of each sequence together as the shortest has. So equal lengths are one pass over
-    the weights, for which rows without a draft, and padding rows, get filling tokens. Where only some rows get drafts,
-    their draft tokens are passes of their own behind that of the rows (not if `equal_only`).
-    """
-    n_rows, longest = expected.shape
-    n_computed, least = sum(groups), min(limits.each)
-    n_most = min(limits.tokens, _MAX_ROWS - n_computed)
-    gains = np.cumsum(expected, axis=1)
-    best: DraftPlan | None = None
-    best_rate = 0.0
-    for n in (*(length for length in _LENGTHS if length < longest), longest):
-        gain = gains[:, n - 1]
-        if n <= least and n * n_computed <= n_most:
-            equal = tuple(size * (1 + n) for size in groups)
-            rate = (n_rows + float(gain.sum())) / cost.rows_s(equal)
-            if rate > best_rate:
-                best, best_rate = DraftPlan([n] * n_rows, equal, n_padding=n), rate
-        if equal_only:
-            continue
-        order = np.argsort(-gain, kind="stable")
-        n_drafts = min(n_most // n, int(np.count_nonzero(expected[:, n - 1])))
-        totals = np.cumsum(gain[order])
-        for m in {m for m in _COUNTS if m < n_drafts} | {n_drafts} - {0, n_rows}:
-            chosen = np.sort(order[:m]).tolist()
-            ragged = (*groups, *(size * n for size in _neighbours([rows[i].seq_id for i in chosen])))
-            rate = (n_rows + float(totals[m - 1])) / cost.rows_s(ragged)
-            if rate > best_rate:
-                lengths = [0] * n_rows
-                for i in chosen:
-                    lengths[i] = n
-                best, best_rate = DraftPlan(lengths, ragged), rate
-    return best, best_rate
 
 
 def _neighbours(seq_ids: Sequence[int]) -> list[int]:
