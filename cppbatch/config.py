@@ -16,6 +16,7 @@ KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Sampling = Literal["auto", "host", "backend"]
+Repacking = Literal["auto", "on", "off"]
 Preference = Literal["throughput", "balanced", "latency"]
 Speculation = Literal["auto", "off", "suffix", "draft"]
 Pooling = Literal["mean", "cls", "last", "rank"]
@@ -72,6 +73,9 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """The only GPU to use, by llama.cpp's number; None: all GPUs (--devices)."""
     n_threads: int = 0
     """Compute threads; 0: one for each physical core that this process may use (-t)."""
+    repack: Repacking = "auto"
+    """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...), unless its build crashes with it. auto: on, except
+    where timed kernels are clearly faster without it for `n_parallel` sequences (--repack, docs/decisions/0028)."""
     flash_attn: FlashAttention = "auto"
     """auto: the faster one for the layout and the device (docs/decisions/0006)."""
     kv_layout: KvLayout = "auto"
@@ -123,8 +127,6 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     profile). The engine learns the others, and changes, from its steps."""
     trace: str = ""
     """A file for a trace of every step in Chrome's format, about 2 KB a step (--trace). "": no trace."""
-    use_extra_bufts: bool = True
-    """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...). Turned off if the build crashes with it."""
 
     def __post_init__(self) -> None:
         for name in ("n_ctx", "n_parallel", "n_batch", "n_ubatch", "max_queue"):
@@ -166,6 +168,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             "flash_attn": FlashAttention,
             "kv_layout": KvLayout,
             "prefer": Preference,
+            "repack": Repacking,
             "sampling": Sampling,
             "spec": Speculation,
             "cache_type_k": CacheType,
@@ -217,6 +220,7 @@ class EngineSettings(TypedDict, total=False):
     n_gpu_layers: int
     device: int | None
     n_threads: int
+    repack: Repacking
     flash_attn: FlashAttention
     kv_layout: KvLayout
     cache_type_k: CacheType
@@ -237,7 +241,6 @@ class EngineSettings(TypedDict, total=False):
     lora: tuple[tuple[str, float], ...]
     step_ms: tuple[tuple[int, float], ...]
     trace: str
-    use_extra_bufts: bool
 
 
 def adapter_name(path: str) -> str:

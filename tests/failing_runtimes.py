@@ -165,8 +165,8 @@ def dies_while_loading(config: EngineConfig, progress: Progress) -> Runtime:
 
 def dies_on_the_fast_path(config: EngineConfig, progress: Progress) -> Runtime:
     """As a build with broken AMX code does, where the self-check's tiny models have not hit it."""
-    runtime = load_runtime(msgspec.structs.replace(config, use_extra_bufts=False), progress)
-    if not config.use_extra_bufts:
+    runtime = load_runtime(msgspec.structs.replace(config, repack="off"), progress)
+    if config.repack == "off":
         return runtime
     context: Any = _Wrapped(runtime.context)
     context.decode = lambda batch: ctypes.string_at(0)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import cppbatch
-from cppbatch.config import available_threads
+from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import CppBatchError
 
 
@@ -90,6 +90,7 @@ def _model() -> Iterator[Finding]:
     try:
         yield Finding("model", str(check_file(chosen)))
         yield _kernels(chosen)
+        yield from _repacking(chosen)
     except CppBatchError as error:
         yield Finding("model", str(chosen), str(error))
 
@@ -99,3 +100,11 @@ def _kernels(model: Path) -> Finding:
 
     report = kernel_report(model)
     return Finding("kernels", str(report), is_note=report.advice is not None)
+
+
+def _repacking(model: Path) -> Iterator[Finding]:
+    from cppbatch.models.kernels import has_gpu
+    from cppbatch.models.repacking import why_not_repacked
+
+    if not has_gpu() and (why := why_not_repacked(model, EngineConfig(str(model)).n_parallel)):
+        yield Finding("repacking", why)

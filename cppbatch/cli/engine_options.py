@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
-from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation
+from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Repacking, Speculation
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -87,6 +87,10 @@ _SETTINGS = [
     option(
         "-t", "--threads", "n_threads", env="THREADS", type=int, default=_DEFAULTS.n_threads,
         help="Compute threads; 0: one per core.",
+    ),
+    option(
+        "--repack", env="REPACK", type=click.Choice(get_args(Repacking)), default=_DEFAULTS.repack,
+        help="Repack weights for this CPU. auto: on, unless timing shows that --parallel sequences are faster without.",
     ),
     option(
         "-fa", "--flash-attn", "flash_attn", env="FLASH_ATTN", type=click.Choice(["auto", "on", "off"]),

@@ -59,7 +59,7 @@ class Supervisor:
         self._failures = 0  # consecutive
         self._external_kills = 0  # consecutive
         self._has_worked = False
-        self._may_repack = config.use_extra_bufts
+        self._repack = config.repack
 
     def made_progress(self) -> None:
         """Resets the counts of consecutive deaths: the worker has produced something."""
@@ -76,7 +76,7 @@ class Supervisor:
             except WorkerDied as death:
                 why, active, external = str(death), death.active, death.external
                 if self._switch_cpu_path(why):
-                    path = "with" if self._config.use_extra_bufts else "without"
+                    path = "without" if self._config.repack == "off" else "with"
                     why = f"{why}; the next one tries it {path} the fast CPU path"
                 elif self.info is None:
                     message = f"the process that was loading {self._config.model_path} died: {why}"
@@ -132,16 +132,16 @@ class Supervisor:
                 self._listener.on_worker_message(message)
 
     def _switch_cpu_path(self, why: str) -> bool:
-        """Turns the fast CPU path (weight repacking, `use_extra_bufts`) off, or on again. Returns whether it did.
+        """Turns the fast CPU path (weight repacking) off, or on again. Returns whether it did.
 
         Only after a fault (`_FAULTS`), and before any worker has produced a token: the self-check's tiny models
         may miss a crash that this model hits. If a worker dies without the fast path too, the fast path was not the
         cause.
         """
-        is_plain = not self._config.use_extra_bufts
-        if self._has_worked or not self._may_repack or not why.endswith(_FAULTS) or (is_plain and self.info is None):
+        is_plain = self._config.repack == "off"
+        if self._has_worked or self._repack == "off" or not why.endswith(_FAULTS) or (is_plain and self.info is None):
             return False
-        self._config = msgspec.structs.replace(self._config, use_extra_bufts=is_plain)
+        self._config = msgspec.structs.replace(self._config, repack=self._repack if is_plain else "off")
         return True
 
     async def _report_and_pause(self, why: str, active: set[int], *, external: bool) -> None:

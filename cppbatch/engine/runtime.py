@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -48,8 +49,9 @@ from cppbatch.llama import (
     least_rows_for_equal_bits,
     probe_prefix_sharing,
 )
-from cppbatch.llama.selfcheck import safe_use_extra_bufts
+from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.llama.vocab import Vocab
+from cppbatch.models.repacking import why_not_repacked
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -126,8 +128,8 @@ def load_model(
 ) -> Model:
     """Loads the model of an engine, without its adapters. `progress`, `no_alloc`: as in `Model`.
 
-    If a self-check in a child process shows that this build's fast CPU path crashes, the model is loaded without it.
-    Raises `ModelError` or `LibraryError`.
+    Weights are repacked as `config.repack` says, unless a self-check in a child process shows that this build crashes
+    then. Raises `ModelError` or `LibraryError`.
     """
     if config.n_gpu_layers > 0 and not Backend.get().supports_gpu:
         log.warning(
@@ -140,10 +142,25 @@ def load_model(
         config.model_path,
         n_gpu_layers=config.n_gpu_layers,
         device=config.device,
-        use_extra_bufts=config.use_extra_bufts and safe_use_extra_bufts(),
+        repack=repacks(config),
         progress=progress,
         no_alloc=no_alloc,
     )
+
+
+def repacks(config: EngineConfig) -> bool:
+    """Whether llama.cpp may repack the weights of an engine. Raises `LibraryError`."""
+    return config.repack != "off" and repacking_works() and _why_not_repacked(config) is None
+
+
+def _why_not_repacked(config: EngineConfig) -> str | None:
+    """With `repack` auto, one sentence if the weights are faster as they are in the file."""
+    if config.repack != "auto" or _on_gpu(config):
+        return None
+    try:
+        return why_not_repacked(Path(config.model_path), config.n_parallel)
+    except ModelError:  # loading says what is wrong with the file
+        return None
 
 
 def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] | None = None) -> Runtime:
@@ -389,6 +406,7 @@ def _info(
         n_vocab=model.vocab.n_tokens,
         n_ctx=n_ctx,
         kv_layout="auto" if is_switching else _layout(context),
+        not_repacked=None if model.repack else _why_not_repacked(config),
         sampling="backend" if context.backend_sampling else "host",
         n_ctx_train=model.n_ctx_train,
         max_sequence=min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take cells behind it

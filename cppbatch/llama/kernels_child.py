@@ -3,13 +3,14 @@
 Two models of a type differ only in the width of their feed-forward matrices, so the difference of their times is the
 time of these matrices. They fit into the CPU's cache: what is timed is the computation, not the memory. Other programs
 only make a decode slower, so of many decodes, taken in turns, the fastest counts; and one thread computes, because two
-would wait for each other whenever one of them is interrupted.
+would wait for each other whenever one of them is interrupted. A type that llama.cpp repacks is timed both ways.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 
 from cppbatch.llama import Backend, Batch, Context, Model
 from cppbatch.llama.encode import encode
-from cppbatch.llama.selfcheck import safe_use_extra_bufts
+from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.models.kernels import ROWS, Measured
 from cppbatch.models.synthetic import LlamaShape, write_llama
 
@@ -31,52 +32,68 @@ _MAX_RANDOM = 1 << 14  # values of each matrix: some types take a second to conv
 _REPEATS = {1: 3, 4: 2, 16: 1, 256: 1}  # in each round
 _ROUNDS = 12
 _SLOW_ROUNDS = 2  # with the most rows
+_WEIGHTS = re.compile(r"(\S+) model buffer size")  # in llama.cpp's log
+_NOT_REPACKED = {"CPU", "CPU_Mapped"}
+
+_Key = tuple[str, bool]
+"""A type, and whether llama.cpp may repack it."""
 
 
 def main() -> None:
     """`kernels_child TYPE...`: prints `Measured` as JSON, in the last line."""
-    has_gpu = any("GPU" in device.kind for device in Backend.get().devices())
-    measured = Measured(ms=measure(sys.argv[1:]), has_gpu=has_gpu)
-    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(measured))
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(measure(sys.argv[1:])))
 
 
-def measure(kinds: Sequence[str]) -> dict[str, dict[int, float]]:
-    """The milliseconds of a decode for a million weights of each type: {type: {rows: ms}}."""
+def measure(kinds: Sequence[str]) -> Measured:
+    """The milliseconds of a decode for a million weights of each type."""
     with tempfile.TemporaryDirectory(prefix="cppbatch-kernels-") as folder, contextlib.ExitStack() as stack:
-        pairs = {
-            kind: [stack.enter_context(_context(Path(folder), kind, n_ff)) for n_ff in (_WIDE, _NARROW)]
-            for kind in kinds
-        }
+        pairs: dict[_Key, list[Context]] = {}
+        for kind in kinds:
+            files = [_write(Path(folder), kind, n_ff) for n_ff in (_WIDE, _NARROW)]
+            opened = [stack.enter_context(_open(file, repack=repacking_works())) for file in files]
+            pairs[kind, True] = [context for context, _ in opened]
+            if any(is_repacked for _, is_repacked in opened):
+                pairs[kind, False] = [stack.enter_context(_open(file, repack=False))[0] for file in files]
         best = _fastest(pairs)
-    return {
-        kind: {rows: (wide - narrow) * 1e3 / _MILLION_WEIGHTS for rows, (wide, narrow) in times.items()}
-        for kind, times in best.items()
+    ms = {
+        key: {rows: (wide - narrow) * 1e3 / _MILLION_WEIGHTS for rows, (wide, narrow) in times.items()}
+        for key, times in best.items()
         if all(wide > narrow for wide, narrow in times.values())
     }
+    return Measured(
+        ms={kind: each for (kind, may_repack), each in ms.items() if may_repack},
+        plain_ms={kind: each for (kind, may_repack), each in ms.items() if not may_repack},
+        has_gpu=any("GPU" in device.kind for device in Backend.get().devices()),
+    )
 
 
-def _fastest(pairs: dict[str, list[Context]]) -> dict[str, dict[int, list[float]]]:
-    """The seconds of the fastest decode: {type: {rows: one for each context}}."""
-    best = {kind: {rows: [math.inf] * len(pair) for rows in ROWS} for kind, pair in pairs.items()}
+def _fastest(pairs: dict[_Key, list[Context]]) -> dict[_Key, dict[int, list[float]]]:
+    """The seconds of the fastest decode: {key: {rows: one for each context}}."""
+    best = {key: {rows: [math.inf] * len(pair) for rows in ROWS} for key, pair in pairs.items()}
     for turn in range(_ROUNDS):
-        for kind, pair in pairs.items():
+        for key, pair in pairs.items():
             for rows in ROWS if turn < _SLOW_ROUNDS else ROWS[:-1]:
                 for _ in range(_REPEATS[rows]):
                     for i, context in enumerate(pair):
-                        best[kind][rows][i] = min(best[kind][rows][i], _seconds(context, rows))
+                        best[key][rows][i] = min(best[key][rows][i], _seconds(context, rows))
     return best
 
 
-@contextlib.contextmanager
-def _context(folder: Path, kind: str, n_ff: int) -> Iterator[Context]:
+def _write(folder: Path, kind: str, n_ff: int) -> Path:
     shape = LlamaShape(n_layer=1, n_embd=_N_EMBD, n_head=4, n_head_kv=1, n_ff=n_ff)
-    path = write_llama(folder / f"{kind}-{n_ff}.gguf", shape, quant=kind, encode=encode, max_random=_MAX_RANDOM)
+    return write_llama(folder / f"{kind}-{n_ff}.gguf", shape, quant=kind, encode=encode, max_random=_MAX_RANDOM)
+
+
+@contextlib.contextmanager
+def _open(path: Path, *, repack: bool) -> Iterator[tuple[Context, bool]]:
+    """A context, and whether llama.cpp has repacked weights of the model."""
     size = max(ROWS)
-    with (
-        Model(path, n_gpu_layers=0, use_extra_bufts=safe_use_extra_bufts()) as model,
-        Context(model, n_ctx=size, n_batch=size, n_ubatch=size, n_threads=1) as context,
-    ):
-        yield context
+    with contextlib.ExitStack() as stack:
+        with Backend.get().lines() as lines:
+            model = stack.enter_context(Model(path, n_gpu_layers=0, repack=repack))
+        buffers = {found[1] for line in lines if (found := _WEIGHTS.search(line))}
+        context = stack.enter_context(Context(model, n_ctx=size, n_batch=size, n_ubatch=size, n_threads=1))
+        yield context, bool(buffers - _NOT_REPACKED)
 
 
 def _seconds(context: Context, rows: int) -> float:

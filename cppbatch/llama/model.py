@@ -48,21 +48,23 @@ class Model:
         *,
         n_gpu_layers: int = -1,
         device: int | None = None,
-        use_extra_bufts: bool = True,
+        repack: bool = True,
         progress: Progress | None = None,
         no_alloc: bool = False,
     ) -> None:
         """Loads `path`.
 
         `n_gpu_layers`: layers on the GPU, -1 for all. `device`: the number of the one GPU to use, None for all.
-        `use_extra_bufts`: llama.cpp may repack weights for this CPU. `progress` is called with 0.0 to 1.0 while
-        loading; loading stops when it returns False.
+        `repack`: llama.cpp may repack weights for this CPU (its `use_extra_bufts`). `progress` is called with 0.0 to
+        1.0 while loading; loading stops when it returns False.
         `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but allocates only
         recurrent states; nothing can be decoded. (Its function for these sizes, `llama_get_memory_breakdown`, returns
         a C++ map, which ctypes cannot read.)
         Raises `ModelError` with llama.cpp's reason when the file cannot be loaded.
         """
         self.path = Path(path)
+        self.repack = repack
+        """Whether llama.cpp may have repacked weights."""
         self._handle: Any = None
         self.adapters: list[Any] = []
         """llama.cpp's pointers to the LoRA adapters; `Context.use_adapters` takes indices into this list."""
@@ -71,7 +73,7 @@ class Model:
             raise ModelError(f"there is no model file at {self.path}")
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
-        params.use_extra_bufts = use_extra_bufts
+        params.use_extra_bufts = repack
         self.no_alloc = no_alloc
         if no_alloc:
             _set_no_alloc(params)

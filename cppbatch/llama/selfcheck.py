@@ -36,7 +36,7 @@ class Verdict:
     """The result of the child process."""
 
     fast_path_works: bool
-    """The CPU path with repacked weights (`use_extra_bufts=True`)."""
+    """The CPU path with repacked weights (`repack=True`)."""
     plain_path_works: bool
     detail: str
     """How the child ended if it failed."""
@@ -44,7 +44,7 @@ class Verdict:
     """False if the failure may be temporary (a timeout, no memory): such a verdict is not cached."""
 
 
-def safe_use_extra_bufts() -> bool:
+def repacking_works() -> bool:
     """Whether weights may be repacked for this CPU. Logs a warning if not; raises `LibraryError` if nothing works."""
     verdict = check()
     if verdict.fast_path_works:
@@ -87,10 +87,10 @@ def _run_check() -> Verdict:
     with tempfile.TemporaryDirectory(prefix="cppbatch-selfcheck-") as folder:
         shape = LlamaShape(n_layer=1, n_embd=256, n_head=4, n_head_kv=4, n_ff=512)
         models = [write_llama(Path(folder) / f"{quant}.gguf", shape, quant=quant) for quant in ("Q4_0", "Q8_0")]
-        fast = _run_child(models, use_extra_bufts=True)
+        fast = _run_child(models, repack=True)
         if fast is None:
             return Verdict(True, True, "")
-        plain = _run_child(models, use_extra_bufts=False)
+        plain = _run_child(models, repack=False)
         certain = fast.crashed and (plain is None or plain.crashed)
         return Verdict(False, plain is None, (plain or fast).text, certain)
 
@@ -101,14 +101,14 @@ class _Failure:
     crashed: bool
 
 
-def child_command(models: list[Path], *, use_extra_bufts: bool) -> list[str]:
+def child_command(models: list[Path], *, repack: bool) -> list[str]:
     """The command of the child process."""
-    return [sys.executable, "-m", "cppbatch.llama.selfcheck_child", str(int(use_extra_bufts)), *map(str, models)]
+    return [sys.executable, "-m", "cppbatch.llama.selfcheck_child", str(int(repack)), *map(str, models)]
 
 
-def _run_child(models: list[Path], *, use_extra_bufts: bool) -> _Failure | None:
+def _run_child(models: list[Path], *, repack: bool) -> _Failure | None:
     """Runs the child: None if it decoded every model, else how it ended."""
-    command = child_command(models, use_extra_bufts=use_extra_bufts)
+    command = child_command(models, repack=repack)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except OSError as error:

@@ -11,9 +11,9 @@ from cppbatch.llama import Batch, Context, Model
 
 def main() -> None:
     """`selfcheck_child USE_EXTRA_BUFTS MODEL...`: exit code 0 if all logits of every model are finite."""
-    use_extra_bufts, *paths = sys.argv[1:]
+    repack, *paths = sys.argv[1:]
     for path in paths:
-        model = Model(path, n_gpu_layers=0, use_extra_bufts=use_extra_bufts == "1")
+        model = Model(path, n_gpu_layers=0, repack=repack == "1")
         with model, Context(model, n_ctx=256, n_batch=64, n_threads=1) as context:
             batch = Batch(64)
             for tokens, position in ((np.arange(32, dtype=np.int32), 0), (np.array([1], np.int32), 32)):

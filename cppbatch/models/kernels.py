@@ -41,6 +41,8 @@ class KernelTimes(msgspec.Struct, frozen=True):
 
     ms: dict[int, float]
     """{rows: milliseconds of one thread for a million weights}, for each number of rows in `ROWS`."""
+    plain_ms: dict[int, float] | None = None
+    """The same with weights as they are in the file; None: llama.cpp does not repack this type for this CPU."""
 
     @property
     def batch_gain(self) -> float:
@@ -57,12 +59,15 @@ class Measured(msgspec.Struct, frozen=True):
     """What the child process prints."""
 
     ms: dict[str, dict[int, float]]
+    plain_ms: dict[str, dict[int, float]]
+    """Not repacked, of the types that llama.cpp repacks."""
     has_gpu: bool
     """Whether llama.cpp sees a GPU (on a Mac: Metal)."""
 
 
 def kernel_times(types: Iterable[str]) -> dict[str, KernelTimes]:
-    """The times of these types (ggml's names: "Q4_K"), measured unless they are cached: about 0.2 s for each type.
+    """The times of these types (ggml's names: "Q4_K"), measured unless they are cached: about 0.2 s for each,
+    twice that where llama.cpp repacks it.
 
     Types that cannot be measured are left out; all of them, if llama-cpp-python is missing or crashes.
     """
@@ -73,7 +78,7 @@ def kernel_times(types: Iterable[str]) -> dict[str, KernelTimes]:
     known = _read(path)
     if missing := [kind for kind in wanted if kind not in known.ms]:
         known = _measure(missing, path) or known
-    return {kind: KernelTimes(known.ms[kind]) for kind in wanted if kind in known.ms}
+    return {kind: KernelTimes(known.ms[kind], known.plain_ms.get(kind)) for kind in wanted if kind in known.ms}
 
 
 def has_gpu() -> bool:
@@ -99,7 +104,7 @@ def _read(path: Path) -> Measured:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Measured)
     except (OSError, msgspec.DecodeError):  # not cached, or not readable
-        return Measured({}, has_gpu=False)
+        return Measured({}, {}, has_gpu=False)
 
 
 def child_command(types: list[str]) -> list[str]:
@@ -115,7 +120,8 @@ def _measure(types: list[str], path: Path) -> Measured | None:
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         log.info("the kernels of %s cannot be timed: %s", ", ".join(types), error)
         return None
-    merged = Measured({**_read(path).ms, **measured.ms}, measured.has_gpu)
+    known = _read(path)
+    merged = Measured({**known.ms, **measured.ms}, {**known.plain_ms, **measured.plain_ms}, measured.has_gpu)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")

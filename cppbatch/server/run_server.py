@@ -97,6 +97,8 @@ def _announce(engine: EngineClient, listener: Listener, settings: ServerSettings
     cells = f"{info.n_ctx} KV cells, {layout}"
     sequences = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
     say(f"{info.name} ({info.description}): {sequences} at once over {cells}")
+    if info.not_repacked:
+        say(info.not_repacked)
     say(f"ready at {url}  (OpenAI-compatible API under {url}/v1; Ctrl-C drains and stops)")
     say(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 

@@ -64,6 +64,19 @@ def test_only_what_is_missing_is_timed(children: list[list[str]]) -> None:
     assert children == [["Q8_0"], ["F16"]]
 
 
+def test_a_type_that_llama_cpp_repacks_is_timed_both_ways(cache: Path) -> None:
+    """Q4_0 is repacked on x86-64 with AVX2 and on Arm; floats never are."""
+    times = kernel_times(["Q4_0", "F32"])
+    plain = times["Q4_0"].plain_ms
+    assert plain is not None
+    assert tuple(plain) == ROWS
+    assert 0 < plain[1] < plain[256]
+    assert times["F32"].plain_ms is None
+    [file] = cache.iterdir()
+    assert kernel_times(["Q4_0", "F32"]) == times
+    assert json.loads(file.read_text())["plain_ms"].keys() == {"Q4_0"}
+
+
 def test_float_weights_have_batched_kernels_in_every_build() -> None:
     assert kernel_times(["F32"])["F32"].is_batched
 
@@ -84,7 +97,7 @@ def test_a_child_that_fails_gives_no_times_and_is_asked_again(
     assert kernel_times(["F16"])
 
 
-@pytest.mark.parametrize("content", ["", "{", "null", '{"a": 1}', "\x00"])
+@pytest.mark.parametrize("content", ["", "{", "null", '{"a": 1}', '{"ms": {}, "has_gpu": false}', "\x00"])
 def test_an_unreadable_cache_is_replaced(cache: Path, content: str) -> None:
     kernel_times(["F16"])
     [file] = cache.iterdir()
@@ -118,7 +131,13 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     [file] = (tmp_path / "cache" / "cppbatch" / "kernels").iterdir()
     slow, fast = ({1: 1.0, 4: n * 4 / 16, 16: n, 256: 16 * n} for n in (16.0, 8.0))
     file.write_text(
-        json.dumps({"ms": {"Q4_1": slow, "Q8_0": fast, "BF16": fast, "F16": fast, "F32": fast}, "has_gpu": False})
+        json.dumps(
+            {
+                "ms": {"Q4_1": slow, "Q8_0": fast, "BF16": fast, "F16": fast, "F32": fast},
+                "plain_ms": {},
+                "has_gpu": False,
+            }
+        )
     )
     folder = tmp_path / "models"
     folder.mkdir()

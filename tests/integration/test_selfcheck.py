@@ -45,10 +45,10 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[bool]
     started: list[bool] = []
 
     def set_to(fast: str, plain: str) -> list[bool]:
-        def child_command(models: Sequence[Path], *, use_extra_bufts: bool) -> list[str]:
+        def child_command(models: Sequence[Path], *, repack: bool) -> list[str]:
             assert all(model.is_file() for model in models)
-            started.append(use_extra_bufts)
-            return [sys.executable, "-c", fast if use_extra_bufts else plain]
+            started.append(repack)
+            return [sys.executable, "-c", fast if repack else plain]
 
         monkeypatch.setattr(selfcheck, "child_command", child_command)
         return started
@@ -64,7 +64,7 @@ def test_a_working_build_needs_one_child_and_no_warning(
     children: Callable[[str, str], list[bool]], caplog: pytest.LogCaptureFixture
 ) -> None:
     started = children(FINE, FINE)
-    assert selfcheck.safe_use_extra_bufts()
+    assert selfcheck.repacking_works()
     assert started == [True]
     assert not caplog.records
 
@@ -84,7 +84,7 @@ def test_a_failing_fast_path_is_turned_off_with_a_warning_that_says_how_to_rebui
     children(fast, FINE)
     assert selfcheck.check() == Verdict(False, True, detail, is_certain=certain)
     with caplog.at_level(logging.WARNING):
-        assert not selfcheck.safe_use_extra_bufts()
+        assert not selfcheck.repacking_works()
     [record] = caplog.records
     assert detail in record.message
     assert REINSTALL in record.message
@@ -96,7 +96,7 @@ def test_a_build_that_always_crashes_raises_with_the_line_that_rebuilds_it(
     children(SIGSEGV, SIGILL)
     assert selfcheck.check() == Verdict(False, False, "killed by SIGILL")
     with pytest.raises(LibraryError, match="killed by SIGILL") as caught:
-        selfcheck.safe_use_extra_bufts()
+        selfcheck.repacking_works()
     assert REINSTALL in str(caught.value)
 
 
@@ -174,7 +174,7 @@ def test_a_cache_that_cannot_be_written_does_not_matter(
     (tmp_path / "file").touch()
     monkeypatch.setattr(selfcheck, "user_cache_path", lambda name: tmp_path / "file")
     children(FINE, FINE)
-    assert selfcheck.safe_use_extra_bufts()
+    assert selfcheck.repacking_works()
 
 
 # --- cppbatch doctor -------------------------------------------------------------------------------------------------

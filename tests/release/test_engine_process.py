@@ -332,7 +332,7 @@ async def test_an_error_of_loading_is_raised_as_by_the_engine(tmp_path: Path) ->
 
 async def test_a_death_while_loading_is_an_error_and_not_retried(tiny_llama: Path) -> None:
     with pytest.raises(ModelError, match="died: killed by SIGILL"):
-        async with opened(tiny_llama, "dies_while_loading", use_extra_bufts=False) as engine:
+        async with opened(tiny_llama, "dies_while_loading", repack="off") as engine:
             pytest.fail(f"it loaded: {engine.health()}")
 
 

@@ -16,7 +16,7 @@ from cppbatch.bench.memory.buffers import Buffer, read_buffers
 from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import weight_buffers
 from cppbatch.config import EngineConfig
-from cppbatch.engine.runtime import load_model, make_context, switches
+from cppbatch.engine.runtime import load_model, make_context, repacks, switches
 from cppbatch.engine.speculation.draft_runtime import check_draft_model, draft_config, make_draft_context
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, Model
@@ -46,9 +46,9 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
     try:
         for config in configs:
             draft = draft_config(config)
-            of_draft = draft and (draft.model_path, draft.n_gpu_layers)
-            key = (config.model_path, config.n_gpu_layers, config.device, config.lora, of_draft)
             try:
+                of_draft = draft and (draft.model_path, draft.n_gpu_layers, repacks(draft))
+                key = (config.model_path, config.n_gpu_layers, config.device, repacks(config), config.lora, of_draft)
                 if simulated is None or simulated.key != key:
                     if simulated:
                         simulated.close()
