@@ -58,7 +58,7 @@ def logits(path: Path, n: int, *, repack: bool) -> npt.NDArray[np.float32]:
 
 @pytest.mark.parametrize("n", [1, 4, 40])
 def test_both_ways_have_the_same_logits_but_for_rounding(q4_k: Path, n: int) -> None:
-    """Activations are rounded to 8 bits, so a last bit can grow; logits of another row would differ by 1.4 deviations."""
+    """Activations are rounded to 8 bits, so a last bit can grow. Unrelated rows would differ by 1.4 deviations."""
     repacked, plain = logits(q4_k, n, repack=True), logits(q4_k, n, repack=False)
     assert repacked.std() > 0
     assert np.sqrt(((repacked - plain) ** 2).mean(axis=1)).max() < 0.05 * repacked.std()
