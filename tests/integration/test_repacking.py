@@ -53,7 +53,7 @@ def logits(path: Path, n: int, *, repack: bool) -> npt.NDArray[np.float32]:
     batch.add_run(np.arange(3, 3 + n, dtype=np.int32), 0, 0, n_logits=n)
     with Model(path, n_gpu_layers=0, repack=repack) as model, Context(model, n_ctx=256, n_threads=1) as context:
         context.decode(batch)
-        return context.logits(n).copy()
+        return np.array(context.logits(n))
 
 
 @pytest.mark.parametrize("n", [1, 4, 40])
