@@ -19,7 +19,7 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
 from cppbatch.engine.step_cost import TILES, Groups, StepCost
 
-_WORTH = 1.03  # drafts must make tokens this many times as fast as rows alone
+_WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
 _TRY_SHARE = 0.01  # of the time for such tries
 _SLOWDOWN = 2.5  # times the step without drafts: tokens of other sequences come as much later
