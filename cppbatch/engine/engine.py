@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("cppbatch.engine")
 
 
+_DRAFT_LOGITS_BYTES = 32 << 20  # for the logits of a step with drafts: 170 rows with a vocabulary of 49,152
+
+
 class BatchInferenceEngine:
     """Runs many requests in one llama.cpp context, as one batch that sequences join and leave at any step.
 
@@ -111,6 +114,7 @@ class BatchInferenceEngine:
             min_rows=self._runtime.min_rows,
             rows_s=[(rows, ms / 1000) for rows, ms in config.step_ms],
             speculator=self._speculator,
+            max_draft_rows=_DRAFT_LOGITS_BYTES // (4 * max(1, self.info.n_vocab)),
         )
         self._sampler = Pooler(context) if self.info.pooling else Sampler(self._vocab, context)
         self.metrics = Metrics(self._trace)

@@ -135,16 +135,18 @@ class Scheduler:
         min_rows: int = 1,
         rows_s: Sequence[tuple[int, float]] = (),
         speculator: Speculator | None = None,
+        max_draft_rows: int = 256,
     ) -> None:
         """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt
         tokens in a step gain nothing, and delay the first token of the prompts that end in it. `target_step_s`,
         `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `min_rows`: tokens, and
         rows of logits if it has any, that a ubatch computes at least. `rows_s`: decode rows with the seconds of a step
-        of them, measured before. `speculator`: chooses drafts; None: there are none.
+        of them, measured before. `speculator`: chooses drafts; None: there are none. `max_draft_rows`: of a step with
+        drafts, all of which have logits.
         """
         self._kv = kv
         self._speculator = speculator
-        self._most_drafted = min(step_tokens, ubatch_tokens or step_tokens)
+        self._max_draft_rows = min(step_tokens, ubatch_tokens or step_tokens, max_draft_rows)
         self._n_parallel = n_parallel
         self._step_tokens = step_tokens
         self._new_budget = partial(StepBudget, step_tokens, target_step_s, ubatch_tokens, prefer=prefer)
@@ -279,7 +281,7 @@ class Scheduler:
         """
         kv, sequences = self._kv, sorted((sequence for sequence, _ in rows), key=attrgetter("seq_id"))
         n_rows = (len(rows) + len(plan.padding)) * self._min_rows  # at most, with the padding that these need
-        most = self._most_drafted - n_rows
+        most = self._max_draft_rows - n_rows
         most = min(most, kv.n_free - n_rows) if kv.unified else most
         if most <= 0:
             return rows, 0

@@ -24,7 +24,6 @@ _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried
 _TRY_SHARE = 0.01  # of the time for such tries
 _SLOWDOWN = 2.5  # times the step without drafts: tokens of other sequences come as much later
 _SHORT_S = 0.05  # a step that is shorter may have drafts in any case
-_MAX_ROWS = 256  # of a step with drafts: each has a row of logits (192 KiB with a vocabulary of 49,152)
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
 
 _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
@@ -55,7 +54,7 @@ class DraftLimits:
     """What a step allows."""
 
     tokens: int
-    """All draft tokens of the step, those of padding rows included."""
+    """All draft tokens of the step, those of padding rows included: each has a row of logits."""
     each: Sequence[int]
     """Tokens after the known ones of each sequence, for which it has cells."""
     has_streams: bool
@@ -229,7 +228,7 @@ class _Step:
     def _best_in_unified(self, expected: Probabilities) -> Choice:
         """The draft tokens that are most likely to be accepted, as many as are worth their rows."""
         n_rows = len(expected)
-        n_most = min(self.limits.tokens, _MAX_ROWS - n_rows, int(np.count_nonzero(expected)))
+        n_most = min(self.limits.tokens, int(np.count_nonzero(expected)))
         if n_most <= 0:
             return None, 0.0
         order = np.argsort(-expected, axis=None, kind="stable")[:n_most]
@@ -248,7 +247,7 @@ class _Step:
         """
         n_rows, longest = expected.shape
         n_computed, least = sum(self.groups), min(self.limits.each)
-        n_most = min(self.limits.tokens, _MAX_ROWS - n_computed)
+        n_most = self.limits.tokens
         gains = np.cumsum(expected, axis=1)
         best: DraftPlan | None = None
         best_rate = 0.0
