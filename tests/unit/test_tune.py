@@ -116,6 +116,7 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(tuner, "estimate_memory", survey)
         monkeypatch.setattr(tuner, "free_host_memory", lambda: n)
         monkeypatch.setattr(tuner, "_threads", lambda config: [2, 1, 4])
+        monkeypatch.setattr(tuner, "available_threads", lambda: 2)
 
     room(1000)
     return room
