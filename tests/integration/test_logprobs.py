@@ -24,6 +24,7 @@ ROUNDED = 0.05  # keys are float16: in a batch of another shape sums round anoth
 MOST_SCORED = 64  # tokens of a prompt that a step gives logits for
 
 SETTINGS: dict[str, Any] = {
+    "spec": "off",  # the same tokens in the same runs
     "n_ctx": 1024, "n_batch": 256, "n_ubatch": 256, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified",
 }  # fmt: skip
 
