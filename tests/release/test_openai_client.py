@@ -106,7 +106,9 @@ def test_the_other_fields_of_a_completion_do_what_they_say(client: openai.OpenAI
 
     assert text(echo=True).startswith("One, two, three,")
     assert "five" not in text(stop=["five"])
-    assert text(temperature=2, seed=5) == text(temperature=2, seed=5)
+    # Drafts of the first text would let the second one round differently: BF16 has other kernels for several rows.
+    exact: dict[str, Any] = {"temperature": 2, "seed": 5, "extra_body": {"speculate": False}}
+    assert text(**exact) == text(**exact)
     assert text(best_of=3, temperature=1)
     four = client.completions.create(model=MODEL, prompt="One, two, three,", max_tokens=1, temperature=0, logprobs=2)
     assert four.choices[0].logprobs
