@@ -346,7 +346,7 @@ def _fill_in(vocab: Vocab) -> FillIn | None:
 
 
 def _on_gpu(config: EngineConfig) -> bool:
-    return config.n_gpu_layers != 0 and Backend.get().supports_gpu
+    return Backend.get().offloads(config.n_gpu_layers)
 
 
 def _pooling(config: EngineConfig, model: Model) -> Pooling | None:

@@ -139,6 +139,10 @@ class Backend:
         """Whether this build can offload layers to a GPU."""
         return bool(C.llama_supports_gpu_offload())
 
+    def offloads(self, n_gpu_layers: int) -> bool:
+        """Whether a model with this setting computes on a GPU."""
+        return n_gpu_layers != 0 and self.supports_gpu
+
     @property
     def library_path(self) -> str:
         """The path of the shared library."""

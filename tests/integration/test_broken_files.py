@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from cppbatch.cli import main
 from tests import tiny_models
 
 
@@ -47,22 +46,6 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     """A file and what a message about it must advise."""
     write, advice = BROKEN[request.param]
     return write(tmp_path / f"{request.param}.gguf"), advice
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command line in this process: exit code, stdout, stderr."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cppbatch", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def assert_one_line(code: int, stderr: str) -> str:

@@ -15,27 +15,10 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
 from cppbatch.bench.profile import TunedSettings, save_profile
-from cppbatch.cli import main
 from cppbatch.llama import Backend
 
 SMALL = ["-c", "1024", "-np", "2", "-t", "1", "--temp", "0"]
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command line in this process: exit code, stdout, stderr."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cppbatch", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------

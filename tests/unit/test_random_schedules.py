@@ -209,19 +209,21 @@ def check_answer(arrival: Arrive, events: list[GenerationEvent]) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(arrival.prompt), len(tokens))
 
 
+SIZES = st.fixed_dictionaries(
+    {
+        "n_more_ids": st.sampled_from((0, 1, 4)),
+        "swap_space": HOST_MEMORY,
+        "prefix_cache_ram": HOST_MEMORY,
+        "may_pad": st.booleans(),
+        "drafts": st.booleans(),
+    }
+)
+
 ANY_SCHEDULE = given(
     actions=ACTIONS,
     memory=MEMORIES,
     n_ctx=st.sampled_from((LONGEST, 20, 30, N_CTX)),
-    sizes=st.fixed_dictionaries(
-        {
-            "n_more_ids": st.sampled_from((0, 1, 4)),
-            "swap_space": HOST_MEMORY,
-            "prefix_cache_ram": HOST_MEMORY,
-            "may_pad": st.booleans(),
-            "drafts": st.booleans(),
-        }
-    ),
+    sizes=SIZES,
 )
 
 
@@ -272,15 +274,7 @@ SWITCHING = st.lists(
 @given(
     actions=SWITCHING,
     memory=st.tuples(st.booleans(), st.sampled_from(("copy", "copy", "copy", "whole", "none"))),
-    sizes=st.fixed_dictionaries(
-        {
-            "n_more_ids": st.sampled_from((0, 1, 4)),
-            "swap_space": HOST_MEMORY,
-            "prefix_cache_ram": HOST_MEMORY,
-            "may_pad": st.booleans(),
-            "drafts": st.booleans(),
-        }
-    ),
+    sizes=SIZES,
 )
 def test_whenever_the_layout_is_switched_every_request_gets_the_text_it_gets_alone(
     actions: list[Action], memory: tuple[bool, Sharing], sizes: dict[str, Any]

@@ -152,7 +152,7 @@ def _output_rows(config: EngineConfig, model: Model, context: Context) -> Iterat
     if context.is_pooled:  # llama.cpp computes logits of every token
         yield Buffer("output", "CPU", (context.n_batch - context.n_seq_max) * (row + model.n_embd * _FLOAT_BYTES))
         return
-    on_device = config.n_gpu_layers != 0 and Backend.get().supports_gpu and config.sampling != "host"
+    on_device = Backend.get().offloads(config.n_gpu_layers) and config.sampling != "host"
     if on_device:  # candidates, logits and probabilities: a row each
         yield Buffer("output", "CPU", 3 * config.n_parallel * row)
     yield Buffer("engine", "CPU", config.n_parallel * row)

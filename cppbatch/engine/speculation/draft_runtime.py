@@ -47,6 +47,8 @@ def check_draft_model(draft: Model, target: Model) -> None:
 
 def make_draft_context(config: EngineConfig, draft: Model) -> Context:
     """The context of a draft model, with as many cells as the engine has. `config`: from `draft_config`."""
+    backend = Backend.get()
+    on_gpu = backend.offloads(config.n_gpu_layers)
     return Context(
         draft,
         n_ctx=config.n_ctx,
@@ -54,7 +56,7 @@ def make_draft_context(config: EngineConfig, draft: Model) -> Context:
         n_ubatch=config.n_ubatch,
         n_seq_max=config.n_parallel,
         n_threads=config.n_threads or available_threads(),
-        flash_attn=choose_flash_attn(config, "unified", on_gpu=_on_gpu(config), has_amx=Backend.get().has_amx),
+        flash_attn=choose_flash_attn(config, "unified", on_gpu=on_gpu, has_amx=backend.has_amx),
         type_k=config.cache_type_k,
         type_v=config.cache_type_v,
         kv_unified=True,
@@ -74,9 +76,5 @@ def open_draft_model(
             f"(found: {sharing})"
         )
     longest = min(context.n_ctx_seq, draft.n_ctx_train)
-    threads = None if _on_gpu(config) else threads
+    threads = None if Backend.get().offloads(config.n_gpu_layers) else threads
     return DraftModelProposer(DraftModel(context, longest), target.vocab.eog, threads=threads)
-
-
-def _on_gpu(config: EngineConfig) -> bool:
-    return config.n_gpu_layers != 0 and Backend.get().supports_gpu
