@@ -31,7 +31,7 @@ _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """How many rows get them, if not all."""
 _KEPT = 0.95  # of what earlier drafts say about the estimates, for each new step with drafts
-_REMEMBERED = 0.995  # of the same, for each step: texts change, and wrong drafts must not be the last ones
+_REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong drafts must not be the last ones
 _PRIOR = 8.0  # accepted tokens that are expected right before anything is known
 _NEW = 0.2  # weight of a new draft in what is usual of the draft model
 
