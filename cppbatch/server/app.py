@@ -6,6 +6,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from cppbatch.cluster.engine_client import EngineClient
+from cppbatch.gpu_state import GpuSampler
 from cppbatch.server import openapi, status
 from cppbatch.server.admission import IN_FLIGHT, SLOTS, InFlight, admission_middleware, availability_middleware
 from cppbatch.server.anthropic import messages
@@ -23,7 +24,7 @@ from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
 from cppbatch.server.responses import create_response
-from cppbatch.server.server_metrics import METRICS, ServerMetrics, metrics_middleware
+from cppbatch.server.server_metrics import GPUS, METRICS, ServerMetrics, metrics_middleware, sample_gpus
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, Storage
@@ -61,12 +62,14 @@ def create_app(
     app = web.Application(middlewares=_middlewares(settings), client_max_size=settings.limits.max_body)
     app[SERVING] = Serving(client, settings)
     app[METRICS] = ServerMetrics()
+    app[GPUS] = GpuSampler()
     app[IN_FLIGHT] = InFlight()
     app[SLOTS] = Slots(settings.limits)
     app[STORAGE] = storage or Storage()
     for routes in _ROUTES:
         app.add_routes(routes)
     app.cleanup_ctx.append(run_batches)
+    app.cleanup_ctx.append(sample_gpus)
     app.on_response_prepare.append(add_request_id)
     if settings.cors_origins:
         allow_origins(app, settings.cors_origins)

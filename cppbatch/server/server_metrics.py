@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from itertools import accumulate
 from time import perf_counter
 
@@ -18,6 +18,7 @@ from cppbatch.cluster.engine_client import WorkerState
 from cppbatch.engine.histogram import Histogram as EngineHistogram
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.request import GenerationEvent, RequestUsage
+from cppbatch.gpu_state import GpuSampler, GpuState
 from cppbatch.server.run_requests import Event
 from cppbatch.server.server_stats import BatchStats, RecentCompletions
 
@@ -86,9 +87,9 @@ class ServerMetrics:
         for state, n in (("all", batches.lines), ("completed", batches.completed), ("failed", batches.failed)):
             self.batch_lines.labels(state).set(n)
 
-    def page(self, workers: list[WorkerState]) -> bytes:
-        """All metrics in Prometheus' text format, with the present state of the workers."""
-        return generate_latest(self._registry) + generate_latest(WorkerMetrics(workers))
+    def page(self, workers: list[WorkerState], gpus: Sequence[GpuState] = ()) -> bytes:
+        """All metrics in Prometheus' text format, with the present state of the workers and GPUs."""
+        return b"".join(map(generate_latest, (self._registry, WorkerMetrics(workers), GpuMetrics(gpus))))
 
     async def observe(self, events: AsyncGenerator[Event, None], endpoint: str, n: int) -> AsyncGenerator[Event, None]:
         """Yields the events of a request's `n` completions unchanged, and counts them."""
@@ -144,6 +145,13 @@ class _RequestObserver:
 
 
 METRICS = web.AppKey("metrics", ServerMetrics)
+GPUS = web.AppKey("gpus", GpuSampler)
+
+
+async def sample_gpus(app: web.Application) -> AsyncIterator[None]:
+    """A cleanup context of the application (`Application.cleanup_ctx`): the GPUs are read while it runs."""
+    with app[GPUS]:
+        yield
 
 
 @web.middleware
@@ -266,3 +274,31 @@ def _histogram(name: str, text: str, values: Iterable[tuple[str, EngineHistogram
         bounds = [*map(str, histogram.bounds), "+Inf"]
         family.add_metric([worker], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum)
     return family
+
+
+# --- GPUs -----------------------------------------------------------------------------------------------------------
+
+_GPU_METRICS = {
+    "utilization": (GaugeMetricFamily, "Share of the last sample period in which a kernel ran: 0 to 1"),
+    "memory_used_bytes": (GaugeMetricFamily, "Memory used by all processes"),
+    "memory_total_bytes": (GaugeMetricFamily, "Memory of the GPU"),
+    "power_watts": (GaugeMetricFamily, "Power that the GPU draws"),
+    "energy_joules": (CounterMetricFamily, "Energy that it used since the driver was loaded"),
+}
+
+
+class GpuMetrics(Collector):
+    """The present state of the GPUs. What the driver does not know of a GPU is absent."""
+
+    def __init__(self, gpus: Sequence[GpuState]) -> None:
+        self._gpus = gpus
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of all GPUs; none without a GPU."""
+        for name, (kind, text) in _GPU_METRICS.items():
+            family = kind(f"cppbatch_gpu_{name}", text, labels=["gpu", "name"])
+            known = [(gpu, value) for gpu in self._gpus if (value := getattr(gpu, name)) is not None]
+            for gpu, value in known:
+                family.add_metric([str(gpu.index), gpu.name], value)
+            if known:
+                yield family

@@ -10,6 +10,7 @@ import msgspec
 from cppbatch.cluster.engine_client import WorkerState
 from cppbatch.engine.request import RequestUsage
 from cppbatch.engine.rolling_window import Window, percentile
+from cppbatch.gpu_state import GpuState
 
 _MAX_COMPLETIONS = 16_384  # of the last minute that are remembered
 
@@ -50,6 +51,8 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerState]
     batches: BatchStats | None
     """None: this server stores no batches."""
+    gpus: list[GpuState]
+    """NVIDIA's GPUs, of at most a second ago. Empty: no GPU, no driver, or no nvidia-ml-py (`cppbatch[gpu]`)."""
 
 
 class RecentCompletions:

@@ -11,7 +11,7 @@ from cppbatch.errors import EngineClosed
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import TEXT, Endpoint, json_content, schema_ref
-from cppbatch.server.server_metrics import CONTENT_TYPE, METRICS
+from cppbatch.server.server_metrics import CONTENT_TYPE, GPUS, METRICS
 from cppbatch.server.server_stats import ServerStats
 from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import STORAGE
@@ -59,6 +59,7 @@ async def stats(request: web.Request) -> web.Response:
         last_minute=request.app[METRICS].recent.last_minute(tokens_per_second),
         workers=await client.workers(),
         batches=request.app[STORAGE].stats(),
+        gpus=request.app[GPUS].latest,
     )
     return json_response({**(msgspec.structs.asdict(totals) if totals else {}), **msgspec.structs.asdict(server)})
 
@@ -69,7 +70,7 @@ async def metrics(request: web.Request) -> web.Response:
     metrics, batches = request.app[METRICS], request.app[STORAGE].stats()
     if batches:
         metrics.set_batches(batches)
-    page = metrics.page(await request.app[SERVING].client.workers())
+    page = metrics.page(await request.app[SERVING].client.workers(), request.app[GPUS].latest)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -171,7 +171,7 @@ async def test_figures_can_be_had_while_a_worker_restarts(
     monkeypatch.setattr(engine, "workers", workers)
     async with http.get("/stats") as answer:
         stats = await answer.json()
-    assert set(stats) == {"last_minute", "workers", "batches"}
+    assert set(stats) == {"last_minute", "workers", "batches", "gpus"}
     assert (stats["last_minute"]["requests"], stats["last_minute"]["tokens_per_second"]) == (1, None)
     assert (stats["workers"][0]["restarts"], stats["workers"][0]["stats"]) == (2, None)
     seen = await scrape(http)

@@ -1,0 +1,118 @@
+"""Utilisation, memory, power and energy of NVIDIA's GPUs, read from the driver by NVML (the extra `cppbatch[gpu]`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+log = logging.getLogger("cppbatch.gpu")
+
+Value = TypeVar("Value")
+
+_SERVER_INTERVAL_S = 1.0
+
+
+class GpuState(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU, at one time. None: the driver has no such figure for this GPU (a part of a GPU, MIG, has few)."""
+
+    index: int
+    """NVML's number, as in nvidia-smi. llama.cpp counts only the GPUs that CUDA_VISIBLE_DEVICES names."""
+    name: str
+    uuid: str
+    utilization: float | None
+    """Share of the last sample period, at most a second, in which a kernel ran: 0 to 1."""
+    memory_used_bytes: int | None
+    """Of all processes."""
+    memory_total_bytes: int | None
+    power_watts: float | None
+    energy_joules: float | None
+    """Since the driver was loaded."""
+
+
+class Gpus:
+    """The GPUs of this machine, as the driver numbers them. Reading takes milliseconds: not on an event loop."""
+
+    def __init__(self, nvml: Any, handles: list[Any]) -> None:
+        """Called by `open`."""
+        self._nvml = nvml
+        self._gpus = [
+            (handle, str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))) for handle in handles
+        ]
+
+    @classmethod
+    def open(cls) -> Gpus | None:
+        """None, with the reason in the log, where nothing can be read: no NVIDIA driver, no GPU, no nvidia-ml-py."""
+        try:
+            import pynvml as nvml
+        except ImportError:
+            log.info("no figures of GPUs: nvidia-ml-py is not installed (pip install 'cppbatch[gpu]')")
+            return None
+        try:
+            nvml.nvmlInit()
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            return cls(nvml, handles) if handles else None
+        except nvml.NVMLError as error:
+            log.info("no figures of GPUs: %s", error)
+            return None
+
+    def read(self) -> list[GpuState]:
+        """Their state now. A figure that cannot be read is None."""
+        return [self._read(index, *gpu) for index, gpu in enumerate(self._gpus)]
+
+    def _read(self, index: int, handle: Any, name: str, uuid: str) -> GpuState:
+        nvml = self._nvml
+        rates = self._get(nvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = self._get(nvml.nvmlDeviceGetMemoryInfo, handle)
+        milliwatts = self._get(nvml.nvmlDeviceGetPowerUsage, handle)
+        millijoules = self._get(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        return GpuState(
+            index=index,
+            name=name,
+            uuid=uuid,
+            utilization=None if rates is None else rates.gpu / 100,
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            power_watts=None if milliwatts is None else milliwatts / 1000,
+            energy_joules=None if millijoules is None else millijoules / 1000,
+        )
+
+    def _get(self, function: Callable[[Any], Value], handle: Any) -> Value | None:
+        try:
+            return function(handle)
+        except self._nvml.NVMLError:  # not supported, no permission, or the GPU is lost
+            return None
+
+
+class GpuSampler:
+    """A context manager that reads the GPUs every `interval` seconds, on a thread of its own.
+
+    Without a GPU it does nothing. A driver that hangs stops this thread, and nothing else.
+    """
+
+    def __init__(
+        self, on_sample: Callable[[list[GpuState]], object] = lambda sample: None, interval: float = _SERVER_INTERVAL_S
+    ) -> None:
+        """`on_sample`: called on that thread with each sample."""
+        self.latest: list[GpuState] = []
+        """The last sample; empty without a GPU, and until the first sample."""
+        self._on_sample, self._interval = on_sample, interval
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
+
+    def __enter__(self) -> GpuSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        if gpus := Gpus.open():
+            while not self._ended.is_set():
+                self.latest = gpus.read()
+                self._on_sample(self.latest)
+                self._ended.wait(self._interval)
