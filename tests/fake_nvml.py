@@ -63,4 +63,4 @@ class FakeNvml(ModuleType):
 
 def install(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None) -> None:
     """Makes `import pynvml` give this module; None: as if nvidia-ml-py were not installed."""
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]  # None: ImportError
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: ImportError
