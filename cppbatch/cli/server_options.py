@@ -17,6 +17,10 @@ def _find_template(_context: object, _option: object, given: str | None) -> str 
     return find_template(given) if given else None
 
 
+def _split_at_commas(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name.strip() for names in given for name in names.split(",") if name.strip())
+
+
 chat_template_option = option(
     "--chat-template", env="CHAT_TEMPLATE", metavar="NAME|FILE|TEXT", default=None, callback=_find_template,
     help="Chat template to use instead of the model's own: a name such as chatml, a file, or Jinja source.",
@@ -72,8 +76,18 @@ _OPTIONS = [
         help="Seconds that running requests have to finish after Ctrl-C or SIGTERM.",
     ),
     option(
-        "--alias", "aliases", env="ALIAS", multiple=True, metavar="NAME",
-        help="Additional name of the model; may be given several times.",
+        "-a", "--alias", "aliases", env="ALIAS", multiple=True, metavar="NAMES", callback=_split_at_commas,
+        help="Names of the model, separated by commas. Responses show the alphabetically first one instead of the "
+        "file's name; may be given several times.",
+    ),
+    option(
+        "--tags", env="TAGS", multiple=True, metavar="TAGS", callback=_split_at_commas,
+        help="Words about the model for /v1/models, separated by commas; may be given several times.",
+    ),
+    option(
+        "--strict-model", env="STRICT_MODEL", is_flag=True,
+        help="Refuse requests that name a model other than the loaded one and its aliases. Without it: the loaded "
+        "model answers to any name.",
     ),
     chat_template_option,
     option(
@@ -104,6 +118,8 @@ def server_options(command: Command) -> Command:
             limits=limits,
             cors_origins=arguments.pop("cors_origins"),
             aliases=arguments.pop("aliases"),
+            tags=arguments.pop("tags"),
+            strict_model=arguments.pop("strict_model"),
             drain_timeout=arguments.pop("drain_timeout"),
             data_dir=arguments.pop("data_dir"),
             chat_template=arguments.pop("chat_template"),

@@ -65,6 +65,8 @@ _INVALID: dict[type[InvalidRequest], tuple[int, str]] = {
     Conflict: (409, "conflict"),
 }
 """Status and code of each kind of invalid request; all others have status 400 and no code."""
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+"""Code of each status that aiohttp's exceptions have."""
 
 
 def api_error(error: BaseException) -> ApiError:
@@ -80,7 +82,7 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(status, str(error), kind, code=code)
     if isinstance(error, web.HTTPException):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return ApiError(error.status, error.text or error.reason, kind)
+        return ApiError(error.status, error.text or error.reason, kind, code=_HTTP_CODES.get(error.status))
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details", "server_error")
 

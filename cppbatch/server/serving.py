@@ -57,9 +57,10 @@ class Serving:
         return self.client.info
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the model: its own, then the aliases."""
-        return (self.info.name, *self.settings.aliases)
+    def name(self) -> str:
+        """The name of the model in responses: the alphabetically first alias, as in llama-server; without aliases the
+        name of the file."""
+        return min(self.settings.aliases, default=self.info.name)
 
     @property
     def template(self) -> str | None:
@@ -67,19 +68,23 @@ class Serving:
         return self.settings.chat_template or self.info.chat_template
 
     def check(self, body: SamplingFields) -> None:
-        """Raises `InvalidRequest` for an unknown model, and for a request beyond the limits."""
+        """Raises `InvalidRequest` for an unknown model with --strict-model, and for a request beyond the limits."""
         self.check_model(body.model)
         self.limits.check(body)
 
-    def answers_to(self, name: str) -> bool:
-        """Whether `name` means the model: also its own name without the types of weights at its end."""
-        return name in self.names or name in shorter_names(self.info.name)
+    def find_model(self, name: str) -> None:
+        """Raises `ModelNotFound` unless `name` is an alias or the name of the file, which may lack the types of weights
+        at its end."""
+        own = self.info.name
+        if name not in (own, *self.settings.aliases, *shorter_names(own)):
+            known = ", ".join(map(repr, (own, *self.settings.aliases)))
+            raise ModelNotFound(f"there is no {name!r} here; this server has {known} (--alias adds names)")
 
     def check_model(self, name: str | None) -> None:
-        """Raises `ModelNotFound` for an unknown model. `None` stands for the loaded model."""
-        if name is not None and not self.answers_to(name):
-            known = ", ".join(map(repr, self.names))
-            raise ModelNotFound(f"there is no {name!r} here; this server has {known} (--alias adds names)")
+        """With --strict-model, raises `ModelNotFound` for an unknown model; without, the loaded model answers to any
+        name. `None` stands for the loaded model."""
+        if self.settings.strict_model and name is not None:
+            self.find_model(name)
 
     def check_size(self, field: str, messages: Sequence[object], tools: Sequence[object] | None) -> None:
         """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools.

@@ -23,7 +23,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] = ()
     """The origins whose web pages may use the server; `*`: all."""
     aliases: tuple[str, ...] = ()
-    """Further names of the model, for clients with a fixed model name."""
+    """Names of the model. Responses show the alphabetically first one instead of the file's name, as in
+    llama-server."""
+    tags: tuple[str, ...] = ()
+    """Words about the model for `/v1/models`. They change nothing else."""
+    strict_model: bool = False
+    """Refuse requests that name another model."""
     drain_timeout: float = 30
     """Seconds that running requests have to finish when the server shuts down."""
     chat_template: str | None = None

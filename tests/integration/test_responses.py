@@ -121,9 +121,9 @@ def test_a_streamed_response_is_the_same_as_a_whole_one(client: openai.OpenAI) -
     assert n_cached == some(whole.usage).input_tokens - 1  # asked a second time
 
 
-def test_a_model_answers_to_its_aliases_and_without_a_name(client: openai.OpenAI) -> None:
-    assert ask(client, model="gpt-here").model == "gpt-here"
-    assert ask(client, model=openai.NOT_GIVEN).model == "tiny-llama"
+def test_a_model_answers_to_any_name_and_without_one(client: openai.OpenAI) -> None:
+    for name in ("gpt-here", "gpt-nine", openai.NOT_GIVEN):
+        assert ask(client, model=name).model == "gpt-here"
 
 
 def test_thoughts_text_and_calls_are_items_streamed_or_not(server: ChatServer, client: openai.OpenAI) -> None:
@@ -377,9 +377,7 @@ def test_what_a_client_sends_to_leave_nothing_stored_is_taken(client: openai.Ope
     assert ask(client, store=False, include=["reasoning.encrypted_content"], extra_body=extra).output_text
 
 
-def test_an_unknown_model_and_a_stored_response_are_the_clients_not_found_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="--alias"):
-        ask(client, model="gpt-nine")
+def test_a_stored_response_is_the_clients_not_found_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
 

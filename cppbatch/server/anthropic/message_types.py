@@ -216,7 +216,7 @@ class MessagesResponse(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    """The model's name in the request."""
+    """The name of the loaded model."""
     content: list[ResponseBlock]
     stop_reason: StopReason | None
     """pause_turn: the request's time was up. None in `message_start`."""

@@ -83,7 +83,7 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
     serving.check(body)
     chat = await _prepare_chat(body, serving)
     params = body.params(**chat.params)
-    builder = MessagesBuilder(body.model, chat, body.max_tokens)
+    builder = MessagesBuilder(serving.name, chat, body.max_tokens)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
     names = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in chat.renames.items()}
     if body.schema() is not None:

@@ -49,17 +49,15 @@ class BatchRequestHandler:
         *,
         defaults: dict[str, Any] | None = None,
         plain_max_tokens: int | None = None,
-        any_model: bool = False,
         priority: int | None = None,
         observe: ObserveEvents | None = None,
     ) -> None:
-        """`defaults`: body fields of requests that do not set them. `plain_max_tokens`: as in `FileJob`. `any_model`:
-        ignore the model that a request names. `priority`: overrides the requests' own. `observe`: called with the
-        events of a request and the number of its completions; yields the events unchanged."""
+        """`defaults`: body fields of requests that do not set them. `plain_max_tokens`: as in `FileJob`.
+        `priority`: overrides the requests' own. `observe`: called with the events of a request and the number of its
+        completions; yields the events unchanged."""
         self._serving = serving
         self._defaults = defaults or {}
         self._plain_max_tokens = plain_max_tokens
-        self._any_model = any_model
         self._priority = priority
         self._observe = observe
 
@@ -93,8 +91,6 @@ class BatchRequestHandler:
         fields = request.body
         if issubclass(kind, SamplingFields):
             fields = merge_fields(self._defaults, fields)
-        if self._any_model:
-            fields = {name: value for name, value in fields.items() if name != "model"}
         if fields.get("stream"):
             raise InvalidRequest("stream", "is true; responses to batch requests cannot be streamed")
         return await prepare(convert(fields, kind), self._serving)

@@ -96,7 +96,6 @@ async def run_offline(
             serving,
             defaults=job.defaults,
             plain_max_tokens=job.plain_max_tokens,
-            any_model=True,
             observe=offline.count_tokens,
         )
         runner = JobRunner(

@@ -12,7 +12,6 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, RequestUsage, TokenPiece
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import Endpoint, generation_endpoint, json_content, schema_ref
@@ -161,16 +160,17 @@ async def prepare_llama_completion(
     body: LlamaFields, serving: Serving, prompts: list[list[TokenPiece]]
 ) -> PreparedRequest:
     """The engine requests and the builder for these prompts. Raises `InvalidRequest`."""
+    serving.check_model(body.model)
     field_names = {ours: theirs for ours, theirs in _ALIASES.items() if getattr(body, theirs) is not None}
     try:
         body = await to_sampling_fields(body, serving)
-        serving.limits.check(body)  # as in llama-server, `model` is ignored
+        serving.limits.check(body)
         params = body.params(max_tokens=serving.limits.default_tokens(None), **_form(body))
         ids = [[token.id for token in prompt] for prompt in prompts]
         requests = serving.engine_requests(body, new_id("llama-"), ids, params)
     except InvalidRequest as error:
         raise InvalidRequest(field_names.get(error.field, error.field), error.message) from error
-    builder = LlamaCompletionBuilder(body, requests, prompts, serving.info)
+    builder = LlamaCompletionBuilder(body, requests, prompts, serving)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=field_names)
 
 
@@ -185,13 +185,14 @@ class LlamaCompletionBuilder(ResponseBuilder):
     """Builds the responses of `/completion` and `/infill`."""
 
     def __init__(
-        self, body: LlamaFields, requests: list[GenerationRequest], prompts: list[list[TokenPiece]], info: ModelInfo
+        self, body: LlamaFields, requests: list[GenerationRequest], prompts: list[list[TokenPiece]], serving: Serving
     ) -> None:
         super().__init__(n_candidates=body.n_candidates)
         self._body = body
         self._params = [request.params for request in requests]
         self._prompts = prompts
-        self._info = info
+        self._model = serving.name
+        self._max_sequence = serving.info.max_sequence
         self._prompt_only = body.n_predict == 0  # the events contain the echoed prompt, which is not shown
         self._n_predicted = [0] * len(requests)
         self._has_new_line = [False] * len(requests)
@@ -250,13 +251,13 @@ class LlamaCompletionBuilder(ResponseBuilder):
             tokens=[token for event in shown for token in event.tokens] if self._body.return_tokens else [],
             id_slot=_NO_SLOT,
             stop=True,
-            model=self._info.name,
+            model=self._model,
             tokens_predicted=n_predicted,
             tokens_evaluated=n_prompt,
             generation_settings=generation_settings(params, self._body, last.seed),
             prompt=detokenize(self._prompts[index // self.n_candidates]),
             has_new_line=self._has_new_line[index],
-            truncated=n_tokens >= self._info.max_sequence and n_predicted != params.max_tokens,
+            truncated=n_tokens >= self._max_sequence and n_predicted != params.max_tokens,
             stop_type=stop_type,
             stopping_word=last.stop or "",
             # The last token was not computed, unless it is followed by the end token.

@@ -93,7 +93,7 @@ async def props(request: web.Request) -> web.Response:
         Props(
             default_generation_settings=DefaultSettings(params=_default_settings(serving), n_ctx=info.max_sequence),
             total_slots=serving.client.config.n_parallel * len(await serving.client.workers()),
-            model_alias=info.name,
+            model_alias=serving.name,
             model_path=info.path,
             modalities=Modalities(),
             chat_template=serving.template or CHATML,

@@ -51,7 +51,7 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
     serving.check(body)
     chat = await prepare_chat(body, serving)
     params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
-    builder = ChatCompletionBuilder(body, serving.info.name, chat)
+    builder = ChatCompletionBuilder(body, serving.name, chat)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=chat.renames)
 

@@ -117,7 +117,7 @@ async def prepare_completion(
     form = {} if schema is None else {"json_schema": schema}
     params = body.params(max_tokens=serving.limits.default_tokens(default_max_tokens), **form)
     prompts: list[Prompt] = body.prompts()
-    builder = CompletionBuilder(body, serving.info.name)
+    builder = CompletionBuilder(body, serving.name)
     if body.suffix:
         prompts = [_fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
     requests = serving.engine_requests(body, builder.id, prompts, params)

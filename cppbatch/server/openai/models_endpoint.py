@@ -45,6 +45,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A model, as in OpenAI's API."""
 
     id: str
+    """The name of the model in responses."""
+    aliases: list[str]
+    """--alias."""
+    tags: list[str]
+    """--tags."""
     object: Literal["model"] = "model"
     created: int
     """When the server started, in seconds since 1970."""
@@ -61,29 +66,25 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """The loaded model, once for each of its names."""
-    serving = request.app[SERVING]
-    return json_response(ModelList(data=[await _model(serving, name) for name in serving.names]))
+    """The loaded model, as a list."""
+    return json_response(ModelList(data=[await _model(request.app[SERVING])]))
 
 
 @routes.get("/v1/models/{id:.+}")
 async def model(request: web.Request) -> web.Response:
-    """The loaded model by its id."""
-    name, serving = request.match_info["id"], request.app[SERVING]
-    if not serving.answers_to(name):
-        raise web.HTTPNotFound(
-            text=f"there is no model {name!r}; this server has {', '.join(map(repr, serving.names))}"
-        )
-    return json_response(await _model(serving, name))
+    """The loaded model by one of its names. Other names are not found, although requests may name them."""
+    serving = request.app[SERVING]
+    serving.find_model(request.match_info["id"])
+    return json_response(await _model(serving))
 
 
 ENDPOINTS = {
     ("get", "/v1/models"): query_endpoint("The loaded model, as a list", ModelList),
-    ("get", "/v1/models/{id}"): query_endpoint("The loaded model by its id", Model, (401, 404, 503)),
+    ("get", "/v1/models/{id}"): query_endpoint("The loaded model by one of its names", Model, (401, 404, 503)),
 }
 
 
-async def _model(serving: Serving, name: str) -> Model:
+async def _model(serving: Serving) -> Model:
     info, workers = serving.info, await serving.client.workers()
     meta = ModelMeta(
         description=info.description,
@@ -97,4 +98,10 @@ async def _model(serving: Serving, name: str) -> Model:
         size=info.size_bytes,
         workers=[ModelWorker(name=each.name, device=each.device, status=each.health.status) for each in workers],
     )
-    return Model(id=name, created=serving.started, meta=meta)
+    return Model(
+        id=serving.name,
+        aliases=sorted(serving.settings.aliases),
+        tags=list(serving.settings.tags),
+        created=serving.started,
+        meta=meta,
+    )

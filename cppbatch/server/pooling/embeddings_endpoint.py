@@ -87,7 +87,7 @@ async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> Prepar
         raise InvalidRequest("model", f"{info.name} is a reranker and has no embeddings; use /v1/rerank")
     if info.pooling is not None:
         check_dimensions(body.dimensions, info.n_embd)
-    builder = EmbeddingBuilder(body, info.name)
+    builder = EmbeddingBuilder(body, serving.name)
     requests = pooling_requests(body, serving, builder.id, body.inputs())
     return PreparedRequest(requests, builder, field_names={"prompt": "input"})
 

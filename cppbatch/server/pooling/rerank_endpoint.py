@@ -100,7 +100,7 @@ async def prepare_rerank(body: RerankRequest, serving: Serving) -> PreparedReque
     if info.pooling != "rank":
         raise InvalidRequest("model", f"{info.name} is no reranker; start the server with one to rank documents")
     pairs = [Pair(body.query, text) for text in body.texts()]
-    builder = RerankBuilder(body, info.name)
+    builder = RerankBuilder(body, serving.name)
     requests = pooling_requests(body, serving, builder.id, pairs)
     return PreparedRequest(requests, builder, field_names={"prompt": "documents"})
 

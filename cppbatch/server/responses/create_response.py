@@ -76,7 +76,7 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
         field_names=_CHAT_FIELD_NAMES,
     )
     params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
-    builder = ResponsesBuilder(body, body.model or serving.info.name, chat, params)
+    builder = ResponsesBuilder(body, serving.name, chat, params)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
     names = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in chat.renames.items()}
     if body.schema() is not None:
