@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 
 class CppBatchError(Exception):
     """Base class of all errors below."""
@@ -48,15 +50,32 @@ class InUse(StorageError):
     public = "the server's data folder is in use by another cppbatch"
 
 
+class ContextOverflow(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that is longer than the context."""
+
+    n_prompt_tokens: int
+    n_ctx: int
+    """Tokens that one request may have, prompt and completion together."""
+    advice: str = ""
+    """How the context of this engine can be made longer; "": it is as long as the model allows."""
+    is_least: bool = False
+    """Whether the prompt has `n_prompt_tokens` or more: it was too long to be tokenised."""
+
+
 class InvalidRequest(CppBatchError, ValueError):
     """One request is wrong; other requests are not affected.
 
     `field`: the request's field at fault, as the user wrote it ("temperature", "messages[2].role", ...).
+    `overflow`: set if the request is refused because its prompt is longer than the context.
     """
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, overflow: ContextOverflow | None = None) -> None:
         super().__init__(f"{field}: {message}")
-        self.field, self.message = field, message
+        self.field, self.message, self.overflow = field, message, overflow
+
+    def renamed(self, field: str) -> InvalidRequest:
+        """The same error under another name of the field."""
+        return InvalidRequest(field, self.message, self.overflow)
 
 
 class RequestCancelled(CppBatchError):

@@ -231,7 +231,7 @@ class EngineProcess(EngineClient):
             self._wake_stats_waiters()
         elif isinstance(message, Refused):
             if request := self._in_flight.get(message.number):
-                self._fail(request, InvalidRequest(message.field, message.message))
+                self._fail(request, InvalidRequest(message.field, message.message, message.overflow))
         elif isinstance(message, (Checked, Tokenized)) and (request := self._in_flight.get(message.number)):
             request.answer = message
             self._end(request, FinishReason.STOP)

@@ -18,6 +18,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState, TokenPiece
+from cppbatch.errors import ContextOverflow
 
 _MAX_FOLDER_PATH = 100  # characters; a socket's path may have about 107
 _FLUSH_TIMEOUT_MS = 5000
@@ -123,6 +124,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     number: int
     field: str
     message: str
+    overflow: ContextOverflow | None = None
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True):

@@ -114,7 +114,7 @@ class Worker:
         try:
             command = self._prepared(message)
         except InvalidRequest as error:
-            refused = Refused(number, error.field, error.message)
+            refused = Refused(number, error.field, error.message, error.overflow)
             self._step_loop.post(lambda engine: self._answer(number, refused))
         except RequestCancelled:
             self._step_loop.post(lambda engine: self._answer(number, _cancelled_event(number)))

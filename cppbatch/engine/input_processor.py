@@ -17,7 +17,7 @@ from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sampling.structured_output import GrammarCompiler
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import ContextOverflow, InvalidRequest
 
 _MIN_BYTES = 1 << 16  # a text of this length is tokenised, however short the context is
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
@@ -43,10 +43,10 @@ class InputProcessor:
         limit, n = self._info.max_sequence, len(prompt)
         if request.task == "embed":
             if n > limit:
-                raise InvalidRequest("prompt", f"has {n} tokens, and {self._limit_text()}")
+                raise self._too_long("prompt", f"has {n} tokens", n)
             return Seq(request, prompt, max_new=0, seed=0, now=arrived_at)
         if n >= limit:
-            raise InvalidRequest("prompt", f"has {n} tokens, and {self._limit_text()} for prompt and answer")
+            raise self._too_long("prompt", f"has {n} tokens", n, purpose=" for prompt and answer")
         wanted = request.params.max_tokens
         if wanted is not None and request.fit:
             wanted = min(wanted, limit - n)
@@ -103,16 +103,30 @@ class InputProcessor:
             message = "generates text; for embeddings use an embedding model, or set pooling='mean' (--pooling mean)"
             raise InvalidRequest("task", f"{info.name} {message}")
 
+    def _too_long(self, field: str, what: str, n: int, *, is_least: bool = False, purpose: str = "") -> InvalidRequest:
+        """The error for a field of `n` tokens (`is_least`: or more), which are too many; `what` says so."""
+        overflow = None
+        if field == "prompt":
+            limit = self._info.max_sequence
+            overflow = ContextOverflow(n_prompt_tokens=n, n_ctx=limit, advice=self._advice(), is_least=is_least)
+        return InvalidRequest(field, f"{what}, and {self._limit_text()}{purpose}", overflow)
+
     def _limit_text(self) -> str:
         limit = self._info.max_sequence
         if limit == self._info.n_ctx_train:
             return f"this model takes {limit}"
+        holder = "a step, in which it must be computed whole," if self._info.pooling else "this context"
+        return f"{holder} holds {limit} ({self._advice()} for more)"
+
+    def _advice(self) -> str:
+        """How requests may be longer; "" if the model takes no longer ones."""
+        limit = self._info.max_sequence
+        if limit == self._info.n_ctx_train:
+            return ""
         if self._info.pooling:
-            more = f"raise {named('n_batch')}, and {named('n_ctx')} if lower, for more"
-            return f"a step, in which it must be computed whole, holds {limit} ({more})"
+            return f"raise {named('n_batch')}, and {named('n_ctx')} if lower,"
         raised = f"raise {named('n_ctx')}"
-        shared = raised if limit == self._info.n_ctx else f"{raised} or lower {named('n_parallel')}"
-        return f"this context holds {limit} ({shared} for more)"
+        return raised if limit == self._info.n_ctx else f"{raised} or lower {named('n_parallel')}"
 
     def _prediction(self, request: GenerationRequest, cancelled: IsCancelled) -> npt.NDArray[np.int32] | None:
         """The tokens of the request's `prediction`, int32[n]; None: it has none."""
@@ -125,7 +139,7 @@ class InputProcessor:
         else:
             tokens = check_ids("prediction", prediction, self._vocab.n_tokens)
         if len(tokens) > self._info.max_sequence:
-            raise InvalidRequest("prediction", f"has {len(tokens)} tokens, and {self._limit_text()}")
+            raise self._too_long("prediction", f"has {len(tokens)} tokens", len(tokens))
         return tokens if len(tokens) else None
 
     def _tokens(self, prompt: Prompt, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
@@ -154,14 +168,14 @@ class InputProcessor:
         limit = self._info.max_sequence
         if isinstance(prompt, list):
             if len(prompt) > limit:
-                raise InvalidRequest(field, f"has {len(prompt)} tokens, and {self._limit_text()}")
+                raise self._too_long(field, f"has {len(prompt)} tokens", len(prompt))
             return
         texts = [prompt] if isinstance(prompt, str) else [prompt.query, prompt.document]
         n_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
         most = max(_MIN_BYTES, limit * self._vocab.longest_piece)
         if n_bytes > most:
-            message = f"is {n_bytes:,} bytes long, which are more than {limit} tokens, and {self._limit_text()}"
-            raise InvalidRequest(field, message)
+            what = f"is {n_bytes:,} bytes long, which are more than {limit} tokens"
+            raise self._too_long(field, what, -(-n_bytes // self._vocab.longest_piece), is_least=True)
 
     def _pair(self, pair: Pair) -> npt.NDArray[np.int32]:
         if self._info.pooling is None:

@@ -172,7 +172,7 @@ def _prepare_all(
         try:
             sequences.append(_prepare(engine, prompt, its, options))
         except InvalidRequest as error:
-            raise InvalidRequest(f"{field}[{i // of}]", str(error)) from error
+            raise InvalidRequest(f"{field}[{i // of}]", str(error), error.overflow) from error
     return sequences
 
 

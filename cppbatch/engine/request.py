@@ -10,7 +10,7 @@ import msgspec
 
 from cppbatch.config import MOST_LORA_SCALE
 from cppbatch.engine.params import INT32_MAX, SamplingParams, instance, number, shown, token_ids
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import ContextOverflow, InvalidRequest
 
 _MAX_TIMEOUT = 30 * 24 * 3600  # seconds
 
@@ -226,6 +226,8 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The error message, if the finish reason is `error`."""
     error_field: str | None = None
     """The field of the request that caused the error; None: the engine failed."""
+    overflow: ContextOverflow | None = None
+    """As in `InvalidRequest`, for a request of a list that was refused."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,9 +8,11 @@ from typing import Literal, NamedTuple
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from msgspec import UNSET, UnsetType
 
 from cppbatch.errors import (
     Conflict,
+    ContextOverflow,
     CppBatchError,
     EngineClosed,
     GenerationFailed,
@@ -34,6 +36,8 @@ class ApiError(NamedTuple):
     param: str | None = None
     """The request's field at fault."""
     code: str | None = None
+    overflow: ContextOverflow | None = None
+    """Set if the prompt is longer than the context. Each API has a message of its own for it."""
 
 
 class TooManyRequests(CppBatchError):
@@ -69,9 +73,16 @@ _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_la
 """Code of each status that aiohttp's exceptions have."""
 
 
+_OVERFLOW = "exceed_context_size_error"
+"""llama-server's type for a prompt that is longer than the context. The code is OpenAI's."""
+
+
 def api_error(error: BaseException) -> ApiError:
     """The error that the client gets for an exception. Logs exceptions that are not expected."""
     if isinstance(error, InvalidRequest):
+        if error.overflow:
+            message = _overflow_message(error.field, error.overflow)
+            return ApiError(400, message, _OVERFLOW, error.field, "context_length_exceeded", error.overflow)
         status, code = _INVALID.get(type(error), (400, None))
         return ApiError(status, str(error), "invalid_request_error", error.field, code)
     if isinstance(error, StorageError):  # its message names files of the server
@@ -87,6 +98,16 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details", "server_error")
 
 
+def _overflow_message(field: str, overflow: ContextOverflow) -> str:
+    """In OpenAI's words and llama-server's: clients that shorten a conversation recognise either."""
+    n, or_more = overflow.n_prompt_tokens, " or more" if overflow.is_least else ""
+    advice = f", or {overflow.advice} on the server" if overflow.advice else ""
+    return (
+        f"This model's maximum context length is {overflow.n_ctx} tokens. However, your {field} resulted in {n} tokens"
+        f"{or_more}, which exceeds the available context size. Please reduce the length of the {field}{advice}."
+    )
+
+
 # --- the error format of each API -----------------------------------------------------------------------------------
 
 
@@ -95,10 +116,15 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     message: str
     type: str
-    """invalid_request_error, authentication_error, rate_limit_error or server_error."""
+    """invalid_request_error, authentication_error, rate_limit_error or server_error; exceed_context_size_error, as on
+    llama-server, for a prompt that is longer than the context: its code is OpenAI's, context_length_exceeded."""
     param: str | None
     """The request's field at fault."""
     code: str | None
+    n_prompt_tokens: int | UnsetType = UNSET
+    """For a prompt that is longer than the context: its tokens; fewer, if it is too long to be tokenised."""
+    n_ctx: int | UnsetType = UNSET
+    """For a prompt that is longer than the context: the tokens that prompt and completion may have together."""
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +139,10 @@ class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     """Follows the HTTP status."""
     message: str
+    n_prompt_tokens: int | UnsetType = UNSET
+    """As in `ErrorDetail`."""
+    n_ctx: int | UnsetType = UNSET
+    """As in `ErrorDetail`."""
 
 
 class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,11 +171,27 @@ def error_body(path: str, error: ApiError) -> ErrorResponse | AnthropicErrorResp
 
 def openai_error(error: ApiError) -> ErrorResponse:
     """OpenAI's error object."""
-    return ErrorResponse(error=ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code))
+    return ErrorResponse(
+        error=ErrorDetail(
+            message=error.message,
+            type=error.type,
+            param=error.param,
+            code=error.code,
+            n_prompt_tokens=error.overflow.n_prompt_tokens if error.overflow else UNSET,
+            n_ctx=error.overflow.n_ctx if error.overflow else UNSET,
+        )
+    )
 
 
 def anthropic_error(error: ApiError) -> AnthropicErrorResponse:
     """Anthropic's error object."""
+    if overflow := error.overflow:
+        n, most = overflow.n_prompt_tokens, min(overflow.n_ctx, overflow.n_prompt_tokens - 1)  # an answer needs one too
+        message = f"prompt is too long: {n} tokens > {most} maximum"
+        detail = AnthropicErrorDetail(
+            type="invalid_request_error", message=message, n_prompt_tokens=n, n_ctx=overflow.n_ctx
+        )
+        return AnthropicErrorResponse(error=detail)
     default = "invalid_request_error" if error.status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(error.status, default)
     return AnthropicErrorResponse(error=AnthropicErrorDetail(type=kind, message=error.message))

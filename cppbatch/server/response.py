@@ -102,7 +102,7 @@ def raise_failure(event: GenerationEvent) -> None:
     """Raises for the last event of a failed completion: `InvalidRequest` if the request is at fault, otherwise
     `GenerationFailed` or `EngineClosed`."""
     if event.error_field:
-        raise InvalidRequest(event.error_field, event.error or "the text cannot go on")
+        raise InvalidRequest(event.error_field, event.error or "the text cannot go on", event.overflow)
     if event.finish_reason is FinishReason.ERROR:
         raise GenerationFailed(event.error or "the generation failed")
     if event.finish_reason is FinishReason.CANCELLED:  # not by the client, which would have closed the connection
@@ -137,7 +137,7 @@ class PreparedRequest:
             yield
         except InvalidRequest as error:
             names = {"task": "model", **self.field_names}
-            raise InvalidRequest(names.get(error.field, error.field), error.message) from error
+            raise error.renamed(names.get(error.field, error.field)) from error
 
 
 async def respond(

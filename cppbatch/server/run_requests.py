@@ -157,7 +157,11 @@ def _failed(request: GenerationRequest, error: Exception) -> GenerationEvent:
     """The last event of a request that ended with an exception."""
     if isinstance(error, InvalidRequest):
         return GenerationEvent(
-            request_id=request.id, finish_reason=FinishReason.ERROR, error=error.message, error_field=error.field
+            request_id=request.id,
+            finish_reason=FinishReason.ERROR,
+            error=error.message,
+            error_field=error.field,
+            overflow=error.overflow,
         )
     if isinstance(error, EngineClosed):
         return GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)

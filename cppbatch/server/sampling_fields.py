@@ -162,17 +162,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         try:
             return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
         except InvalidRequest as error:
-            raise InvalidRequest(aliases.get(error.field, error.field), error.message) from error
+            raise error.renamed(aliases.get(error.field, error.field)) from error
 
     def schema(self) -> dict[str, Any] | bool | None:
         """The JSON schema of `response_format`, None for free text. Raises `InvalidRequest`."""
         return self.response_format.wanted() if self.response_format else None
-
-    @property
-    def clamps_max_tokens(self) -> bool:
-        """Whether `max_tokens` is reduced to what the context holds (`GenerationRequest.fit`), instead of refusing the
-        request. By default, if the client has not given it."""
-        return self.max_tokens is None
 
     def options(self) -> dict[str, Any]:
         """The given fields of `GenerationRequest`: priority, timeouts, caching, adapters. Raises `InvalidRequest`."""

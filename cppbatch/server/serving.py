@@ -18,7 +18,7 @@ from cppbatch.engine.best_of import expand
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams, replaced
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.models.find import shorter_names
 from cppbatch.server.api_errors import ModelNotFound
 from cppbatch.server.limits import Limits
@@ -93,7 +93,9 @@ class Serving:
         """
         most = self.info.max_sequence
         if len(messages) > most:
-            raise InvalidRequest(field, f"has {len(messages):,} messages; the context holds {most:,} tokens")
+            overflow = ContextOverflow(n_prompt_tokens=len(messages), n_ctx=most, is_least=True)
+            message = f"has {len(messages):,} messages; the context holds {most:,} tokens"
+            raise InvalidRequest(field, message, overflow)
         if tools and len(tools) > _MAX_TOOLS:
             raise InvalidRequest("tools", f"has {len(tools):,} tools; the limit is {_MAX_TOOLS:,}")
 
@@ -130,7 +132,7 @@ class Serving:
             field = error.field
             for ours, theirs in field_names.items():
                 field = field.replace(ours, theirs)
-            raise InvalidRequest(field, error.message) from error
+            raise error.renamed(field) from error
 
     def engine_requests(
         self, body: SamplingFields, name: str, prompts: Sequence[Prompt], params: SamplingParams
@@ -143,7 +145,7 @@ class Serving:
         if len(prompts) * n > _MAX_SEQUENCES:
             message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MAX_SEQUENCES}"
             raise InvalidRequest("prompt", message)
-        options = body.options() | {"timeout": self.limits.timeout(body.timeout), "fit": body.clamps_max_tokens}
+        options = body.options() | {"timeout": self.limits.timeout(body.timeout), "fit": True}
         each = expand([params], n, ranked=n > body.n_choices)
         requests = []
         for p, prompt in enumerate(prompts):

@@ -107,11 +107,6 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
     metadata: Json | None = None
     """Not used."""
 
-    @property
-    def clamps_max_tokens(self) -> bool:
-        """Always: Anthropic's `max_tokens` is an upper limit and may exceed the context."""
-        return True
-
     def functions(self) -> list[Json]:
         """The tools as OpenAI's objects. Raises `InvalidRequest` for tools that Anthropic's servers would run."""
         return [_function(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or [])]

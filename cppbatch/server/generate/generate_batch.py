@@ -119,7 +119,7 @@ class GenerateBatchBuilder(ResponseBuilder):
         """Makes this error the result of an item."""
         if isinstance(error, InvalidRequest):
             field = "model" if error.field == "task" else error.field  # the model decides the task
-            error = InvalidRequest(self._items[item].field_name(field), error.message)
+            error = error.renamed(self._items[item].field_name(field))
         self._errors[item] = openai_error(api_error(error)).error
 
     def record(self, index: int, event: GenerationEvent) -> None:

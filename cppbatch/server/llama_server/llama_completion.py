@@ -169,7 +169,7 @@ async def prepare_llama_completion(
         ids = [[token.id for token in prompt] for prompt in prompts]
         requests = serving.engine_requests(body, new_id("llama-"), ids, params)
     except InvalidRequest as error:
-        raise InvalidRequest(field_names.get(error.field, error.field), error.message) from error
+        raise error.renamed(field_names.get(error.field, error.field)) from error
     builder = LlamaCompletionBuilder(body, requests, prompts, serving)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=field_names)
 

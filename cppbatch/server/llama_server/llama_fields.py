@@ -72,11 +72,6 @@ class LlamaFields(SamplingFields, kw_only=True):
     logit_bias: dict[str, Any] | list[Any] | None = None  # type: ignore[assignment]
     """An object, or pairs of a token id or a text and a bias. The bias false suppresses the tokens."""
 
-    @property
-    def clamps_max_tokens(self) -> bool:
-        """Always: as on llama-server, a text ends where the context is full."""
-        return True
-
 
 Fields = TypeVar("Fields", bound=LlamaFields)
 

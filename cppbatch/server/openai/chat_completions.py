@@ -53,7 +53,9 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
     params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
     builder = ChatCompletionBuilder(body, serving.name, chat)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
-    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=chat.renames)
+    return PreparedRequest(
+        requests, builder, stream=bool(body.stream), field_names={"prompt": "messages", **chat.renames}
+    )
 
 
 async def prepare_chat(body: ChatCompletionRequest, serving: Serving) -> PreparedChat:

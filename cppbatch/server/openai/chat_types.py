@@ -163,11 +163,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     user: str | None = None
     """Not used."""
 
-    @property
-    def clamps_max_tokens(self) -> bool:
-        """As in `SamplingFields`."""
-        return super().clamps_max_tokens and self.max_completion_tokens is None
-
     def params(self, **defaults: Any) -> SamplingParams:
         """As in `SamplingFields`."""
         if self.top_logprobs is not None and not self.wants_logprobs:

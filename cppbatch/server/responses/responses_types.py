@@ -164,11 +164,6 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     """Must be absent: prompts are not stored."""
 
     @property
-    def clamps_max_tokens(self) -> bool:
-        """As in `SamplingFields`."""
-        return super().clamps_max_tokens and self.max_output_tokens is None
-
-    @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are shown."""
         return LOGPROBS in (self.include or []) or self.top_logprobs is not None
