@@ -1,4 +1,4 @@
-"""A prompt that is longer than the context, in every API: as llama-server's clients and as those of each API know it."""
+"""A prompt that is longer than the context, in every API, as the clients of llama-server and of each API know it."""
 
 from __future__ import annotations
 
