@@ -25,7 +25,7 @@ N_CTX = 256
 LONG = [5] * 300
 TEXT = "Hello world. " * 200
 CHAT = [{"role": "user", "content": TEXT}]
-OPENAI = {
+OPENAI: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/completions": ({"prompt": LONG}, "prompt"),
     "/v1/chat/completions": ({"messages": CHAT}, "messages"),
     "/v1/responses": ({"input": TEXT}, "input"),
@@ -33,7 +33,7 @@ OPENAI = {
     "/generate": ({"prompt": LONG}, "prompt"),
 }
 """Paths with too long a request, and the field at fault."""
-SHORT = {
+SHORT: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hello", "max_tokens": 10**6},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 10**6},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 10**6},
