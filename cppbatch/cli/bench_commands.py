@@ -170,6 +170,47 @@ def _chat_prompt(info: ModelInfo, message: str) -> str:
     return template.render([{"role": "user", "content": message}])
 
 
+# --- bench roofline ---------------------------------------------------------------------------------------------------
+
+_SET_BY_ROOFLINE = (
+    "n_ctx",
+    "n_parallel",
+    "prefix_cache",
+    "prefix_cache_ram",
+    "max_queue",
+    "swap_space",
+    "target_step_ms",
+    "prefer",
+    "spec",
+    "draft_max",
+    "draft_model",
+    "draft_gpu_layers",
+    "sampling",
+    "pooling",
+    "trace",
+)
+
+
+@bench.command()
+@option(
+    "-B", "--batch-sizes", callback=_numbers, default="1,2,4,8,16,32,64", metavar="N,N...",
+    help="Sequences that decode at the same time.",
+)  # fmt: skip
+@option("--prompt-tokens", type=int, default=64, help="Tokens of each sequence before its steps are measured.")
+@option("--repeats", type=int, default=3, help="Runs of each measurement, after a warm-up.")
+@report_options
+@partial(engine_options, without=_SET_BY_ROOFLINE)
+def roofline(*, config: EngineConfig, **sizes: Any) -> tuple[Report, Draw]:
+    """Shows whether decode steps are bound by memory or by compute, by batch size.
+
+    It measures how fast the device reads memory and multiplies matrices, and compares each step with that.
+    """
+    from cppbatch.bench.roofline.roofline import RooflineSizes, measure_roofline
+    from cppbatch.bench.roofline.roofline_plot import plot_roofline
+
+    return measure_roofline(config, RooflineSizes(**sizes), partial(click.echo, err=True)), plot_roofline
+
+
 # --- bench strategies -------------------------------------------------------------------------------------------------
 
 _SET_BY_STRATEGIES = (
