@@ -106,7 +106,7 @@ def _n_bytes(tensor: TensorInfo) -> float:
     if tensor.kind not in GGMLQuantizationType.__members__:
         raise ModelError(f"{tensor.name} is of {tensor.kind}, which the gguf package does not know; update it")
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.kind]]
-    return tensor.n_elements / block * size
+    return tensor.n_elements / float(block) * float(size)
 
 
 def _in_matrices(tensors: list[TensorInfo]) -> float:
