@@ -20,12 +20,13 @@ COMMAND = [sys.executable, "-m", "cppbatch"]
 class ServerProcess:
     """`cppbatch serve` with these arguments. `wait_ready` returns once it says where it listens.
 
-    `in_group`: its processes are a group of their own, which `kill_group` ends.
+    `in_group`: its processes are a group of their own, which `kill_group` ends. `python`: the interpreter that has
+    cppbatch, if it is not the one of the test.
     """
 
-    def __init__(self, *args: str | Path, in_group: bool = False) -> None:
+    def __init__(self, *args: str | Path, in_group: bool = False, python: str | Path = sys.executable) -> None:
         self.process = subprocess.Popen(
-            [*COMMAND, "serve", "--port", "0", *map(str, args)],
+            [str(python), "-m", "cppbatch", "serve", "--port", "0", *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,64 @@
+"""One `cppbatch serve` with the default model for all clients, and a few special servers.
+
+These tests run in environments without cppbatch (scripts/clients_environment.py), so the servers run in .venv.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients.serving import KEY, Serving
+from tests.server_process import ServerProcess
+
+PYTHON = Path(__file__).parents[2] / ".venv" / "bin" / "python"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def only_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Clients that report or download something by themselves do not; the user's settings have no effect."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("OPENAI_", "ANTHROPIC_", "HF_")):
+                patch.delenv(name)
+        for name in ("CPPBATCH_CONFIG", "XDG_DATA_HOME", "LLM_USER_PATH", "HF_HOME"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        patch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
+        patch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model as a user gets it: on most CPUs a requantised copy."""
+    code = "from cppbatch import pull_default; print(pull_default())"
+    return Path(subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+
+
+def serve(*args: str | Path) -> Iterator[Serving]:
+    with ServerProcess("--api-key", KEY, *args, python=PYTHON) as process:
+        yield Serving(process.wait_ready())
+
+
+@pytest.fixture(scope="session")
+def server(default_model: Path) -> Iterator[Serving]:
+    """The default model. `--deterministic`: a text at temperature 0 is the same alone and beside 15 others."""
+    yield from serve("-m", default_model, "--deterministic")
+
+
+@pytest.fixture(scope="session")
+def embedding_server(default_model: Path) -> Iterator[Serving]:
+    """Vectors instead of text."""
+    yield from serve("-m", default_model, "--pooling", "mean")
+
+
+@pytest.fixture(scope="session")
+def one_at_a_time(default_model: Path) -> Iterator[Serving]:
+    """Answers one request, lets another one wait, and refuses a third with 429."""
+    yield from serve("-m", default_model, "-np", "1", "-c", "2048", "--max-queue", "1")
