@@ -102,9 +102,8 @@ def test_the_tool_runner_calls_a_function_and_goes_on(client: anthropic.Anthropi
         return "snow"
 
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
-    runner = client.beta.messages.tool_runner(
-        messages=ASK, tools=[get_weather], tool_choice=choice, max_iterations=2, thread=False, **GREEDY | {"max_tokens": 128}
-    )
+    asking: Any = {**GREEDY, "max_tokens": 128, "messages": ASK, "tool_choice": choice, "max_iterations": 2}
+    runner = client.beta.messages.tool_runner(tools=[get_weather], thread=False, **asking)
     messages = list(runner)
     assert len(messages) == 2
     assert asked
