@@ -1,4 +1,9 @@
-"""Chat templates of many models, out of the source package of the pinned llama-cpp-python. None is kept here."""
+"""Parts of llama.cpp's sources, out of the source package of the pinned llama-cpp-python. None is kept here.
+
+They are fetched once a machine (76 MB). pip fetches them, since it knows the user's index and proxies. It prepares the
+package's metadata too, for which it installs build tools aside: most of the 45 seconds that it takes (7 when pip has it
+all in its cache).
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,39 @@ from platformdirs import user_cache_path
 
 from cppbatch.llama.library import PINNED_VERSION
 
-_INSIDE = "vendor/llama.cpp/models/templates"
+_TEMPLATES = PurePosixPath("models/templates")
+_SERVER_TESTS = PurePosixPath("tools/server/tests")
 
 
 def chat_templates() -> dict[str, str]:
-    """The templates by the names of their files, fetched once a machine (76 MB). Raises when they cannot be had.
+    """Chat templates of many models by the names of their files. Raises when they cannot be had."""
+    return {file.stem: file.read_text("utf-8") for file in sorted((_fetched() / _TEMPLATES).glob("*.jinja"))}
 
-    pip fetches them, since it knows the user's index and proxies. It prepares the package's metadata too, for which it
-    installs build tools aside: most of the 45 seconds that it takes (7 when pip has it all in its cache).
+
+def server_tests() -> Path:
+    """The folder of llama-server's own tests, with the chat templates where they look for them.
+
+    Raises when they cannot be had.
     """
-    folder = user_cache_path("cppbatch") / "sources" / f"llama-cpp-python-{PINNED_VERSION}-chat-templates"
+    return _fetched() / _SERVER_TESTS
+
+
+def _wanted(path: PurePosixPath) -> bool:
+    """Of the files in llama.cpp's repository."""
+    return (path.parent == _TEMPLATES and path.suffix == ".jinja") or _SERVER_TESTS in path.parents
+
+
+def _fetched() -> Path:
+    """A folder with the wanted files, laid out as in llama.cpp's repository."""
+    folder = user_cache_path("cppbatch") / "sources" / f"llama-cpp-python-{PINNED_VERSION}-templates-and-server-tests"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as work:
-            part = Path(work) / "templates"
+            part = Path(work) / "wanted"
             _unpack(_download(Path(work)), part)
             if not folder.is_dir():  # another run may have been faster
                 part.rename(folder)
-    return {file.stem: file.read_text("utf-8") for file in sorted(folder.glob("*.jinja"))}
+    return folder
 
 
 def _download(folder: Path) -> Path:
@@ -40,12 +60,14 @@ def _download(folder: Path) -> Path:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    folder.mkdir()
     with tarfile.open(archive) as package:
         for member in package:
-            path = PurePosixPath(member.name)
-            if member.isfile() and path.suffix == ".jinja" and str(path.parent).endswith(_INSIDE):
+            _, _, inside = member.name.partition("/vendor/llama.cpp/")
+            path = PurePosixPath(inside)
+            if inside and member.isfile() and _wanted(path):
                 content = package.extractfile(member)
                 assert content is not None
-                (folder / path.name).write_bytes(content.read())
-    assert any(folder.iterdir()), f"{archive.name} has no chat templates in {_INSIDE}"
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(content.read())
+    for part in (_TEMPLATES, _SERVER_TESTS):
+        assert (folder / part).is_dir(), f"{archive.name} has no {part} of llama.cpp"

@@ -6,6 +6,7 @@ Every builder takes the path to write and returns it; each takes well under a se
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,17 @@ def encoder_only(
     rerank_template: str | None = None,
     n_ctx_train: int = N_CTX_TRAIN,
     rotary: bool = False,
+    words: Sequence[str] = (),
+    seed: int = 0,
 ) -> Path:
     """BERT, with mean pooling unless told otherwise: embeds text, cannot continue it.
 
     `n_scores`: it is a reranker with so many outputs, labelled "0", "1" ... `rotary`: Nomic's kind, whose SiLU is exact
-    on a CPU, where GELU is looked up in a table of 16-bit floats.
+    on a CPU, where GELU is looked up in a table of 16-bit floats. `words`: words that are one token.
     """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     ascii_marks = [chr(c) for c in range(0x21, 0x7F)]
-    pieces = [*special, *("\u2581" + c for c in ascii_marks), *ascii_marks]
+    pieces = [*special, *("\u2581" + c for c in [*ascii_marks, *words]), *ascii_marks]
     writer = gguf.GGUFWriter(path, "nomic-bert" if rotary else "bert")
     _add_sizes(writer, n_ctx_train)
     writer.add_rope_freq_base(10_000.0)
@@ -145,7 +148,7 @@ def encoder_only(
         writer.add_classifier_output_labels([str(i) for i in range(n_scores)])
         weights += [matrix("cls", N_EMBD, N_EMBD), Weight("cls.bias", (N_EMBD,), std=0.1)]
         weights += [matrix("cls.output", n_scores, N_EMBD, 3.0), Weight("cls.output.bias", (n_scores,))]
-    return write_gguf(path, writer, weights)
+    return write_gguf(path, writer, weights, seed=seed)
 
 
 def reranker(path: PathLike, **kwargs: Any) -> Path:

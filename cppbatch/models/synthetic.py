@@ -184,6 +184,7 @@ def write_llama(
     chat_template: str | None = None,
     vocab: GgufVocab | None = None,
     silent: Sequence[int] = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED),
+    output_gain: float = 4.0,
     encode: Encode = quantize,
     max_random: int = _MAX_RANDOM,
 ) -> Path:
@@ -191,8 +192,8 @@ def write_llama(
 
     `quant`: the type of the matrices, a key of `QUANTS`; vectors stay F32. llama.cpp's repacked and AMX kernels need
     n_embd and n_ff to be multiples of 256, and a vocabulary of 512. `vocab`: None for `byte_vocab()`. Tokens of the
-    types in `silent` have logit 0, far below the highest ones, so greedy text does not end by chance. `encode` may know
-    more types than `QUANTS`. `max_random`: random values per matrix; a larger matrix repeats them. Raises ValueError
+    types in `silent` have logit 0, far below the highest ones, so greedy text does not end by chance. `output_gain`: how
+    far apart the logits are. `encode` may know more types than `QUANTS`. `max_random`: random values per matrix; a larger matrix repeats them. Raises ValueError
     for an unknown `quant` or a size that is not a multiple of its block (32), OSError if the file cannot be written.
     """
     shape = shape or LlamaShape()
@@ -211,7 +212,7 @@ def write_llama(
     add_vocab(writer, vocab)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
-    weights = _llama_weights(shape, vocab, silent)
+    weights = _llama_weights(shape, vocab, silent, output_gain)
     return write_gguf(path, writer, weights, quant=quant, seed=seed, encode=encode, max_random=max_random)
 
 
@@ -342,12 +343,14 @@ def _values(weight: Weight, kind: Any, rng: np.random.Generator, encode: Encode,
     return out
 
 
-def _llama_weights(shape: LlamaShape, vocab: GgufVocab, silent: Sequence[int]) -> Iterable[Weight]:
+def _llama_weights(
+    shape: LlamaShape, vocab: GgufVocab, silent: Sequence[int], output_gain: float = 4.0
+) -> Iterable[Weight]:
     """The gains keep generated text varied: attention selects a few tokens, and layers outweigh the embedding."""
     n_embd, n_vocab = shape.n_embd, len(vocab.pieces)
     n_kv = n_embd // shape.n_head * shape.n_head_kv
     if shape.tied:
-        yield matrix("token_embd", n_vocab, n_embd, 4.0, zero_rows=vocab.ids(*silent))
+        yield matrix("token_embd", n_vocab, n_embd, output_gain, zero_rows=vocab.ids(*silent))
     else:
         yield Weight("token_embd.weight", (n_vocab, n_embd), std=0.5)
     for i in range(shape.n_layer):
@@ -362,4 +365,4 @@ def _llama_weights(shape: LlamaShape, vocab: GgufVocab, silent: Sequence[int]) -
         yield matrix(f"blk.{i}.ffn_down", n_embd, shape.n_ff)
     yield norm("output_norm", n_embd)
     if not shape.tied:
-        yield matrix("output", n_vocab, n_embd, 4.0, zero_rows=vocab.ids(*silent))
+        yield matrix("output", n_vocab, n_embd, output_gain, zero_rows=vocab.ids(*silent))

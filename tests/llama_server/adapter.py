@@ -1,0 +1,84 @@
+"""Starts `cppbatch serve` with the flags that llama-server's tests give to llama-server, in place of this process.
+
+It imports nothing of the project, since it runs at least once in each test.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+LEFT_OUT = {
+    "--cont-batching",  # always
+    "--embedding",  # the model's kind says it
+    "--reranking",
+    "--jinja",  # always
+    "--no-jinja",
+    "--offline",  # nothing is fetched for a file
+    "--swa-full",  # as the model needs it
+    "--no-ui",  # there is none
+    "--no-models-autoload",  # there is no router
+    "--metrics",  # always
+    "--slots",  # always
+    "--no-slots",
+    "--context-shift",
+    "--no-cache-idle-slots",
+    "--ui-mcp-proxy",
+    "--no-mmproj",
+}
+"""Flags without a value that cppbatch does not have."""
+
+LEFT_OUT_WITH_VALUE = {
+    "--temp",
+    "--seed",
+    "--n-predict",
+    "--tags",
+    "--slot-save-path",
+    "--reasoning",
+    "--reasoning-format",
+    "--spec-type",
+    "--spec-draft-n-min",
+    "--spec-synth-len",
+    "--spec-synth-rates",
+    "--sleep-idle-seconds",
+    "--models-max",
+    "--models-preset",
+    "--models-dir",
+    "--mmproj-url",
+    "--media-path",
+    "--tools",
+    "--tools-runtime",
+    "--mcp-servers-config",
+    "--mcp-servers-json",
+}
+"""Flags with a value that cppbatch does not have."""
+
+OTHERWISE = {
+    "--chat-template-file": ["--chat-template"],
+    "--cors-origins": ["--cors-origin"],
+    "--kv-unified": ["--kv-layout", "unified"],
+    "--model-draft": ["--draft-model"],
+    "--spec-draft-n-max": ["--draft-max"],
+    "--cache-ram": ["--prefix-cache-ram"],
+}
+"""Flags that cppbatch calls otherwise. A value follows as it is."""
+
+
+def cppbatch_flags(flags: list[str]) -> list[str]:
+    """llama-server's flags as cppbatch takes them."""
+    translated: list[str] = []
+    rest = iter(flags)
+    for flag in rest:
+        if flag in LEFT_OUT_WITH_VALUE:
+            next(rest)
+        elif flag not in LEFT_OUT:
+            translated += OTHERWISE.get(flag, [flag])
+    if "--kv-unified" not in flags:
+        translated += ["--kv-layout", "per-sequence"]  # llama-server divides -c by -np then, as the tests expect
+    if "--model" not in flags:  # a router's tests, some of which ask for nothing that needs one
+        translated += ["--model", os.path.join(os.environ["RING_MODELS"], "test-model-stories260K.gguf")]
+    return [*translated, "--no-profile", "--drain-timeout", "1"]
+
+
+if __name__ == "__main__":
+    os.execv(sys.executable, [sys.executable, "-m", "cppbatch", "serve", *cppbatch_flags(sys.argv[1:])])

@@ -1,0 +1,85 @@
+"""What is known of llama-server's tests (`known.toml`), and what a run says against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from tests.llama_server.ring import Outcome
+
+
+class KnownFile(msgspec.Struct, forbid_unknown_fields=True):
+    """Of one file of tests. Keys: a test, a function of which no case passes, or * for all tests; values: why."""
+
+    passed: int
+    """Tests that llama-server passes with the made models."""
+    not_here: dict[str, str] = {}
+    """Tests that llama-server does not pass with the made models either."""
+    exceptions: dict[str, str] = {}
+    """Tests that llama-server passes and cppbatch does not."""
+
+    def is_not_here(self, test: str) -> bool:
+        """Whether llama-server does not pass it here."""
+        return _reason(self.not_here, test) is not None
+
+    def is_exception(self, test: str) -> bool:
+        """Whether llama-server passes it, and cppbatch is not to."""
+        return _reason(self.exceptions, test) is not None
+
+    def fails_on_cppbatch(self, test: str) -> bool:
+        """Whether it is not to pass on cppbatch; one that llama-server does not pass here may."""
+        return self.is_not_here(test) or self.is_exception(test)
+
+
+def read_known() -> dict[str, KnownFile]:
+    """By the names of the files."""
+    text = Path(__file__).with_name("known.toml").read_bytes()
+    return msgspec.toml.decode(text, type=dict[str, KnownFile])
+
+
+def surprises_of_llama_server(known: KnownFile, outcomes: Mapping[str, Outcome]) -> Iterable[str]:
+    """What is otherwise than `known` says, where llama-server was run."""
+    for test, outcome in outcomes.items():
+        listed = known.is_not_here(test)
+        if outcome.result == "failed" and not listed:
+            yield f"{test}: llama-server does not pass here: {outcome.why}"
+        elif outcome.result == "passed" and listed:
+            yield f"{test}: llama-server passes: it is not to be in not_here"
+
+
+def surprises_of_cppbatch(known: KnownFile, outcomes: Mapping[str, Outcome]) -> Iterable[str]:
+    """The same where cppbatch was run."""
+    for test, outcome in outcomes.items():
+        if known.is_not_here(test):
+            continue
+        listed = known.is_exception(test)
+        if outcome.result == "failed" and not listed:
+            yield f"{test}: fails: {outcome.why}"
+        elif outcome.result == "passed" and listed:
+            yield f"{test}: passes now: it is no longer an exception"
+
+
+def unknown_names(known: KnownFile, tests: Iterable[str]) -> Iterable[str]:
+    """Names in `known` that no test has."""
+    found = {name for test in tests for name in _names(test)}
+    yield from (f"{name}: there is no such test" for name in [*known.not_here, *known.exceptions] if name not in found)
+
+
+def n_passed_by_llama_server(known: KnownFile, outcomes: Mapping[str, Outcome]) -> int:
+    """How many of these tests it passes here."""
+    return sum(o.result != "skipped" and not known.is_not_here(test) for test, o in outcomes.items())
+
+
+def n_passed_by_cppbatch(known: KnownFile, outcomes: Mapping[str, Outcome]) -> int:
+    """How many of those cppbatch passed."""
+    return sum(o.result == "passed" and not known.is_not_here(test) for test, o in outcomes.items())
+
+
+def _names(test: str) -> tuple[str, str, str]:
+    return test, test.partition("[")[0], "*"
+
+
+def _reason(names: Mapping[str, str], test: str) -> str | None:
+    return next((names[name] for name in _names(test) if name in names), None)
