@@ -192,8 +192,9 @@ def write_llama(
 
     `quant`: the type of the matrices, a key of `QUANTS`; vectors stay F32. llama.cpp's repacked and AMX kernels need
     n_embd and n_ff to be multiples of 256, and a vocabulary of 512. `vocab`: None for `byte_vocab()`. Tokens of the
-    types in `silent` have logit 0, far below the highest ones, so greedy text does not end by chance. `output_gain`: how
-    far apart the logits are. `encode` may know more types than `QUANTS`. `max_random`: random values per matrix; a larger matrix repeats them. Raises ValueError
+    types in `silent` have logit 0, far below the highest ones, so greedy text does not end by chance. `output_gain`:
+    the spread of the other logits. `encode` may know more types than `QUANTS`. `max_random`: random values per matrix;
+    a larger matrix repeats them. Raises ValueError
     for an unknown `quant` or a size that is not a multiple of its block (32), OSError if the file cannot be written.
     """
     shape = shape or LlamaShape()
