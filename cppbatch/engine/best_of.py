@@ -41,7 +41,7 @@ def likeliest(completions: list[Completion], n: int, of: int) -> list[Completion
     """From each group of `of` completions the `n` with the highest mean log-probability, the best first."""
 
     def badness(completion: Completion) -> float:
-        return -mean_logprob(completion.logprobs, len(completion.tokens))
+        return -mean_logprob(completion.logprobs, completion.usage.completion_tokens)
 
     groups = [completions[i : i + of] for i in range(0, len(completions), of)]
     return [best for group in groups for best in sorted(group, key=badness)[:n]]

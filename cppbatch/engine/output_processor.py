@@ -59,6 +59,7 @@ class OutputProcessor:
             sequence.error, sequence.error_field = sampled.error, sampled.error_field
             return FinishReason.ERROR
         if self._ends_text(sequence, sampled.token):
+            sequence.has_end_token, sequence.output.end_logprob = True, sampled.logprob
             return FinishReason.STOP
         return self._append(sequence, sampled.token, sampled.logprob) or self._append_forced(sequence)
 
@@ -141,6 +142,9 @@ class OutputProcessor:
     def _last_event(output: StepOutput) -> GenerationEvent:
         sequence = output.sequence
         output.text += sequence.text.flush()
+        if output.end_logprob:
+            offset = sequence.echoed + sequence.text.n_characters
+            output.text_logprobs.append(msgspec.structs.replace(output.end_logprob, text_offset=offset))
         return GenerationEvent(
             request_id=sequence.id,
             text=output.text,

@@ -172,8 +172,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     """The text begins with the prompt, and the log-probabilities, if any, with those of the prompt."""
     logprobs: int | None = None
-    """Return log-probabilities of the sampled tokens, and of this many (0 to 20) likeliest tokens at each position:
-    those of the model itself, before temperature, penalties and filters."""
+    """Return log-probabilities of the sampled tokens, including the end token that ended the text, and of this many (0
+    to 20) likeliest tokens at each position: those of the model itself, before temperature, penalties and filters."""
 
     json_schema: str | dict[str, Any] | bool | None = None
     """The text is JSON of this schema, which is an object or its JSON text."""

@@ -166,6 +166,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
     completion_tokens: int
+    """Generated tokens, with the end token if the model generated one."""
     drafted_tokens: int = 0
     """Draft tokens that were verified (speculative decoding)."""
     accepted_tokens: int = 0

@@ -67,6 +67,8 @@ class StepOutput:
     n_detokenized: int = 0
     """Tokens whose text is in `text`."""
     text: str = ""
+    end_logprob: TokenLogprob | None = None
+    """Of the end token, which ended the sequence and has no text."""
     text_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities with their offsets in the text."""
     event: GenerationEvent | None = None
@@ -108,6 +110,7 @@ class Seq:
         "embedding",
         "error",
         "error_field",
+        "has_end_token",
         "first_token_at",
         "max_new",
         "moving",
@@ -179,6 +182,7 @@ class Seq:
         self.embedding: bytes | None = None  # the result of an embedding request
         self.error: str | None = None
         self.error_field: str | None = None  # the field of the request that caused the error
+        self.has_end_token = False  # whether an end token ended it, which is not among `tokens`
         self.arrived_at = now
         self.admitted_at = self.first_token_at = 0.0
 
@@ -312,7 +316,7 @@ class Seq:
             prompt_tokens=self.n_prompt,
             # After a preemption the sequence may find tokens of its completion in the prefix cache too.
             cached_tokens=min(self.n_cached, self.n_prompt),
-            completion_tokens=self.n_generated,
+            completion_tokens=self.n_generated + self.has_end_token,
             drafted_tokens=self.n_drafted,
             accepted_tokens=self.n_accepted,
             queue_seconds=queued_until - self.arrived_at,

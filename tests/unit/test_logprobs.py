@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cppbatch import Completion, SamplingParams
 from cppbatch.config import Sharing
+from cppbatch.engine.best_of import mean_logprob
 from cppbatch.engine.request import TokenLogprob
 from cppbatch.engine.sampling.token_logprobs import RowLogprobs
 from cppbatch.llama import Batch
@@ -81,9 +82,13 @@ def assert_those_of(
 
 def assert_hashed(result: Completion, prompt: list[int], params: SamplingParams) -> None:
     """Exact, of the fake model."""
-    n = len(result.tokens) + (len(prompt) if params.echo else 0)
+    n_ends = result.usage.completion_tokens - len(result.tokens)
+    n = len(result.tokens) + (len(prompt) if params.echo else 0) + n_ends
     assert len(result.logprobs) == (0 if params.logprobs is None else n)
     tokens = prompt + result.tokens
+    if n_ends and result.logprobs:
+        tokens.append(result.logprobs[-1].token)
+        assert tokens[-1] in EOG
     assert_those_of(hashed(tokens), tokens, result.logprobs, n_top=params.logprobs or 0)
 
 
@@ -230,5 +235,47 @@ def test_a_text_that_ends_at_once_echoes_its_prompt_all_the_same() -> None:
     first = fake_engine().generate([[1, 2, 3]], greedy(1, ignore_eos=True))[0].tokens[0]
     (result,) = fake_engine().generate([[1, 2, 3]], greedy(6, echo=True, logprobs=1, stop_token_ids=(first,)))
     assert (result.tokens, result.finish_reason) == ([], "stop")
-    assert [entry.token for entry in result.logprobs] == [1, 2, 3]
+    assert [entry.token for entry in result.logprobs] == [1, 2, 3, first]
     assert result.text == b"".join(PIECES[token] for token in (1, 2, 3)).decode()
+
+
+# --- the end token ---------------------------------------------------------------------------------------------------
+
+
+def ending(prompt: list[int], **more: Any) -> tuple[Completion, int]:
+    """A text that ends at its third token, and that token."""
+    *_, last = fake_engine().generate([prompt], greedy(3, ignore_eos=True))[0].tokens
+    (result,) = fake_engine().generate([prompt], greedy(9, ignore_eos=True, stop_token_ids=(last,), **more))
+    return result, last
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_the_end_token_is_listed_after_the_text_and_counted_but_has_no_text(echo: bool) -> None:
+    prompt = [1, 2, 3]
+    result, last = ending(prompt, logprobs=2, echo=echo)
+    tokens = [*prompt, *result.tokens, last]
+    assert (result.finish_reason, len(result.tokens), result.usage.completion_tokens) == ("stop", 2, 3)
+    assert [entry.token for entry in result.logprobs] == tokens[0 if echo else 3 :]
+    assert_those_of(hashed(tokens), tokens, result.logprobs, n_top=2)
+    assert result.logprobs[-1].text_offset == len(result.text)
+
+
+def test_the_end_token_is_counted_without_log_probabilities_too() -> None:
+    result, _ = ending([1, 2, 3])
+    assert (result.logprobs, len(result.tokens), result.usage.completion_tokens) == ([], 2, 3)
+
+
+def test_of_a_text_that_ends_otherwise_only_its_own_tokens_are_listed() -> None:
+    (cut,) = fake_engine().generate([[1, 2, 3]], greedy(3, ignore_eos=True, logprobs=0))
+    stop = PIECES[cut.tokens[2]].decode("utf-8", "replace")
+    (stopped,) = fake_engine().generate([[1, 2, 3]], greedy(9, ignore_eos=True, logprobs=0, stop=(stop,)))
+    for result in (cut, stopped):
+        assert len(result.logprobs) == len(result.tokens) == result.usage.completion_tokens
+
+
+def test_best_of_weighs_the_end_token_as_any_other() -> None:
+    (result,) = fake_engine().generate([[1, 2, 3]], greedy(40, logprobs=0, logit_bias={min(EOG): 3.0}))
+    assert result.finish_reason == "stop"
+    assert mean_logprob(result.logprobs, result.usage.completion_tokens) == pytest.approx(
+        np.mean([entry.logprob or 0 for entry in result.logprobs])
+    )

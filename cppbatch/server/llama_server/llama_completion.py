@@ -204,6 +204,8 @@ class LlamaCompletionBuilder(ResponseBuilder):
         if not self._prompt_only:
             self._first_token_at[index] = self._first_token_at[index] or perf_counter()
             self._n_predicted[index] += len(event.tokens)
+            if event.usage:  # the last event: with the end token
+                self._n_predicted[index] = event.usage.completion_tokens
             self._has_new_line[index] |= "\n" in event.text
 
     def build(self, completions: list[list[GenerationEvent]]) -> LlamaResponse | Json | list[LlamaResponse | Json]:
@@ -257,11 +259,10 @@ class LlamaCompletionBuilder(ResponseBuilder):
             generation_settings=generation_settings(params, self._body, last.seed),
             prompt=detokenize(self._prompts[index // self.n_candidates]),
             has_new_line=self._has_new_line[index],
-            truncated=n_tokens >= self._max_sequence and n_predicted != params.max_tokens,
+            truncated=stop_type == "limit" and n_tokens >= self._max_sequence and n_predicted != params.max_tokens,
             stop_type=stop_type,
             stopping_word=last.stop or "",
-            # The last token was not computed, unless it is followed by the end token.
-            tokens_cached=n_tokens - (n_predicted > 0 and stop_type != "eos"),
+            tokens_cached=n_tokens - (n_predicted > 0),  # the last token was not computed
             timings=_timings(last.usage, n_predicted),
             completion_probabilities=logprob_entries(logprobs) if logprobs else UNSET,
         )

@@ -132,7 +132,8 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _read(self, event: GenerationEvent) -> list[ResponsesEvent]:
         """The events of the API for an event of the engine."""
-        events = self._items.apply(self._blocks.read(self._output.read(event)), event.logprobs)
+        logprobs = event.logprobs[: len(event.tokens)]  # without the end token, which belongs to no item
+        events = self._items.apply(self._blocks.read(self._output.read(event)), logprobs)
         if event.finish_reason:
             closed = self._blocks.close()
             events += self._items.apply(closed, status="completed" if self._is_complete else "incomplete")
