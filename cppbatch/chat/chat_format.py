@@ -30,7 +30,14 @@ class PreparedChat:
     params: Json = field(default_factory=dict)
     """Fields for `SamplingParams`: perhaps a grammar, and the control tokens that must appear in the text."""
     renames: dict[str, str] = field(default_factory=dict)
-    """Fields of `params` to the client's names for them, for error messages."""
+    """Fields of `params` to the names of OpenAI's chat completions for them, for error messages."""
+
+    def renamed(self, format_field: str | None) -> dict[str, str]:
+        """`renames` for a client whose `response_format` has another name; None: it has none."""
+        return {
+            ours: (format_field or theirs) if theirs == "response_format" else theirs
+            for ours, theirs in self.renames.items()
+        }
 
 
 class ChatFormat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -149,7 +150,7 @@ def response_line(request: JobRequest, response: JobResponse) -> ResultLine:
 def rejection_line(line: RejectedLine) -> ResultLine:
     """The result of a line that was not sent to an endpoint."""
     content = {
-        "id": _result_id(line.line),
+        "id": _result_id(),
         "custom_id": line.custom_id,
         "line": line.line,
         "response": None,
@@ -161,7 +162,7 @@ def rejection_line(line: RejectedLine) -> ResultLine:
 def _openai_form(request: JobRequest, response: JobResponse) -> Json:
     line = {} if response.is_ok else {"line": request.line}
     return {
-        "id": _result_id(request.line),
+        "id": _result_id(),
         "custom_id": request.custom_id,
         **line,
         "response": {"status_code": response.status, "request_id": response.request_id, "body": response.body},
@@ -188,8 +189,8 @@ def _short_choice(choice: Json) -> Json:
     return {"text": message["content"], "finish_reason": choice["finish_reason"], **optional}
 
 
-def _result_id(line: int) -> str:
-    return f"batch_req_{line}"
+def _result_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
 
 
 def _encoded(content: Json) -> bytes:

@@ -55,6 +55,13 @@ class ModelNotFound(InvalidRequest):
         super().__init__("model", message)
 
 
+class ThreadUnsupported(InvalidRequest):
+    """Anthropic's server would keep the conversation. Its client then goes on without, and sends all of it."""
+
+    def __init__(self) -> None:
+        super().__init__("thread", "cannot be kept: this server stores nothing; send the whole conversation without it")
+
+
 _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
     QueueFull: (429, "rate_limit_error", "queue_full"),
     TooManyRequests: (429, "rate_limit_error", "too_many_requests"),
@@ -63,10 +70,12 @@ _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
     GenerationFailed: (500, "server_error", "generation_failed"),
 }
 """Status, type and code of each exception."""
+_THREAD_UNSUPPORTED = "thread_unsupported_request"
 _INVALID: dict[type[InvalidRequest], tuple[int, str]] = {
     ModelNotFound: (404, "model_not_found"),
     NotFound: (404, "not_found"),
     Conflict: (409, "conflict"),
+    ThreadUnsupported: (400, _THREAD_UNSUPPORTED),
 }
 """Status and code of each kind of invalid request; all others have status 400 and no code."""
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
@@ -133,6 +142,12 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorDetail
 
 
+class AnthropicErrorCode(msgspec.Struct, frozen=True, kw_only=True):
+    """`error.details`: what Anthropic's client recognises."""
+
+    error_code: str
+
+
 class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong with a request, in Anthropic's format. The message names the field at fault."""
 
@@ -143,6 +158,8 @@ class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """As in `ErrorDetail`."""
     n_ctx: int | UnsetType = UNSET
     """As in `ErrorDetail`."""
+    details: AnthropicErrorCode | UnsetType = UNSET
+    """thread_unsupported_request, if the request has a `thread`."""
 
 
 class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,7 +211,8 @@ def anthropic_error(error: ApiError) -> AnthropicErrorResponse:
         return AnthropicErrorResponse(error=detail)
     default = "invalid_request_error" if error.status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(error.status, default)
-    return AnthropicErrorResponse(error=AnthropicErrorDetail(type=kind, message=error.message))
+    details = AnthropicErrorCode(error_code=_THREAD_UNSUPPORTED) if error.code == _THREAD_UNSUPPORTED else UNSET
+    return AnthropicErrorResponse(error=AnthropicErrorDetail(type=kind, message=error.message, details=details))
 
 
 # --- responses ------------------------------------------------------------------------------------------------------

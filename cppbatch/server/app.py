@@ -28,6 +28,7 @@ from cppbatch.server.server_metrics import GPUS, METRICS, ServerMetrics, metrics
 from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, Storage
+from cppbatch.server.unknown_fields import add_ignored_fields
 
 _ROUTES = (
     status.routes,
@@ -70,7 +71,7 @@ def create_app(
         app.add_routes(routes)
     app.cleanup_ctx.append(run_batches)
     app.cleanup_ctx.append(sample_gpus)
-    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.extend((add_request_id, add_ignored_fields))
     if settings.cors_origins:
         allow_origins(app, settings.cors_origins)
     return app

@@ -8,8 +8,11 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import AssistantMessage, Delta, ReasoningDelta
 from cppbatch.chat.output_parser import OutputParser
 from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.errors import InvalidRequest
 
 FinishReasonName = Literal["stop", "length", "tool_calls", "timeout"]
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 _FINISH_REASONS: dict[FinishReason, FinishReasonName] = {
     FinishReason.STOP: "stop",
@@ -54,9 +57,15 @@ class AssistantOutput:
             self.reasoning_tokens += n_tokens
 
 
-def effort_variables(effort: str | None) -> dict[str, Any]:
-    """A request's reasoning effort as variables for the chat template."""
+def effort_variables(field: str, effort: str | None) -> dict[str, Any]:
+    """A request's reasoning effort as variables for the chat template. `field`: the client's name for it.
+
+    Raises `InvalidRequest` for an effort that no API has.
+    """
     if effort is None:
         return {}
+    if effort not in _EFFORTS:
+        other = "chat_template_kwargs can give the template any other value"
+        raise InvalidRequest(field, f"is {effort!r}; it must be one of {', '.join(_EFFORTS)} ({other})")
     disabled = {"enable_thinking": False} if effort == "none" else {}  # for templates that know no efforts
     return {"reasoning_effort": effort, **disabled}

@@ -10,7 +10,8 @@ from aiohttp import hdrs, web
 
 from cppbatch.errors import ConfigError
 
-_EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")  # what pages may read beside the safelisted headers
+_EXPOSED_HEADERS = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
+"""What pages may read beside the safelisted headers."""
 _MAX_AGE = 600  # seconds for which browsers may cache a preflight response
 
 

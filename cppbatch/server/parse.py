@@ -14,6 +14,7 @@ from aiohttp import web
 
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_bounds import excess
+from cppbatch.server.unknown_fields import IGNORED, refuse_unknown
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -23,10 +24,19 @@ _LARGE = 1 << 18  # bytes; larger bodies are parsed on another thread
 async def read_json(request: web.Request, kind: type[Body]) -> Body:
     """A request's body as a struct. A large body is parsed on another thread, so that other requests need not wait.
 
-    Raises `InvalidRequest` naming the field at fault.
+    Fields that the struct does not have are refused or reported (`unknown_fields`). Raises `InvalidRequest` naming the
+    field at fault.
     """
     body = await request.read()
-    return await asyncio.to_thread(parse, body, kind) if len(body) > _LARGE else parse(body, kind)
+    read = asyncio.to_thread(_read, body, kind) if len(body) > _LARGE else None
+    struct, request[IGNORED] = await read if read else _read(body, kind)
+    return struct
+
+
+def _read(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """The struct, and the names of the fields that have no effect."""
+    struct = parse(body, kind)
+    return struct, refuse_unknown(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind)
 
 
 def parse(body: bytes, kind: type[Body]) -> Body:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -10,44 +11,16 @@ from cppbatch.engine.best_of import n_candidates
 from cppbatch.engine.params import GRAMMARS, INT32_MAX, SamplingParams
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.structured_fields import CONSTRAINTS, StructuredFields
 
 MAX_CHOICES = 128
+_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "standard_only")
 
 
 class StreamOptions(msgspec.Struct):
     """`stream_options`."""
 
     include_usage: bool | None = False
-
-
-class NamedSchema(msgspec.Struct):
-    """`response_format.json_schema`: a JSON schema with its name."""
-
-    schema: dict[str, Any] | bool = True
-    name: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    """`response_format`."""
-
-    type: str
-    json_schema: NamedSchema | None = None
-    schema: dict[str, Any] | bool | None = None
-    """Where llama-server expects the schema."""
-
-    def wanted(self) -> dict[str, Any] | bool | None:
-        """The JSON schema of the answer, None for free text. Raises `InvalidRequest`."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return {"type": "object"} if self.schema is None else self.schema
-        if self.type != "json_schema":
-            message = f"is {self.type!r}; it must be text, json_object or json_schema"
-            raise InvalidRequest("response_format.type", message)
-        if self.json_schema is None and self.schema is None:
-            raise InvalidRequest("response_format.json_schema", "is required when the type is json_schema")
-        return self.json_schema.schema if self.json_schema else self.schema
 
 
 class LoraScale(msgspec.Struct):
@@ -58,7 +31,7 @@ class LoraScale(msgspec.Struct):
     scale: float
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(StructuredFields, kw_only=True):
     """The names and meanings are those of `SamplingParams`. None: not given."""
 
     _ALIASES: ClassVar[dict[str, str]] = {
@@ -117,12 +90,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     visible_tokens: list[str] | None = None
 
-    response_format: ResponseFormat | None = None
-    json_schema: dict[str, Any] | str | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    grammar: str | None = None
-
+    service_tier: str | None = None
+    """One of OpenAI's or Anthropic's values. It has no effect: this server has one tier."""
     priority: int | None = None
     timeout: float | None = None
     queue_timeout: float | None = None
@@ -154,19 +123,32 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         """
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         aliases = {ours: alias for ours, alias in self._ALIASES.items() if getattr(self, alias) is not None}
-        given |= {ours: getattr(self, alias) for ours, alias in aliases.items()}
+        given |= {ours: getattr(self, alias) for ours, alias in aliases.items()} | dict.fromkeys(GRAMMARS)
+        aliases |= self.constraint_names
+        if (constraint := self.constraint()) and StructuredFields.schema(self) is None:
+            given[constraint.kind] = constraint.value
+            if not defaults.keys().isdisjoint(GRAMMARS):
+                message = "cannot be used together with another format of the answer, or a tool call that is required"
+                raise InvalidRequest(constraint.field, message)
         if self.speculative_n_max is not None and self.speculative_n_max <= 0:
             given["speculate"] = False
-        for name in (name for name in GRAMMARS if name in defaults and given[name] is not None):
-            raise InvalidRequest(name, "cannot be used together with response_format or a tool call that is required")
         try:
             return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
         except InvalidRequest as error:
             raise error.renamed(aliases.get(error.field, error.field)) from error
 
-    def schema(self) -> dict[str, Any] | bool | None:
-        """The JSON schema of `response_format`, None for free text. Raises `InvalidRequest`."""
-        return self.response_format.wanted() if self.response_format else None
+    @property
+    def constraint_names(self) -> dict[str, str]:
+        """{the field of `SamplingParams` that constrains the text: the client's name for it}."""
+        constraint = self.constraint()
+        return {constraint.kind: constraint.field} if constraint else {}
+
+    def check_service_tier(self) -> None:
+        """Raises `InvalidRequest` for a service tier that no API has."""
+        if self.service_tier is not None and self.service_tier not in _SERVICE_TIERS:
+            raise InvalidRequest(
+                "service_tier", f"is {self.service_tier!r}; it must be one of {', '.join(_SERVICE_TIERS)}"
+            )
 
     def options(self) -> dict[str, Any]:
         """The given fields of `GenerationRequest`: priority, timeouts, caching, adapters. Raises `InvalidRequest`."""
@@ -207,8 +189,8 @@ def _count(field: str, given: int | None) -> int:
     return n
 
 
-_SYNONYMS = [
-    {*GRAMMARS, "response_format"},  # all of them constrain the text
+_SYNONYMS: list[Set[str]] = [
+    CONSTRAINTS,
     {"max_tokens", "max_completion_tokens", "max_output_tokens"},
     {"speculate", "speculative.n_max"},
     *({ours, theirs} for ours, theirs in SamplingFields._ALIASES.items()),

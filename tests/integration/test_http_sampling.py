@@ -490,7 +490,7 @@ BAD_GRAMMARS: dict[str, tuple[Json, str, str]] = {
     "schema as a number": ({"json_schema": 5}, "json_schema", "expected `bool | str | object | null`, got `int`"),
     "envelope": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}},
-        "json_schema",
+        "response_format",
         "type must be a string or array of strings",
     ),
     "envelope without a schema": (

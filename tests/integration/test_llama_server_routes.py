@@ -153,7 +153,7 @@ async def test_it_says_which_word_stopped_it(http: Http) -> None:
 
 async def test_the_models_own_end_is_an_eos(http: Http) -> None:
     ended = await complete(http, ignore_eos=False, logit_bias=[["</s>", 1], [2, 99]])
-    assert (ended["stop_type"], ended["stopping_word"], ended["tokens_predicted"]) == ("eos", "", 0)
+    assert (ended["stop_type"], ended["stopping_word"], ended["tokens_predicted"]) == ("eos", "", 1)
     ended = await complete(http, ignore_eos=False, grammar='root ::= "yes"', n_predict=-1)
     assert (ended["stop_type"], ended["content"]) == ("eos", "yes")
 

@@ -9,8 +9,10 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.tools import ToolChoice, ToolChoiceMode
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.api_errors import ThreadUnsupported
 from cppbatch.server.assistant_output import effort_variables
 from cppbatch.server.sampling_fields import SamplingFields, SingleChoiceFields
+from cppbatch.server.structured_fields import one_schema
 
 Json = dict[str, Any]
 
@@ -81,8 +83,22 @@ class OutputConfig(msgspec.Struct):
     """Effort and format of the answer."""
 
     effort: str | None = None
-    """For the chat template: low, medium, high, or another value that the model knows."""
+    """For the chat template: low, medium, high, xhigh or max."""
     format: OutputFormat | None = None
+
+
+class ContextEdit(msgspec.Struct):
+    """An edit that Anthropic's server would make to the conversation."""
+
+    type: str
+    keep: str | Json | None = None
+    """all: the edit changes nothing."""
+
+
+class ContextManagement(msgspec.Struct):
+    """`context_management`."""
+
+    edits: list[ContextEdit] | None = None
 
 
 _MODES: dict[str, ToolChoiceMode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
@@ -90,7 +106,7 @@ _MODES: dict[str, ToolChoiceMode] = {"auto": "auto", "any": "required", "tool": 
 
 class CountTokensRequest(SingleChoiceFields, kw_only=True):
     """The body of `POST /v1/messages/count_tokens`: the fields that make the prompt. A body for `/v1/messages` is valid
-    too. Unknown fields are ignored, including those for Anthropic's own services."""
+    too."""
 
     _ALIASES: ClassVar[dict[str, str]] = {**SamplingFields._ALIASES, "stop": "stop_sequences"}
 
@@ -105,7 +121,23 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
     output_format: OutputFormat | None = None
     """Older name of `output_config.format`."""
     metadata: Json | None = None
-    """Not used."""
+    """Not used, as the fields of Anthropic's own services after it."""
+    cache_control: Json | None = None
+    speed: str | None = None
+    inference_geo: str | None = None
+    thread: Json | None = None
+    """Must be absent: conversations are not stored."""
+    context_management: ContextManagement | None = None
+    """Must have no edit that changes the conversation."""
+
+    def check_stateless(self) -> None:
+        """Raises `InvalidRequest` for what Anthropic's server would keep or change in the conversation."""
+        if self.thread is not None:
+            raise ThreadUnsupported
+        for i, edit in enumerate((self.context_management and self.context_management.edits) or []):
+            if edit.keep != "all":
+                message = f"is of type {edit.type!r}, which is not supported; shorten the conversation on the client"
+                raise InvalidRequest(f"context_management.edits[{i}]", message)
 
     def functions(self) -> list[Json]:
         """The tools as OpenAI's objects. Raises `InvalidRequest` for tools that Anthropic's servers would run."""
@@ -126,11 +158,12 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
         if self.response_format:
             raise InvalidRequest("response_format", "belongs to another API; here it is output_config.format")
         form = (self.output_config and self.output_config.format) or self.output_format
-        return form.schema if form else None
+        return one_schema("output_config.format", form.schema if form else None, self)
 
     def template_variables(self) -> Json:
         """The variables of the chat template beside messages and tools."""
-        variables = effort_variables(self.output_config.effort if self.output_config else None)
+        effort = self.output_config.effort if self.output_config else None
+        variables = effort_variables("output_config.effort", effort)
         return variables | ({"enable_thinking": self.thinking.type != "disabled"} if self.thinking else {})
 
 

@@ -85,13 +85,13 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
     params = body.params(**chat.params)
     builder = MessagesBuilder(serving.name, chat, body.max_tokens)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
-    names = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in chat.renames.items()}
-    if body.schema() is not None:
-        names["json_schema"] = _FORMAT
+    field = body.constraint_names.get("json_schema", _FORMAT)
+    names = {"json_schema": field} | body.constraint_names | chat.renamed(field)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=_FIELD_NAMES | names)
 
 
 async def _prepare_chat(body: CountTokensRequest, serving: Serving) -> PreparedChat:
+    body.check_stateless()
     serving.check_size("messages", body.messages, body.tools)
     return await serving.prepare_chat(
         conversation(body),

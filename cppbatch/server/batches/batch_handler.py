@@ -22,6 +22,7 @@ from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.run_requests import Event, run_requests
 from cppbatch.server.sampling_fields import SamplingFields, merge_fields
 from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.unknown_fields import refuse_unknown
 
 _ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[PreparedRequest]]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, prepare_chat_completion),
@@ -93,7 +94,9 @@ class BatchRequestHandler:
             fields = merge_fields(self._defaults, fields)
         if fields.get("stream"):
             raise InvalidRequest("stream", "is true; responses to batch requests cannot be streamed")
-        return await prepare(convert(fields, kind), self._serving)
+        body = convert(fields, kind)
+        refuse_unknown(fields, kind)
+        return await prepare(body, self._serving)
 
     async def _run(self, prepared: PreparedRequest) -> object:
         requests = prepared.requests

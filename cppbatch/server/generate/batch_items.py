@@ -12,6 +12,7 @@ from cppbatch.server.generate.generate_endpoint import GenerateFields, GenerateR
 from cppbatch.server.limits import Limits
 from cppbatch.server.parse import convert
 from cppbatch.server.sampling_fields import merge_fields
+from cppbatch.server.unknown_fields import refuse_unknown
 
 Json = dict[str, Any]
 
@@ -47,6 +48,7 @@ class BatchItem:
             if own.get(name):
                 raise InvalidRequest(name, "is for a whole batch, not for one of its items")
         body = convert(merge_fields(self._shared, own), GenerateRequest)
+        refuse_unknown(own, GenerateRequest)
         body.check_single_completion()
         return body
 

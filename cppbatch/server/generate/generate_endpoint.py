@@ -23,7 +23,7 @@ routes = web.RouteTableDef()
 
 
 class GenerateFields(SamplingFields, kw_only=True):
-    """The fields of `/generate` and `/generate/batch` except the prompts. Unknown fields are ignored."""
+    """The fields of `/generate` and `/generate/batch` except the prompts."""
 
     logprobs: int | None = None
     """Log-probabilities of the generated tokens, and of this many (to 20) of the likeliest at each position."""

@@ -162,6 +162,7 @@ async def prepare_llama_completion(
     """The engine requests and the builder for these prompts. Raises `InvalidRequest`."""
     serving.check_model(body.model)
     field_names = {ours: theirs for ours, theirs in _ALIASES.items() if getattr(body, theirs) is not None}
+    field_names |= body.constraint_names
     try:
         body = await to_sampling_fields(body, serving)
         serving.limits.check(body)
@@ -204,7 +205,7 @@ class LlamaCompletionBuilder(ResponseBuilder):
         if not self._prompt_only:
             self._first_token_at[index] = self._first_token_at[index] or perf_counter()
             self._n_predicted[index] += len(event.tokens)
-            if event.usage:  # the last event: with the end token
+            if event.finish_reason and event.usage:  # with the end token
                 self._n_predicted[index] = event.usage.completion_tokens
             self._has_new_line[index] |= "\n" in event.text
 

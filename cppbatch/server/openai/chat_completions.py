@@ -53,14 +53,14 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
     params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
     builder = ChatCompletionBuilder(body, serving.name, chat)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
-    return PreparedRequest(
-        requests, builder, stream=bool(body.stream), field_names={"prompt": "messages", **chat.renames}
-    )
+    names = {"prompt": "messages"} | body.constraint_names | chat.renamed(body.constraint_names.get("json_schema"))
+    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=names)
 
 
 async def prepare_chat(body: ChatCompletionRequest, serving: Serving) -> PreparedChat:
     """The conversation as a prompt, with the parser of the answer. Raises `InvalidRequest`."""
     serving.check_size("messages", body.messages, body.tools)
+    constraint = body.constraint()
     return await serving.prepare_chat(
         body.conversation(),
         tools=body.functions(),
@@ -68,6 +68,7 @@ async def prepare_chat(body: ChatCompletionRequest, serving: Serving) -> Prepare
         schema=body.schema(),
         variables=body.template_variables(),
         continue_final_message=None if body.add_generation_prompt is None else not body.add_generation_prompt,
+        field_names={"response_format": constraint.field} if constraint else None,
     )
 
 

@@ -132,7 +132,7 @@ _RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_f
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
-    """The body of `POST /v1/chat/completions`. Unknown fields are ignored, as OpenAI does."""
+    """The body of `POST /v1/chat/completions`."""
 
     _ALIASES: ClassVar[dict[str, str]] = {
         **SamplingFields._ALIASES,
@@ -153,7 +153,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     """False: at most one call per message."""
     reasoning_effort: str | None = None
-    """For the chat template: none, minimal, low, medium, high, or another value that the model knows."""
+    """For the chat template: none, minimal, low, medium, high, xhigh or max."""
     chat_template_kwargs: Json | None = None
     """Further variables for the chat template, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
@@ -199,7 +199,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     def template_variables(self) -> Json:
         """The variables of the chat template beside messages and tools. Raises `InvalidRequest`."""
-        variables = effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+        variables = effort_variables("reasoning_effort", self.reasoning_effort) | (self.chat_template_kwargs or {})
         if reserved := [name for name in _RESERVED_VARIABLES if name in variables]:
             raise InvalidRequest(f"chat_template_kwargs.{reserved[0]}", "has a field of its own in the request")
         return variables

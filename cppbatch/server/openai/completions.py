@@ -25,7 +25,7 @@ routes = web.RouteTableDef()
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """The body of `POST /v1/completions`. Unknown fields are ignored, as OpenAI does."""
+    """The body of `POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
@@ -121,7 +121,7 @@ async def prepare_completion(
     if body.suffix:
         prompts = [_fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
     requests = serving.engine_requests(body, builder.id, prompts, params)
-    return PreparedRequest(requests, builder, stream=bool(body.stream))
+    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=body.constraint_names)
 
 
 def _fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:

@@ -78,9 +78,8 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
     params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
     builder = ResponsesBuilder(body, serving.name, chat, params)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
-    names = {ours: _FORMAT if theirs == "response_format" else theirs for ours, theirs in chat.renames.items()}
-    if body.schema() is not None:
-        names["json_schema"] = _FORMAT
+    field = body.constraint_names.get("json_schema", _FORMAT)
+    names = {"json_schema": field} | body.constraint_names | chat.renamed(field)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=_FIELD_NAMES | names)
 
 

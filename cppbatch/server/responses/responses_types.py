@@ -13,6 +13,7 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.server.assistant_output import effort_variables
 from cppbatch.server.response_logprobs import ChatTokenLogprob
 from cppbatch.server.sampling_fields import SamplingFields, SingleChoiceFields
+from cppbatch.server.structured_fields import one_schema
 
 Json = dict[str, Any]
 
@@ -101,13 +102,15 @@ class TextConfig(msgspec.Struct):
     """`text`."""
 
     format: TextFormat | None = None
+    verbosity: str | None = None
+    """medium; other values are not supported."""
 
 
 class ReasoningConfig(msgspec.Struct):
     """`reasoning`."""
 
     effort: str | None = None
-    """For the chat template: none, minimal, low, medium, high, or another value that the model knows."""
+    """For the chat template: none, minimal, low, medium, high, xhigh or max."""
 
 
 LOGPROBS = "message.output_text.logprobs"
@@ -116,6 +119,7 @@ LOGPROBS = "message.output_text.logprobs"
 _STATEFUL_FIELDS = {
     "previous_response_id": "send the whole conversation as input",
     "conversation": "send the whole conversation as input",
+    "store": "leave it out, or send false",
     "background": "wait for the answer, or stream it",
     "prompt": "send its text as instructions or input",
 }
@@ -123,7 +127,7 @@ _STATEFUL_FIELDS = {
 
 
 class ResponsesRequest(SingleChoiceFields, kw_only=True):
-    """The body of `POST /v1/responses`. Unknown fields are ignored, as OpenAI does."""
+    """The body of `POST /v1/responses`."""
 
     _ALIASES: ClassVar[dict[str, str]] = {
         **SamplingFields._ALIASES,
@@ -151,7 +155,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     user: str | None = None
     """Returned unchanged."""
     store: bool | None = None
-    """Ignored: responses are never stored."""
+    """Must not be true: responses are not stored."""
     truncation: str | None = None
     """Ignored: a prompt that is too long is refused."""
     previous_response_id: str | None = None
@@ -206,11 +210,15 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
         """As in `SamplingFields`, of `text.format`."""
         if self.response_format:
             raise InvalidRequest("response_format", "belongs to another API; here it is text.format")
-        return self.format.wanted()
+        if self.text and self.text.verbosity not in (None, "medium"):
+            raise InvalidRequest(
+                "text.verbosity", f"is {self.text.verbosity!r}; only medium is supported: write it into a message"
+            )
+        return one_schema("text.format", self.format.wanted(), self)
 
     def template_variables(self) -> Json:
         """The variables of the chat template beside messages and tools."""
-        return effort_variables(self.reasoning.effort if self.reasoning else None)
+        return effort_variables("reasoning.effort", self.reasoning.effort if self.reasoning else None)
 
 
 # --- the response ---------------------------------------------------------------------------------------------------

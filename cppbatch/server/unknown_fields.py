@@ -1,0 +1,233 @@
+"""Fields that a request has and its type does not: refused if they would change the answer, otherwise reported.
+
+A field would change the answer if another API keeps state under this name, if another server samples or constrains text
+by it, if its name says so (`my_grammar`), or if it is nearly the name of a field that this server has (`temprature`).
+All other fields are listed in the response header `X-Ignored-Fields`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.errors import InvalidRequest
+
+HEADER = "X-Ignored-Fields"
+IGNORED = web.RequestKey("ignored_fields", tuple)
+"""The names of the fields of a request that have no effect."""
+
+_MOST_LISTED, _LONGEST_NAME = 20, 64
+_SIMILAR = 0.85  # difflib's ratio
+
+
+class _Refused(NamedTuple):
+    """A field that is refused."""
+
+    reason: str
+    """Why, or what to do instead."""
+    without_effect: tuple[object, ...] = ()
+    """Values with which the other server changes nothing, beside null, false and empty ones."""
+    is_given_empty: bool = False
+    """Whether false and an empty object ask for something too."""
+    same: frozenset[str] = frozenset()
+    """Fields of this server that mean the same: clients of several servers send all of them."""
+
+
+_STATE = dict.fromkeys(
+    ("previous_response_id", "conversation", "conversation_id", "thread_id", "parent_message_id", "thread"),
+    "send the whole conversation each time; the prefix cache makes that cheap",
+) | {
+    "store": "leave it out, or send false",
+    "background": "wait for the answer, or stream it",
+    "container": "run code on the client, as a tool",
+    "context_management": "shorten the conversation on the client",
+    "compaction": "shorten the conversation on the client",
+    "cached_content": "send the text itself; the prefix cache makes that cheap",
+    "cache_id": "send the text itself; the prefix cache makes that cheap",
+    "session_params": "send the whole text each time; the prefix cache makes that cheap",
+    "context": "send the whole text as the prompt",
+}
+"""Names under which other APIs keep state between requests, and what to do instead."""
+
+_LENGTHS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"})
+"""Fields of this server for the longest completion."""
+
+_TEXT_FIELDS = {
+    # where other APIs have the fields of this one
+    "extra_body": _Refused("put its fields into the body itself; OpenAI's client does that with extra_body"),
+    "options": _Refused("put its fields into the body itself"),
+    "parameters": _Refused("put its fields into the body itself"),
+    "sampling_params": _Refused("put its fields into the body itself"),
+    "generation_config": _Refused("put its fields into the body itself"),
+    "gen_kwargs": _Refused("put its fields into the body itself"),
+    "inputs": _Refused("give prompt, or messages"),
+    "system": _Refused("give a message of the role system"),
+    "system_prompt": _Refused("give a message of the role system"),
+    "history": _Refused("give all messages"),
+    "chat_history": _Refused("give all messages"),
+    "documents": _Refused("write them into a message"),
+    "template": _Refused("start the server with --chat-template"),
+    "chat_template": _Refused("start the server with --chat-template"),
+    "format": _Refused("give response_format"),
+    "enable_thinking": _Refused('give chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
+    "thinking": _Refused('give chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
+    "reasoning": _Refused("give reasoning_effort"),
+    "thinking_budget": _Refused("the model decides how long it reasons; max_tokens limits the whole answer", (-1,)),
+    "thinking_budget_tokens": _Refused("the model decides how long it reasons; max_tokens limits all of it", (-1,)),
+    "thinking_token_budget": _Refused("the model decides how long it reasons; max_tokens limits all of it", (-1,)),
+    "lora_path": _Refused("give lora with names of the server's adapters"),
+    "lora_request": _Refused("give lora with names of the server's adapters"),
+    "adapter_id": _Refused("give lora with names of the server's adapters"),
+    "function_call": _Refused("give tools and tool_choice", ("auto", "none")),
+    # lengths
+    **dict.fromkeys(
+        ("n_predict", "num_predict", "max_length", "max_new_tokens", "max_output_tokens", "max_completion_tokens"),
+        _Refused("give max_tokens", (-1,), same=_LENGTHS),
+    ),
+    "truncate": _Refused("shorten the prompt on the client"),
+    "truncate_prompt_tokens": _Refused("shorten the prompt on the client"),
+    "transforms": _Refused("shorten the conversation on the client"),
+    # sampling
+    "do_sample": _Refused("give temperature 0 for greedy text", (True,), is_given_empty=True),
+    "num_beams": _Refused("give best_of", (1,)),
+    "num_return_sequences": _Refused("give n", (1,)),
+    "use_beam_search": _Refused("give best_of"),
+    "length_penalty": _Refused("it is of beam search, which this server does not do", (1, 0)),
+    "early_stopping": _Refused("it is of beam search, which this server does not do"),
+    "no_repeat_ngram_size": _Refused("give dry_multiplier or repetition_penalty", (0,)),
+    "repetition_detection": _Refused("give dry_multiplier or repetition_penalty"),
+    "top_a": _Refused("give min_p", (0,)),
+    "tfs_z": _Refused("give min_p", (1,)),
+    "guidance_scale": _Refused("this server does not do classifier-free guidance", (1,)),
+    "negative_prompt": _Refused("this server does not do classifier-free guidance"),
+    "watermark": _Refused("this server does not do it"),
+    "watermarking": _Refused("this server does not do it"),
+    "bad_words": _Refused("give suppress_tokens (token ids), or logit_bias with texts"),
+    "bad_words_ids": _Refused("give suppress_tokens"),
+    "banned_tokens": _Refused("give suppress_tokens"),
+    "banned_strings": _Refused("give suppress_tokens (token ids), or logit_bias with texts"),
+    "allowed_token_ids": _Refused("give guided_choice or guided_regex"),
+    "logits_processors": _Refused("they are functions, which only the Python interface takes"),
+    "no_stop_trim": _Refused("give include_stop"),
+    "vllm_xargs": _Refused("this server has no such extensions"),
+    # what only other servers can do
+    "echo": _Refused("it is a field of /v1/completions"),
+    "suffix": _Refused("it is a field of /v1/completions"),
+    "images": _Refused("only text can be read"),
+    "image_data": _Refused("only text can be read"),
+    "prompt_embeds": _Refused("give text or token ids"),
+    "modalities": _Refused("the answer is text", (["text"],)),
+    "audio": _Refused("the answer is text", is_given_empty=True),
+    "web_search_options": _Refused("this server does not search; give a function that does", is_given_empty=True),
+    "enable_search": _Refused("this server does not search; give a function that does"),
+    "plugins": _Refused("give functions, as tools"),
+    "mcp_servers": _Refused("give their tools as functions, and call them on the client"),
+    "moderation": _Refused("check the text on the client", is_given_empty=True),
+    "verbosity": _Refused("write it into a message", ("medium",)),
+}
+"""Names of other APIs for what would change the answer."""
+
+_HARMLESS = frozenset(
+    {
+        "guided_decoding_backend", "stop_reason", "truncation_side", "spaces_between_special_tokens",
+        "backend_sampling", "schema_version",
+    }
+)  # fmt: skip
+"""Names that only look as if they would change the answer."""
+
+_TEXT_WORDS = re.compile(
+    r"guided|grammar|g?bnf$|ebnf|regex|schema|structur|constrain|penalt|temperature|sampler|sampling|bias|stop|banned"
+    r"|max.*tok"
+)
+"""What the name of a field has that would change the answer, in lower case without separators."""
+
+_NO_TEXT = frozenset(
+    {
+        "model", "user", "metadata", "stream", "stream_options", "priority", "timeout", "queue_timeout", "cache_prompt",
+        "cache_salt", "service_tier", "timings_per_token", "return_tokens", "response_fields", "speculate",
+        "speculative.n_max",
+    }
+)  # fmt: skip
+"""Fields of this server that do not change the answer: a name like theirs is no mistake that matters."""
+
+
+def refuse_unknown(fields: Mapping[str, Any], kind: type) -> tuple[str, ...]:
+    """The names of the fields that the type does not have, and that change nothing.
+
+    `fields`: decoded JSON, or `msgspec.Raw` values. Raises `InvalidRequest` for one that would change the answer, and
+    for state that this server does not keep.
+    """
+    known = known_fields(kind)
+    ignored = []
+    for name, value in fields.items():
+        if name not in known:
+            if reason := _reason(name, value, known, fields):
+                raise InvalidRequest(name[:_LONGEST_NAME], reason)
+            ignored.append(name)
+    return tuple(ignored)
+
+
+@functools.cache
+def known_fields(kind: type) -> frozenset[str]:
+    """The names of a type's fields in JSON."""
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+def _reason(name: str, value: object, known: frozenset[str], fields: Mapping[str, Any]) -> str | None:
+    """Why an unknown field is refused; None: it changes nothing, or a field that means the same is given too."""
+    if isinstance(value, msgspec.Raw):
+        value = msgspec.json.decode(value)
+    is_empty = value is None or value is False or value in ("", [], {})
+    if refused := _listed(name, known):
+        has_effect = value is not None and value not in refused.without_effect and not fields.keys() & refused.same
+        return refused.reason if has_effect and (refused.is_given_empty or not is_empty) else None
+    if is_empty or name in _HARMLESS:
+        return None
+    if similar := _similar(_squeezed(name), known):
+        return None if similar in fields else f"is not known here; did you mean {similar}?"
+    if _TEXT_WORDS.search(_squeezed(name)):
+        return "is not known here, and would change the answer; docs/api.md lists the fields"
+    return None
+
+
+def _listed(name: str, known: frozenset[str]) -> _Refused | None:
+    """The entry of a field that other APIs have."""
+    if name in _STATE:
+        return _Refused(f"cannot be used: this server keeps nothing between requests; {_STATE[name]}")
+    if name == "add_special_tokens":  # messages have their own, so there its default is false
+        reason = "is not supported; give a prompt of token ids to /v1/completions"
+        return _Refused(reason, ("messages" not in known,), is_given_empty=True)
+    refused = _TEXT_FIELDS.get(name)
+    return refused._replace(reason=f"is not supported; {refused.reason}") if refused else None
+
+
+def _similar(squeezed: str, known: frozenset[str]) -> str | None:
+    """The field that a name means, as `topP` means `top_p` and `temprature` means `temperature`."""
+    names = {_squeezed(name): name for name in sorted(known - _NO_TEXT)}
+    if squeezed in names:
+        return names[squeezed]
+    found = difflib.get_close_matches(squeezed[:_LONGEST_NAME], names, n=1, cutoff=_SIMILAR)
+    return names[found[0]] if found else None
+
+
+def _squeezed(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+async def add_ignored_fields(request: web.Request, response: web.StreamResponse) -> None:
+    """For `Application.on_response_prepare`: lists the request's fields that have no effect."""
+    if names := request.get(IGNORED):
+        response.headers[HEADER] = listed(names)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The names as the value of a header."""
+    shown = [urllib.parse.quote(name[:_LONGEST_NAME], safe="") for name in names]
+    return ", ".join(shown[:_MOST_LISTED] + (["..."] if len(shown) > _MOST_LISTED else []))
