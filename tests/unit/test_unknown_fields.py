@@ -85,7 +85,9 @@ def test_values_that_ask_for_nothing_are_taken(kind: type, name: str) -> None:
     ("written", "meant"),
     [
         ("temprature", "temperature"), ("topP", "top_p"), ("top-k", "top_k"), ("logitbias", "logit_bias"),
-        ("repetition_penalties", "repetition_penalty"), ("respone_format", "response_format"), ("tool", "tools"), ("maxTokens", "max_tokens"), ("STOP", "stop"),
+        ("repetition_penalties", "repetition_penalty"),
+        ("respone_format", "response_format"), ("tool", "tools"),
+        ("maxTokens", "max_tokens"), ("STOP", "stop"),
         ("guided_regexp", "guided_regex"),
     ],
 )  # fmt: skip
