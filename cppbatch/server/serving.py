@@ -68,8 +68,8 @@ class Serving:
         return self.settings.chat_template or self.info.chat_template
 
     def check(self, body: SamplingFields) -> None:
-        """Raises `InvalidRequest` for an unknown model with --strict-model, an unknown service tier, and a request beyond
-        the limits."""
+        """Raises `InvalidRequest` for an unknown model with --strict-model, an unknown service tier, and a request
+        beyond the limits."""
         self.check_model(body.model)
         body.check_service_tier()
         self.limits.check(body)
