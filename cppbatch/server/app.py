@@ -7,7 +7,7 @@ from aiohttp.typedefs import Middleware
 
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.gpu_state import GpuSampler
-from cppbatch.server import openapi, status
+from cppbatch.server import input_tokens, openapi, status
 from cppbatch.server.admission import IN_FLIGHT, SLOTS, InFlight, admission_middleware, availability_middleware
 from cppbatch.server.anthropic import messages
 from cppbatch.server.api_errors import error_middleware
@@ -19,7 +19,14 @@ from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import generate_batch, generate_endpoint
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.limits import Slots
-from cppbatch.server.llama_server import llama_completion, llama_infill, llama_status, llama_tokenize
+from cppbatch.server.llama_server import (
+    llama_completion,
+    llama_embeddings,
+    llama_infill,
+    llama_paths,
+    llama_status,
+    llama_tokenize,
+)
 from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
@@ -37,6 +44,7 @@ _ROUTES = (
     completions.routes,
     chat_completions.routes,
     create_response.routes,
+    input_tokens.routes,
     messages.routes,
     embeddings_endpoint.routes,
     rerank_endpoint.routes,
@@ -45,7 +53,9 @@ _ROUTES = (
     llama_completion.routes,
     llama_infill.routes,
     llama_tokenize.routes,
+    llama_embeddings.routes,
     llama_status.routes,
+    llama_paths.routes,
     files_endpoint.routes,
     batches_endpoint.routes,
 )

@@ -11,13 +11,20 @@ from aiohttp import web
 from cppbatch import __version__
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
-from cppbatch.server import status
+from cppbatch.server import input_tokens, status
 from cppbatch.server.anthropic import messages
 from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
 from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import generate_batch, generate_endpoint
-from cppbatch.server.llama_server import llama_completion, llama_infill, llama_status, llama_tokenize
+from cppbatch.server.llama_server import (
+    llama_completion,
+    llama_embeddings,
+    llama_infill,
+    llama_paths,
+    llama_status,
+    llama_tokenize,
+)
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
 from cppbatch.server.responses import create_response
@@ -53,6 +60,7 @@ ENDPOINTS = {
     **completions.ENDPOINTS,
     **chat_completions.ENDPOINTS,
     **create_response.ENDPOINTS,
+    **input_tokens.ENDPOINTS,
     **messages.ENDPOINTS,
     **embeddings_endpoint.ENDPOINTS,
     **rerank_endpoint.ENDPOINTS,
@@ -63,7 +71,9 @@ ENDPOINTS = {
     **llama_completion.ENDPOINTS,
     **llama_infill.ENDPOINTS,
     **llama_tokenize.ENDPOINTS,
+    **llama_embeddings.ENDPOINTS,
     **llama_status.ENDPOINTS,
+    **llama_paths.ENDPOINTS,
 }
 """All routes by method and path. tests/integration/test_openapi.py compares them with the application's routes."""
 

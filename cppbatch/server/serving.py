@@ -6,10 +6,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from functools import cached_property
+from hashlib import sha256
+from importlib.metadata import version
 from typing import Any
 
 from aiohttp import web
 
+from cppbatch import __version__
 from cppbatch.chat.chat_format import ChatFormat, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
@@ -61,6 +65,18 @@ class Serving:
         """The name of the model in responses: the alphabetically first alias, as in llama-server; without aliases the
         name of the file."""
         return min(self.settings.aliases, default=self.info.name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`system_fingerprint`: the version, then a digest of what may change a text of the same seed: versions, model,
+        cache and template. It begins with b, as llama-server's does with its build."""
+        info = self.info
+        decisive = (
+            version("llama-cpp-python"),
+            *(info.name, info.size_bytes, info.n_params, info.n_ctx, info.kv_layout, info.sampling),
+            *(info.not_repacked, self.template),
+        )
+        return f"b{__version__}-{sha256(repr(decisive).encode()).hexdigest()[:8]}"
 
     @property
     def template(self) -> str | None:

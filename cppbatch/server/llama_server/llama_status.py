@@ -1,4 +1,4 @@
-"""`GET /props`, `/slots` and `/lora-adapters`, and llama-server's paths of other APIs' endpoints."""
+"""`GET /props`, `/slots` and `/lora-adapters`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import (
     QUERY_ERRORS,
     Endpoint,
-    generation_endpoint,
     json_content,
     query_endpoint,
     schema_ref,
 )
 from cppbatch.server.llama_server.llama_fields import LlamaFields
 from cppbatch.server.llama_server.llama_settings import GenerationSettings, generation_settings
-from cppbatch.server.openai.chat_completions import chat_completions
-from cppbatch.server.openai.chat_types import ChatCompletionRequest, ChatCompletionResponse
-from cppbatch.server.openai.models_endpoint import ModelList, models
 from cppbatch.server.serving import SERVING, Serving
 
 routes = web.RouteTableDef()
-routes.post("/chat/completions")(chat_completions)
-routes.get("/models")(models)
 
 
 class DefaultSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,8 +140,4 @@ ENDPOINTS = {
     ("get", "/props"): query_endpoint("Returns the properties of the model, and the default settings", Props),
     ("get", "/slots"): _list_endpoint("Returns a slot for each sequence that can run at once", Slot),
     ("get", "/lora-adapters"): _list_endpoint("Returns the adapters that a request's `lora` can name", LoraAdapter),
-    ("get", "/models"): query_endpoint("As /v1/models", ModelList),
-    ("post", "/chat/completions"): generation_endpoint(
-        "As /v1/chat/completions", ChatCompletionRequest, ChatCompletionResponse
-    ),
 }

@@ -51,7 +51,7 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
     serving.check(body)
     chat = await prepare_chat(body, serving)
     params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
-    builder = ChatCompletionBuilder(body, serving.name, chat)
+    builder = ChatCompletionBuilder(body, serving, chat)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
     names = {"prompt": "messages"} | body.constraint_names | chat.renamed(body.constraint_names.get("json_schema"))
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=names)
@@ -75,8 +75,8 @@ async def prepare_chat(body: ChatCompletionRequest, serving: Serving) -> Prepare
 class ChatCompletionBuilder(ChoicesBuilder):
     """Builds the response of a chat completion."""
 
-    def __init__(self, body: ChatCompletionRequest, model: str, chat: PreparedChat) -> None:
-        super().__init__(body, model, id_prefix="chatcmpl-")
+    def __init__(self, body: ChatCompletionRequest, serving: Serving, chat: PreparedChat) -> None:
+        super().__init__(body, serving, id_prefix="chatcmpl-")
         self._wants_logprobs = bool(body.wants_logprobs)
         self._chat = chat
         self._outputs: dict[int, AssistantOutput] = {}  # by the index of the completion; for streams only
@@ -99,9 +99,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
                     seed=self.seed(i),
                 )
             )
-        return ChatCompletionResponse(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage()
-        )
+        return ChatCompletionResponse(**self.head, choices=choices, usage=self.usage())
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`. The first chunk of a choice has the role, the last one the finish reason."""
@@ -127,9 +125,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
 
     def chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ServerSentEvent:
         """As in `ChoicesBuilder`."""
-        return ServerSentEvent(
-            ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
-        )
+        return ServerSentEvent(ChatCompletionChunk(**self.head, choices=choices, usage=usage))
 
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
         return ChatLogprobs(content=chat_token_logprobs(entries)) if self._wants_logprobs else None

@@ -254,6 +254,8 @@ class ChatCompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
+    """Changes with the versions and settings that may change a text of the same seed."""
     choices: list[ChatChoice]
     usage: Usage
 
@@ -306,6 +308,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     """With `stream_options.include_usage`, only in the last chunk, which has no choices."""

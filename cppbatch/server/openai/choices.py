@@ -10,9 +10,9 @@ import msgspec
 
 from cppbatch.engine.best_of import mean_logprob
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
-from cppbatch.server.response import DONE, ResponseBuilder, ServerSentEvent
+from cppbatch.server.response import DONE, Json, ResponseBuilder, ServerSentEvent
 from cppbatch.server.sampling_fields import SamplingFields
-from cppbatch.server.serving import new_id
+from cppbatch.server.serving import Serving, new_id
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,11 +44,16 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class ChoicesBuilder(ResponseBuilder):
     """Shows the `n_choices` completions of each prompt with the highest mean log-probability, of `n_candidates`."""
 
-    def __init__(self, body: SamplingFields, model: str, *, id_prefix: str) -> None:
+    def __init__(self, body: SamplingFields, serving: Serving, *, id_prefix: str) -> None:
         super().__init__(n_candidates=body.n_candidates)
         self.id = new_id(id_prefix)
-        self.created = int(time.time())
-        self.model = model
+        self.head: Json = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": serving.name,
+            "system_fingerprint": serving.fingerprint,
+        }
+        """The fields that the response and all chunks have."""
         self._n_choices = body.n_choices
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 

@@ -66,6 +66,8 @@ class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
+    """Changes with the versions and settings that may change a text of the same seed."""
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -89,6 +91,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
     """With `stream_options.include_usage`, only in the last chunk, which has no choices."""
@@ -117,7 +120,7 @@ async def prepare_completion(
     form = {} if schema is None else {"json_schema": schema}
     params = body.params(max_tokens=serving.limits.default_tokens(default_max_tokens), **form)
     prompts: list[Prompt] = body.prompts()
-    builder = CompletionBuilder(body, serving.name)
+    builder = CompletionBuilder(body, serving)
     if body.suffix:
         prompts = [_fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
     requests = serving.engine_requests(body, builder.id, prompts, params)
@@ -137,8 +140,8 @@ def _fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
 class CompletionBuilder(ChoicesBuilder):
     """Builds the response of a completion."""
 
-    def __init__(self, body: CompletionRequest, model: str) -> None:
-        super().__init__(body, model, id_prefix="cmpl-")
+    def __init__(self, body: CompletionRequest, serving: Serving) -> None:
+        super().__init__(body, serving, id_prefix="cmpl-")
         self._wants_logprobs = body.logprobs is not None
 
     def build(self, completions: list[list[GenerationEvent]]) -> CompletionResponse:
@@ -154,9 +157,7 @@ class CompletionBuilder(ChoicesBuilder):
             )
             for index, i in enumerate(self.shown(logprobs))
         ]
-        return CompletionResponse(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage()
-        )
+        return CompletionResponse(**self.head, choices=choices, usage=self.usage())
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
@@ -171,9 +172,7 @@ class CompletionBuilder(ChoicesBuilder):
 
     def chunk(self, choices: list[CompletionChunkChoice], usage: Usage | UnsetType = UNSET) -> ServerSentEvent:
         """As in `ChoicesBuilder`."""
-        return ServerSentEvent(
-            CompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
-        )
+        return ServerSentEvent(CompletionChunk(**self.head, choices=choices, usage=usage))
 
     def _logprobs(self, entries: list[TokenLogprob]) -> CompletionLogprobs | None:
         return completion_logprobs(entries) if self._wants_logprobs else None

@@ -82,12 +82,16 @@ ENDPOINTS = {
 
 async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> PreparedRequest:
     """The engine requests and the builder. Batch jobs use it too. Raises `InvalidRequest`."""
+    return prepare_vectors(body, serving, EmbeddingBuilder(body, serving.name))
+
+
+def prepare_vectors(body: EmbeddingRequest, serving: Serving, builder: PoolingBuilder) -> PreparedRequest:
+    """The engine requests for any builder of vectors. Raises `InvalidRequest`."""
     info = serving.info
     if info.pooling == "rank":
         raise InvalidRequest("model", f"{info.name} is a reranker and has no embeddings; use /v1/rerank")
     if info.pooling is not None:
         check_dimensions(body.dimensions, info.n_embd)
-    builder = EmbeddingBuilder(body, serving.name)
     requests = pooling_requests(body, serving, builder.id, body.inputs())
     return PreparedRequest(requests, builder, field_names={"prompt": "input"})
 

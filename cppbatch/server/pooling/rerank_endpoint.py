@@ -1,4 +1,4 @@
-"""`POST /v1/rerank`."""
+"""`POST /v1/rerank`, in the form of Jina and Cohere, and with `texts` in that of TEI (text-embeddings-inference)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from cppbatch.engine.embeddings import Vector
 from cppbatch.engine.request import GenerationEvent, Pair
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import generation_endpoint, json_content, schema_ref
 from cppbatch.server.parse import read_json
 from cppbatch.server.pooling.pooling_response import (
     PoolingBuilder,
@@ -36,20 +38,42 @@ class RerankRequest(PoolingFields, kw_only=True):
     """The body of `POST /v1/rerank`."""
 
     query: str
-    documents: list[str | Document]
+    documents: list[str | Document] | None = None
+    """Required without `texts`."""
+    texts: list[str] | None = None
+    """TEI's name of the documents. The response is then TEI's: a list of scores."""
     top_n: int | None = None
     """Return only this many of the best documents; None: all."""
     return_documents: bool | None = None
     """Include the document in each result."""
+    return_text: bool | None = None
+    """The same for `texts`."""
+    raw_scores: bool | None = None
+    """For `texts`. False: scores from 0 to 1, the sigmoid of the model's output. True, and None as in llama-server:
+    the model's output."""
+    truncate: bool | None = None
+    """Ignored: a text that is too long is refused."""
 
-    def texts(self) -> list[str]:
-        """The documents. Raises `InvalidRequest`."""
-        if not self.documents:
-            raise InvalidRequest("documents", "is empty; give at least one")
-        check_count("documents", len(self.documents))
+    @property
+    def named(self) -> str:
+        """The field with the documents."""
+        return "documents" if self.texts is None else "texts"
+
+    def check(self) -> None:
+        """Raises `InvalidRequest`."""
+        documents = getattr(self, self.named)
+        if not documents:
+            raise InvalidRequest(self.named, f"is {'required' if documents is None else 'empty; give at least one'}")
+        if self.texts is not None and self.documents is not None:
+            raise InvalidRequest("texts", "is TEI's name of `documents`; give one of them")
+        check_count(self.named, len(documents))
         if self.top_n is not None and self.top_n < 1:
             raise InvalidRequest("top_n", f"is {self.top_n}; it must be at least 1")
-        return [document.text if isinstance(document, Document) else document for document in self.documents]
+
+    def documents_as_text(self) -> list[str]:
+        """The documents of a request that was checked."""
+        given = self.texts if self.texts is not None else self.documents or []
+        return [document.text if isinstance(document, Document) else document for document in given]
 
 
 class RankedDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +94,7 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/rerank`."""
+    """`POST /v1/rerank` with `documents`."""
 
     object: Literal["list"] = "list"
     id: str
@@ -80,6 +104,15 @@ class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: PoolingUsage
 
 
+class TextScore(msgspec.Struct, frozen=True, kw_only=True):
+    """The score of one of `texts`."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+    """With `return_text`."""
+
+
 @routes.post("/v1/rerank")
 async def rerank(request: web.Request) -> web.StreamResponse:
     """Ranks documents by their relevance to a query."""
@@ -87,9 +120,13 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     return await respond(request, await prepare_rerank(body, request.app[SERVING]))
 
 
+_ENDPOINT = generation_endpoint(
+    "Ranks documents by their relevance to a query", RerankRequest, RerankResponse, streams=False
+)
+_SCORES = {"type": "array", "description": "With `texts`", "items": schema_ref(TextScore)}
 ENDPOINTS = {
-    ("post", "/v1/rerank"): generation_endpoint(
-        "Ranks documents by their relevance to a query", RerankRequest, RerankResponse, streams=False
+    ("post", "/v1/rerank"): _ENDPOINT._replace(
+        content=json_content({"anyOf": [schema_ref(RerankResponse), _SCORES]}), types=(RerankResponse, TextScore)
     ),
 }
 
@@ -99,10 +136,11 @@ async def prepare_rerank(body: RerankRequest, serving: Serving) -> PreparedReque
     info = serving.info
     if info.pooling != "rank":
         raise InvalidRequest("model", f"{info.name} is no reranker; start the server with one to rank documents")
-    pairs = [Pair(body.query, text) for text in body.texts()]
+    body.check()
+    pairs = [Pair(body.query, text) for text in body.documents_as_text()]
     builder = RerankBuilder(body, serving.name)
     requests = pooling_requests(body, serving, builder.id, pairs)
-    return PreparedRequest(requests, builder, field_names={"prompt": "documents"})
+    return PreparedRequest(requests, builder, field_names={"prompt": body.named})
 
 
 class RerankBuilder(PoolingBuilder):
@@ -112,16 +150,26 @@ class RerankBuilder(PoolingBuilder):
         super().__init__("rerank-", model, body)
         self._body = body
 
-    def build(self, completions: list[list[GenerationEvent]]) -> RerankResponse:
+    def build(self, completions: list[list[GenerationEvent]]) -> RerankResponse | list[TextScore]:
         """As in `ResponseBuilder`."""
         scores = self.vectors()[:, 0]
-        texts = self._body.texts() if self._body.return_documents else None
+        best = np.argsort(-scores, kind="stable")[: self._body.top_n]
+        if self._body.texts is not None:
+            return self._text_scores(scores, best)
+        texts = self._body.documents_as_text() if self._body.return_documents else None
         results = [
             RerankResult(
                 index=int(i),
                 relevance_score=float(scores[i]),
                 document=RankedDocument(text=texts[i]) if texts else UNSET,
             )
-            for i in np.argsort(-scores, kind="stable")[: self._body.top_n]
+            for i in best
         ]
         return RerankResponse(id=self.id, model=self.model, results=results, usage=self.usage())
+
+    def _text_scores(self, scores: Vector, best: npt.NDArray[np.intp]) -> list[TextScore]:
+        """`scores`: float32[n]. `best`: the indices to show."""
+        if self._body.raw_scores is False:
+            scores = np.exp(-np.logaddexp(np.float32(0), -scores)).astype(np.float32)  # the sigmoid
+        texts = self._body.documents_as_text() if self._body.return_text else None
+        return [TextScore(index=int(i), score=float(scores[i]), text=texts[i] if texts else UNSET) for i in best]

@@ -65,9 +65,20 @@ ENDPOINTS = {
 async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
     """The engine request and the builder for a response. Batch jobs use it too. Raises `InvalidRequest`."""
     serving.check(body)
+    chat = await prepare_response_chat(body, serving)
+    params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
+    builder = ResponsesBuilder(body, serving.name, chat, params)
+    requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
+    field = body.constraint_names.get("json_schema", _FORMAT)
+    names = {"json_schema": field} | body.constraint_names | chat.renamed(field)
+    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=_FIELD_NAMES | names)
+
+
+async def prepare_response_chat(body: ResponsesRequest, serving: Serving) -> PreparedChat:
+    """The conversation as a prompt, with the parser of the answer. Raises `InvalidRequest`."""
     body.check_stateless()
     serving.check_size("input", body.input if isinstance(body.input, list) else [], body.tools)
-    chat = await serving.prepare_chat(
+    return await serving.prepare_chat(
         conversation(body),
         tools=body.functions(),
         choice=body.choice(),
@@ -75,12 +86,6 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
         variables=body.template_variables(),
         field_names=_CHAT_FIELD_NAMES,
     )
-    params = body.params(max_tokens=serving.limits.default_tokens(None), **chat.params)
-    builder = ResponsesBuilder(body, serving.name, chat, params)
-    requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
-    field = body.constraint_names.get("json_schema", _FORMAT)
-    names = {"json_schema": field} | body.constraint_names | chat.renamed(field)
-    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=_FIELD_NAMES | names)
 
 
 class ResponsesBuilder(ResponseBuilder):

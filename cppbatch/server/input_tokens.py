@@ -1,0 +1,56 @@
+"""`POST /v1/chat/completions/input_tokens` and `/v1/responses/input_tokens`: the length of a prompt."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.server.api_errors import json_response
+from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.openai.chat_completions import prepare_chat
+from cppbatch.server.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.parse import read_json
+from cppbatch.server.responses.create_response import prepare_response_chat
+from cppbatch.server.responses.responses_types import ResponsesRequest
+from cppbatch.server.serving import SERVING, Serving
+
+routes = web.RouteTableDef()
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt tokens that the same request without `/input_tokens` would have."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@routes.post("/v1/chat/completions/input_tokens")
+async def chat_input_tokens(request: web.Request) -> web.Response:
+    """Counts the prompt tokens of a chat completion."""
+    body, serving = await read_json(request, ChatCompletionRequest), request.app[SERVING]
+    serving.check_model(body.model)
+    return await _count(serving, (await prepare_chat(body, serving)).prompt)
+
+
+@routes.post("/v1/responses/input_tokens")
+async def response_input_tokens(request: web.Request) -> web.Response:
+    """Counts the prompt tokens of a response."""
+    body, serving = await read_json(request, ResponsesRequest), request.app[SERVING]
+    serving.check_model(body.model)
+    return await _count(serving, (await prepare_response_chat(body, serving)).prompt)
+
+
+async def _count(serving: Serving, prompt: str) -> web.Response:
+    return json_response(InputTokens(input_tokens=len(await serving.client.tokenize(prompt))))
+
+
+ENDPOINTS = {
+    ("post", "/v1/chat/completions/input_tokens"): generation_endpoint(
+        "Counts the prompt tokens of a chat completion", ChatCompletionRequest, InputTokens, streams=False
+    ),
+    ("post", "/v1/responses/input_tokens"): generation_endpoint(
+        "Counts the prompt tokens of a response", ResponsesRequest, InputTokens, streams=False
+    ),
+}

@@ -1,0 +1,77 @@
+"""`POST /embeddings` and `/embedding`: vectors in llama-server's form."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.engine.embeddings import normalised
+from cppbatch.engine.request import GenerationEvent
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.endpoint import generation_endpoint, json_content, schema_ref
+from cppbatch.server.parse import read_json
+from cppbatch.server.pooling.embeddings_endpoint import EmbeddingRequest, prepare_vectors
+from cppbatch.server.pooling.pooling_response import PoolingBuilder
+from cppbatch.server.response import PreparedRequest, respond
+from cppbatch.server.serving import SERVING, Serving
+
+_LENGTH_1, _AS_COMPUTED = 2, -1
+
+routes = web.RouteTableDef()
+
+
+class LlamaEmbeddingRequest(EmbeddingRequest, kw_only=True):
+    """The body of `POST /embeddings`."""
+
+    input: str | list[str | int | list[int]] = msgspec.field(default_factory=list)
+    content: str | list[str | int | list[int]] | None = None
+    """Another name of `input`."""
+    embd_normalize: int | None = None
+    """2 (the default): vectors of length 1. -1: as the model computes them."""
+
+
+class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors of an input."""
+
+    index: int
+    embedding: list[list[float]]
+    """One vector, of all tokens."""
+
+
+@routes.post("/embeddings")
+@routes.post("/embedding")
+async def llama_embeddings(request: web.Request) -> web.StreamResponse:
+    """Computes a vector for each input."""
+    body = await read_json(request, LlamaEmbeddingRequest)
+    return await respond(request, _prepare(body, request.app[SERVING]))
+
+
+def _prepare(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedRequest:
+    """Raises `InvalidRequest`."""
+    if body.embd_normalize not in (None, _AS_COMPUTED, _LENGTH_1):
+        raise InvalidRequest("embd_normalize", f"is {body.embd_normalize}; it must be 2 (length 1) or -1 (as computed)")
+    if body.encoding_format == "base64":
+        raise InvalidRequest("encoding_format", "is base64, which /v1/embeddings has; use that path or leave it out")
+    if body.content is not None:
+        body = msgspec.structs.replace(body, input=body.content)
+    return prepare_vectors(body, serving, LlamaEmbeddingBuilder(body, serving.name))
+
+
+class LlamaEmbeddingBuilder(PoolingBuilder):
+    """Builds the response of `/embeddings`."""
+
+    def __init__(self, body: LlamaEmbeddingRequest, model: str) -> None:
+        super().__init__("embd-", model, body)
+        self._body = body
+
+    def build(self, completions: list[list[GenerationEvent]]) -> list[LlamaEmbedding]:
+        """As in `ResponseBuilder`."""
+        as_computed, n = self._body.embd_normalize == _AS_COMPUTED, self._body.dimensions
+        vectors = self.vectors()[:, :n] if as_computed else normalised(self.vectors(), n)
+        return [LlamaEmbedding(index=i, embedding=[vector.tolist()]) for i, vector in enumerate(vectors)]
+
+
+_ENDPOINT = generation_endpoint(
+    "Computes a vector for each input, in llama-server's form", LlamaEmbeddingRequest, LlamaEmbedding, streams=False
+)._replace(content=json_content({"type": "array", "items": schema_ref(LlamaEmbedding)}))
+ENDPOINTS = {("post", path): _ENDPOINT for path in ("/embeddings", "/embedding")}
