@@ -23,9 +23,11 @@ DOCUMENTS = ["a cat sat", "and", "the dog"]
 
 
 async def opened(model: Path, **settings: Any) -> AsyncIterator[Http]:
-    async with LocalEngine(model, n_ctx=512, n_parallel=2, n_threads=1) as engine:
-        async with TestClient(TestServer(create_app(engine, ServerSettings(**settings)))) as http:
-            yield http
+    async with (
+        LocalEngine(model, n_ctx=512, n_parallel=2, n_threads=1) as engine,
+        TestClient(TestServer(create_app(engine, ServerSettings(**settings)))) as http,
+    ):
+        yield http
 
 
 @pytest.fixture
@@ -42,9 +44,11 @@ async def reranker(tiny_reranker: Path) -> AsyncIterator[Http]:
 
 @pytest.fixture
 async def encoder(tiny_encoder: Path) -> AsyncIterator[Http]:
-    async with LocalEngine(tiny_encoder, n_ctx=512, n_parallel=2, n_threads=1, pooling="mean") as engine:
-        async with TestClient(TestServer(create_app(engine))) as client:
-            yield client
+    async with (
+        LocalEngine(tiny_encoder, n_ctx=512, n_parallel=2, n_threads=1, pooling="mean") as engine,
+        TestClient(TestServer(create_app(engine))) as client,
+    ):
+        yield client
 
 
 async def post(http: Http, path: str, body: object) -> Any:

@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.limits import Limits
+from cppbatch.server.llama_server import llama_paths
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.app_thread import AppThread
@@ -28,7 +29,8 @@ Case: TypeAlias = "schemathesis.Case[Any]"
 
 Json = dict[str, Any]
 
-SAME_HANDLERS = ["/completions", "/chat/completions", "/models", "/v1/health"]  # as of routes that are tried out
+SAME_HANDLERS = ["/completions", "/embedding", "/v1/health", *(path for _, path in llama_paths.ENDPOINTS)]
+"""Routes with the handlers of others that are tried out."""
 
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT).exclude(path=SAME_HANDLERS)
 
