@@ -103,6 +103,25 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
+def default_variables(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """llama-server's variables beside the conversation and the special tokens, for requests that do not set them.
+
+    The reasoning of earlier turns is kept in the prompt: several templates have a variable of their own for that.
+    """
+    now = datetime.datetime.now()
+    return {
+        "enable_thinking": True,
+        "preserve_thinking": True,
+        "clear_thinking": False,
+        "truncate_history_thinking": False,
+        "drop_thinking": False,
+        "date_string": now.strftime("%d %b %Y"),
+        "datetime": now.strftime("%b %d %Y"),
+        "functions": _tojson(tools, indent=2) if tools else "",
+        "documents": None,
+    }
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]

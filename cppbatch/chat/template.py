@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.chat.capabilities import ChatMessage, TemplateCapabilities, detect_capabilities
-from cppbatch.chat.sandbox import compile_template, render_template
+from cppbatch.chat.sandbox import compile_template, default_variables, render_template
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.json_bounds import excess
 
@@ -25,25 +26,31 @@ _END_MARK = "END-OF-THE-UNFINISHED-MESSAGE "
 """Ends with a space, which shows whether the template trims messages."""
 
 
+ApplyNamed = Callable[[str, list[tuple[str, str]], bool], str]
+"""llama.cpp's templates: a template's name, pairs of a role and a text, and `add_generation_prompt` become a prompt."""
+_NAMED = "llama_cpp_template"  # the function that applies them, in templates
+
+
 def builtin_names() -> list[str]:
     """The names of the built-in templates, in alphabetical order."""
     names = (file.name for file in _TEMPLATE_FOLDER.iterdir())
     return sorted(name.removesuffix(".jinja") for name in names if name.endswith(".jinja"))
 
 
-def find_template(value: str) -> str:
-    """Returns the template that `--chat-template` names: a built-in name, the template's text, or a file's path.
+def find_template(value: str, llama_cpp_names: Callable[[], Sequence[str]] = tuple) -> str:
+    """Returns the template that `--chat-template` names: a built-in name, the template's text, a file's path, or one of
+    llama.cpp's names, whose template is a call of llama.cpp.
 
     Raises `ConfigError` if it is none of these, or not a Jinja template.
     """
-    source = _read_template(value)
+    source = _read_template(value, llama_cpp_names)
     if not source.strip():
         raise ConfigError(f"--chat-template {value}: the file is empty")
     compile_template(source)
     return source
 
 
-def _read_template(value: str) -> str:
+def _read_template(value: str, llama_cpp_names: Callable[[], Sequence[str]]) -> str:
     if "{{" in value or "{%" in value:
         return value
     if value in builtin_names():
@@ -51,7 +58,11 @@ def _read_template(value: str) -> str:
     try:
         return Path(value).read_text("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a valid path
-        names, reason = ", ".join(builtin_names()), getattr(error, "strerror", None) or error
+        others = llama_cpp_names()
+        if value in others:
+            return f"{{{{ {_NAMED}({value!r}, messages, add_generation_prompt) }}}}"
+        names = ", ".join(sorted({*builtin_names(), *others}))
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"--chat-template is {value[:200]!r}: it must be one of {names}, or a template's text, or a file that has "
             f"one ({reason})"
@@ -69,19 +80,24 @@ CHATML = _read_builtin("chatml")
 class ChatTemplate:
     """A Jinja template, compiled once. It runs in a sandbox, because it comes with a downloaded file.
 
-    Raises `InvalidRequest` if the template itself is broken.
+    `apply_named`: for templates that call llama.cpp (`find_template`). Raises `InvalidRequest` if the template itself
+    is broken.
     """
 
     source: str
     """The template's text."""
 
-    def __init__(self, source: str | None, *, bos: str, eos: str) -> None:
+    def __init__(self, source: str | None, *, bos: str, eos: str, apply_named: ApplyNamed | None = None) -> None:
         self.source = source or CHATML
         try:
             self._template = compile_template(self.source)
         except ConfigError as error:
             raise InvalidRequest("messages", f"cannot be used with this model: {error}") from error
-        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self._fixed: dict[str, Any] = {"bos_token": bos, "eos_token": eos}
+        if apply_named:
+            self._fixed[_NAMED] = lambda name, messages, add_generation_prompt: apply_named(
+                name, [(message["role"], content_text(message)) for message in messages], bool(add_generation_prompt)
+            )
 
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
@@ -113,7 +129,7 @@ class ChatTemplate:
             )
         adapted = [adapt_message(message, self.capabilities) for message in messages]
         unfinished = _mark_end(adapted) if continue_final_message else ""
-        variables = {"documents": None, **self._tokens, **kwargs, "messages": adapted, "tools": tools or None}
+        variables = self._variables(adapted, tools, kwargs)
         try:
             text = render_template(self._template, {**variables, "add_generation_prompt": add_generation_prompt})
         except Exception as error:  # a template is a program and may raise anything
@@ -122,26 +138,42 @@ class ChatTemplate:
 
     def _probe(self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None) -> str | None:
         """Renders without adapting the messages. None: the template refuses them."""
-        variables = {"documents": None, **self._tokens, "messages": messages, "tools": tools}
+        variables = self._variables(messages, tools, {"add_generation_prompt": True})
         try:
-            return render_template(self._template, {**variables, "add_generation_prompt": True}, seconds=_PROBE_SECONDS)
+            return render_template(self._template, variables, seconds=_PROBE_SECONDS)
         except Exception:
             return None
 
+    def _variables(
+        self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """All variables of a rendering. `given`: those of the request."""
+        tools = tools or None
+        return {**default_variables(tools), **self._fixed, **given, "messages": messages, "tools": tools}
+
 
 def content_text(message: ChatMessage) -> str:
-    """Returns a message's text; the texts of several parts are joined."""
+    """Returns a message's text; the texts of several parts are lines, as in llama-server."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "".join(part.get("text") or "" for part in content)
+    return join_parts(content)
+
+
+def join_parts(parts: list[dict[str, Any]]) -> str:
+    """The texts of a message's parts, each on lines of its own; an empty first text makes no line."""
+    text = ""
+    for part in parts:
+        text += ("\n" if text else "") + (part.get("text") or "")
+    return text
 
 
 def adapt_message(message: ChatMessage, capabilities: TemplateCapabilities) -> ChatMessage:
     """Converts one of OpenAI's messages into the form that a template supports. Returns a new message.
 
     - The role `developer` becomes `system` if the template does not know it.
-    - Text parts are joined for roles whose content must be a string, and a string becomes a part for the others.
+    - Text parts are joined, with line breaks between them, for roles whose content must be a string, and a string
+      becomes a part for the others.
     - Arguments of tool calls, in OpenAI's API a string of JSON, become an object, which nearly all templates want.
     - The content of a message with only tool calls becomes null or "", whichever the template renders correctly.
     - Fields that are null are dropped, since templates test whether fields are defined.
@@ -161,7 +193,7 @@ def adapt_message(message: ChatMessage, capabilities: TemplateCapabilities) -> C
 
 def _adapt_content(role: str, content: Any, capabilities: TemplateCapabilities) -> Any:
     if isinstance(content, list):
-        return content if role in capabilities.parts else "".join(part["text"] for part in content)
+        return content if role in capabilities.parts else join_parts(content)
     if content and role in capabilities.parts and role not in capabilities.strings:
         return [{"type": "text", "text": content}]
     return content or ""

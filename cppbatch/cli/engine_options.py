@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
-from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Repacking, Speculation
+from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -23,9 +23,39 @@ Option = Callable[[Command], Command]
 _DEFAULTS = EngineConfig(model_path="")
 
 
-def option(*names: str, env: str, **settings: Any) -> Option:
-    """An option that can also be set by the environment variable CPPBATCH_<env>."""
-    return click.option(*names, envvar=f"CPPBATCH_{env}", show_envvar=True, **{"show_default": True, **settings})
+def option(*names: str, env: str, llama_env: str = "", **settings: Any) -> Option:
+    """An option that can also be set by the environment variable CPPBATCH_<env>, or else by llama.cpp's variable for
+    it. `llama_env`: that variable, or several, separated by spaces."""
+    variables = [f"CPPBATCH_{env}", *llama_env.split()]
+    return click.option(*names, envvar=variables, show_envvar=True, **{"show_default": True, **settings})
+
+
+class Switch(click.Choice[str]):
+    """A choice of auto, on and off, which takes llama.cpp's other words for them too."""
+
+    _WORDS = {  # noqa: RUF012 (not a field)
+        "enabled": "on", "true": "on", "1": "on", "disabled": "off", "false": "off", "0": "off", "-1": "auto",
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__(("auto", "on", "off"))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """As in click."""
+        return super().convert(self._WORDS.get(value, value), param, ctx)
+
+
+class _Layers(click.types.IntParamType):
+    """A number of layers; `all` and `auto`, as in llama.cpp, are -1."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """As in click."""
+        return -1 if value in ("all", "auto") else int(super().convert(value, param, ctx))
+
+
+def split_lists(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The values of an option that may be given several times, or as a list with commas."""
+    return tuple(item.strip() for each in given for item in each.split(",") if item.strip())
 
 
 def with_options(command: Command, options: Sequence[Option]) -> Command:
@@ -58,42 +88,47 @@ def _adapter(given: str) -> tuple[str, float]:
 
 
 _MODEL = option(
-    "-m", "--model", env="MODEL", metavar="FILE",
+    "-m", "--model", env="MODEL", llama_env="LLAMA_ARG_MODEL", metavar="FILE",
     help="GGUF file, or the name of one in the models folder (`cppbatch models list`). "
     "Without it: the only one in the models folder, else the default model, which is downloaded.",
 )  # fmt: skip
 
 _SETTINGS = [
     option(
-        "-c", "--ctx-size", "n_ctx", env="CTX_SIZE", type=int, default=_DEFAULTS.n_ctx,
+        "-c", "--ctx-size", "n_ctx", env="CTX_SIZE", llama_env="LLAMA_ARG_CTX_SIZE", type=int, default=_DEFAULTS.n_ctx,
         help="KV cells in total, for all sequences.",
     ),
     option(
-        "-np", "--parallel", "n_parallel", env="PARALLEL", type=int, default=_DEFAULTS.n_parallel,
+        "-np", "--parallel", "n_parallel", env="PARALLEL", llama_env="LLAMA_ARG_N_PARALLEL", type=int,
+        default=_DEFAULTS.n_parallel,
         help="Sequences that run at the same time.",
     ),
     option(
-        "-b", "--batch-size", "n_batch", env="BATCH_SIZE", type=int, default=_DEFAULTS.n_batch,
+        "-b", "--batch-size", "n_batch", env="BATCH_SIZE", llama_env="LLAMA_ARG_BATCH", type=int,
+        default=_DEFAULTS.n_batch,
         help="Maximum tokens per step.",
     ),
     option(
-        "-ub", "--ubatch-size", "n_ubatch", env="UBATCH_SIZE", type=int, default=_DEFAULTS.n_ubatch,
+        "-ub", "--ubatch-size", "n_ubatch", env="UBATCH_SIZE", llama_env="LLAMA_ARG_UBATCH", type=int,
+        default=_DEFAULTS.n_ubatch,
         help="Tokens that llama.cpp computes at once within a step.",
     ),
     option(
-        "-ngl", "--gpu-layers", "n_gpu_layers", env="GPU_LAYERS", type=int, default=_DEFAULTS.n_gpu_layers,
+        "-ngl", "--gpu-layers", "--n-gpu-layers", "n_gpu_layers", env="GPU_LAYERS", llama_env="LLAMA_ARG_N_GPU_LAYERS",
+        type=_Layers(), default=_DEFAULTS.n_gpu_layers,
         help="Layers on the GPU; -1: all, 0: none.",
     ),
     option(
-        "-t", "--threads", "n_threads", env="THREADS", type=int, default=_DEFAULTS.n_threads,
+        "-t", "--threads", "n_threads", env="THREADS", llama_env="LLAMA_ARG_THREADS", type=int,
+        default=_DEFAULTS.n_threads,
         help="Compute threads; 0: one per core.",
     ),
     option(
-        "--repack", env="REPACK", type=click.Choice(get_args(Repacking)), default=_DEFAULTS.repack,
+        "--repack", env="REPACK", llama_env="LLAMA_ARG_REPACK", type=Switch(), default=_DEFAULTS.repack,
         help="Repack weights for this CPU. auto: on, unless timing shows that --parallel sequences are faster without.",
     ),
     option(
-        "-fa", "--flash-attn", "flash_attn", env="FLASH_ATTN", type=click.Choice(["auto", "on", "off"]),
+        "-fa", "--flash-attn", "flash_attn", env="FLASH_ATTN", llama_env="LLAMA_ARG_FLASH_ATTN", type=Switch(),
         default=_DEFAULTS.flash_attn, help="Flash attention.",
     ),
     option(
@@ -103,11 +138,13 @@ _SETTINGS = [
         "auto: switches while it runs, on a CPU.",
     ),
     option(
-        "-ctk", "--cache-type-k", "cache_type_k", env="CACHE_TYPE_K", type=click.Choice(get_args(CacheType)),
+        "-ctk", "--cache-type-k", "cache_type_k", env="CACHE_TYPE_K", llama_env="LLAMA_ARG_CACHE_TYPE_K",
+        type=click.Choice(get_args(CacheType)),
         default=_DEFAULTS.cache_type_k, help="Data type of keys in the KV cache.",
     ),
     option(
-        "-ctv", "--cache-type-v", "cache_type_v", env="CACHE_TYPE_V", type=click.Choice(get_args(CacheType)),
+        "-ctv", "--cache-type-v", "cache_type_v", env="CACHE_TYPE_V", llama_env="LLAMA_ARG_CACHE_TYPE_V",
+        type=click.Choice(get_args(CacheType)),
         default=_DEFAULTS.cache_type_v,
         help="Data type of values in the KV cache; quantised types need flash attention.",
     ),
@@ -125,11 +162,14 @@ _SETTINGS = [
         "auto: both; off: none. Texts are the same.",
     ),
     option(
-        "--draft-max", env="DRAFT_MAX", type=int, default=_DEFAULTS.draft_max,
+        "--draft-max", "--spec-draft-n-max", "draft_max", env="DRAFT_MAX", llama_env="LLAMA_ARG_SPEC_DRAFT_N_MAX",
+        type=int,
+        default=_DEFAULTS.draft_max,
         help="Maximum draft tokens per sequence and step.",
     ),
     option(
-        "--prefix-cache/--no-prefix-cache", env="PREFIX_CACHE", default=_DEFAULTS.prefix_cache,
+        "--prefix-cache/--no-prefix-cache", env="PREFIX_CACHE", llama_env="LLAMA_ARG_CACHE_PROMPT",
+        default=_DEFAULTS.prefix_cache,
         help="Compute the common prefix of requests only once.",
     ),
     option(
@@ -145,12 +185,14 @@ _SETTINGS = [
         help="MiB of host memory for sequences that lose their KV cells; 0: compute them again.",
     ),
     option(
-        "-md", "--draft-model", env="DRAFT_MODEL", metavar="FILE", default=_DEFAULTS.draft_model, show_default=False,
+        "-md", "--draft-model", "--model-draft", "--spec-draft-model", "draft_model", env="DRAFT_MODEL",
+        llama_env="LLAMA_ARG_SPEC_DRAFT_MODEL", metavar="FILE", default=_DEFAULTS.draft_model, show_default=False,
         callback=_draft_model,
         help="Smaller GGUF model with the same vocabulary, which drafts tokens for speculative decoding.",
     ),
     option(
-        "--draft-gpu-layers", env="DRAFT_GPU_LAYERS", type=int, default=_DEFAULTS.draft_gpu_layers,
+        "-ngld", "--draft-gpu-layers", "--spec-draft-ngl", "draft_gpu_layers", env="DRAFT_GPU_LAYERS",
+        llama_env="LLAMA_ARG_N_GPU_LAYERS_DRAFT", type=_Layers(), default=_DEFAULTS.draft_gpu_layers,
         help="Layers of the draft model on the GPU; -1: all, 0: none.",
     ),
     option(
@@ -171,7 +213,8 @@ _SETTINGS = [
         help="Write a trace of every step to this file, for ui.perfetto.dev. For debugging: the file grows fast.",
     ),
     option(
-        "--pooling", env="POOLING", type=click.Choice(get_args(Pooling)), default=_DEFAULTS.pooling,
+        "--pooling", env="POOLING", llama_env="LLAMA_ARG_POOLING", type=click.Choice(get_args(Pooling)),
+        default=_DEFAULTS.pooling,
         help="Return embeddings, pooled like this, instead of text. Automatic for embedding models and rerankers.",
     ),
 ]  # fmt: skip

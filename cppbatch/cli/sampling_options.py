@@ -1,4 +1,4 @@
-"""Options of sampling, for commands that run prompts."""
+"""Options of sampling, named as in llama.cpp: of commands that run prompts, and the server's defaults."""
 
 from __future__ import annotations
 
@@ -7,52 +7,165 @@ from typing import Any
 
 import click
 
-from cppbatch.cli.engine_options import Command, with_options
+from cppbatch.cli.engine_options import Command, Option, option, with_options
+from cppbatch.engine.params import SAMPLERS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 512
 """Of a plain prompt, which few models end by themselves, without -n."""
 
-_OPTIONS = [
-    click.option(
-        "-n", "--n-predict", "max_tokens", type=int, default=None,
-        help=f"Maximum tokens per prompt; -1: as many as the context holds.  [default: {DEFAULT_MAX_TOKENS}]",
+_RANDOM_SEED = 2**32 - 1  # llama.cpp's -1
+_DEFAULTS = SamplingParams()
+
+
+def _sampler_names(_context: object, _option: object, given: str | None) -> list[str] | None:
+    if given is None:
+        return None
+    from cppbatch.server.llama_server.llama_fields import sampler_names
+
+    return sampler_names([name for name in given.split(";") if name])
+
+
+def _seed(_context: object, _option: object, given: int | None) -> int | None:
+    return -1 if given == _RANDOM_SEED else given
+
+
+def _sampling(*names: str, llama_env: str = "", help: str, **settings: Any) -> Option:
+    """An option for a field of `SamplingParams`, which is the last of the names. None: not given."""
+    field = names[-1]
+    default = getattr(_DEFAULTS, field)
+    if default is not None and "is_flag" not in settings and "callback" not in settings:
+        settings = {"type": type(default), "show_default": f"{default}", **settings}
+    return option(*names, env=field.upper(), llama_env=llama_env, default=None, help=help, **settings)
+
+
+_SAMPLING = [
+    _sampling(
+        "--temp", "--temperature", "temperature", llama_env="LLAMA_ARG_TEMPERATURE",
+        help="Temperature; 0: greedy.",
     ),
-    click.option("--temp", "temperature", type=float, default=None, help="Temperature; 0: greedy."),
-    click.option("--top-k", type=int, default=None, help="Sample from this many of the likeliest tokens."),
-    click.option("--top-p", type=float, default=None, help="Sample from the likeliest tokens up to this probability."),
-    click.option(
-        "--min-p", type=float, default=None, help="Drop tokens less than this times as likely as the likeliest token."
+    _sampling(
+        "--top-k", "top_k", llama_env="LLAMA_ARG_TOP_K",
+        help="Sample from this many of the likeliest tokens; 0: all.",
     ),
-    click.option("--repeat-penalty", "repetition_penalty", type=float, default=None, help="Penalty for recent tokens."),
+    _sampling(
+        "--top-p", "top_p", llama_env="LLAMA_ARG_TOP_P",
+        help="Sample from the likeliest tokens up to this probability.",
+    ),
+    _sampling(
+        "--min-p", "min_p", llama_env="LLAMA_ARG_MIN_P",
+        help="Drop tokens less than this times as likely as the likeliest token.",
+    ),
+    _sampling("--typical", "--typical-p", "typical_p", help="Locally typical sampling; 1: off."),
+    _sampling("--top-nsigma", "--top-n-sigma", "top_n_sigma", help="Drop logits n deviations below the top; -1: off."),
+    _sampling("--xtc-probability", "xtc_probability", help="Probability of XTC; 0: off."),
+    _sampling("--xtc-threshold", "xtc_threshold", help="XTC excludes tokens above this probability, all but one."),
+    _sampling("--dynatemp-range", "dynatemp_range", help="Dynamic temperature: at most this far from --temp; 0: off."),
+    _sampling("--dynatemp-exp", "dynatemp_exponent", help="Exponent of the dynamic temperature."),
+    _sampling(
+        "--repeat-penalty", "repetition_penalty", llama_env="LLAMA_ARG_REPEAT_PENALTY",
+        help="Penalty for recent tokens; 1: off.",
+    ),
+    _sampling("--repeat-last-n", "penalty_last_n", help="How many tokens are recent; -1: all, 0: no penalties."),
+    _sampling(
+        "--presence-penalty", "presence_penalty", llama_env="LLAMA_ARG_PRESENCE_PENALTY",
+        help="Subtracted from the logit of each recent token.",
+    ),
+    _sampling(
+        "--frequency-penalty", "frequency_penalty", llama_env="LLAMA_ARG_FREQUENCY_PENALTY",
+        help="Subtracted for each occurrence of a recent token.",
+    ),
+    _sampling("--dry-multiplier", "dry_multiplier", help="Strength of DRY, a penalty for repetitions; 0: off."),
+    _sampling("--dry-base", "dry_base", help="Base of DRY's penalty, which grows with the repetition."),
+    _sampling("--dry-allowed-length", "dry_allowed_length", help="Tokens of a repetition that DRY allows."),
+    _sampling("--dry-penalty-last-n", "dry_penalty_last_n", help="Tokens that DRY searches; -1: all."),
+    _sampling(
+        "--dry-sequence-breaker", "dry_sequence_breakers", multiple=True, metavar="TEXT", show_default=False,
+        callback=lambda _context, _option, given: [text for text in given if text != "none"] if given else None,
+        help="Text that ends a repetition for DRY; may be given several times; none: there is no such text.",
+    ),
+    _sampling("--adaptive-target", "adaptive_target", help="Adaptive-p: prefer tokens of this probability; -1: off."),
+    _sampling("--adaptive-decay", "adaptive_decay", help="How slowly adaptive-p adapts, 0 to 0.99."),
+    _sampling("--mirostat", "mirostat", help="Mirostat 1 or 2; 0: off."),
+    _sampling("--mirostat-lr", "mirostat_eta", help="Mirostat's learning rate."),
+    _sampling("--mirostat-ent", "mirostat_tau", help="Mirostat's target of surprise, in bits."),
+    _sampling(
+        "--samplers", "samplers", metavar="NAMES", callback=_sampler_names, show_default=";".join(SAMPLERS),
+        help="Samplers to apply, in this order, separated by semicolons.",
+    ),
+    _sampling("--ignore-eos", "ignore_eos", is_flag=True, show_default=False, help="The model cannot end a text."),
+    _sampling(
+        "-s", "--seed", "seed", type=int, callback=_seed, show_default="random",
+        help="Seed; the same seed gives the same text; -1: random.",
+    ),
+]  # fmt: skip
+_SAMPLING_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold",
+    "dynatemp_range", "dynatemp_exponent", "repetition_penalty", "penalty_last_n", "presence_penalty",
+    "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    "dry_sequence_breakers", "adaptive_target", "adaptive_decay", "mirostat", "mirostat_eta", "mirostat_tau",
+    "samplers", "ignore_eos", "seed",
+)  # fmt: skip
+_OUTPUT = [
     click.option(
         "-j", "--json-schema", metavar="JSON", default=None, help="Write JSON of this schema; {} for any JSON."
     ),
     click.option("--grammar", metavar="TEXT", default=None, help="Write text of this GBNF or Lark grammar."),
-    click.option("-s", "--seed", type=int, default=None, help="Seed; the same seed gives the same text."),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop at this text; may be given several times."),
 ]  # fmt: skip
-_NAMES = (
-    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "json_schema", "grammar", "seed",
-    "stop",
-)  # fmt: skip
+_OUTPUT_NAMES = ("json_schema", "grammar", "stop")
+
+
+def _n_predict(help: str) -> Option:
+    return option(
+        "-n", "--predict", "--n-predict", "n_predict", env="N_PREDICT", llama_env="LLAMA_ARG_N_PREDICT",
+        type=int, default=None,
+        help=help,
+    )  # fmt: skip
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds the options of sampling.
+    """Adds the options of sampling for commands that run prompts.
 
     The command gets `params`, the given fields of `SamplingParams`, and `is_capped`: whether -n is not given, so that
     plain prompts get `DEFAULT_MAX_TOKENS`.
     """
 
     @wraps(command)
-    def with_params(**arguments: Any) -> Any:
-        given = {name: arguments.pop(name) for name in _NAMES}
-        is_capped = given["max_tokens"] is None
-        if given["max_tokens"] == -1:
-            given["max_tokens"] = None
-        params = {name: value for name, value in given.items() if value is not None and value != ()}
+    def with_params(n_predict: int | None, **arguments: Any) -> Any:
+        params = _given(arguments, (*_SAMPLING_NAMES, *_OUTPUT_NAMES))
         if stop := params.get("stop"):
             params["stop"] = list(stop)
-        return command(params=params, is_capped=is_capped, **arguments)
+        if n_predict not in (None, -1):
+            params["max_tokens"] = n_predict
+        return command(params=params, is_capped=n_predict is None, **arguments)
 
-    return with_options(with_params, _OPTIONS)
+    n_predict = _n_predict(
+        f"Maximum tokens per prompt; -1: as many as the context holds.  [default: {DEFAULT_MAX_TOKENS}]"
+    )
+    return with_options(with_params, [n_predict, *_SAMPLING, *_OUTPUT])
+
+
+def sampling_default_options(command: Command) -> Command:
+    """Adds the server's defaults of sampling.
+
+    The command gets `sampling`, the given fields of `SamplingParams`.
+    """
+
+    @wraps(command)
+    def with_defaults(n_predict: int | None, **arguments: Any) -> Any:
+        sampling = _given(arguments, _SAMPLING_NAMES)
+        if n_predict is not None:
+            sampling["max_tokens"] = None if n_predict == -1 else n_predict
+        return command(sampling=sampling, **arguments)
+
+    n_predict = _n_predict(
+        "Tokens of a completion whose request sets no maximum; -1: as many as the context holds. Without it: 16 for "
+        "/v1/completions, otherwise -1. The following options too are defaults, for requests without the field."
+    )
+    return with_options(with_defaults, [n_predict, *_SAMPLING])
+
+
+def _given(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Takes these options out of `arguments`, and returns those that the user has given."""
+    taken = {name: arguments.pop(name) for name in names}
+    return {name: value for name, value in taken.items() if value is not None and value != ()}

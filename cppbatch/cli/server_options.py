@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
+import json
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cppbatch.cli.engine_options import Command, option, with_options
+from cppbatch.cli.engine_options import Command, Switch, option, split_lists, with_options
+from cppbatch.cli.sampling_options import sampling_default_options
 
 
 def _find_template(_context: object, _option: object, given: str | None) -> str | None:
+    if not given:
+        return None
     from cppbatch.chat.template import find_template
+    from cppbatch.llama import builtin_template_names
 
-    return find_template(given) if given else None
+    return find_template(given, builtin_template_names)
 
 
-def _split_at_commas(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name.strip() for names in given for name in names.split(",") if name.strip())
+def _variables(_context: object, _option: object, given: str | None) -> dict[str, Any]:
+    try:
+        variables = json.loads(given or "{}")
+    except ValueError as error:
+        raise click.BadParameter(f"{given!r} is not JSON: {error}") from None
+    if not isinstance(variables, dict):
+        raise click.BadParameter(f"{given!r} is not a JSON object")
+    return variables
 
 
 chat_template_option = option(
-    "--chat-template", env="CHAT_TEMPLATE", metavar="NAME|FILE|TEXT", default=None, callback=_find_template,
-    help="Chat template to use instead of the model's own: a name such as chatml, a file, or Jinja source.",
+    "--chat-template", "--chat-template-file", "chat_template", env="CHAT_TEMPLATE",
+    llama_env="LLAMA_ARG_CHAT_TEMPLATE LLAMA_ARG_CHAT_TEMPLATE_FILE", metavar="NAME|FILE|TEXT", default=None,
+    callback=_find_template,
+    help="Chat template to use instead of the model's own: one of llama.cpp's names such as chatml, a file, or Jinja "
+    "source.",
 )  # fmt: skip
 
+_THINKING: dict[str, dict[str, Any]] = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
+
 _OPTIONS = [
-    option("--host", env="HOST", default="127.0.0.1", help="Address to listen on."),
-    option("--port", env="PORT", type=click.IntRange(0, 65535), default=8080, help="Port; 0: any free port."),
     option(
-        "--api-key", "api_keys", env="API_KEY", multiple=True, metavar="KEY",
-        help="Key that clients must send, as a bearer token or in x-api-key; may be given several times.",
+        "--host", "hosts", env="HOST", llama_env="LLAMA_ARG_HOST", multiple=True, metavar="ADDRESS,...",
+        default=("127.0.0.1",), callback=split_lists,
+        help="Address to listen on; may be given several times, or as a list with commas.",
     ),
-    option("--api-key-file", env="API_KEY_FILE", metavar="FILE", help="File with such keys, one per line."),
-    option("--ssl-certfile", env="SSL_CERTFILE", metavar="FILE", help="Serve HTTPS with this certificate."),
-    option("--ssl-keyfile", env="SSL_KEYFILE", metavar="FILE", help="Private key, if in a separate file."),
     option(
-        "--cors-origin", "cors_origins", env="CORS_ORIGIN", multiple=True, metavar="ORIGIN",
-        help="Allow browser pages of this origin to use the server; * for all; may be given several times.",
+        "--port", env="PORT", llama_env="LLAMA_ARG_PORT", type=click.IntRange(0, 65535), default=8080,
+        help="Port; 0: any free port.",
+    ),
+    option(
+        "--api-key", "api_keys", env="API_KEY", llama_env="LLAMA_API_KEY", multiple=True, metavar="KEY,...",
+        callback=split_lists,
+        help="Key that clients must send, as a bearer token or in x-api-key; may be given several times, or as a list "
+        "with commas.",
+    ),
+    option(
+        "--api-key-file", env="API_KEY_FILE", llama_env="LLAMA_ARG_API_KEY_FILE", metavar="FILE",
+        help="File with such keys, one per line.",
+    ),
+    option(
+        "--ssl-certfile", "--ssl-cert-file", "ssl_certfile", env="SSL_CERTFILE", llama_env="LLAMA_ARG_SSL_CERT_FILE",
+        metavar="FILE", help="Serve HTTPS with this certificate.",
+    ),
+    option(
+        "--ssl-keyfile", "--ssl-key-file", "ssl_keyfile", env="SSL_KEYFILE", llama_env="LLAMA_ARG_SSL_KEY_FILE",
+        metavar="FILE", help="Private key, if in a separate file.",
+    ),
+    option(
+        "--cors-origin", "--cors-origins", "cors_origins", env="CORS_ORIGIN", llama_env="LLAMA_ARG_CORS_ORIGINS",
+        multiple=True, metavar="ORIGIN,...", callback=split_lists, show_default="* with --api-key, else localhost",
+        help="Origins whose browser pages may use the server: https://example.org, localhost for any port of this "
+        "machine, * for all, none; may be given several times.",
     ),
     option("--max-body-mb", env="MAX_BODY_MB", type=int, default=16, help="Maximum MiB of a request body."),
     option("--max-file-mb", env="MAX_FILE_MB", type=int, default=1024, help="Maximum MiB of an uploaded file."),
@@ -76,12 +112,13 @@ _OPTIONS = [
         help="Seconds that running requests have to finish after Ctrl-C or SIGTERM.",
     ),
     option(
-        "-a", "--alias", "aliases", env="ALIAS", multiple=True, metavar="NAMES", callback=_split_at_commas,
+        "-a", "--alias", "aliases", env="ALIAS", llama_env="LLAMA_ARG_ALIAS", multiple=True,
+        metavar="NAMES", callback=split_lists,
         help="Names of the model, separated by commas. Responses show the alphabetically first one instead of the "
         "file's name; may be given several times.",
     ),
     option(
-        "--tags", env="TAGS", multiple=True, metavar="TAGS", callback=_split_at_commas,
+        "--tags", env="TAGS", llama_env="LLAMA_ARG_TAGS", multiple=True, metavar="TAGS", callback=split_lists,
         help="Words about the model for /v1/models, separated by commas; may be given several times.",
     ),
     option(
@@ -90,6 +127,17 @@ _OPTIONS = [
         "model answers to any name.",
     ),
     chat_template_option,
+    option(
+        "--chat-template-kwargs", "template_variables", env="CHAT_TEMPLATE_KWARGS",
+        llama_env="LLAMA_ARG_CHAT_TEMPLATE_KWARGS", metavar="JSON", default=None, callback=_variables,
+        help="Variables of the chat template, as a JSON object, for requests whose chat_template_kwargs lack them.",
+    ),
+    option(
+        "-rea", "--reasoning", env="REASONING", llama_env="LLAMA_ARG_REASONING", type=Switch(), default="auto",
+        help="enable_thinking of the chat template, for requests that do not set it. auto: true, unless "
+        "--chat-template-kwargs say otherwise.",
+    ),
+    sampling_default_options,
     option(
         "--log-format", env="LOG_FORMAT", type=click.Choice(["text", "json"]), default="text", help="Format of the log."
     ),
@@ -116,16 +164,18 @@ def server_options(command: Command) -> Command:
         settings = ServerSettings(
             keys=Keys([*api_keys, *(read_keys(api_key_file) if api_key_file else [])]),
             limits=limits,
-            cors_origins=arguments.pop("cors_origins"),
+            cors_origins=arguments.pop("cors_origins") or None,
             aliases=arguments.pop("aliases"),
             tags=arguments.pop("tags"),
             strict_model=arguments.pop("strict_model"),
             drain_timeout=arguments.pop("drain_timeout"),
             data_dir=arguments.pop("data_dir"),
             chat_template=arguments.pop("chat_template"),
+            template_variables=arguments.pop("template_variables") | _THINKING[arguments.pop("reasoning")],
+            sampling=arguments.pop("sampling"),
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)
-        address = Address(host=arguments.pop("host"), port=arguments.pop("port"), tls=tls)
+        address = Address(hosts=arguments.pop("hosts"), port=arguments.pop("port"), tls=tls)
         return command(settings=settings, address=address, **arguments)
 
     return with_options(with_settings, _OPTIONS)

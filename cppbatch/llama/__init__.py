@@ -6,6 +6,7 @@ raise `cppbatch.errors.OutOfRange`.
 
 from cppbatch.llama.backend import Backend, Device
 from cppbatch.llama.backend_sampling import BackendSampling
+from cppbatch.llama.builtin_chat_templates import apply_builtin_template, builtin_template_names
 from cppbatch.llama.context import Context
 from cppbatch.llama.determinism import MIN_ROWS, least_rows_for_equal_bits
 from cppbatch.llama.llama_batch import Batch
@@ -27,6 +28,8 @@ __all__ = [
     "SamplerChain",
     "SequenceState",
     "Vocab",
+    "apply_builtin_template",
+    "builtin_template_names",
     "least_rows_for_equal_bits",
     "probe_prefix_sharing",
 ]

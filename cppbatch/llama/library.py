@@ -28,6 +28,7 @@ _NEEDED = """
     llama_model_n_ctx_train llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label
     llama_model_meta_count
     llama_model_meta_key_by_index llama_model_meta_val_str_by_index llama_model_chat_template
+    llama_chat_builtin_templates llama_chat_apply_template
     llama_model_has_encoder llama_model_has_decoder llama_model_is_recurrent llama_model_is_hybrid
     llama_model_is_diffusion llama_vocab_type llama_vocab_get_text llama_vocab_n_tokens llama_vocab_is_eog
     llama_vocab_fim_pre llama_vocab_fim_suf llama_vocab_fim_mid llama_vocab_fim_rep llama_vocab_fim_sep

@@ -14,7 +14,7 @@ from cppbatch.server.api_errors import error_middleware
 from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.batches.batch_background import run_batches
 from cppbatch.server.connections import connection_middleware
-from cppbatch.server.cors import allow_origins
+from cppbatch.server.cors import CrossOrigin, preflight_middleware
 from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import generate_batch, generate_endpoint
 from cppbatch.server.keys import key_middleware
@@ -81,9 +81,8 @@ def create_app(
         app.add_routes(routes)
     app.cleanup_ctx.append(run_batches)
     app.cleanup_ctx.append(sample_gpus)
-    app.on_response_prepare.extend((add_request_id, add_ignored_fields))
-    if settings.cors_origins:
-        allow_origins(app, settings.cors_origins)
+    cross_origin = CrossOrigin(settings.origins)
+    app.on_response_prepare.extend((add_request_id, add_ignored_fields, cross_origin.add_headers))
     return app
 
 
@@ -95,6 +94,7 @@ def _middlewares(settings: ServerSettings) -> list[Middleware]:
         connection_middleware,
         access_middleware,
         error_middleware,
+        preflight_middleware,
         *keys,
         availability_middleware,
         admission_middleware,

@@ -1,38 +1,74 @@
-"""Cross-origin requests from web pages. Off unless origins are given."""
+"""Requests from web pages of other origins (CORS): which pages may use the server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-import aiohttp_cors
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
 
 from cppbatch.errors import ConfigError
 
-_EXPOSED_HEADERS = ("X-Request-Id", "X-Ignored-Fields", "Retry-After")
-"""What pages may read beside the safelisted headers."""
-_MAX_AGE = 600  # seconds for which browsers may cache a preflight response
+ANY, LOCAL, NONE = "*", "localhost", "none"
+"""Special values beside origins: all pages, pages that this machine serves on any port, no pages."""
+
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+_METHODS = "GET, POST, DELETE, OPTIONS"
+_EXPOSED_HEADERS = "X-Request-Id, X-Ignored-Fields, Retry-After"  # what pages may read beside the safelisted headers
+_MAX_AGE = "600"  # seconds for which browsers may cache a preflight response
 
 
 def check_origin(origin: str) -> str:
     """Raises `ConfigError` for a string that browsers never send as an origin."""
     parts = urlsplit(origin)
-    if origin != "*" and (not parts.scheme or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
-        raise ConfigError(f"--cors-origin is {origin!r}; it must be like https://example.org, with no path, or *")
+    is_origin = parts.scheme and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}"
+    if origin not in (ANY, LOCAL, NONE) and not is_origin:
+        message = f"it must be like https://example.org, with no path, or {LOCAL}, {ANY} or {NONE}"
+        raise ConfigError(f"--cors-origin is {origin!r}; {message}")
     return origin
 
 
-def allow_origins(app: web.Application, origins: Iterable[str]) -> None:
-    """Answers preflight requests of every route, and adds the CORS headers to its responses."""
-    # No credentials: API keys come in a header, and cookies are not used.
-    options = {"allow_headers": "*", "expose_headers": _EXPOSED_HEADERS, "max_age": _MAX_AGE}
-    cors = aiohttp_cors.setup(app, defaults=dict.fromkeys(origins, options))
-    for route in list(app.router.routes()):
-        cors.add(route)
-    app.on_response_prepare.append(_vary)
+class CrossOrigin:
+    """Adds the CORS headers to the responses of an application, and answers preflight requests for every path.
+
+    `origins`: origins and special values. Browsers may send credentials, because allowed pages are trusted, and any
+    page only where the user says so, or where a key that pages do not know is required.
+    """
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        self._origins = frozenset(origins)
+
+    def allows(self, origin: str) -> bool:
+        """Whether pages of this origin may use the server."""
+        return ANY in self._origins or origin in self._origins or (LOCAL in self._origins and _is_local(origin))
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """For `Application.on_response_prepare`."""
+        response.headers.add(hdrs.VARY, hdrs.ORIGIN)  # keeps caches from serving one origin's response to another
+        origin = request.headers.get(hdrs.ORIGIN)
+        if origin is not None and self.allows(origin):
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_CREDENTIALS] = "true"
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _EXPOSED_HEADERS
 
 
-async def _vary(_request: web.Request, response: web.StreamResponse) -> None:
-    """Keeps caches from serving one origin's response to another."""
-    response.headers.add(hdrs.VARY, hdrs.ORIGIN)
+@web.middleware
+async def preflight_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers OPTIONS requests: without a key, which browsers do not send with them, and while the model loads."""
+    if request.method != hdrs.METH_OPTIONS:
+        return await handler(request)
+    headers = {
+        hdrs.ACCESS_CONTROL_ALLOW_METHODS: _METHODS,
+        # Not *, which would not include Authorization.
+        hdrs.ACCESS_CONTROL_ALLOW_HEADERS: request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "*"),
+        hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE,
+    }
+    return web.Response(headers=headers)
+
+
+def _is_local(origin: str) -> bool:
+    try:
+        return urlsplit(origin).hostname in _LOCAL_HOSTS
+    except ValueError:  # not an URL
+        return False

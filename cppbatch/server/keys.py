@@ -59,14 +59,14 @@ def read_keys(path: str) -> list[str]:
 
 
 def key_middleware(keys: Keys) -> Middleware:
-    """Refuses requests without a valid key, except for `OPEN_PATHS` and CORS preflight requests."""
+    """Refuses requests without a valid key, except for `OPEN_PATHS`."""
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         for given in _given(request):
             if label := keys.label_of(given):
                 request[KEY] = label
-        if KEY in request or request.path in OPEN_PATHS or _is_preflight(request):
+        if KEY in request or request.path in OPEN_PATHS:
             return await handler(request)
         message = "this server wants its API key: Authorization: Bearer KEY"
         return error_response(request, ApiError(401, message, "authentication_error", code="invalid_api_key"))
@@ -79,10 +79,6 @@ def _given(request: web.Request) -> list[str]:
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     alone = request.headers.get("x-api-key")
     return [*([token.strip()] if scheme.lower() == "bearer" else []), *([alone] if alone is not None else [])]
-
-
-def _is_preflight(request: web.Request) -> bool:
-    return request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
 
 
 def _digest(key: str) -> bytes:

@@ -21,9 +21,9 @@ _BACKLOG = 128  # asyncio accepts this many at once, and they must not use up th
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """The address to listen on."""
+    """The addresses to listen on."""
 
-    host: str = "127.0.0.1"
+    hosts: tuple[str, ...] = ("127.0.0.1",)
     port: int = 8080
     """0: any free port."""
     tls: ssl.SSLContext | None = None
@@ -32,24 +32,34 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 class Listener:
     """A listening server. `async with` closes it."""
 
-    def __init__(self, runner: web.AppRunner, server: asyncio.Server, watch: asyncio.Task[None], tls: bool) -> None:
-        self._runner, self._server, self._watch, self._tls = runner, server, watch, tls
+    def __init__(
+        self, runner: web.AppRunner, servers: list[asyncio.Server], watch: asyncio.Task[None], tls: bool
+    ) -> None:
+        self._runner, self._servers, self._watch, self._tls = runner, servers, watch, tls
 
     @property
     def url(self) -> str:
-        """The server's URL."""
-        host, port = self._server.sockets[0].getsockname()[:2]
+        """The server's URL, at the first of its addresses."""
+        return self.urls[0]
+
+    @property
+    def urls(self) -> list[str]:
+        """Its URLs, one for each of `Address.hosts`."""
+        return [self._url(*server.sockets[0].getsockname()[:2]) for server in self._servers]
+
+    def _url(self, host: str, port: int) -> str:
         return f"{'https' if self._tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
     def is_private(self) -> bool:
         """Whether only this machine can reach it."""
-        hosts = [socket.getsockname()[0] for socket in self._server.sockets]
+        hosts = [socket.getsockname()[0] for server in self._servers for socket in server.sockets]
         return all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts)
 
     async def close(self) -> None:
         """Closes every connection, once responses have had a moment to be sent."""
-        self._server.close()
+        for server in self._servers:
+            server.close()
         await self._runner.cleanup()
         self._watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -65,7 +75,7 @@ class Listener:
 async def listen(
     app: web.Application, address: Address, *, max_open: int, idle_timeout: float, head_timeout: float = HEAD_SECONDS
 ) -> Listener:
-    """Serves the application, with at most `max_open` connections. Raises `ConfigError` if the address is in use."""
+    """Serves the application, with at most `max_open` connections. Raises `ConfigError` if an address is in use."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # a closed connection cancels its request, streamed or not
@@ -81,23 +91,30 @@ async def listen(
     http = runner.server
     assert http is not None  # set up
     connections = Connections(max_open, idle_timeout=idle_timeout, head_timeout=head_timeout)
-    try:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(connections, http()),
-            address.host,
-            address.port,
-            ssl=address.tls,
-            ssl_handshake_timeout=head_timeout if address.tls else None,
-            backlog=_BACKLOG,
-        )
-    except (OSError, OverflowError) as error:
-        await runner.cleanup()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            f"cannot listen on {address.host}:{address.port} ({reason}). "
-            "Choose another --port, or end the program that uses this one"
-        ) from error
-    return Listener(runner, server, asyncio.create_task(connections.watch()), address.tls is not None)
+    servers: list[asyncio.Server] = []
+    port = address.port
+    for host in dict.fromkeys(address.hosts):
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: Connection(connections, http()),
+                host,
+                port,
+                ssl=address.tls,
+                ssl_handshake_timeout=head_timeout if address.tls else None,
+                backlog=_BACKLOG,
+            )
+        except (OSError, OverflowError) as error:
+            for listening in servers:
+                listening.close()
+            await runner.cleanup()
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({reason}). "
+                "Choose another --port, or end the program that uses this one"
+            ) from error
+        servers.append(server)
+        port = server.sockets[0].getsockname()[1]  # with --port 0 the first one is chosen
+    return Listener(runner, servers, asyncio.create_task(connections.watch()), address.tls is not None)
 
 
 def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.config import EngineConfig
 from cppbatch.server.admission import IN_FLIGHT
+from cppbatch.server.announcement import first_lines
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.connections import max_connections
@@ -62,7 +62,8 @@ async def run_server(
         try:
             await _wait_until_loaded(engine, stop)
             gc.freeze()  # the objects that exist now stay for good, so garbage collection need not visit them
-            _announce(engine, listener, settings, say)
+            for line in _first_lines(engine, listener, settings):
+                say(line)
             advice.add_done_callback(partial(_say_advice, say))
             await stop.wait()
             await storage.stop()  # unfinished batches continue after the next start
@@ -75,7 +76,10 @@ async def _listen(app: web.Application, settings: ServerSettings, address: Addre
     idle_timeout = settings.limits.idle_timeout
     listener = await listen(app, address, max_open=max_connections(), idle_timeout=idle_timeout)
     if not (listener.is_private or settings.keys):
-        log.warning("%s is open to everyone who can reach it: set an --api-key, or listen on 127.0.0.1", listener.url)
+        log.warning(
+            "%s is open to everyone who can reach it: set an --api-key, or listen on 127.0.0.1",
+            " and ".join(listener.urls),
+        )
     return listener
 
 
@@ -89,18 +93,11 @@ async def _wait_until_loaded(engine: EngineClient, stop: asyncio.Event) -> None:
     loading.result()
 
 
-def _announce(engine: EngineClient, listener: Listener, settings: ServerSettings, say: Say) -> None:
-    info, config, url = engine.info, engine.config, listener.url
-    body = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
-    key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if settings.keys else ""
-    layout = "per-sequence or unified as the load needs" if info.kv_layout == "auto" else info.kv_layout
-    cells = f"{info.n_ctx} KV cells, {layout}"
-    sequences = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
-    say(f"{info.name} ({info.description}): {sequences} at once over {cells}")
-    if info.not_repacked:
-        say(info.not_repacked)
-    say(f"ready at {url}  (OpenAI-compatible API under {url}/v1; Ctrl-C drains and stops)")
-    say(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+def _first_lines(engine: EngineClient, listener: Listener, settings: ServerSettings) -> list[str]:
+    has_template = bool(settings.chat_template or engine.info.chat_template)
+    return first_lines(
+        engine.info, engine.config, listener.urls, has_template=has_template, has_keys=bool(settings.keys)
+    )
 
 
 def _say_advice(say: Say, advice: asyncio.Future[str | None]) -> None:

@@ -23,6 +23,7 @@ from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams, replaced
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import ContextOverflow, InvalidRequest
+from cppbatch.llama import apply_builtin_template
 from cppbatch.models.find import shorter_names
 from cppbatch.server.api_errors import ModelNotFound
 from cppbatch.server.limits import Limits
@@ -141,7 +142,7 @@ class Serving:
                 tools=tools,
                 choice=choice,
                 schema=schema,
-                variables=variables,
+                variables=self.settings.template_variables | variables,
                 continue_final_message=continue_final_message,
             )
         except InvalidRequest as error:
@@ -151,6 +152,20 @@ class Serving:
             for ours, theirs in field_names.items():
                 field = field.replace(ours, theirs)
             raise error.renamed(field) from error
+
+    def default_params(self, max_tokens: int | None = None) -> Json:
+        """The fields of `SamplingParams` for requests that do not set them.
+
+        `max_tokens`: the API's own default, for a server without -n; None: as many as the context holds.
+        """
+        defaults = {"max_tokens": max_tokens, **self.settings.sampling}
+        return defaults | {"max_tokens": self.limits.default_tokens(defaults["max_tokens"])}
+
+    def params(self, body: SamplingFields, *, max_tokens: int | None = None, **required: Any) -> SamplingParams:
+        """A request's sampling parameters: its own fields, else those that its chat or its response format require,
+        else the server's defaults. `max_tokens`: as for `default_params`. Raises `InvalidRequest`.
+        """
+        return body.params(**self.default_params(max_tokens) | required)
 
     def engine_requests(
         self, body: SamplingFields, name: str, prompts: Sequence[Prompt], params: SamplingParams
@@ -175,7 +190,9 @@ class Serving:
     async def _chat_format(self) -> ChatFormat:
         """The model's chat format, created with the first chat. Raises `InvalidRequest` for a broken template."""
         if self._chat is None:
-            template = ChatTemplate(self.template, bos=self.info.bos, eos=self.info.eos)
+            template = ChatTemplate(
+                self.template, bos=self.info.bos, eos=self.info.eos, apply_named=apply_builtin_template
+            )
             self._chat = ChatFormat(template, await self._token_ids(ChatFormat(template).markers))
         return self._chat
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from cppbatch.errors import ConfigError
-from cppbatch.server.cors import check_origin
+from cppbatch.engine.params import SamplingParams
+from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.server.cors import ANY, LOCAL, check_origin
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
 
@@ -20,8 +22,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     keys: Keys = Keys()
     """The valid API keys; empty: no key is required."""
     limits: Limits = Limits()
-    cors_origins: tuple[str, ...] = ()
-    """The origins whose web pages may use the server; `*`: all."""
+    cors_origins: tuple[str, ...] | None = None
+    """The origins whose web pages may use the server, and special values (`cors`). None: the default."""
     aliases: tuple[str, ...] = ()
     """Names of the model. Responses show the alphabetically first one instead of the file's name, as in
     llama-server."""
@@ -34,11 +36,27 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     """The text of a chat template; None: the model's own."""
 
+    template_variables: dict[str, Any] = {}
+    """Variables of the chat template, for requests that do not set them (--chat-template-kwargs, --reasoning)."""
+    sampling: dict[str, Any] = {}
+    """Fields of `SamplingParams` for requests that do not set them (--temp, -n ...)."""
+
     data_dir: Path | None = None
     """The folder for files and batches; None: the user's data folder, if it can be used."""
 
     def __post_init__(self) -> None:
-        for origin in self.cors_origins:
+        for origin in self.origins:
             check_origin(origin)
         if not 0 <= self.drain_timeout <= _MAX_DRAIN:
             raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be from 0 to {_MAX_DRAIN} seconds")
+        try:
+            SamplingParams(**self.sampling)
+        except InvalidRequest as error:
+            raise ConfigError(f"the server's default of {error.field} {error.message}") from error
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """`cors_origins`, or their default: all if a key is required, otherwise only pages of this machine."""
+        if self.cors_origins is not None:
+            return self.cors_origins
+        return (ANY if self.keys else LOCAL,)

@@ -166,7 +166,7 @@ async def prepare_llama_completion(
     try:
         body = await to_sampling_fields(body, serving)
         serving.limits.check(body)
-        params = body.params(max_tokens=serving.limits.default_tokens(None), **_form(body))
+        params = serving.params(body, **_form(body))
         ids = [[token.id for token in prompt] for prompt in prompts]
         requests = serving.engine_requests(body, new_id("llama-"), ids, params)
     except InvalidRequest as error:

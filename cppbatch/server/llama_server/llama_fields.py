@@ -88,7 +88,7 @@ async def to_sampling_fields(body: Fields, serving: Serving) -> Fields:
         stop=_without_empty(body.stop),
         grammar=body.grammar or None,
         json_schema={"type": "object"} if body.json_schema == {} else body.json_schema,
-        samplers=None if body.samplers is None else _sampler_names(body.samplers),
+        samplers=None if body.samplers is None else sampler_names(body.samplers),
         **_clamped(body),
         **await _biases(body, serving),
     )
@@ -126,7 +126,7 @@ def _clamped(body: LlamaFields) -> Json:
     }
 
 
-def _sampler_names(names: list[str] | str) -> list[str]:
+def sampler_names(names: list[str] | str) -> list[str]:
     """`SamplingParams`' names of the samplers, from a list of llama-server's names or a string of letters."""
     found = []
     for i, name in enumerate(names):

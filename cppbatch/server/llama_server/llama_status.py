@@ -99,7 +99,7 @@ async def props(request: web.Request) -> web.Response:
 
 
 def _default_settings(serving: Serving) -> GenerationSettings:
-    params = SamplingParams(max_tokens=serving.limits.default_tokens(None))
+    params = SamplingParams(**serving.default_params())
     return generation_settings(params, LlamaFields())
 
 
