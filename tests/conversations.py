@@ -87,14 +87,23 @@ CONVERSATIONS = {
 def for_reference(messages: list[Message], capabilities: TemplateCapabilities) -> list[Message]:
     """The same with what cppbatch adapts to a template on purpose, and transformers leaves to its caller."""
     messages = copy.deepcopy(messages)
+    if not capabilities.system and len(messages) > 1 and messages[0]["role"] in ("system", "developer"):
+        (first, second), rest = messages[:2], messages[2:]
+        texts = [part["text"] for message in (first, second) for part in _parts(message)]
+        messages = [{**second, "content": "\n".join(texts)}, *rest]
     for message in messages:
         if message["role"] == "developer" and not capabilities.developer:
             message["role"] = "system"
         if isinstance(message["content"], list) and message["role"] not in capabilities.parts:
-            message["content"] = "".join(part["text"] for part in message["content"])
+            message["content"] = "\n".join(part["text"] for part in message["content"])
         if message["content"] is None and not capabilities.null_content:
             message["content"] = ""
         for each in message.get("tool_calls", []):
             if not capabilities.string_arguments:
                 each["function"]["arguments"] = json.loads(each["function"]["arguments"])
     return messages
+
+
+def _parts(message: Message) -> list[dict[str, str]]:
+    content = message["content"]
+    return content if isinstance(content, list) else [part(content)]

@@ -103,14 +103,15 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def default_variables(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+def default_variables(tools: list[dict[str, Any]] | None, *, reasons: bool) -> dict[str, Any]:
     """llama-server's variables beside the conversation and the special tokens, for requests that do not set them.
 
-    The reasoning of earlier turns is kept in the prompt: several templates have a variable of their own for that.
+    `reasons`: whether the model is known to reason. The reasoning of earlier turns is kept in the prompt: several
+    templates have a variable of their own for that.
     """
     now = datetime.datetime.now()
     return {
-        "enable_thinking": True,
+        "enable_thinking": reasons,
         "preserve_thinking": True,
         "clear_thinking": False,
         "truncate_history_thinking": False,

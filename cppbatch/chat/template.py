@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.chat.capabilities import ChatMessage, TemplateCapabilities, detect_capabilities
+from cppbatch.chat.reasoning import ReasoningTags
 from cppbatch.chat.sandbox import compile_template, default_variables, render_template
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.json_bounds import excess
@@ -93,6 +94,7 @@ class ChatTemplate:
             self._template = compile_template(self.source)
         except ConfigError as error:
             raise InvalidRequest("messages", f"cannot be used with this model: {error}") from error
+        self._reasons = ReasoningTags.of_template(self.source) is not None
         self._fixed: dict[str, Any] = {"bos_token": bos, "eos_token": eos}
         if apply_named:
             self._fixed[_NAMED] = lambda name, messages, add_generation_prompt: apply_named(
@@ -127,6 +129,8 @@ class ChatTemplate:
                 _CONTINUE,
                 "and add_generation_prompt exclude each other: one goes on with the last message, one begins another",
             )
+        if not self.capabilities.system:
+            messages = _merge_system(messages)
         adapted = [adapt_message(message, self.capabilities) for message in messages]
         unfinished = _mark_end(adapted) if continue_final_message else ""
         variables = self._variables(adapted, tools, kwargs)
@@ -149,7 +153,13 @@ class ChatTemplate:
     ) -> dict[str, Any]:
         """All variables of a rendering. `given`: those of the request."""
         tools = tools or None
-        return {**default_variables(tools), **self._fixed, **given, "messages": messages, "tools": tools}
+        return {
+            **default_variables(tools, reasons=self._reasons),
+            **self._fixed,
+            **given,
+            "messages": messages,
+            "tools": tools,
+        }
 
 
 def content_text(message: ChatMessage) -> str:
@@ -189,6 +199,14 @@ def adapt_message(message: ChatMessage, capabilities: TemplateCapabilities) -> C
         adapted["content"] = None if capabilities.null_content else ""
     reasoning = next((adapted[name] for name in _REASONING_FIELDS if name in adapted), None)
     return adapted if reasoning is None else {"thinking": reasoning, **adapted, "reasoning_content": reasoning}
+
+
+def _merge_system(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Puts a system message at the beginning into the message after it, for templates without that role."""
+    if len(messages) < 2 or messages[0]["role"] not in ("system", "developer"):
+        return messages
+    text = content_text(messages[0]) + "\n" + content_text(messages[1])
+    return [{**messages[1], "content": text}, *messages[2:]]
 
 
 def _adapt_content(role: str, content: Any, capabilities: TemplateCapabilities) -> Any:

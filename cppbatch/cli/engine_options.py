@@ -55,7 +55,10 @@ class _Layers(click.types.IntParamType):
 
 def split_lists(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
     """The values of an option that may be given several times, or as a list with commas."""
-    return tuple(item.strip() for each in given for item in each.split(",") if item.strip())
+    values = tuple(item.strip() for each in given for item in each.split(",") if item.strip())
+    if given and not values:
+        raise click.BadParameter("is empty")
+    return values
 
 
 def with_options(command: Command, options: Sequence[Option]) -> Command:

@@ -148,7 +148,7 @@ def sampling_options(command: Command) -> Command:
 def sampling_default_options(command: Command) -> Command:
     """Adds the server's defaults of sampling.
 
-    The command gets `sampling`, the given fields of `SamplingParams`.
+    The command gets `sampling_defaults`, the given fields of `SamplingParams`.
     """
 
     @wraps(command)
@@ -156,7 +156,7 @@ def sampling_default_options(command: Command) -> Command:
         sampling = _given(arguments, _SAMPLING_NAMES)
         if n_predict is not None:
             sampling["max_tokens"] = None if n_predict == -1 else n_predict
-        return command(sampling=sampling, **arguments)
+        return command(sampling_defaults=sampling, **arguments)
 
     n_predict = _n_predict(
         "Tokens of a completion whose request sets no maximum; -1: as many as the context holds. Without it: 16 for "

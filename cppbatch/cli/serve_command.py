@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cppbatch.server.settings import ServerSettings
 
 
-@click.command()
+@click.command(context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})  # as llama-server does
 @server_options  # first, so that their errors come before a model is downloaded
 @deployment_options
 @engine_options

@@ -11,15 +11,29 @@ import click
 
 from cppbatch.cli.engine_options import Command, Switch, option, split_lists, with_options
 from cppbatch.cli.sampling_options import sampling_default_options
+from cppbatch.errors import LibraryError
 
 
 def _find_template(_context: object, _option: object, given: str | None) -> str | None:
     if not given:
         return None
     from cppbatch.chat.template import find_template
+
+    return find_template(given, _llama_cpp_names)
+
+
+def _llama_cpp_names() -> tuple[str, ...]:
     from cppbatch.llama import builtin_template_names
 
-    return find_template(given, builtin_template_names)
+    try:
+        return builtin_template_names()
+    except LibraryError:  # loading the model says what is missing
+        return ()
+
+
+def _keys(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
+    """Empty ones are kept, and then refused: they come from a variable that is not set."""
+    return tuple(key.strip() for each in given for key in each.split(","))
 
 
 def _variables(_context: object, _option: object, given: str | None) -> dict[str, Any]:
@@ -54,7 +68,7 @@ _OPTIONS = [
     ),
     option(
         "--api-key", "api_keys", env="API_KEY", llama_env="LLAMA_API_KEY", multiple=True, metavar="KEY,...",
-        callback=split_lists,
+        callback=_keys,
         help="Key that clients must send, as a bearer token or in x-api-key; may be given several times, or as a list "
         "with commas.",
     ),
@@ -172,7 +186,7 @@ def server_options(command: Command) -> Command:
             data_dir=arguments.pop("data_dir"),
             chat_template=arguments.pop("chat_template"),
             template_variables=arguments.pop("template_variables") | _THINKING[arguments.pop("reasoning")],
-            sampling=arguments.pop("sampling"),
+            sampling_defaults=arguments.pop("sampling_defaults"),
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)
         address = Address(hosts=arguments.pop("hosts"), port=arguments.pop("port"), tls=tls)

@@ -158,7 +158,7 @@ class Serving:
 
         `max_tokens`: the API's own default, for a server without -n; None: as many as the context holds.
         """
-        defaults = {"max_tokens": max_tokens, **self.settings.sampling}
+        defaults = {"max_tokens": max_tokens, **self.settings.sampling_defaults}
         return defaults | {"max_tokens": self.limits.default_tokens(defaults["max_tokens"])}
 
     def params(self, body: SamplingFields, *, max_tokens: int | None = None, **required: Any) -> SamplingParams:

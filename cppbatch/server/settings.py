@@ -38,7 +38,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     template_variables: dict[str, Any] = {}
     """Variables of the chat template, for requests that do not set them (--chat-template-kwargs, --reasoning)."""
-    sampling: dict[str, Any] = {}
+    sampling_defaults: dict[str, Any] = {}
     """Fields of `SamplingParams` for requests that do not set them (--temp, -n ...)."""
 
     data_dir: Path | None = None
@@ -50,7 +50,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.drain_timeout <= _MAX_DRAIN:
             raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be from 0 to {_MAX_DRAIN} seconds")
         try:
-            SamplingParams(**self.sampling)
+            SamplingParams(**self.sampling_defaults)
         except InvalidRequest as error:
             raise ConfigError(f"the server's default of {error.field} {error.message}") from error
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from cppbatch.chat.reasoning import ReasoningTags
+from cppbatch.chat.sandbox import default_variables
 from cppbatch.chat.template import ChatTemplate, find_template
 from cppbatch.errors import InvalidRequest
 from tests.conversations import (
@@ -53,7 +55,7 @@ def reference(template: ChatTemplate, conversation: Conversation) -> str | None:
             add_generation_prompt=not continue_final_message,
             bos_token=BOS,
             eos_token=EOS,
-            **kwargs,
+            **default_variables(tools, reasons=ReasoningTags.of_template(template.source) is not None) | kwargs,
         )
     except Exception:  # a template may fail in any way
         return None

@@ -100,7 +100,8 @@ async def test_a_page_of_a_named_origin_may_ask_with_a_key(http: TestClient[Any,
     async with http.options("/v1/completions", headers={**origin, **PREFLIGHT}) as answer:
         assert answer.status == 200
         assert answer.headers["Access-Control-Allow-Origin"] == "https://app.example"
-        assert "AUTHORIZATION" in answer.headers["Access-Control-Allow-Headers"]
+        assert "authorization" in answer.headers["Access-Control-Allow-Headers"]
+        assert answer.headers["Access-Control-Allow-Credentials"] == "true"
     key = {"Authorization": "Bearer first-s3cret"}
     bodies = [HELLO, {**HELLO, "stream": True}, {"prompt": 5}]
     for body, headers, status in [
@@ -116,19 +117,41 @@ async def test_a_page_of_a_named_origin_may_ask_with_a_key(http: TestClient[Any,
 
 async def test_a_page_of_another_origin_may_not(http: TestClient[Any, Any]) -> None:
     origin: dict[str, Any] = {"Origin": "https://evil.example"}
-    async with http.options("/v1/completions", headers={**origin, **PREFLIGHT}) as answer:
-        assert answer.status == 403
-    async with http.get("/health", headers=origin) as answer:
-        assert "Access-Control-Allow-Origin" not in answer.headers
-
-
-async def test_unless_origins_are_named_none_may_and_a_star_is_all(engine: LocalEngine) -> None:
-    origin: dict[str, Any] = {"Origin": "https://any.example"}
-    async with TestClient(TestServer(create_app(engine))) as http:
-        async with http.options("/v1/completions", headers={**origin, **PREFLIGHT}) as answer:
-            assert answer.status == 405
-        async with http.get("/v1/models", headers=origin) as answer:
+    for method, path in (("OPTIONS", "/v1/completions"), ("GET", "/health"), ("POST", "/v1/completions")):
+        async with http.request(method, path, headers={**origin, **PREFLIGHT}) as answer:
             assert "Access-Control-Allow-Origin" not in answer.headers
-    app = create_app(engine, ServerSettings(cors_origins=("*",)))
-    async with TestClient(TestServer(app)) as http, http.get("/v1/models", headers=origin) as answer:
-        assert answer.headers["Access-Control-Allow-Origin"] == "https://any.example"
+
+
+async def test_a_preflight_of_any_path_is_answered_without_a_key(http: TestClient[Any, Any]) -> None:
+    routes = {route.resource.canonical for route in http.server.app.router.routes() if route.resource}  # type: ignore[attr-defined]
+    assert "/v1/chat/completions" in routes
+    for path in (*routes, "/nothing"):
+        async with http.options(path, headers={"Origin": "https://app.example", **PREFLIGHT}) as answer:
+            assert answer.status == 200
+            assert answer.headers["Access-Control-Allow-Origin"] == "https://app.example"
+            assert answer.headers["Access-Control-Allow-Methods"] == "GET, POST, DELETE, OPTIONS"
+
+
+LOCAL = ("http://localhost", "http://localhost:8080", "http://127.0.0.1:3000", "https://[::1]:3000")
+OTHERS = ("https://any.example", "http://notlocalhost", "http://localhost.evil.example", "null")
+
+
+@pytest.mark.parametrize(
+    ("origins", "keys", "allowed"),
+    [
+        (None, False, LOCAL),
+        (None, True, LOCAL + OTHERS),
+        (("localhost", "https://any.example"), True, (*LOCAL, "https://any.example")),
+        (("*",), False, LOCAL + OTHERS),
+        (("none",), True, ()),
+    ],
+    ids=["default", "default with keys", "named", "all", "none"],
+)
+async def test_pages_of_these_origins_may_use_the_server(
+    engine: LocalEngine, origins: tuple[str, ...] | None, keys: bool, allowed: tuple[str, ...]
+) -> None:
+    app = create_app(engine, ServerSettings(cors_origins=origins, keys=Keys(SECRETS if keys else ())))
+    async with TestClient(TestServer(app)) as http:
+        for origin in LOCAL + OTHERS:
+            async with http.get("/health", headers={"Origin": origin}) as answer:
+                assert answer.headers.get("Access-Control-Allow-Origin") == (origin if origin in allowed else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 from typing import Any
 
 import pytest
@@ -27,8 +29,19 @@ def user(content: Any) -> dict[str, Any]:
 
 
 def test_parts_are_joined_for_templates_that_take_strings() -> None:
-    assert template_of(PLAIN).render([user([part("a"), part("b")])]) == "[user] ab\n"
+    assert template_of(PLAIN).render([user([part("a"), part("b")])]) == "[user] a\nb\n"
     assert template_of(PLAIN).capabilities.parts == frozenset()
+
+
+def test_a_system_message_is_part_of_the_next_one_where_the_template_has_no_such_role() -> None:
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    system, parts = {"role": "system", "content": "s"}, {"role": "developer", "content": [part("s"), part("t")]}
+    assert template_of(refuses + PLAIN).render([system, user("a"), FOUR]) == template_of(PLAIN).render(
+        [user("s\na"), FOUR]
+    )
+    assert template_of(refuses + PLAIN).render([parts, user([part("a")])]) == "[user] s\nt\na\n"
+    with pytest.raises(InvalidRequest, match="no"):
+        template_of(refuses + PLAIN).render([system])
 
 
 def test_templates_that_take_parts_get_them() -> None:
@@ -46,7 +59,7 @@ def test_one_role_may_take_parts_where_another_does_not() -> None:
         "{% for m in messages %}{% if m.role == 'user' %}" + ONE + "{% else %}{{ m.content }}{% endif %};{% endfor %}"
     )
     assert mixed.capabilities.parts == {"user"}
-    assert mixed.render([user([part("a"), part("b")]), {**FOUR, "content": [part("c"), part("d")]}]) == "a+b;cd;"
+    assert mixed.render([user([part("a"), part("b")]), {**FOUR, "content": [part("c"), part("d")]}]) == "a+b;c\nd;"
 
 
 def test_a_developer_is_the_system_where_the_template_does_not_know_the_role() -> None:
@@ -127,7 +140,20 @@ def test_templates_see_the_tools_and_the_clients_variables() -> None:
         "{{ tools is none }} {{ documents is none }} {{ enable_thinking }} {{ bos_token }} {{ add_generation_prompt }}"
     )
     assert template_of(source).render([SUM], tools=[], enable_thinking=False) == "True True False <s> True"
-    assert template_of(source).render([SUM], tools=TOOLS, add_generation_prompt=False) == "False True  <s> False"
+    assert template_of(source).render([SUM], tools=TOOLS, add_generation_prompt=False) == "False True False <s> False"
+
+
+def test_templates_see_llama_servers_variables() -> None:
+    now = datetime.datetime.now()
+    source = (
+        "{{ date_string }}|{{ datetime }}|{{ strftime_now('%d %b %Y') }}|{{ enable_thinking }}|{{ preserve_thinking }}"
+    )
+    dates = now.strftime("%d %b %Y|%b %d %Y|%d %b %Y")
+    assert template_of(source).render([SUM]) == f"{dates}|False|True"
+    assert template_of(source + "<think>").render([SUM]) == f"{dates}|True|True<think>"
+    assert template_of(source).render([SUM], date_string="now").startswith("now|")
+    assert json.loads(template_of("{{ functions }}").render([SUM], tools=TOOLS)) == TOOLS
+    assert template_of("{{ functions }}.").render([SUM]) == "."
 
 
 # --- the last message goes on -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 NO_FLAG = {"CPPBATCH_MODELS", "CPPBATCH_CONFIG", "CPPBATCH_BACKEND", "CPPBATCH_WHEELS"}
 """Environment variables that belong to no flag of `cppbatch serve`."""
 
-OPTIONS = {option.envvar: option for option in cli.commands["serve"].params if option.envvar}
+OPTIONS = {option.envvar[0]: option for option in cli.commands["serve"].params if option.envvar}
 
 
 @pytest.fixture

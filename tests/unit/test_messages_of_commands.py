@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from cppbatch import EngineConfig, EngineProcess, LocalEngine
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.config import EngineSettings, named
 from cppbatch.errors import ConfigError
-from cppbatch.server.run_server import _announce
-from cppbatch.server.settings import ServerSettings
 
 
 @pytest.mark.parametrize("engine", [LocalEngine, EngineProcess])
@@ -39,25 +36,3 @@ def test_the_flags_in_messages_are_those_of_the_commands() -> None:
             name, flag = named(setting).removesuffix(")").split(" (")
             assert name == setting
             assert flag in flags
-
-
-@pytest.mark.parametrize(("n", "text"), [(1, "1 sequence at once"), (2, "2 sequences at once")])
-def test_the_first_line_of_a_server_counts_sequences(n: int, text: str) -> None:
-    assert f": {text} over 256 KV cells" in announced(n)[0]
-
-
-def test_a_server_says_why_weights_are_not_repacked() -> None:
-    assert announced(16, not_repacked="weights are not repacked: ...")[1] == "weights are not repacked: ..."
-    assert "ready at" in announced(16)[1]
-
-
-def announced(n: int, not_repacked: str | None = None) -> list[str]:
-    """The first lines of a server with `n` sequences."""
-    info = SimpleNamespace(
-        name="m", description="llama 135M", n_ctx=256, kv_layout="unified", not_repacked=not_repacked
-    )
-    engine: Any = SimpleNamespace(info=info, config=SimpleNamespace(n_parallel=n))
-    listener: Any = SimpleNamespace(url="http://x")
-    lines: list[str] = []
-    _announce(engine, listener, ServerSettings(), lines.append)
-    return lines

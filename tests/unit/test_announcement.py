@@ -1,0 +1,79 @@
+"""The first lines of `serve` fit the model, and say why its number of KV cells is not -c."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cppbatch import EngineConfig
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.server.announcement import changed_cells, first_lines
+
+_INFO: dict[str, Any] = {
+    "name": "m", "path": "m.gguf", "description": "llama 135M", "size_bytes": 1, "n_params": 1, "n_vocab": 1,
+    "n_ctx": 256, "kv_layout": "unified", "sampling": "host", "n_ctx_train": 2048, "max_sequence": 256, "bos": "",
+    "eos": "", "chat_template": "{{ 1 }}",
+}  # fmt: skip
+
+
+def announced(*, n: int = 16, urls: tuple[str, ...] = ("http://x",), keys: bool = False, **fields: Any) -> list[str]:
+    info = ModelInfo(**{**_INFO, **fields})
+    config = EngineConfig("m.gguf", n_ctx=info.n_ctx, n_parallel=n)
+    return first_lines(info, config, urls, has_template=info.chat_template is not None, has_keys=keys)
+
+
+@pytest.mark.parametrize(("n", "text"), [(1, "1 sequence at once"), (2, "2 sequences at once")])
+def test_the_first_line_counts_sequences(n: int, text: str) -> None:
+    assert f": {text} over 256 KV cells" in announced(n=n)[0]
+
+
+def test_why_weights_are_not_repacked_is_said() -> None:
+    assert announced(not_repacked="weights are not repacked: ...")[1] == "weights are not repacked: ..."
+    assert "ready at" in announced()[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, "/v1/chat/completions -H 'Content-Type: application/json' -d '{\"messages\": "),
+        ({"chat_template": None}, "/v1/completions -H 'Content-Type: application/json' -d '{\"prompt\": "),
+        ({"pooling": "mean"}, "/v1/embeddings -H 'Content-Type: application/json' -d '{\"input\": "),
+        ({"pooling": "none"}, "/embeddings -H 'Content-Type: application/json' -d '{\"input\": "),
+        ({"pooling": "rank"}, "/v1/rerank -H 'Content-Type: application/json' -d '{\"query\": "),
+    ],
+)
+def test_the_request_to_try_is_one_that_the_model_can_answer(fields: dict[str, Any], shown: str) -> None:
+    assert f"try:  curl http://x{shown}" in announced(**fields)[-1]
+
+
+def test_a_request_to_try_has_the_key_if_one_is_required() -> None:
+    assert '-H "Authorization: Bearer $CPPBATCH_API_KEY"' in announced(keys=True)[-1]
+    assert "Authorization" not in announced()[-1]
+
+
+def test_every_address_is_shown() -> None:
+    assert "ready at http://a:1 and http://b:1 " in announced(urls=("http://a:1", "http://b:1"))[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "line"),
+    [
+        ({"n_ctx": 256}, {}, None),
+        ({"n_ctx": 1000}, {"n_ctx": 1024}, "-c 1000 became 1024: llama.cpp rounds it up to a multiple of 256"),
+        (
+            {"n_ctx": 1000, "n_parallel": 4},
+            {"n_ctx": 1024, "kv_layout": "per-sequence"},
+            "-c 1000 became 1024: llama.cpp rounds the cells of each of 4 sequences up to 256, a multiple of 256",
+        ),
+        (
+            {"n_ctx": 16384},
+            {"n_ctx": 2048, "pooling": "mean"},
+            "-c 16384 became 2048: a text is computed in one step, of 2048 tokens at most; -b 2048 is their limit",
+        ),
+    ],
+)
+def test_a_changed_number_of_cells_is_explained(
+    settings: dict[str, Any], fields: dict[str, Any], line: str | None
+) -> None:
+    assert changed_cells(ModelInfo(**{**_INFO, **fields}), EngineConfig("m.gguf", **settings)) == line
