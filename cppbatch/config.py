@@ -19,8 +19,9 @@ Sampling = Literal["auto", "host", "backend"]
 Repacking = Literal["auto", "on", "off"]
 Preference = Literal["throughput", "balanced", "latency"]
 Speculation = Literal["auto", "off", "suffix", "draft"]
-Pooling = Literal["mean", "cls", "last", "rank"]
-"""How a sequence becomes one vector: the mean of its tokens, its first or its last token, or a reranker's scores."""
+Pooling = Literal["none", "mean", "cls", "last", "rank"]
+"""How a sequence becomes one vector: the mean of its tokens, its first or its last token, or a reranker's scores. none:
+it has a vector for each of its tokens."""
 Sharing = Literal["cells", "copy", "whole", "none"]
 """How a sequence can take the prefix of another one, which depends on the model's memory.
 

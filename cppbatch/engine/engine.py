@@ -116,7 +116,11 @@ class BatchInferenceEngine:
             speculator=self._speculator,
             max_draft_rows=_DRAFT_LOGITS_BYTES // (4 * max(1, self.info.n_vocab)),
         )
-        self._sampler = Pooler(context) if self.info.pooling else Sampler(self._vocab, context)
+        self._sampler = (
+            Pooler(context, each_token=self.info.pooling == "none")
+            if self.info.pooling
+            else Sampler(self._vocab, context)
+        )
         self.metrics = Metrics(self._trace)
         self.outputs = OutputProcessor(self._vocab, self.metrics)
         """The queue of step outputs. After `compute` another thread may make events of them (`StepLoop`)."""

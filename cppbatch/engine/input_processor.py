@@ -145,7 +145,8 @@ class InputProcessor:
     def _tokens(self, prompt: Prompt, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         self._refuse_long("prompt", prompt)
         if isinstance(prompt, str):
-            tokens = self._tokenized(prompt, cancelled) if prompt else np.empty(0, np.int32)
+            is_empty = not prompt and not self._info.pooling  # embedding models add tokens of their own
+            tokens = np.empty(0, np.int32) if is_empty else self._tokenized(prompt, cancelled)
         elif isinstance(prompt, list):
             tokens = check_ids("prompt", prompt, self._vocab.n_tokens)
         else:

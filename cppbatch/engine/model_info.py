@@ -54,7 +54,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     fill_in: FillIn | None = None
     """None: the model cannot fill in."""
     pooling: str | None = None
-    """None: the model generates text. mean, cls or last: it returns vectors. rank: it is a reranker."""
+    """None: the model generates text. mean, cls or last: it returns vectors. none: it returns a vector for each
+    token. rank: it is a reranker."""
     n_embd: int = 0
     """Numbers of a vector; for a reranker, the number of its scores."""
     rerank_template: str | None = None

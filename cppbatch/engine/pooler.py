@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 import numpy as np
@@ -15,19 +16,28 @@ class Vectors(Protocol):
     """The part of a context that returns vectors (`cppbatch.llama.Context`)."""
 
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]: ...
+    def token_embeddings(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
 
 
 class Pooler:
-    """Has the interface of `Sampler`; its `SamplerOutput`s have a vector in place of a token."""
+    """Has the interface of `Sampler`; its `SamplerOutput`s have a vector in place of a token.
 
-    def __init__(self, context: Vectors) -> None:
+    `each_token`: they have one vector for each token of the prompt (pooling none).
+    """
+
+    def __init__(self, context: Vectors, *, each_token: bool = False) -> None:
         self._context = context
+        self._each_token = each_token
 
     def prepare(self, plan: StepPlan) -> None:
         """Does nothing: every token of an embedding sequence is an output."""
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
-        """The vector of each of the plan's outputs, from the last decode."""
+        """The vector, or vectors, of each of the plan's outputs, from the last decode."""
+        if self._each_token:
+            vectors = self._context.token_embeddings(n_outputs)
+            ends = itertools.accumulate(n for _, n in plan.chunks)
+            return [_output(vectors[end - n : end]) for (_, n), end in zip(plan.chunks, ends, strict=True)]
         return [_output(self._context.embedding(sequence.seq_id)) for sequence in plan.outputs()]
 
     def close(self) -> None:

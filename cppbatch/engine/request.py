@@ -213,7 +213,8 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Of the new tokens, if `params.logprobs` is set; with `echo`, those of the prompt come first."""
     embedding: bytes | None = None
     """The vector of an embedding request that ended with `stop`: `ModelInfo.n_embd` numbers, float32 little-endian, as
-    llama.cpp pools them, not normalised. For a reranker its scores, unchanged; the first one is the relevance.
+    llama.cpp pools them, not normalised. For a reranker its scores, unchanged; the first one is the relevance. With
+    pooling none: so many numbers for each token of the prompt.
     `cppbatch.engine.embeddings` decodes it."""
     finish_reason: FinishReason | None = None
     """Set only in the last event."""

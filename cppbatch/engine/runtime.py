@@ -70,6 +70,7 @@ class Computation(Memory, Protocol):
     def decode(self, batch: Batch) -> None: ...
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]: ...
+    def token_embeddings(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)
@@ -358,7 +359,7 @@ def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
     if pooling is None and not model.can_generate:
         raise ModelError(
             f"{name} embeds text, and its file does not say how its vectors are pooled. Its makers do: set "
-            f"{named('pooling')} to mean, cls or last"
+            f"{named('pooling')} to mean, cls or last, or to none for a vector of each token"
         )
     if pooling == "rank" and not model.can_rank:
         raise ModelError(

@@ -21,7 +21,7 @@ from cppbatch.llama.rollback import Rollback
 from cppbatch.llama.sequence_state import HEADER_BYTES, SequenceState
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-_POOLING: dict[Pooling, int] = {"mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
+_POOLING: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
 _CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
 _WINDOW_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory, or no free cells"}
@@ -52,8 +52,9 @@ class Context:
     ) -> None:
         """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context.
 
-        `pooling`: a decode computes one vector for each sequence instead of logits. Pooling and non-causal attention
-        need the whole sequence in one ubatch, so `n_ubatch` becomes `n_batch` and the layout unified.
+        `pooling`: a decode computes one vector for each sequence (none: for each token) instead of logits. Pooling and
+        non-causal attention need the whole sequence in one ubatch, so `n_ubatch` becomes `n_batch` and the layout
+        unified.
         `n_rollback`: how many of its last tokens `remove` can take from a sequence whose memory is not all cells. For a
         recurrent state each takes the memory of one more state; models without `has_snapshots` allow none.
         """
@@ -233,6 +234,16 @@ class Context:
             raise LlamaError(f"the last decode gave no vector for sequence {seq_id}")
         row: npt.NDArray[np.float32] = np.ctypeslib.as_array(vector, (self._n_embd,)).copy()
         return row
+
+    def token_embeddings(self, n_outputs: int) -> npt.NDArray[np.float32]:
+        """The vectors of the tokens of the last decode, float32[n_outputs, n_embd], in batch order; with pooling none.
+
+        `n_outputs`: the batch's. The array is a view of llama.cpp's buffer, valid until the next decode.
+        """
+        address = C.llama_get_embeddings(self.handle)
+        if not address or not self._n_embd or not 0 < n_outputs <= self._n_outputs:
+            raise LlamaError(f"the last decode gave no vectors for {n_outputs} tokens")
+        return np.ctypeslib.as_array(address, (n_outputs, self._n_embd))
 
     def enable_backend_sampling(self, n: int | None = None) -> bool:
         """From the next decode on, rows are their `n` largest logits, computed on the device: `self.backend_sampling`.

@@ -36,7 +36,7 @@ _NEEDED = """
     llama_vocab_get_add_sep llama_tokenize llama_token_to_piece
     llama_context_default_params llama_init_from_model llama_free llama_n_ctx llama_n_ctx_seq llama_n_batch
     llama_n_ubatch llama_n_rs_seq llama_get_memory llama_decode llama_set_n_threads llama_synchronize llama_get_logits
-    llama_get_embeddings_seq
+    llama_get_embeddings llama_get_embeddings_seq
     llama_memory_clear llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max
     llama_state_seq_get_size llama_state_seq_get_size_ext llama_state_seq_get_data llama_state_seq_set_data
     llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_add llama_set_sampler

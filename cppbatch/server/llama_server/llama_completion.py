@@ -17,8 +17,8 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import Endpoint, generation_endpoint, json_content, schema_ref
 from cppbatch.server.llama_server.llama_fields import LlamaFields, to_sampling_fields
-from cppbatch.server.llama_server.llama_prompts import detokenize, prompts_of, tokenize
 from cppbatch.server.llama_server.llama_settings import GenerationSettings, generation_settings
+from cppbatch.server.mixed_prompts import detokenize, prompts_of, tokenize
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import LogprobEntry, logprob_entries

@@ -8,7 +8,7 @@ import msgspec
 
 from cppbatch.engine.params import INTEGER_RANGES, MOST_BIASES, RANGES, SAMPLERS, SamplingParams, shown
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.llama_server.llama_prompts import tokenize
+from cppbatch.server.mixed_prompts import tokenize
 from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.server.serving import Serving
 

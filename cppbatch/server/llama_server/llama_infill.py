@@ -13,7 +13,7 @@ from cppbatch.server.llama_server.llama_completion import (
     respond_to_completion,
 )
 from cppbatch.server.llama_server.llama_fields import LlamaFields
-from cppbatch.server.llama_server.llama_prompts import MAX_TEXTS, tokenize
+from cppbatch.server.mixed_prompts import MAX_TEXTS, tokenize
 from cppbatch.server.parse import read_json
 from cppbatch.server.serving import SERVING, Serving
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -12,6 +12,7 @@ from cppbatch.engine.embeddings import Vector, check_dimensions, normalised
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.mixed_prompts import engine_prompt, prompts_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.pooling.pooling_response import (
     PoolingBuilder,
@@ -21,7 +22,7 @@ from cppbatch.server.pooling.pooling_response import (
     pooling_requests,
 )
 from cppbatch.server.response import PreparedRequest, respond
-from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.serving import SERVING, Json, Prompt, Serving
 
 routes = web.RouteTableDef()
 
@@ -29,23 +30,36 @@ routes = web.RouteTableDef()
 class EmbeddingRequest(PoolingFields, kw_only=True):
     """The body of `POST /v1/embeddings`."""
 
-    input: str | list[str | int | list[int]]
-    """A text, token ids, or a list of either."""
+    input: str | list[Any] | Json
+    """A text, token ids, both mixed, or a list of any of these. As in llama-server, an object with `prompt_string`, or
+    with `content`, a list of text parts, may replace a text."""
     dimensions: int | None = None
     """Truncates each vector to this many numbers, for models that were trained for that."""
     encoding_format: Literal["float", "base64"] | None = None
     """base64: of float32, little-endian."""
 
-    def inputs(self) -> list[str | list[int]]:
+    async def prompts(self, serving: Serving) -> list[Prompt]:
         """The inputs, each a text or token ids. Raises `InvalidRequest`."""
-        given = [self.input] if isinstance(self.input, str) else self.input
-        if given and all(isinstance(item, int) for item in given):
-            return [[item for item in given if isinstance(item, int)]]
-        inputs = [item for item in given if not isinstance(item, int)]
-        if not inputs or len(inputs) < len(given):
-            raise InvalidRequest("input", "must be a text, token ids, or a list of those, and not empty")
-        check_count("input", len(inputs))
-        return inputs
+        one = not isinstance(self.input, list)
+        given = [self.input] if one else self.input
+        texts = [_joined(item, "input" if one else f"input[{i}]") for i, item in enumerate(given)]
+        prompts = prompts_of(texts[0] if one else texts, "input")
+        check_count("input", len(prompts))
+        fields = [f"input[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["input"]
+        return [await engine_prompt(serving, prompt, field) for prompt, field in zip(prompts, fields, strict=True)]
+
+
+def _joined(item: object, field: str) -> object:
+    """The text of an object with `content`; anything else is returned unchanged. Raises `InvalidRequest`."""
+    if not isinstance(item, dict) or "content" not in item:
+        return item
+    parts = item["content"]
+    if not isinstance(parts, list):
+        raise InvalidRequest(f"{field}.content", "must be a list of parts such as {'type': 'text', 'text': ...}")
+    for i, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{field}.content[{i}]", "is no part of type text; only text can be read")
+    return "".join(part["text"] for part in parts)
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,17 +96,20 @@ ENDPOINTS = {
 
 async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> PreparedRequest:
     """The engine requests and the builder. Batch jobs use it too. Raises `InvalidRequest`."""
-    return prepare_vectors(body, serving, EmbeddingBuilder(body, serving.name))
+    if serving.info.pooling == "none":
+        message = "has pooling none, a vector for each token, which this API cannot return; use /embeddings"
+        raise InvalidRequest("model", f"{serving.info.name} {message}")
+    return await prepare_vectors(body, serving, EmbeddingBuilder(body, serving.name))
 
 
-def prepare_vectors(body: EmbeddingRequest, serving: Serving, builder: PoolingBuilder) -> PreparedRequest:
+async def prepare_vectors(body: EmbeddingRequest, serving: Serving, builder: PoolingBuilder) -> PreparedRequest:
     """The engine requests for any builder of vectors. Raises `InvalidRequest`."""
     info = serving.info
     if info.pooling == "rank":
         raise InvalidRequest("model", f"{info.name} is a reranker and has no embeddings; use /v1/rerank")
     if info.pooling is not None:
         check_dimensions(body.dimensions, info.n_embd)
-    requests = pooling_requests(body, serving, builder.id, body.inputs())
+    requests = pooling_requests(body, serving, builder.id, await body.prompts(serving))
     return PreparedRequest(requests, builder, field_names={"prompt": "input"})
 
 

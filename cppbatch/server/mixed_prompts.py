@@ -1,4 +1,4 @@
-"""llama-server's prompts, which may mix texts and token ids, as tokens."""
+"""Prompts in llama-server's form, which may mix texts and token ids, as tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from cppbatch.engine.request import TokenPiece
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.serving import Serving
+from cppbatch.server.serving import Prompt, Serving
 
 Json = dict[str, Any]
 MixedPrompt = str | list[str | int]
@@ -19,16 +19,16 @@ MAX_TEXTS = 1000
 """Texts of one request that are tokenised separately."""
 
 
-def prompts_of(prompt: str | list[Any] | Json) -> list[MixedPrompt]:
-    """The prompts in a `prompt` field: several if it is a list without token ids, otherwise one.
+def prompts_of(prompt: str | list[Any] | Json, field: str = "prompt") -> list[MixedPrompt]:
+    """The prompts in a field: several if it is a list without token ids, otherwise one.
 
-    Raises `InvalidRequest`.
+    Raises `InvalidRequest` naming `field`.
     """
     if not isinstance(prompt, list) or any(_is_id(item) for item in prompt):
-        return [_mixed_prompt(prompt, "prompt")]
+        return [_mixed_prompt(prompt, field)]
     if not prompt:
-        raise InvalidRequest("prompt", "is empty; give at least one text or token id")
-    return [_mixed_prompt(item, f"prompt[{i}]") for i, item in enumerate(prompt)]
+        raise InvalidRequest(field, "is empty; give at least one text or token id")
+    return [_mixed_prompt(item, f"{field}[{i}]") for i, item in enumerate(prompt)]
 
 
 def _mixed_prompt(prompt: object, field: str) -> MixedPrompt:
@@ -45,6 +45,13 @@ def _mixed_prompt(prompt: object, field: str) -> MixedPrompt:
 
 def _is_id(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
+
+
+async def engine_prompt(serving: Serving, prompt: MixedPrompt, field: str) -> Prompt:
+    """A prompt as the engine takes it: a text, or token ids. Raises `InvalidRequest` naming `field`."""
+    if isinstance(prompt, str) or all(_is_id(item) for item in prompt):
+        return prompt  # type: ignore[return-value]  # a list without strings
+    return [token.id for token in await tokenize(serving, prompt, field)]
 
 
 async def tokenize(
