@@ -219,6 +219,9 @@ class FakeContext:
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
         raise AssertionError("a context for text has no embeddings")
 
+    def token_embeddings(self, n_outputs: int) -> npt.NDArray[np.float32]:
+        raise AssertionError("this context has no vectors of tokens")
+
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
         assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
         if self.sharing == "whole" and start > 0:

@@ -103,10 +103,8 @@ def embed(
     info = engine.info
     check_dimensions(dimensions, info.n_embd)
     if info.pooling == "none":
-        message = (
-            "cannot be used, because a text has no vector of its own then; `add_request` gives those of its tokens"
-        )
-        raise InvalidRequest("pooling", f"none {message}")
+        message = "is none: a text has no vector of its own then. `add_request` gives those of its tokens"
+        raise InvalidRequest("pooling", message)
     params = _params_for_each(texts, None)
     embed_options: _EmbedOptions = {**options, "task": "embed"}
     sequences = _prepare_all(engine, texts, params, embed_options, field="texts")

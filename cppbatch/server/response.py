@@ -137,7 +137,8 @@ class PreparedRequest:
             yield
         except InvalidRequest as error:
             names = {"task": "model", **self.field_names}
-            raise error.renamed(names.get(error.field, error.field)) from error
+            name, bracket, rest = error.field.partition("[")
+            raise error.renamed(f"{names.get(name, name)}{bracket}{rest}") from error
 
 
 async def respond(

@@ -161,7 +161,7 @@ class Serving:
         defaults = {"max_tokens": max_tokens, **self.settings.sampling_defaults}
         return defaults | {"max_tokens": self.limits.default_tokens(defaults["max_tokens"])}
 
-    def params(self, body: SamplingFields, *, max_tokens: int | None = None, **required: Any) -> SamplingParams:
+    def params(self, body: SamplingFields, required: Json, *, max_tokens: int | None = None) -> SamplingParams:
         """A request's sampling parameters: its own fields, else those that its chat or its response format require,
         else the server's defaults. `max_tokens`: as for `default_params`. Raises `InvalidRequest`.
         """

@@ -180,7 +180,7 @@ async def deaf(listener: Listener, body: object) -> Streams:
 
     Nor does the server's kernel hold megabytes for it, as it may else.
     """
-    for listening_socket in listener._server.sockets:
+    for listening_socket in listener._servers[0].sockets:
         listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
     host, port = listener.url.split("://")[1].split(":")
     connection = socket.socket()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
+from cppbatch.engine.embeddings import vector_of
 from cppbatch.engine.request import Pair
 from cppbatch.errors import ConfigError, InvalidRequest, LlamaError, ModelError, OutOfRange
 from cppbatch.llama import Batch, Context, Model
@@ -21,7 +22,7 @@ from tests import tiny_models
 
 EXACT: dict[str, Any] = {"n_threads": 1, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 TEXTS = [f"{'the cat said that it was ' * (1 + 2 * (i % 4))}number {i}" for i in range(16)]
-POOLING_TYPE = {"mean": 1, "cls": 2, "last": 3, "rank": 4}
+POOLING_TYPE = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 
 Rows = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -35,7 +36,8 @@ def opened(model: Path, **settings: Any) -> Iterator[BatchInferenceEngine]:
 
 
 def alone(model: Path, pooling: str, prompts: list[list[int]], n: int) -> Rows:
-    """Vectors of one sequence after the other, by llama.cpp's own functions only: float32[len(prompts), n]."""
+    """Vectors of one sequence after the other, by llama.cpp's own functions only: float32[len(prompts), n]; without
+    pooling those of all tokens: float32[n_tokens, n]."""
     weights = llama_cpp.llama_model_load_from_file(str(model).encode(), llama_cpp.llama_model_default_params())
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 2048
@@ -48,7 +50,11 @@ def alone(model: Path, pooling: str, prompts: list[list[int]], n: int) -> Rows:
         for tokens in prompts:
             array = (ctypes.c_int32 * len(tokens))(*tokens)
             assert llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(tokens))) == 0
-            rows.append(np.ctypeslib.as_array(llama_cpp.llama_get_embeddings_seq(context, 0), (n,)).copy())
+            if pooling == "none":
+                found = np.ctypeslib.as_array(llama_cpp.llama_get_embeddings(context), (len(tokens), n))
+                rows += list(found.copy())
+            else:
+                rows.append(np.ctypeslib.as_array(llama_cpp.llama_get_embeddings_seq(context, 0), (n,)).copy())
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
     finally:
         llama_cpp.llama_free(context)
@@ -96,6 +102,24 @@ def test_vectors_of_a_batch_are_those_that_llama_cpp_gives_for_each_text_alone(
     assert same(together, one_by_one, difference)
     assert same(one_by_one, alone(model, used, tokens_of(model, TEXTS), tiny_models.N_EMBD))
     assert len(np.unique(together.round(3), axis=0)) == len(TEXTS)
+
+
+@pytest.mark.parametrize(("kind", "difference"), [("encoder", GELU), ("rotary", 1e-5), ("llama", 1e-5)])
+def test_without_pooling_every_token_has_the_vector_that_llama_cpp_gives_it(
+    kind: str, difference: float, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(f"tiny_{kind}")
+    with opened(model, pooling="none") as engine:
+        ids = [engine.add_request(text, task="embed") for text in TEXTS]
+        found: dict[str, bytes] = {}
+        while engine.has_work:
+            found |= {event.request_id: event.embedding for event in engine.step() if event.embedding is not None}
+        with pytest.raises(InvalidRequest, match="pooling: is none"):
+            engine.embed(TEXTS)
+    together = np.concatenate([vector_of(found[id_]).reshape(-1, tiny_models.N_EMBD) for id_ in ids])
+    prompts = tokens_of(model, TEXTS)
+    assert len(together) == sum(map(len, prompts))
+    assert same(together, alone(model, "none", prompts, tiny_models.N_EMBD), difference)
 
 
 def test_a_model_that_is_pooled_by_its_file_needs_no_option(tmp_path: Path) -> None:
@@ -230,7 +254,7 @@ def test_an_encoder_that_does_not_say_how_it_is_pooled_asks_for_it(tmp_path: Pat
 
 
 def test_a_pooling_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'max'; it must be one of mean, cls, last, rank"):
+    with pytest.raises(ConfigError, match="'max'; it must be one of none, mean, cls, last, rank"):
         EngineConfig(model_path="", pooling="max")  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
     """The engine request and the builder for a message. Raises `InvalidRequest`."""
     serving.check(body)
     chat = await _prepare_chat(body, serving)
-    params = serving.params(body, **chat.params)
+    params = serving.params(body, chat.params)
     builder = MessagesBuilder(serving.name, chat, body.max_tokens)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
     field = body.constraint_names.get("json_schema", _FORMAT)

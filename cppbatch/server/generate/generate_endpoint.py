@@ -120,7 +120,7 @@ def checked_params(body: GenerateFields, serving: Serving) -> SamplingParams:
     serving.check(body)
     schema = body.schema()
     form = {} if schema is None else {"json_schema": schema}
-    return serving.params(body, **form)
+    return serving.params(body, form)
 
 
 class GenerateBuilder(ResponseBuilder):

@@ -168,7 +168,7 @@ async def prepare_llama_completion(
     try:
         body = await to_sampling_fields(body, serving)
         serving.limits.check(body)
-        params = serving.params(body, **_form(body))
+        params = serving.params(body, _form(body))
         if is_unlimited:  # also where the server has a default
             params = replaced(params, max_tokens=serving.limits.default_tokens(None))
         ids = [[token.id for token in prompt] for prompt in prompts]

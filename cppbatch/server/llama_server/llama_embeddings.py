@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from aiohttp import web
 
@@ -13,7 +15,7 @@ from cppbatch.server.parse import read_json
 from cppbatch.server.pooling.embeddings_endpoint import EmbeddingRequest, prepare_vectors
 from cppbatch.server.pooling.pooling_response import PoolingBuilder
 from cppbatch.server.response import PreparedRequest, respond
-from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.serving import SERVING, Json, Serving
 
 _LENGTH_1, _AS_COMPUTED = 2, -1
 
@@ -23,11 +25,11 @@ routes = web.RouteTableDef()
 class LlamaEmbeddingRequest(EmbeddingRequest, kw_only=True):
     """The body of `POST /embeddings`."""
 
-    input: str | list[str | int | list[int]] = msgspec.field(default_factory=list)
-    content: str | list[str | int | list[int]] | None = None
+    input: str | list[Any] | Json = msgspec.field(default_factory=list)
+    content: str | list[Any] | Json | None = None
     """Another name of `input`."""
     embd_normalize: int | None = None
-    """2 (the default): vectors of length 1. -1: as the model computes them."""
+    """2 (the default): vectors of length 1. -1 (the default with pooling none): as the model computes them."""
 
 
 class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,7 @@ class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     embedding: list[list[float]]
-    """One vector, of all tokens."""
+    """One vector, of all tokens; with pooling none, one of each token."""
 
 
 @routes.post("/embeddings")
@@ -43,10 +45,10 @@ class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
 async def llama_embeddings(request: web.Request) -> web.StreamResponse:
     """Computes a vector for each input."""
     body = await read_json(request, LlamaEmbeddingRequest)
-    return await respond(request, _prepare(body, request.app[SERVING]))
+    return await respond(request, await _prepare(body, request.app[SERVING]))
 
 
-def _prepare(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedRequest:
+async def _prepare(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedRequest:
     """Raises `InvalidRequest`."""
     if body.embd_normalize not in (None, _AS_COMPUTED, _LENGTH_1):
         raise InvalidRequest("embd_normalize", f"is {body.embd_normalize}; it must be 2 (length 1) or -1 (as computed)")
@@ -54,21 +56,27 @@ def _prepare(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedRequest:
         raise InvalidRequest("encoding_format", "is base64, which /v1/embeddings has; use that path or leave it out")
     if body.content is not None:
         body = msgspec.structs.replace(body, input=body.content)
-    return prepare_vectors(body, serving, LlamaEmbeddingBuilder(body, serving.name))
+    return await prepare_vectors(body, serving, LlamaEmbeddingBuilder(body, serving))
 
 
 class LlamaEmbeddingBuilder(PoolingBuilder):
     """Builds the response of `/embeddings`."""
 
-    def __init__(self, body: LlamaEmbeddingRequest, model: str) -> None:
-        super().__init__("embd-", model, body)
+    def __init__(self, body: LlamaEmbeddingRequest, serving: Serving) -> None:
+        super().__init__("embd-", serving.name, body)
         self._body = body
+        self._info = serving.info
 
     def build(self, completions: list[list[GenerationEvent]]) -> list[LlamaEmbedding]:
         """As in `ResponseBuilder`."""
-        as_computed, n = self._body.embd_normalize == _AS_COMPUTED, self._body.dimensions
-        vectors = self.vectors()[:, :n] if as_computed else normalised(self.vectors(), n)
-        return [LlamaEmbedding(index=i, embedding=[vector.tolist()]) for i, vector in enumerate(vectors)]
+        default = _AS_COMPUTED if self._info.pooling == "none" else _LENGTH_1
+        as_computed = (self._body.embd_normalize or default) == _AS_COMPUTED
+        n = self._body.dimensions
+        each = [row.reshape(-1, self._info.n_embd) for row in self.rows()]
+        return [
+            LlamaEmbedding(index=i, embedding=(vectors[:, :n] if as_computed else normalised(vectors, n)).tolist())
+            for i, vectors in enumerate(each)
+        ]
 
 
 _ENDPOINT = generation_endpoint(

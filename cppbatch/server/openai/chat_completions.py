@@ -50,7 +50,7 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
     """The engine requests and the builder for a chat completion. Batch jobs use it too. Raises `InvalidRequest`."""
     serving.check(body)
     chat = await prepare_chat(body, serving)
-    params = serving.params(body, **chat.params)
+    params = serving.params(body, chat.params)
     builder = ChatCompletionBuilder(body, serving, chat)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
     names = {"prompt": "messages"} | body.constraint_names | chat.renamed(body.constraint_names.get("json_schema"))

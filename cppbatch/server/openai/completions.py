@@ -118,7 +118,7 @@ async def prepare_completion(
     serving.check(body)
     schema = body.schema()
     form = {} if schema is None else {"json_schema": schema}
-    params = serving.params(body, max_tokens=default_max_tokens, **form)
+    params = serving.params(body, form, max_tokens=default_max_tokens)
     prompts: list[Prompt] = body.prompts()
     builder = CompletionBuilder(body, serving)
     if body.suffix:

@@ -49,7 +49,7 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
         return [await engine_prompt(serving, prompt, field) for prompt, field in zip(prompts, fields, strict=True)]
 
 
-def _joined(item: object, field: str) -> object:
+def _joined(item: Any, field: str) -> Any:
     """The text of an object with `content`; anything else is returned unchanged. Raises `InvalidRequest`."""
     if not isinstance(item, dict) or "content" not in item:
         return item

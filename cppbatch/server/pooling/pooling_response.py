@@ -48,7 +48,11 @@ class PoolingBuilder(ResponseBuilder):
         raise NotImplementedError("vectors are not streamed")
 
     def vectors(self) -> Vector:
-        """float32[n_inputs, n_embd], in the order of the inputs.
+        """float32[n_inputs, n_embd], in the order of the inputs. Raises as `rows`."""
+        return np.stack(self.rows())
+
+    def rows(self) -> list[Vector]:
+        """What the engine computed for each input: float32[n_embd], with pooling none float32[n_tokens * n_embd].
 
         If some inputs timed out, raises `InvalidRequest` when the client set the timeout, otherwise `GenerationFailed`.
         """
@@ -60,7 +64,7 @@ class PoolingBuilder(ResponseBuilder):
                 if seconds is not None and seconds <= longest:
                     raise InvalidRequest(name, f"of {seconds:g} s {passed}; give more time, or fewer inputs")
             raise GenerationFailed(f"the server's --request-timeout {passed}")
-        return np.stack([vector_of(self.last_events[i].embedding or b"") for i in range(len(self.last_events))])
+        return [vector_of(self.last_events[i].embedding or b"") for i in range(len(self.last_events))]
 
     def usage(self) -> PoolingUsage:
         """The usage of the whole request."""

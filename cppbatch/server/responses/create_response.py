@@ -66,7 +66,7 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
     """The engine request and the builder for a response. Batch jobs use it too. Raises `InvalidRequest`."""
     serving.check(body)
     chat = await prepare_response_chat(body, serving)
-    params = serving.params(body, **chat.params)
+    params = serving.params(body, chat.params)
     builder = ResponsesBuilder(body, serving.name, chat, params)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
     field = body.constraint_names.get("json_schema", _FORMAT)
