@@ -86,3 +86,19 @@ async def test_without_pooling_this_api_has_no_answer(tiny_encoder: Path) -> Non
         status, body = await embed(http, "some words")
         assert status == 400
         assert "pooling none" in body["error"]["message"]
+
+
+async def test_without_pooling_llama_servers_path_returns_a_vector_for_each_token(tiny_encoder: Path) -> None:
+    async with (
+        LocalEngine(tiny_encoder, n_ctx=512, n_parallel=4, n_threads=1, pooling="none") as engine,
+        TestClient(TestServer(create_app(engine))) as http,
+    ):
+        for fields, is_length_1 in (({}, False), ({"embd_normalize": -1}, False), ({"embd_normalize": 2}, True)):
+            async with http.post("/embeddings", json={"input": ["some words", [12, 34]], **fields}) as answer:
+                assert answer.status == 200
+                first, second = await answer.json()
+            assert len(first["embedding"]) == len(await engine.tokenize("some words"))
+            assert len(second["embedding"]) == 2
+            assert all(len(vector) == engine.info.n_embd for vector in first["embedding"])
+            lengths = [sum(x * x for x in vector) for vector in first["embedding"]]
+            assert all(abs(length - 1) < 1e-3 for length in lengths) == is_length_1
