@@ -103,16 +103,21 @@ def encoder_only(
     n_ctx_train: int = N_CTX_TRAIN,
     rotary: bool = False,
     words: Sequence[str] = (),
+    eos_in_pairs: bool = False,
     seed: int = 0,
 ) -> Path:
     """BERT, with mean pooling unless told otherwise: embeds text, cannot continue it.
 
     `n_scores`: it is a reranker with so many outputs, labelled "0", "1" ... `rotary`: Nomic's kind, whose SiLU is exact
-    on a CPU, where GELU is looked up in a table of 16-bit floats. `words`: words that are one token.
+    on a CPU, where GELU is looked up in a table of 16-bit floats. `words`: lower-case words
+    that are one token; with ## in front, ends of words. `eos_in_pairs`: query and document each end with an EOS token,
+    in place of one SEP token between them.
     """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     ascii_marks = [chr(c) for c in range(0x21, 0x7F)]
-    pieces = [*special, *("\u2581" + c for c in [*ascii_marks, *words]), *ascii_marks]
+    starts = [*ascii_marks, *(word for word in words if not word.startswith("##"))]
+    ends = [*ascii_marks, *(word[2:] for word in words if word.startswith("##"))]
+    pieces = [*special, *("\u2581" + start for start in starts), *ends]
     writer = gguf.GGUFWriter(path, "nomic-bert" if rotary else "bert")
     _add_sizes(writer, n_ctx_train)
     writer.add_rope_freq_base(10_000.0)
@@ -132,6 +137,10 @@ def encoder_only(
     writer.add_bos_token_id(2)
     writer.add_sep_token_id(3)
     writer.add_mask_token_id(4)
+    if eos_in_pairs:
+        writer.add_add_bos_token(True)
+        writer.add_add_eos_token(True)
+        writer.add_add_sep_token(False)
     weights = [
         Weight("token_embd.weight", (len(pieces), N_EMBD), std=0.5),
         Weight("token_types.weight", (2, N_EMBD), std=0.5),
