@@ -32,7 +32,6 @@ LEFT_OUT_WITH_VALUE = {
     "--temp",
     "--seed",
     "--n-predict",
-    "--tags",
     "--slot-save-path",
     "--reasoning",
     "--reasoning-format",
