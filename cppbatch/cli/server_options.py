@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,8 @@ _OPTIONS = [
         "--tags", env="TAGS", llama_env="LLAMA_ARG_TAGS", multiple=True, metavar="TAGS", callback=split_lists,
         help="Words about the model for /v1/models, separated by commas; may be given several times.",
     ),
+    option("--metrics/--no-metrics", env="METRICS", llama_env="LLAMA_ARG_ENDPOINT_METRICS", default=True, help="Serve /metrics."),
+    option("--slots/--no-slots", env="SLOTS", llama_env="LLAMA_ARG_ENDPOINT_SLOTS", default=True, help="Serve /slots."),
     option(
         "--strict-model", env="STRICT_MODEL", is_flag=True,
         help="Refuse requests that name a model other than the loaded one and its aliases. Without it: the loaded "
@@ -156,6 +159,13 @@ _OPTIONS = [
         "--log-format", env="LOG_FORMAT", type=click.Choice(["text", "json"]), default="text", help="Format of the log."
     ),
 ]  # fmt: skip
+
+
+def _predict_path() -> str | None:
+    """Vertex AI says in the environment that it runs the server, and under which path it asks for predictions."""
+    if os.environ.get("AIP_MODE") != "PREDICTION":
+        return None
+    return os.environ.get("AIP_PREDICT_ROUTE") or "/predict"
 
 
 def server_options(command: Command) -> Command:
@@ -181,6 +191,9 @@ def server_options(command: Command) -> Command:
             cors_origins=arguments.pop("cors_origins") or None,
             aliases=arguments.pop("aliases"),
             tags=arguments.pop("tags"),
+            metrics=arguments.pop("metrics"),
+            slots=arguments.pop("slots"),
+            predict_path=_predict_path(),
             strict_model=arguments.pop("strict_model"),
             drain_timeout=arguments.pop("drain_timeout"),
             data_dir=arguments.pop("data_dir"),

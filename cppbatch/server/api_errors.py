@@ -48,6 +48,10 @@ class NoStorage(CppBatchError):
     """This server stores no files."""
 
 
+class SwitchedOff(CppBatchError):
+    """This server was told not to serve the route."""
+
+
 class ModelNotFound(InvalidRequest):
     """The requested model is not loaded: status 404, as in OpenAI's API."""
 
@@ -67,6 +71,7 @@ _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
     TooManyRequests: (429, "rate_limit_error", "too_many_requests"),
     EngineClosed: (503, "server_error", "unavailable"),
     NoStorage: (503, "server_error", "no_storage"),
+    SwitchedOff: (501, "not_supported_error", "switched_off"),  # status and type as in llama-server
     GenerationFailed: (500, "server_error", "generation_failed"),
 }
 """Status, type and code of each exception."""

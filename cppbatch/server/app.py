@@ -36,6 +36,7 @@ from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, Storage
 from cppbatch.server.unknown_fields import add_ignored_fields
+from cppbatch.server.vertex_predict import predict
 
 _ROUTES = (
     status.routes,
@@ -79,6 +80,8 @@ def create_app(
     app[STORAGE] = storage or Storage()
     for routes in _ROUTES:
         app.add_routes(routes)
+    if settings.predict_path:
+        app.router.add_post(settings.predict_path, predict)
     app.cleanup_ctx.append(run_batches)
     app.cleanup_ctx.append(sample_gpus)
     cross_origin = CrossOrigin(settings.origins)

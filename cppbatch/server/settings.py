@@ -29,6 +29,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     llama-server."""
     tags: tuple[str, ...] = ()
     """Words about the model for `/v1/models`. They change nothing else."""
+    metrics: bool = True
+    """Whether `/metrics` is served."""
+    slots: bool = True
+    """Whether `/slots` is served."""
+    predict_path: str | None = None
+    """The path of Vertex AI's predictions; None: not served."""
     strict_model: bool = False
     """Refuse requests that name another model."""
     drain_timeout: float = 30

@@ -9,7 +9,7 @@ from cppbatch.cluster.engine_client import Health
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.server.admission import IN_FLIGHT
-from cppbatch.server.api_errors import json_response
+from cppbatch.server.api_errors import SwitchedOff, json_response
 from cppbatch.server.endpoint import TEXT, Endpoint, json_content, schema_ref
 from cppbatch.server.server_metrics import CONTENT_TYPE, GPUS, METRICS
 from cppbatch.server.server_stats import ServerStats
@@ -66,7 +66,9 @@ async def stats(request: web.Request) -> web.Response:
 
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
-    """All metrics in Prometheus' text format."""
+    """All metrics in Prometheus' text format. Raises `SwitchedOff`."""
+    if not request.app[SERVING].settings.metrics:
+        raise SwitchedOff("/metrics is switched off: start the server without --no-metrics")
     metrics, batches = request.app[METRICS], request.app[STORAGE].stats()
     if batches:
         metrics.set_batches(batches)
@@ -93,5 +95,5 @@ ENDPOINTS = {
     ("get", "/stats"): Endpoint(
         "Counters, the last minute, and each worker", json_content(_STATS), (401, 503), types=(EngineStats, ServerStats)
     ),
-    ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": TEXT}, (401,)),
+    ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": TEXT}, (401, 501)),
 }

@@ -507,3 +507,36 @@ async def test_adapters_are_listed_and_chosen_by_each_request(tiny_llama: Path, 
         assert named["choices"][0]["text"] == texts[2]
         status, answer = await post(http, "/completion", asked | {"lora": [{"id": 1, "scale": 1}]})
         assert (status, answer["error"]["param"]) == (400, "lora")
+
+
+async def test_routes_that_are_switched_off_say_so(engine: LocalEngine) -> None:
+    settings = ServerSettings(metrics=False, slots=False)
+    async with TestClient(TestServer(create_app(engine, settings))) as http:
+        for path in ("/metrics", "/slots"):
+            status, answer = await get(http, path)
+            assert (status, answer["error"]["type"]) == (501, "not_supported_error")
+            assert f"--no-{path[1:]}" in answer["error"]["message"]
+        _, props = await get(http, "/props")
+        assert not props["endpoint_metrics"]
+        assert not props["endpoint_slots"]
+
+
+async def test_vertex_ai_gets_the_answers_to_several_requests_in_one(engine: LocalEngine) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    instances = [
+        {"@requestFormat": "chatCompletions", **chat},
+        {"@requestFormat": "/v1/completions", "prompt": "abc", "max_tokens": 2, "temperature": 0},
+        {"@requestFormat": "completions", "prompt": "abc", "max_tokens": -1},
+    ]
+    async with TestClient(TestServer(create_app(engine, ServerSettings(predict_path="/ask")))) as http:
+        status, answer = await post(http, "/ask", {"instances": instances})
+        chat_answer, completion, refused = answer["predictions"]
+        assert status == 200
+        assert chat_answer["usage"]["completion_tokens"] == 3
+        assert completion["choices"][0]["finish_reason"] == "length"
+        assert refused["error"]["param"] == "max_tokens"
+        status, answer = await post(http, "/ask", {"instances": [{"prompt": "abc"}]})
+        assert status == 400
+        assert "chatCompletions" in answer["error"]["message"]
+    async with TestClient(TestServer(create_app(engine))) as http, http.post("/predict", json={}) as answer_:
+        assert answer_.status == 404

@@ -18,9 +18,6 @@ LEFT_OUT = {
     "--swa-full",  # as the model needs it
     "--no-ui",  # there is none
     "--no-models-autoload",  # there is no router
-    "--metrics",  # always
-    "--slots",  # always
-    "--no-slots",
     "--context-shift",
     "--no-cache-idle-slots",
     "--ui-mcp-proxy",
@@ -74,6 +71,8 @@ def cppbatch_flags(flags: list[str]) -> list[str]:
             translated += OTHERWISE.get(flag, [flag])
     if "--kv-unified" not in flags:
         translated += ["--kv-layout", "per-sequence"]  # llama-server divides -c by -np then, as the tests expect
+    if "--metrics" not in flags:
+        translated += ["--no-metrics"]  # llama-server's default
     if "--model" not in flags:  # a router's tests, some of which ask for nothing that needs one
         translated += ["--model", os.path.join(os.environ["RING_MODELS"], "test-model-stories260K.gguf")]
     return [*translated, "--no-profile", "--drain-timeout", "1"]

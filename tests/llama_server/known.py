@@ -13,8 +13,10 @@ from tests.llama_server.ring import Outcome
 class KnownFile(msgspec.Struct, forbid_unknown_fields=True):
     """Of one file of tests. Keys: a test, a function of which no case passes, or * for all tests; values: why."""
 
-    passed: int
+    llama_server: int = 0
     """Tests that llama-server passes with the made models."""
+    cppbatch: int = 0
+    """Of these, tests that cppbatch passes."""
     not_here: dict[str, str] = {}
     """Tests that llama-server does not pass with the made models either."""
     exceptions: dict[str, str] = {}
@@ -75,6 +77,20 @@ def n_passed_by_llama_server(known: KnownFile, outcomes: Mapping[str, Outcome]) 
 def n_passed_by_cppbatch(known: KnownFile, outcomes: Mapping[str, Outcome]) -> int:
     """How many of those cppbatch passed."""
     return sum(o.result == "passed" and not known.is_not_here(test) for test, o in outcomes.items())
+
+
+def page_tables(known: Mapping[str, KnownFile]) -> str:
+    """The ratios by file and the exceptions by reason, as docs/llama-server.md has them."""
+    rows = ["| tests | llama-server passes | of these cppbatch passes |", "|---|---|---|"]
+    rows += [f"| {name} | {of.llama_server} | {of.cppbatch} |" for name, of in known.items() if of.llama_server]
+    there, here = sum(of.llama_server for of in known.values()), sum(of.cppbatch for of in known.values())
+    rows += [f"| all | {there} | {here} ({here / there:.1%}) |", "", "| exceptions | why |", "|---|---|"]
+    by_reason: dict[str, list[str]] = {}
+    for name, of in known.items():
+        for test, why in of.exceptions.items():
+            by_reason.setdefault(why, []).append(f"all of {name}" if test == "*" else test)
+    rows += [f"| {', '.join(tests)} | {why} |" for why, tests in by_reason.items()]
+    return "\n".join(rows) + "\n"
 
 
 def _names(test: str) -> tuple[str, str, str]:

@@ -8,7 +8,7 @@ from aiohttp import web
 from cppbatch import __version__
 from cppbatch.chat.template import CHATML
 from cppbatch.engine.params import SamplingParams
-from cppbatch.server.api_errors import json_response
+from cppbatch.server.api_errors import SwitchedOff, json_response
 from cppbatch.server.endpoint import (
     QUERY_ERRORS,
     Endpoint,
@@ -94,6 +94,8 @@ async def props(request: web.Request) -> web.Response:
             bos_token=info.bos,
             eos_token=info.eos,
             build_info=f"cppbatch {__version__}",
+            endpoint_slots=serving.settings.slots,
+            endpoint_metrics=serving.settings.metrics,
         )
     )
 
@@ -107,9 +109,11 @@ def _default_settings(serving: Serving) -> GenerationSettings:
 async def slots(request: web.Request) -> web.Response:
     """Returns a slot for each sequence that can run at once; with `fail_on_no_slot` 503 if all are busy.
 
-    Requests have no slots of their own: the first slots of each worker are reported as busy.
+    Requests have no slots of their own: the first slots of each worker are reported as busy. Raises `SwitchedOff`.
     """
     serving = request.app[SERVING]
+    if not serving.settings.slots:
+        raise SwitchedOff("/slots is switched off: start the server without --no-slots")
     n, n_ctx = serving.client.config.n_parallel, serving.info.max_sequence
     found: list[Slot] = []
     for worker in await serving.client.workers():
@@ -131,13 +135,13 @@ async def lora_adapters(request: web.Request) -> web.Response:
     return json_response(found)
 
 
-def _list_endpoint(summary: str, kind: type) -> Endpoint:
+def _list_endpoint(summary: str, kind: type, *errors: int) -> Endpoint:
     content = json_content({"type": "array", "items": schema_ref(kind)})
-    return Endpoint(summary, content, QUERY_ERRORS, types=(kind,))
+    return Endpoint(summary, content, (*QUERY_ERRORS, *errors), types=(kind,))
 
 
 ENDPOINTS = {
     ("get", "/props"): query_endpoint("Returns the properties of the model, and the default settings", Props),
-    ("get", "/slots"): _list_endpoint("Returns a slot for each sequence that can run at once", Slot),
+    ("get", "/slots"): _list_endpoint("Returns a slot for each sequence that can run at once", Slot, 501),
     ("get", "/lora-adapters"): _list_endpoint("Returns the adapters that a request's `lora` can name", LoraAdapter),
 }
