@@ -26,11 +26,7 @@ LEFT_OUT = {
 """Flags without a value that cppbatch does not have."""
 
 LEFT_OUT_WITH_VALUE = {
-    "--temp",
-    "--seed",
-    "--n-predict",
     "--slot-save-path",
-    "--reasoning",
     "--reasoning-format",
     "--spec-type",
     "--spec-draft-n-min",
@@ -50,11 +46,7 @@ LEFT_OUT_WITH_VALUE = {
 """Flags with a value that cppbatch does not have."""
 
 OTHERWISE = {
-    "--chat-template-file": ["--chat-template"],
-    "--cors-origins": ["--cors-origin"],
     "--kv-unified": ["--kv-layout", "unified"],
-    "--model-draft": ["--draft-model"],
-    "--spec-draft-n-max": ["--draft-max"],
     "--cache-ram": ["--prefix-cache-ram"],
 }
 """Flags that cppbatch calls otherwise. A value follows as it is."""
