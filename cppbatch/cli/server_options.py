@@ -136,7 +136,10 @@ _OPTIONS = [
         "--tags", env="TAGS", llama_env="LLAMA_ARG_TAGS", multiple=True, metavar="TAGS", callback=split_lists,
         help="Words about the model for /v1/models, separated by commas; may be given several times.",
     ),
-    option("--metrics/--no-metrics", env="METRICS", llama_env="LLAMA_ARG_ENDPOINT_METRICS", default=True, help="Serve /metrics."),
+    option(
+        "--metrics/--no-metrics", env="METRICS", llama_env="LLAMA_ARG_ENDPOINT_METRICS", default=True,
+        help="Serve /metrics.",
+    ),
     option("--slots/--no-slots", env="SLOTS", llama_env="LLAMA_ARG_ENDPOINT_SLOTS", default=True, help="Serve /slots."),
     option(
         "--strict-model", env="STRICT_MODEL", is_flag=True,
