@@ -5,7 +5,7 @@ The engine is compared with a bare loop over `llama_decode`, the ceiling of any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -14,17 +14,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.bench.energy import EnergyMeter, EnergySettings, energy_meter, tokens_per_kwh
 from cppbatch.bench.machine import this_machine
+from cppbatch.bench.memory.memory_estimate import estimate_memory
 from cppbatch.bench.prompts import check_can_run, random_prompt
 from cppbatch.bench.report import Column, Report, Spread
+from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import PHASES
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.runtime import Computation, Runtime, load_model, open_runtime
-from cppbatch.errors import ConfigError
-from cppbatch.llama import Batch
+from cppbatch.errors import ConfigError, EstimateFailed
+from cppbatch.llama import Backend, Batch
 
 Prompts = list[npt.NDArray[np.int32]]
 
@@ -97,7 +100,13 @@ _COLUMNS = [
     Column("step_ms", "step ms", 2),
     Column("sample_percent", "sample %", 2),
     Column("overhead_percent", "not decode %", 2),
+    Column("speedup", "x sequential", 2),
+    Column("memory_mib", "MiB", 0),
+    Column("memory_overhead", "% over B=1"),
 ]
+_GPU_COLUMN = Column("gpu_percent", "GPU %", 0)
+_ENERGY_COLUMN = Column("tokens_per_kwh", "tokens/kWh", 0)
+_PRICE_COLUMN = Column("tokens_per_unit", "tokens per unit of money", 0)
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,14 +137,23 @@ class PairedRun:
     bare: Speeds
     phases: dict[str, float]
     """Mean seconds of a decode step, by engine phase."""
+    seconds: float
+    """Of the engine's run, prompts included."""
+    joules: float | None
+    """That it used; None: not known."""
+    gpu_percent: float | None
 
 
 def measure_throughput(
-    config: EngineConfig, sizes: Sizes, progress: Callable[[str], object] = lambda line: None
+    config: EngineConfig,
+    sizes: Sizes,
+    progress: Callable[[str], object] = lambda line: None,
+    energy: EnergySettings | None = None,
 ) -> Report:
     """Measures all combinations of `sizes`. `config`: everything else, such as model, device and threads.
 
-    `progress` gets a line for each row. Raises `ConfigError` and the engine's exceptions.
+    `progress` gets a line for each row. `energy`: a given power, and its price. Raises `ConfigError` and the engine's
+    exceptions.
     """
     if "off" in sizes.flash_attns and config.cache_type_v in ("q8_0", "q4_0"):
         raise ConfigError(f"-ctv {config.cache_type_v} needs flash attention: give --flash-attns on")
@@ -148,6 +166,8 @@ def measure_throughput(
         spec="off",  # the bare loop has no drafts
     )
     rows: list[dict[str, Any]] = []
+    energy = energy or EnergySettings()
+    meter = energy_meter(energy, on_gpu=Backend.get().offloads(config.n_gpu_layers))
     with load_model(config) as model:
         for layout in sizes.layouts:
             for flash_attn in sizes.flash_attns:
@@ -156,13 +176,14 @@ def measure_throughput(
                 with BatchInferenceEngine(variant, runtime=runtime) as engine:
                     check_can_run(engine.info, sizes.prompt_tokens, sizes.new_tokens)
                     engine.survives_failures = False
-                    for row in _rows(engine, runtime, sizes):
+                    for row in _rows(engine, runtime, sizes, meter):
                         rows.append({"kv_layout": layout, "flash_attn": flash_attn, **row})
                         progress(_line(rows[-1]))
-        return _report(config, sizes, runtime.info, rows)
+    notes = [*_compare_with_sequential(rows), *_add_memory(rows, config, sizes), *_add_energy(rows, meter, energy)]
+    return _report(config, sizes, runtime.info, rows, notes)
 
 
-def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes, meter: EnergyMeter) -> Iterator[dict[str, Any]]:
     batch = Batch(runtime.context.n_batch)
     for n in sizes.batch_sizes:
         draw = np.random.default_rng(n)
@@ -173,9 +194,14 @@ def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes) -> Itera
             engine_loop(engine, prompts, params, n_few), bare_loop(runtime.context, batch, prompts, n_few)
             runs = []
             for _ in range(sizes.repeats):
-                speeds, phases = engine_loop(engine, prompts, params, sizes.new_tokens)
-                runs.append(PairedRun(speeds, bare_loop(runtime.context, batch, prompts, sizes.new_tokens), phases))
-            yield {"batch_size": n, "kind": name, **_figures(runs)}
+                joules = meter.joules()
+                with ResourceUsage() as usage:
+                    speeds, phases = engine_loop(engine, prompts, params, sizes.new_tokens)
+                joules = meter.joules() - joules
+                bare = bare_loop(runtime.context, batch, prompts, sizes.new_tokens)
+                used = joules if meter.works else None
+                runs.append(PairedRun(speeds, bare, phases, usage.seconds, used, usage.gpu_percent))
+            yield {"batch_size": n, "kind": name, **_figures(runs, n * sizes.new_tokens)}
 
 
 def engine_loop(
@@ -199,8 +225,11 @@ def engine_loop(
     return speeds, {phase: (after.step_seconds[phase] - before.step_seconds[phase]) / n_steps for phase in PHASES}
 
 
-def _figures(runs: list[PairedRun]) -> dict[str, Any]:
-    """The ratios compare the two loops of one paired run, so that disturbances of the machine cancel out."""
+def _figures(runs: list[PairedRun], n_tokens: int) -> dict[str, Any]:
+    """`n_tokens`: that a run generates.
+
+    The ratios compare the two loops of one paired run, so that disturbances of the machine cancel out.
+    """
     figures: dict[str, Any] = {}
     for name in Speeds._fields:
         ours = [getattr(run.engine, name) for run in runs]
@@ -213,7 +242,60 @@ def _figures(runs: list[PairedRun]) -> dict[str, Any]:
     for phase, name in (("sample", "sample_percent"), ("decode", "overhead_percent")):
         shares = [100 * run.phases[phase] / step for run, step in zip(runs, steps, strict=True)]
         figures[name] = Spread.of(shares if phase == "sample" else [100 - share for share in shares])
+    figures["tokens_per_s"] = Spread.of(n_tokens / run.seconds for run in runs)
+    figures["gpu_percent"] = _spread(run.gpu_percent for run in runs)
+    figures["tokens_per_kwh"] = _spread(tokens_per_kwh(n_tokens, run.joules) for run in runs if run.joules is not None)
     return figures
+
+
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None]
+    return Spread.of(known) if known else None
+
+
+def _compare_with_sequential(rows: list[dict[str, Any]]) -> list[str]:
+    """Adds the speedup over the same requests one after the other. Returns notes."""
+    alone = {_variant(row): row["tokens_per_s"].median for row in rows if row["batch_size"] == 1}
+    for row in rows:
+        before = alone.get(_variant(row))
+        row["speedup"] = row["tokens_per_s"].median / before if before else None
+    if not alone:
+        return ["x sequential: not known without B = 1 (-B 1,...)."]
+    return ["x sequential: generated tokens/s of whole requests, prompts included, relative to B = 1."]
+
+
+def _variant(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["kv_layout"], row["flash_attn"], row["kind"]
+
+
+def _add_memory(rows: list[dict[str, Any]], config: EngineConfig, sizes: Sizes) -> list[str]:
+    """Adds the memory of an engine with as many sequences as the row, of these lengths. Returns notes."""
+
+    def of(n: int, layout: Any, flash_attn: Any) -> EngineConfig:
+        n_ctx = n * (sizes.prompt_tokens + sizes.new_tokens)
+        return msgspec.structs.replace(config, n_parallel=n, n_ctx=n_ctx, kv_layout=layout, flash_attn=flash_attn)
+
+    rows_and_one = [[row["batch_size"], 1] for row in rows]
+    wanted = [
+        of(n, row["kv_layout"], row["flash_attn"]) for row, ns in zip(rows, rows_and_one, strict=True) for n in ns
+    ]
+    try:
+        footprints = iter(estimate_memory(wanted).footprints)
+    except EstimateFailed as error:
+        return [f"The memory is not known: {error}."]
+    for row in rows:
+        here, one = (sum(b.n_bytes for b in next(footprints).buffers) for _ in range(2))
+        row["memory_mib"] = here / 2**20 or None
+        row["memory_overhead"] = 100 * (here / one - 1) if here and one else None
+    return ["MiB: of an engine with -np B and cells for these lengths, as llama.cpp allocates it, weights included."]
+
+
+def _add_energy(rows: list[dict[str, Any]], meter: EnergyMeter, energy: EnergySettings) -> list[str]:
+    """Adds the generated tokens for one unit of money. Returns notes."""
+    for row in rows:
+        known = row["tokens_per_kwh"]
+        row["tokens_per_unit"] = energy.tokens_per_unit(known.median) if known else None
+    return [meter.source]
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -221,7 +303,10 @@ def _line(row: dict[str, Any]) -> str:
     return f"{where}: {row['decode'].text(1)} tok/s, {row['decode_of_bare'].text(1)}% of bare"
 
 
-def _report(config: EngineConfig, sizes: Sizes, info: ModelInfo, rows: list[dict[str, Any]]) -> Report:
+def _report(
+    config: EngineConfig, sizes: Sizes, info: ModelInfo, rows: list[dict[str, Any]], notes: list[str]
+) -> Report:
+    optional = [_GPU_COLUMN, _ENERGY_COLUMN, _PRICE_COLUMN]
     return Report(
         kind="throughput",
         title=f"{info.name}: {sizes.prompt_tokens} prompt + {sizes.new_tokens} new tokens, sampling on the "
@@ -238,10 +323,11 @@ def _report(config: EngineConfig, sizes: Sizes, info: ModelInfo, rows: list[dict
             "cache_type_v": config.cache_type_v,
             "sampling": info.sampling,
         },
-        columns=_COLUMNS,
+        columns=[*_COLUMNS, *(each for each in optional if any(row[each.key] is not None for row in rows))],
         rows=rows,
         notes=[
             "bare: llama_decode alone with the same batch, in turns with the engine; the ratio is the turns' median.",
             "not decode: the share of a step that is spent outside llama_decode.",
+            *notes,
         ],
     )

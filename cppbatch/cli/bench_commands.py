@@ -112,6 +112,8 @@ _SET_BY_THROUGHPUT = (
     "--new-tokens", type=int, help="Length of each output.  [default: 64; with --spec at most what the workload says]"
 )  # fmt: skip
 @option("--repeats", type=int, default=3, help="Runs of each measurement, after a warm-up.")
+@click.option("--watts", type=float, help="Power of the machine while it computes, where no counter can be read.")
+@click.option("--power-price", type=float, help="Price of a kWh, for tokens per unit of money.")
 @click.option(
     "--spec", "speculation", type=click.Choice(_DRAFTS), is_flag=False, flag_value="auto",
     help="Measure the speedup by speculative decoding instead, with drafts from this source (auto, if none is named). "
@@ -131,9 +133,11 @@ def throughput(
     batch_sizes: tuple[int, ...] | None,
     new_tokens: int | None,
     repeats: int,
+    watts: float | None,
+    power_price: float | None,
     **sizes: Any,
 ) -> tuple[Report, Draw]:
-    """Measures prefill and decode speed, and where the time of a step goes.
+    """Measures prefill and decode speed, memory and energy, and where the time of a step goes.
 
     The tokens/s of a bare loop over llama_decode are shown for comparison. With --spec: the same requests with and
     without drafts.
@@ -148,6 +152,7 @@ def throughput(
         )
         config = msgspec.structs.replace(config, spec=speculation)
         return measure_speedup(config, wanted, _chat_prompt, show), plot_speedup
+    from cppbatch.bench.energy import EnergySettings
     from cppbatch.bench.throughput import Sizes, measure_throughput
     from cppbatch.bench.throughput_plot import plot_throughput
 
@@ -157,7 +162,8 @@ def throughput(
         repeats=repeats,
         **sizes,
     )
-    return measure_throughput(config, given, show), plot_throughput
+    energy = EnergySettings(watts=watts, power_price=power_price)
+    return measure_throughput(config, given, show, energy), plot_throughput
 
 
 def _chat_prompt(info: ModelInfo, message: str) -> str:

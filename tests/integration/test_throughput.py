@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cppbatch import BatchInferenceEngine
+from cppbatch.bench.energy import EnergySettings
 from cppbatch.bench.prompts import random_prompt
 from cppbatch.bench.throughput import REQUEST_KINDS, Sizes, bare_loop, engine_loop, measure_throughput
 from cppbatch.cli.main import cli
@@ -18,6 +19,7 @@ from cppbatch.engine.metrics import PHASES
 from cppbatch.engine.runtime import load_model
 from cppbatch.errors import ConfigError
 from cppbatch.llama import Batch, Model
+from tests.fake_nvml import install
 from tests.fakes import N_VOCAB, FakeContext, context_of, fake_engine, greedy
 
 SMALL = ["--prompt-tokens", "6", "--new-tokens", "4", "--repeats", "1", "-t", "1"]
@@ -62,6 +64,38 @@ def test_every_kind_of_requests_has_a_row_for_each_batch_size_layout_and_attenti
         assert row["bare_decode"].low <= row["bare_decode"].median <= row["bare_decode"].high
         assert 0 < row["overhead_percent"].median < 100
     report.table()
+
+
+def test_a_row_has_its_speedup_its_memory_its_energy_and_its_price(tiny_llama: Path) -> None:
+    sizes = Sizes(
+        batch_sizes=(1, 4), layouts=("unified",), flash_attns=("on",), prompt_tokens=8, new_tokens=8, repeats=2
+    )
+    energy = EnergySettings(watts=100, power_price=0.5)
+    report = measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes, energy=energy)
+    one, four = report.rows
+    assert (one["speedup"], one["memory_overhead"]) == (1, 0)
+    assert four["speedup"] == pytest.approx(four["tokens_per_s"].median / one["tokens_per_s"].median)
+    assert four["memory_overhead"] == pytest.approx(100 * (four["memory_mib"] / one["memory_mib"] - 1))
+    assert four["memory_overhead"] > 0
+    for row in report.rows:
+        # 100 W for as long as the run takes; the loop around it takes a little longer
+        assert row["tokens_per_kwh"].median == pytest.approx(row["tokens_per_s"].median * 36_000, rel=0.3)
+        assert row["tokens_per_unit"] == pytest.approx(2 * row["tokens_per_kwh"].median)
+    assert "Energy: 100 W as given (--watts)." in report.notes
+
+
+def test_without_b_1_and_without_counters_the_report_says_what_is_not_known(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("cppbatch.bench.energy._POWERCAP", tmp_path)
+    install(monkeypatch, None)
+    sizes = Sizes(batch_sizes=(2,), layouts=("unified",), flash_attns=("on",), prompt_tokens=4, new_tokens=2, repeats=1)
+    report = measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes)
+    (row,) = report.rows
+    assert (row["speedup"], row["tokens_per_kwh"], row["tokens_per_unit"]) == (None, None, None)
+    assert any(note.startswith("Energy is not known: ") for note in report.notes)
+    assert "x sequential: not known without B = 1 (-B 1,...)." in report.notes
+    assert not {"tokens_per_kwh", "tokens_per_unit", "gpu_percent"} & {column.key for column in report.columns}
 
 
 def test_one_model_serves_all_contexts(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

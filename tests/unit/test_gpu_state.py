@@ -9,7 +9,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
-from cppbatch.bench.strategies.resource_usage import ResourceUsage
+from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.cluster.engine_client import Health, WorkerState
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.errors import EngineClosed

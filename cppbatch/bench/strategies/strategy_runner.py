@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
+from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.bench.strategies.offline_workload import TimedRequest
-from cppbatch.bench.strategies.resource_usage import ResourceUsage
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import GenerationFailed

@@ -16,11 +16,13 @@ _SAMPLE_INTERVAL_S = 0.1  # the driver does not update the figure more often
 class ResourceUsage:
     """A context manager that sets its figures at the end.
 
+    `seconds`: its duration.
     `cpu_percent`: this process's share of the cores that it may use. Threads that spin count as busy.
     `gpu_percent`: the share of time with a running kernel, the mean of all NVIDIA GPUs. None: no GPU, no `pynvml`,
     or no figure from the driver (parts of a GPU, MIG, have none).
     """
 
+    seconds: float
     cpu_percent: float
     gpu_percent: float | None
 
@@ -32,8 +34,8 @@ class ResourceUsage:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        seconds = perf_counter() - self._began
-        self.cpu_percent = 100 * (_cpu_seconds() - self._cpu) / seconds / available_threads()
+        self.seconds = perf_counter() - self._began
+        self.cpu_percent = 100 * (_cpu_seconds() - self._cpu) / self.seconds / available_threads()
         self._gpus.__exit__(*exc)
         self.gpu_percent = 100 * mean(self._samples) if self._samples else None
 
