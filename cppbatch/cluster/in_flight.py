@@ -32,6 +32,7 @@ class OutputCollector:
         self._error: Exception | None = None
         self._text: list[str] = []
         self._tokens: list[int] = []
+        self._token_texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self.finished = False
         """Whether `get` has returned the last event."""
@@ -48,6 +49,7 @@ class OutputCollector:
     def _keep(self, event: GenerationEvent) -> None:
         self._text.append(event.text)
         self._tokens.extend(event.tokens)
+        self._token_texts.extend(event.token_texts)
         self._logprobs.extend(event.logprobs)
 
     def fail(self, error: Exception) -> None:
@@ -70,9 +72,10 @@ class OutputCollector:
                 request_id=self._request_id,
                 text="".join(self._text),
                 tokens=self._tokens,
+                token_texts=self._token_texts,
                 logprobs=self._logprobs,
             )
-            self._text, self._tokens, self._logprobs = [], [], []
+            self._text, self._tokens, self._token_texts, self._logprobs = [], [], [], []
         elif event.request_id != self._request_id:
             event = msgspec.structs.replace(event, request_id=self._request_id)
         return event

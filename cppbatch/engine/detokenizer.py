@@ -29,6 +29,8 @@ class Detokenizer:
         """The stop string that was found."""
         self.n_characters = 0
         """Complete characters so far: returned, held back or dropped."""
+        self.completed = ""
+        """The characters that the last `push` or `flush` completed: returned, held back or dropped."""
 
     @property
     def stopped(self) -> bool:
@@ -37,15 +39,15 @@ class Detokenizer:
 
     def push(self, piece: bytes) -> str:
         """Adds the bytes of a token. Returns the text that is certain now."""
-        if self.stopped:
-            return ""
-        return self._release(self._decoder.decode(piece))
+        self.completed = self._decoder.decode(piece)
+        return "" if self.stopped else self._release(self.completed)
 
     def flush(self) -> str:
         """The text that was held back, at the end of a completion; "" after a stop string."""
+        self.completed = self._decoder.decode(b"", final=True)
         if self.stopped:
             return ""
-        text = self._release(self._decoder.decode(b"", final=True))
+        text = self._release(self.completed)
         held, self._held = self._held, ""
         return text + held
 

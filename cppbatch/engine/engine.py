@@ -14,6 +14,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from cppbatch.config import EngineConfig, EngineSettings, KvLayout, engine_config
 from cppbatch.engine import offline
 from cppbatch.engine.embeddings import Vector
@@ -45,7 +48,7 @@ from cppbatch.engine.speculation.speculator import Speculator
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.turns import Turns
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
-from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
+from cppbatch.errors import ConfigError, EngineClosed, InvalidRequest, LlamaError, QueueFull
 from cppbatch.llama import Batch
 
 if TYPE_CHECKING:
@@ -502,6 +505,35 @@ class BatchInferenceEngine:
             self, prompts, params, n=n, best_of=best_of, progress=progress, on_event=on_event, options=options
         )
 
+    def generate_grid(
+        self,
+        prompts: Sequence[Prompt],
+        settings: Sequence[SamplingParams],
+        *,
+        progress: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[list[Completion]]:
+        """Continues every prompt with each of the settings, batched together: `result[prompt][setting]`.
+
+        A prompt is computed once for all its settings, if it has at least 25 tokens. `progress`, `options`, and what it
+        raises: as in `generate`.
+        """
+        return offline.generate_grid(self, prompts, settings, progress=progress, options=options)
+
+    def forward_batch(
+        self, token_lists: Sequence[Sequence[int]], **options: Unpack[RequestOptions]
+    ) -> npt.NDArray[np.float32]:
+        """The logits of the next token after each list of token ids: float32[len(token_lists), n_vocab].
+
+        The lists may have different lengths. Of an idle engine, n_parallel lists with n_ubatch tokens together are
+        computed in one pass, and more than that in several. The logits are the model's own, before biases, penalties
+        and filters. `options`: as in `generate`, but every token is computed, unless `cache_prompt=True` is given.
+
+        Raises `InvalidRequest` naming the list at fault before any of them runs: an empty one, unknown token ids, or as
+        many tokens as the context has; `GenerationFailed`.
+        """
+        return offline.forward_batch(self, token_lists, options)
+
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Generator[GenerationEvent, None, None]:
@@ -599,16 +631,34 @@ class BatchInferenceEngine:
 
 
 def generate_batch(
-    model: str | Path,
+    model: str | Path | EngineConfig | BatchInferenceEngine,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
     progress: bool = False,
     **settings: Unpack[EngineSettings],
 ) -> list[Completion]:
-    """`BatchInferenceEngine.generate` as one call: loads a model, continues all prompts, frees the model.
+    """`BatchInferenceEngine.generate` as one call, of a loaded engine, or of a model that is loaded and freed here.
 
-    `settings`: fields of `EngineConfig` (n_ctx, n_parallel ...).
+    `max_tokens` to `stop`: fields of `SamplingParams` for all prompts, in place of `params`. `settings`: fields of
+    `EngineConfig` (n_ctx, n_parallel ...), for a model that is not loaded yet. Raises `ConfigError` if they are given
+    with an engine, `InvalidRequest` if fields are given beside `params`, and what loading and `generate` raise.
     """
+    fields = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given = {name: value for name, value in {**fields, "seed": seed, "stop": stop}.items() if value is not None}
+    if given and params is not None:
+        raise InvalidRequest("params", f"is given, and {', '.join(given)} too; set them in `params`")
+    params = SamplingParams(**given) if given else params  # type: ignore[arg-type]  # checked by SamplingParams
+    if isinstance(model, BatchInferenceEngine):
+        if settings:
+            raise ConfigError(f"{', '.join(settings)}: the engine is loaded; give these settings where it is made")
+        return model.generate(prompts, params, progress=progress)
     with BatchInferenceEngine(model, **settings) as engine:
         return engine.generate(prompts, params, progress=progress)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -39,6 +42,8 @@ _QUEUED_AHEAD = 2  # `map`: requests in the engine, in multiples of n_parallel, 
 _HELD_BACK = 8  # `map` with `ordered`: prompts taken but not returned, in multiples of n_parallel
 _END = object()
 
+Value = TypeVar("Value")
+Logits = npt.NDArray[np.float32]
 OnEvent = Callable[[int, GenerationEvent], object]
 
 
@@ -81,6 +86,41 @@ def generate(
     events = _gather(sequences, _run(engine, sequences), "generating", progress=progress, on_event=on_event)
     results = [completion(events[sequence.id]) for sequence in sequences]
     return likeliest(results, n, of) if of > n else results
+
+
+def generate_grid(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    settings: Sequence[SamplingParams],
+    *,
+    progress: bool,
+    options: RequestOptions,
+) -> list[list[Completion]]:
+    """See `BatchInferenceEngine.generate_grid`."""
+    every = [prompt for prompt in _several("prompts", prompts) for _ in settings]
+    params = [*settings] * len(prompts)
+    sequences = _prepare_all(engine, every, params, options, field="prompts", of=len(settings))
+    events = _gather(sequences, _run(engine, sequences), "generating", progress=progress)
+    results = iter([completion(events[sequence.id]) for sequence in sequences])
+    return [list(islice(results, len(settings))) for _ in prompts]
+
+
+def forward_batch(engine: Engine, token_lists: Sequence[Sequence[int]], options: RequestOptions) -> Logits:
+    """See `BatchInferenceEngine.forward_batch`."""
+    logits = np.empty((len(token_lists), engine.info.n_vocab), np.float32)
+
+    def keep(i: int, _tokens: npt.NDArray[np.int32], row: npt.NDArray[np.float32]) -> None:
+        logits[i] = row
+
+    prompts = [list(tokens) for tokens in token_lists]
+    params = [
+        SamplingParams(max_tokens=1, temperature=0, logits_processor=partial(keep, i)) for i in range(len(prompts))
+    ]
+    sequences = _prepare_all(engine, prompts, params, {"cache_prompt": False, **options}, field="token_lists")
+    for event in _run(engine, sequences):
+        if event.error:
+            raise GenerationFailed(f"the logits were not computed: {event.error}")
+    return logits
 
 
 def stream(
@@ -143,13 +183,18 @@ def _params_for_each(
     prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
     """One `SamplingParams` for each prompt. Raises `InvalidRequest` when the counts differ."""
-    if isinstance(prompts, str):
-        raise InvalidRequest("prompts", "is one string; give a list of them, like [prompt]")
+    _several("prompts", prompts)
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
         raise InvalidRequest("params", f"has {len(params)} entries for {len(prompts)} prompts; give one or as many")
     return list(params)
+
+
+def _several(field: str, prompts: Sequence[Value]) -> Sequence[Value]:
+    if isinstance(prompts, str):
+        raise InvalidRequest(field, "is one string; give a list of them, like [prompt]")
+    return prompts
 
 
 def _prepare(engine: Engine, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> Seq:
@@ -284,6 +329,7 @@ def completion(events: Sequence[GenerationEvent]) -> Completion:
     return Completion(
         text="".join(event.text for event in events),
         tokens=[token for event in events for token in event.tokens],
+        token_texts=[text for event in events for text in event.token_texts],
         finish_reason=last.finish_reason,
         usage=last.usage,
         seed=last.seed,

@@ -135,7 +135,11 @@ class OutputProcessor:
     @staticmethod
     def _next_event(output: StepOutput) -> GenerationEvent:
         return GenerationEvent(
-            request_id=output.sequence.id, text=output.text, tokens=output.tokens, logprobs=output.text_logprobs
+            request_id=output.sequence.id,
+            text=output.text,
+            tokens=output.tokens,
+            token_texts=output.token_texts,
+            logprobs=output.text_logprobs,
         )
 
     @staticmethod
@@ -145,10 +149,13 @@ class OutputProcessor:
         if output.end_logprob:
             offset = sequence.echoed + sequence.text.n_characters
             output.text_logprobs.append(msgspec.structs.replace(output.end_logprob, text_offset=offset))
+        if output.token_texts:
+            output.token_texts[-1] += sequence.text.completed
         return GenerationEvent(
             request_id=sequence.id,
             text=output.text,
             tokens=output.tokens,
+            token_texts=output.token_texts,
             logprobs=output.text_logprobs,
             embedding=sequence.embedding,
             finish_reason=output.finish_reason,
@@ -173,6 +180,7 @@ class OutputProcessor:
                 offset = sequence.echoed + sequence.text.n_characters
                 output.text_logprobs.append(msgspec.structs.replace(logprob, text_offset=offset))
             output.text += sequence.text.push(piece)
+            output.token_texts.append(sequence.text.completed)
 
     def _echo_prompt(self, output: StepOutput) -> None:
         """The text begins with the prompt (`echo`), and the log-probabilities with those of the prompt."""

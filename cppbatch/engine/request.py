@@ -209,6 +209,9 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     """New text: whole characters, and no part of a stop string."""
     tokens: list[int] = []
     """New token ids, those of a stop string included, but no end token and no stop token."""
+    token_texts: list[str] = []
+    """The text of each of these tokens: together the generated text, with a stop string. A character of several tokens
+    is the text of the last one, and the others have "" before it."""
     logprobs: list[TokenLogprob] = []
     """Of the new tokens, if `params.logprobs` is set; with `echo`, those of the prompt come first."""
     embedding: bytes | None = None
@@ -237,6 +240,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     tokens: list[int]
+    token_texts: list[str] = []
+    """The text of each token, as in `GenerationEvent`."""
     finish_reason: FinishReason
     usage: RequestUsage
     seed: int

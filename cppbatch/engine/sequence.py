@@ -69,6 +69,8 @@ class StepOutput:
     text: str = ""
     end_logprob: TokenLogprob | None = None
     """Of the end token, which ended the sequence and has no text."""
+    token_texts: list[str] = field(default_factory=list)
+    """The text of each of these tokens."""
     text_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities with their offsets in the text."""
     event: GenerationEvent | None = None

@@ -79,8 +79,8 @@ async def is_idle(engine: LocalEngine) -> bool:
 
 async def test_an_answer_has_text_tokens_counts_and_times(http: Http) -> None:
     _, answer = await post(http, "/generate", {**GREEDY, "prompt": "abc"})
-    assert answer["text"]
-    assert len(answer["tokens"]) == answer["completion_tokens"] == 6
+    assert answer["text"] == "".join(answer["token_texts"])
+    assert len(answer["token_texts"]) == len(answer["tokens"]) == answer["completion_tokens"] == 6
     assert answer["finish_reason"] == "length"
     assert answer["prompt_tokens"] > 1
     assert isinstance(answer["seed"], int)
@@ -116,7 +116,8 @@ async def test_a_stream_says_the_same_and_its_last_event_has_the_rest(http: Http
     assert "".join(event["text"] for event in [*events, last]) == whole["text"]
     assert [token for event in [*events, last] for token in event["tokens"]] == whole["tokens"]
     assert len(events) > 3
-    assert all(set(event) == {"text", "tokens"} for event in events)
+    assert [text for event in [*events, last] for text in event["token_texts"]] == whole["token_texts"]
+    assert all(set(event) == {"text", "tokens", "token_texts"} for event in events)
     assert set(last) == set(whole)
     assert last["completion_tokens"] == 200
 
@@ -200,7 +201,8 @@ BAD_BATCHES = {
     "one text for prompts": ({"prompts": "abc"}, "prompts"),
     "a prompt without params": ({"prompt": "a"}, "params"),
     "both ways at once": ({"prompts": ["a"], "prompt": "a", "params": [{}]}, "prompts"),
-    "params for many prompts": ({"prompts": ["a"], "params": [{}]}, "params"),
+    "prompts with no params": ({"prompts": ["a"], "params": []}, "params"),
+    "too many prompts with params": ({"prompts": ["a"] * 16, "params": [{}] * 17}, "params"),
     "a default that all items have": ({"prompts": ["a"], "temperature": -1}, "temperature"),
     "a model that is no name": ({"prompts": ["a"], "model": 9}, "model"),
     "several texts": ({"prompts": ["a"], "n": 2}, "n"),
@@ -252,6 +254,30 @@ async def test_a_bad_setting_of_one_prompt_fails_alone(http: Http) -> None:
         "params[1].top_k",
         "params[2]",
         "params[3].min_p",
+    ]
+
+
+async def test_prompts_and_params_make_a_grid_of_all_pairs(http: Http) -> None:
+    prompts = ["abc", {"prompt": "Hello", "max_tokens": 4}, "zz top"]
+    params = [{"temperature": 0}, {"temperature": 1, "seed": 7}, {"max_tokens": 2}]
+    results = (await batch(http, prompts=prompts, params=params))["results"]
+    assert len(results) == 9
+    assert [len(result["tokens"]) for result in results] == [6, 6, 2, 4, 4, 2, 6, 6, 2]
+    assert results[1]["text"] == await text_of(http, "abc", temperature=1, seed=7)
+    assert results[6]["text"] == await text_of(http, "zz top")
+    for result in results:
+        assert result["generated_text"] == result["text"] == "".join(result["token_texts"])
+
+
+async def test_a_bad_item_of_a_grid_fails_alone_and_names_its_part(http: Http) -> None:
+    answer = await batch(http, prompts=["abc", 5], params=[{}, {"top_p": 7}, {"prompt": "another"}])
+    assert [result.get("error", {}).get("param") for result in answer["results"]] == [
+        None,
+        "params[1].top_p",
+        "params[2].prompt",
+        "prompts[1]",
+        "prompts[1]",
+        "params[2].prompt",
     ]
 
 

@@ -15,7 +15,7 @@ from cppbatch.server.generate.generate_batch import GenerateBatchBuilder
     [("task", "model"), ("prompt", "prompts[1]"), ("max_tokens", "max_tokens")],
 )
 def test_an_error_of_the_engine_names_the_field_of_the_body(field: str, shown: str) -> None:
-    builder = GenerateBatchBuilder([BatchItem("a", "prompts[0]", {}), BatchItem("b", "prompts[1]", {})])
+    builder = GenerateBatchBuilder([BatchItem([(f"prompts[{i}]", prompt)], {}) for i, prompt in enumerate("ab")])
     builder.request_items += [1]
     event = GenerationEvent(request_id="x", finish_reason=FinishReason.ERROR, error="is wrong", error_field=field)
     builder.record(0, event)

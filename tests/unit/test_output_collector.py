@@ -14,7 +14,14 @@ from cppbatch.cluster.in_flight import OutputCollector
 
 def event(i: int, **fields: Any) -> GenerationEvent:
     logprob = TokenLogprob(token=i, piece=b"x", logprob=-1.0)
-    return GenerationEvent(request_id="a", text=f"{i} ", tokens=[i, i + 1000], logprobs=[logprob], **fields)
+    return GenerationEvent(
+        request_id="a",
+        text=f"{i} ",
+        tokens=[i, i + 1000],
+        token_texts=[str(i), " "],
+        logprobs=[logprob],
+        **fields,
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -38,6 +45,7 @@ async def test_no_event_is_lost_or_returned_twice(seed: int) -> None:
     events = await asyncio.wait_for(reading, 5)
     assert "".join(each.text for each in events) == "".join(f"{i} " for i in range(n))
     assert [token for each in events for token in each.tokens] == [t for i in range(n) for t in (i, i + 1000)]
+    assert [text for each in events for text in each.token_texts] == [t for i in range(n) for t in (str(i), " ")]
     assert [entry.token for each in events for entry in each.logprobs] == list(range(n))
     assert events[-1].seed == 7
     assert len(events) < n, "no events were merged"

@@ -28,6 +28,9 @@ with BatchInferenceEngine("model.gguf", n_ctx=4096, kv_layout="unified", lora=((
     print(engine.embed(["a", Pair("query", "document")], dimensions=8, priority=2).shape)
     name: str = engine.add_request("a", request_id="b", task="embed", queue_timeout=3.5)
 print(generate_batch("model.gguf", ["a"], n_threads=2)[0].finish_reason.value)
+print(generate_batch(engine, ["a"], max_tokens=50, temperature=0.7, top_p=0.9, seed=42)[0].token_texts[0].upper())
+print(engine.forward_batch([[1, 2], [3]], priority=1).shape)
+print(engine.generate_grid(["a", [1]], [SamplingParams(), SamplingParams(seed=1)])[1][0].text)
 print(BatchInferenceEngine(EngineConfig(model_path="model.gguf"), swap_space=0).info.n_embd)
 print(EngineConfig("model.gguf", n_ctx=4096), SamplingParams(stop=["\\n"], stop_token_ids=[1], samplers=["top_k"]))
 """
@@ -41,6 +44,7 @@ WRONG = {
     'BatchInferenceEngine("a").embed(["a"], cache=False)': "cache",
     'BatchInferenceEngine("a").add_request("a", prio=1)': "prio",
     'generate_batch("a", ["a"], n_ctxt=1)': "n_ctxt",
+    'generate_batch("a", ["a"], temprature=1)': "temprature",
     'LocalEngine("a", n_ctxt=1)': "n_ctxt",
     'EngineProcess("a", n_ctxt=1)': "n_ctxt",
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,60 +24,76 @@ _BATCH_ONLY = ("stream", "stream_options")
 
 
 class GenerateBatchRequest(GenerateFields, kw_only=True):
-    """The body of `POST /generate/batch`: `prompts`, or one `prompt` with several `params`. All other fields apply to
-    every item."""
+    """The body of `POST /generate/batch`: `prompts`, or one `prompt` with several `params`, or each of `prompts` with
+    each of `params`. All other fields apply to every item."""
 
     prompts: list[Any] | None = None
     """Each is a text, a list of token ids, or an object with a `prompt` and fields that override those of the body."""
     prompt: str | list[int] | None = None
     settings: list[Any] | None = msgspec.field(default=None, name="params")
-    """Objects with fields, each for one completion of `prompt`."""
+    """Objects with fields, each for one completion of `prompt`, or of each of `prompts`."""
 
 
 class BatchItem:
-    """One item, not validated yet."""
+    """One item, not validated yet: JSON of `prompts`, of `params`, or of both, merged with the fields of all items."""
 
-    def __init__(self, item: object, path: str, shared: Json) -> None:
-        """`item` is the JSON at `path` of the body. `shared`: the fields of all items, with the prompt if all items
-        have the same."""
-        self._item, self._path, self._shared = item, path, shared
+    def __init__(self, parts: Sequence[tuple[str, object]], shared: Json) -> None:
+        """`parts`: paths in the body with the JSON there; fields of a later part override those of an earlier one.
+        `shared`: the fields of all items, with the prompt if all items have the same."""
+        self._parts, self._shared = parts, shared
 
     def body(self) -> GenerateRequest:
         """The item's fields, merged with the shared ones. Raises `InvalidRequest`."""
-        own = self._item if isinstance(self._item, dict) else {"prompt": self._item}
-        if own is not self._item and "prompt" in self._shared:
-            raise InvalidRequest(self._path, f"is {self._item!r:.80}; it must be an object of sampling fields")
-        for name in _BATCH_ONLY:
-            if own.get(name):
-                raise InvalidRequest(name, "is for a whole batch, not for one of its items")
-        body = convert(merge_fields(self._shared, own), GenerateRequest)
-        refuse_unknown(own, GenerateRequest)
+        merged = self._shared
+        for path, json in self._parts:
+            own = json if isinstance(json, dict) else {"prompt": json}
+            if "prompt" in merged and own is not json:
+                raise InvalidRequest(path, f"is {json!r:.80}; it must be an object of sampling fields")
+            if "prompt" in merged and "prompt" in own:
+                raise InvalidRequest("prompt", "is given already; here are sampling fields")
+            for name in _BATCH_ONLY:
+                if own.get(name):
+                    raise InvalidRequest(name, "is for a whole batch, not for one of its items")
+            merged = merge_fields(merged, own)
+        body = convert(merged, GenerateRequest)
+        for _, json in self._parts:
+            if isinstance(json, dict):
+                refuse_unknown(json, GenerateRequest)
         body.check_single_completion()
         return body
 
     def field_name(self, field: str) -> str:
-        """The name of a field in the body, within the item if the item has the field."""
+        """The name of a field in the body, within the part that has it."""
         root = re.split(r"[.\[]", field, maxsplit=1)[0]
-        is_prompt = root == "prompt" and "prompt" not in self._shared
-        if isinstance(self._item, dict):
-            return f"{self._path}.{field}" if root in self._item or is_prompt else field
-        return self._path + field.removeprefix("prompt") if is_prompt else field
+        for path, json in reversed(self._parts):
+            if isinstance(json, dict) and root in json:
+                return f"{path}.{field}"
+        if root == "prompt" and "prompt" not in self._shared:
+            path, json = self._parts[0]
+            return f"{path}.{field}" if isinstance(json, dict) else path + field.removeprefix("prompt")
+        return field
 
 
 def batch_items(body: GenerateBatchRequest, limits: Limits) -> list[BatchItem]:
-    """The items of a batch. Raises `InvalidRequest` if there are none, or too many."""
+    """The items of a batch; of a grid, all settings of the first prompt come first.
+
+    Raises `InvalidRequest` if there are none, or too many.
+    """
     if (body.prompts is None) == (body.prompt is None):
         raise InvalidRequest("prompts", "is required, or one `prompt` with several `params`; not both")
-    if body.settings is not None and body.prompt is None:
-        raise InvalidRequest("params", "is for one `prompt`; items of `prompts` may be objects with their own fields")
-    field, items = ("params", body.settings) if body.prompts is None else ("prompts", body.prompts)
-    if not items:
-        raise InvalidRequest(field, "is required and must not be empty")
-    if len(items) > (most := limits.max_prompts_per_batch):
-        raise InvalidRequest(field, f"has {len(items)} items; this server takes {most} (--max-prompts-per-batch)")
+    lists = {name: json for name, json in (("prompts", body.prompts), ("params", body.settings)) if json is not None}
+    for name in lists or ("params",):
+        if not lists.get(name):
+            raise InvalidRequest(name, "is required and must not be empty")
+    n_items, most = math.prod(map(len, lists.values())), limits.max_prompts_per_batch
+    if n_items > most:
+        counts = " x ".join(str(len(each)) for each in lists.values())
+        of = counts if len(lists) == 1 else f"{counts} = {n_items}"
+        raise InvalidRequest([*lists][-1], f"makes {of} items; this server takes {most} (--max-prompts-per-batch)")
     shared = {
         name: value
         for name, value in msgspec.to_builtins(body).items()
         if value is not None and name not in ("prompts", "params", *_BATCH_ONLY)
     }
-    return [BatchItem(item, f"{field}[{i}]", shared) for i, item in enumerate(items)]
+    parts = ([(f"{name}[{i}]", json) for i, json in enumerate(values)] for name, values in lists.items())
+    return [BatchItem(item, shared) for item in itertools.product(*parts)]

@@ -1,4 +1,4 @@
-"""`POST /generate/batch`: completes many prompts, or one prompt in many ways."""
+"""`POST /generate/batch`: completes many prompts, one prompt in many ways, or many prompts in many ways."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class BatchResult(GenerateChunk, frozen=True, kw_only=True):
     index has new text of its item, or the item's error."""
 
     index: int
-    """Of the item, from 0."""
+    """Of the item, from 0. Of `prompts` with `params`: that of the prompt times the number of `params`, plus that of
+    the params."""
+    generated_text: str | UnsetType = UNSET
+    """The same as `text`; not in a stream."""
     error: ErrorDetail | UnsetType = UNSET
 
 
@@ -65,7 +68,7 @@ class GenerateBatchResponse(BatchTotals, frozen=True, kw_only=True):
 
 @routes.post("/generate/batch")
 async def generate_batch(request: web.Request) -> web.StreamResponse:
-    """Completes many prompts, or one prompt in many ways. The failure of one does not affect the others."""
+    """Completes many prompts, each in one or many ways. The failure of one does not affect the others."""
     body = await read_json(request, GenerateBatchRequest)
     serving = request.app[SERVING]
     prepared = await asyncio.to_thread(prepare_batch, body, serving)  # 256 items with large fields take seconds
@@ -75,7 +78,7 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
 
 ENDPOINTS = {
     ("post", "/generate/batch"): generation_endpoint(
-        "Completes many prompts, or one prompt in many ways; the failure of one does not affect the others",
+        "Completes many prompts, each in one or many ways; the failure of one does not affect the others",
         GenerateBatchRequest,
         GenerateBatchResponse,
     ),
@@ -134,7 +137,8 @@ class GenerateBatchBuilder(ResponseBuilder):
         results = {i: BatchResult(index=i, error=error) for i, error in self._errors.items()}
         for i, events in zip(self.request_items, completions, strict=True):
             if i not in self._errors:
-                results[i] = text_result(BatchResult, events, index=i)
+                result = text_result(BatchResult, events, index=i)
+                results[i] = msgspec.structs.replace(result, generated_text=result.text)
         return self._totals(GenerateBatchResponse, results=[results[i] for i in range(len(self._items))])
 
     def stream_start(self) -> list[ServerSentEvent]:

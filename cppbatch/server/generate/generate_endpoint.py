@@ -61,6 +61,8 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     tokens: list[int]
     """The generated tokens."""
+    token_texts: list[str]
+    """The text of each token. A character of several tokens is the text of the last one."""
     logprobs: list[LogprobEntry] | UnsetType = UNSET
     """If requested."""
     finish_reason: FinishReason
@@ -82,6 +84,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str | UnsetType = UNSET
     tokens: list[int] | UnsetType = UNSET
+    token_texts: list[str] | UnsetType = UNSET
     logprobs: list[LogprobEntry] | UnsetType = UNSET
     finish_reason: FinishReason | UnsetType = UNSET
     prompt_tokens: int | UnsetType = UNSET
@@ -172,6 +175,7 @@ def text_result(kind: type[Result], events: Sequence[GenerationEvent], **fields:
     return kind(
         text="".join(event.text for event in events),
         tokens=[token for event in events for token in event.tokens],
+        token_texts=[text for event in events for text in event.token_texts],
         **fields,
     )
 
