@@ -32,6 +32,7 @@ computed, by copying, because no part of them can be removed. none: not at all.
 _INT32_MAX = 2**31 - 1
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
+_MAX_WAIT_MS = 10_000
 MAX_DRAFT = 64
 """Draft tokens of a sequence in a step at most."""
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
@@ -101,6 +102,9 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     prefer: Preference = "balanced"
     """How long a step may take while a sequence decodes, unless `target_step_ms` says it: latency: 2.5 times a step
     without prompts; balanced: 8 times; throughput: prompts are computed first (--prefer)."""
+    max_wait_ms: float = 0
+    """How long an idle server collects requests before it computes the first of them, in ms, unless n_parallel wait
+    (--max-wait-ms). While any request runs, others join it at once. 0: it does not wait."""
     sampling: Sampling = "auto"
     """backend: the device finds the likeliest tokens, and rows of logits are copied only for requests that need them;
     host: the CPU does; auto: backend with a GPU that can, else host (--sampling)."""
@@ -151,6 +155,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         for name in ("swap_space", "prefix_cache_ram"):
             self._check(name, 0, _INT32_MAX, "0 (none) or more MiB")
         self._check("target_step_ms", 0, _MAX_STEP_MS, f"0 (automatic) to {_MAX_STEP_MS}")
+        self._check("max_wait_ms", 0, _MAX_WAIT_MS, f"0 (no waiting) to {_MAX_WAIT_MS}")
         self._check_choices()
         self._check_speculation()
         self._check_lora()
@@ -232,6 +237,7 @@ class EngineSettings(TypedDict, total=False):
     swap_space: int
     target_step_ms: float
     prefer: Preference
+    max_wait_ms: float
     sampling: Sampling
     deterministic: bool
     spec: Speculation

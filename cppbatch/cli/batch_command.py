@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def job_options(command: Command) -> Command:
 @click.command()
 @job_options  # first, so that their errors come before a model is downloaded
 @deployment_options
-@engine_options
+@partial(engine_options, without=("max_wait_ms",))
 @profile_and_memory_options
 def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite: bool, retry_failed: bool) -> None:
     """Runs every line of a file. The same command resumes an interrupted job.

@@ -87,6 +87,7 @@ _SET_BY_THROUGHPUT = (
     "target_step_ms",
     "spec",
     "pooling",
+    "max_wait_ms",
     "trace",
 )
 
@@ -193,6 +194,7 @@ _SET_BY_ROOFLINE = (
     "draft_gpu_layers",
     "sampling",
     "pooling",
+    "max_wait_ms",
     "trace",
 )
 
@@ -230,6 +232,7 @@ _SET_BY_STRATEGIES = (
     "draft_model",
     "draft_gpu_layers",
     "pooling",
+    "max_wait_ms",
     "trace",
 )
 
@@ -243,8 +246,12 @@ _SET_BY_STRATEGIES = (
 @option("--prompt-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each prompt.")
 @option("--new-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each output.")
 @option("--rate", type=float, default=0.0, help="Requests that arrive per second; 0: all at once.")
-@option("--max-wait-ms", type=float, default=50.0, help="How long a static batch collects requests.")
-@option("--bucket", type=int, default=64, help="static-padded: prompts are padded to a multiple of this length.")
+@option(
+    "--max-wait-ms", type=float, default=50.0, help="How long static batches, and continuous-window, collect requests."
+)
+@option(
+    "--bucket", type=int, default=64, help="static-padded, static-buckets: prompts are padded to a multiple of this."
+)
 @option("--seed", type=int, default=0, help="Seed of lengths, tokens and arrival times.")
 @option("--repeats", type=int, default=3, help="Runs of each strategy.")
 @report_options

@@ -212,6 +212,11 @@ _SETTINGS = [
         "sequences keep getting their tokens; balanced: in between.",
     ),
     option(
+        "--max-wait-ms", env="MAX_WAIT_MS", type=float, default=_DEFAULTS.max_wait_ms,
+        help="How long an idle server collects requests before it computes the first one. For clients that send "
+        "requests together; 0: it does not wait.",
+    ),
+    option(
         "--trace", env="TRACE", metavar="FILE.json", default=_DEFAULTS.trace, show_default=False,
         help="Write a trace of every step to this file, for ui.perfetto.dev. For debugging: the file grows fast.",
     ),

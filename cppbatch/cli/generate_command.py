@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TextIO
 
 import click
@@ -27,7 +28,7 @@ from cppbatch.errors import CppBatchError
 )
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line, in the order of the prompts.")
-@engine_options
+@partial(engine_options, without=("max_wait_ms",))
 @profile_and_memory_options
 def generate(
     *,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@partial(engine_options, without=("trace",))
+@partial(engine_options, without=("max_wait_ms", "trace"))
 @report_options
 @click.option("--load", is_flag=True, help="Then load the model, and show its actual memory use too.")
 def memory(config: EngineConfig, load: bool) -> tuple[Report, Draw]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@partial(engine_options, without=("spec", "draft_max", "draft_model", "draft_gpu_layers", "trace"))
+@partial(engine_options, without=("spec", "draft_max", "draft_model", "draft_gpu_layers", "max_wait_ms", "trace"))
 @report_options
 @click.option("--max-parallel", type=click.IntRange(1, 256), default=64, show_default=True, help="Largest -np to try.")
 @click.option("--target-latency-ms", type=float, default=None, help="Longest time between two tokens of a sequence.")

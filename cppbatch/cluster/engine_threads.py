@@ -52,18 +52,21 @@ class StepLoop:
                 self._heartbeat()
                 if not engine.has_work:
                     self.wait_for_command(engine)
+                elif seconds := engine.collecting_s():
+                    self.wait_for_command(engine, seconds)
                 self._run_commands(engine)
                 if engine.has_work:
-                    engine.compute()
+                    if not engine.collecting_s():
+                        engine.compute()
                     output_thread.put(engine.outputs.take_outputs())
             self._run_commands(engine)
             output_thread.put(engine.outputs.take_outputs())
         self._run_commands(engine)  # raises what the output thread raised at the end
 
-    def wait_for_command(self, engine: BatchInferenceEngine) -> None:
-        """Waits up to a second for a command and runs it."""
+    def wait_for_command(self, engine: BatchInferenceEngine, seconds: float = _IDLE_S) -> None:
+        """Waits up to this long for a command and runs it."""
         try:
-            command = self._commands.get(timeout=_IDLE_S)
+            command = self._commands.get(timeout=min(seconds, _IDLE_S))
         except queue.Empty:
             return
         command(engine)

@@ -263,6 +263,17 @@ class BatchInferenceEngine:
         """Whether a step would compute anything or return events."""
         return self._scheduler.has_work or self.outputs.has_events
 
+    def collecting_s(self) -> float:
+        """Seconds for which a step loop should wait for more requests (`max_wait_ms`) before it computes the next step.
+
+        0 while any sequence runs, when n_parallel of them wait, and when the first has waited long enough.
+        """
+        most, scheduler = self.config.max_wait_ms / 1000, self._scheduler
+        if not most or scheduler.running or not 0 < len(scheduler.waiting) < self.config.n_parallel:
+            return 0.0
+        first = min(sequence.arrived_at for sequence in scheduler.waiting)
+        return max(0.0, first + most - perf_counter())
+
     def step(self) -> list[GenerationEvent]:
         """Computes one batch and returns the new events of all requests, except those that another call waits for."""
 

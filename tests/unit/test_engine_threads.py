@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch import GenerationEvent, SamplingParams
 from cppbatch.cluster.engine_threads import StepLoop
-from tests.fakes import fake_engine, reference, tokens_of
+from tests.fakes import context_of, fake_engine, reference, tokens_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -44,6 +44,59 @@ def test_events_are_sent_in_order_by_another_thread_than_the_one_that_steps() ->
     for i, name in enumerate(names):
         tokens = tokens_of(events, name)
         assert tokens == reference([i, i + 1], PARAMS)[0]
+
+
+def served(max_wait_ms: float, n: int, gap_s: float) -> tuple[list[int], float]:
+    """`n` requests, one each `gap_s`, to an idle loop of four: rows of the first step, seconds to the last end."""
+    done = threading.Event()
+    ended: list[str] = []
+
+    def send(new: list[GenerationEvent]) -> None:
+        ended.extend(event.request_id for event in new if event.finish_reason)
+        if len(ended) == n:
+            done.set()
+
+    engine = fake_engine(n_parallel=4, max_wait_ms=max_wait_ms)
+    loop = StepLoop(send)
+    began = time.perf_counter()
+
+    def add() -> None:
+        for i in range(n):
+            loop.post(lambda engine, i=i: engine.add_request([i + 1, i + 2], PARAMS))  # type: ignore[misc]
+            time.sleep(gap_s)
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    run(loop, engine, done)
+    adding.join()
+    return [len(step) for step in context_of(engine).steps], time.perf_counter() - began
+
+
+def test_an_idle_loop_collects_requests_for_the_window() -> None:
+    steps, seconds = served(300, n=3, gap_s=0.02)
+    assert steps[0] == 3
+    assert 0.3 <= seconds < 2
+
+
+def test_a_full_batch_does_not_wait_for_the_end_of_the_window() -> None:
+    steps, seconds = served(9000, n=4, gap_s=0.02)
+    assert steps[0] == 4
+    assert seconds < 2
+
+
+def test_without_a_window_the_first_request_is_computed_at_once() -> None:
+    steps, _ = served(0, n=2, gap_s=0.2)
+    assert steps[0] == 1
+
+
+def test_a_request_that_is_cancelled_in_the_window_ends_at_once() -> None:
+    done = threading.Event()
+    loop, engine = StepLoop(lambda new: done.set()), fake_engine(n_parallel=4, max_wait_ms=9000)
+    name = engine.add_request([1, 2], PARAMS)
+    loop.post(lambda engine: engine.cancel(name))
+    began = time.perf_counter()
+    run(loop, engine, done)
+    assert time.perf_counter() - began < 2
 
 
 def test_an_error_of_the_callback_ends_the_loop() -> None:

@@ -85,7 +85,7 @@ def test_without_padding_each_token_is_computed_once(name: str) -> None:
     engine = engine_with(KNOWN[name])
     run_workload(engine, jobs())
     needed = sum(PROMPTS) + sum(NEW) - len(NEW)  # nobody computes the last token
-    assert (n_computed(engine) == needed) == (name != "static-padded")
+    assert (n_computed(engine) == needed) == (name not in ("static-padded", "static-buckets"))
 
 
 @LAYOUTS
@@ -184,6 +184,35 @@ def test_a_batch_starts_when_it_is_full() -> None:
         add(engine, name, 3, 2)
     engine.step()
     assert running(engine) == {"a", "b", "c"}
+
+
+def test_a_batch_of_a_length_bucket_has_prompts_of_that_bucket_only() -> None:
+    clock = Clock()
+    policy = partial(StaticScheduler, max_wait_s=5.0, bucket=8, is_by_length=True, clock=clock)
+    engine = engine_with(policy, n_parallel=3)
+    for name, n_prompt in {"a": 3, "b": 20, "c": 8, "d": 17, "e": 5, "f": 24}.items():
+        add(engine, name, n_prompt, 2)
+    engine.step()
+    drained = drain_batch(engine)
+    assert drained == {"a", "c", "e"}, "up to 8 tokens"
+    assert n_computed(engine) == 3 * 8 + 3, "padded to 8, then a token of each"
+    assert drain_batch(engine) == {"b", "d", "f"}
+    add(engine, "g", 3, 2)
+    assert engine.step() == []
+    assert not engine.running, "it is not full"
+    clock.now = engine._scheduler.waiting[0].arrived_at + 5
+    assert drain_batch(engine) == {"g"}
+
+
+def drain_batch(engine: BatchInferenceEngine) -> set[str]:
+    """The names of the next batch's requests; it runs to its end."""
+    ended: set[str] = set()
+    while not engine.running:
+        ended |= {event.request_id for event in engine.step() if event.finish_reason}
+    names = running(engine)
+    while not names <= ended:
+        ended |= {event.request_id for event in engine.step() if event.finish_reason}
+    return names
 
 
 def test_a_batch_starts_when_its_first_request_has_waited_long_enough() -> None:

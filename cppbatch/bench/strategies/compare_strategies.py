@@ -46,7 +46,7 @@ class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...] = STRATEGIES
     max_wait_ms: float = 50.0
-    """The longest time for which a static batch is collected."""
+    """The longest time for which a static batch, or the first one of continuous-window, is collected."""
     bucket: int = 64
     """Prompts of a padded batch are padded to a multiple of this."""
     repeats: int = 3
@@ -66,7 +66,9 @@ def make_schedulers(*, max_wait_s: float, bucket: int) -> dict[str, Callable[...
         "concurrent": ConcurrentScheduler,
         "static-padded": partial(StaticScheduler, max_wait_s=max_wait_s, bucket=bucket),
         "static-ragged": partial(StaticScheduler, max_wait_s=max_wait_s),
+        "static-buckets": partial(StaticScheduler, max_wait_s=max_wait_s, bucket=bucket, is_by_length=True),
         "continuous": Scheduler,
+        "continuous-window": Scheduler,
     }
 
 
@@ -130,7 +132,8 @@ def run_all(
     with contextlib.ExitStack() as stack:
         engines = {}
         for name in compared.names:
-            engine = BatchInferenceEngine(config, runtime=shared, policy=schedulers[name])
+            window = compared.max_wait_ms if name == "continuous-window" else 0
+            engine = BatchInferenceEngine(config, max_wait_ms=window, runtime=shared, policy=schedulers[name])
             engines[name] = stack.enter_context(engine)
             engine.survives_failures = False
         warm_up = [

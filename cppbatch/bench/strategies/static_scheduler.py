@@ -45,7 +45,8 @@ class StaticScheduler(Scheduler):
 
     All prompts of the batch are computed, then all its sequences decode. The slot of an ended sequence stays empty
     until the batch ends, at no cost. With a `bucket` it is computed until then, as it must be without ragged batches,
-    and prompts are padded to the next multiple of `bucket` tokens that holds the longest.
+    and prompts are padded to the next multiple of `bucket` tokens that holds the longest. `is_by_length`: all prompts
+    of a batch have the same multiple, so that less is padded, and a batch may have to wait longer until it is full.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class StaticScheduler(Scheduler):
         *,
         max_wait_s: float,
         bucket: int = 0,
+        is_by_length: bool = False,
         clock: Callable[[], float] = perf_counter,
         **settings: Any,
     ) -> None:
         super().__init__(kv, **settings)
         self._max_wait_s, self._bucket, self._clock = max_wait_s, bucket, clock
+        self._is_by_length = is_by_length
         self._batch: list[Seq] = []
         """The sequences of the batch that have not ended."""
         self._batch_size = 0
@@ -70,8 +73,8 @@ class StaticScheduler(Scheduler):
     def plan(self) -> StepPlan:
         """Plans the next step, as `Scheduler.plan`. It has no chunks while a batch is collected."""
         self._padding.drop()
-        if not self._batch and self._is_due():
-            self._batch = self.waiting[: self._n_parallel]
+        if not self._batch and (due := self._due_batch()):
+            self._batch = due
             self._batch_size = len(self._batch)
             self._n_padding = padding_tokens([s.n_tokens for s in self._batch], self._bucket)
         return super().plan()
@@ -89,10 +92,17 @@ class StaticScheduler(Scheduler):
         super().restart(sequences)
         self._padding.restart()
 
-    def _is_due(self) -> bool:
-        if len(self.waiting) >= self._n_parallel:
-            return True
-        return bool(self.waiting) and self._clock() - self.waiting[0].arrived_at >= self._max_wait_s
+    def _due_batch(self) -> list[Seq]:
+        """The sequences of the next batch: a full one, or that of the first sequence if this has waited long enough."""
+        by_length: dict[int, list[Seq]] = {}
+        for sequence in self.waiting:
+            length = round_up(sequence.n_tokens, self._bucket) if self._is_by_length else 0
+            by_length.setdefault(length, []).append(sequence)
+        batches = [each[: self._n_parallel] for each in by_length.values()]
+        is_late = bool(self.waiting) and self._clock() - self.waiting[0].arrived_at >= self._max_wait_s
+        if is_late:
+            return batches[0]
+        return next((batch for batch in batches if len(batch) == self._n_parallel), [])
 
     def _admit(self) -> list[Seq]:
         if self.running or self._n_padding:

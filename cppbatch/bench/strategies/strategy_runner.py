@@ -53,7 +53,7 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
                 late[i] = now - request.at
                 params = SamplingParams(temperature=0, max_tokens=request.n_new, ignore_eos=True)
                 engine.add_request(request.prompt, params, request_id=str(i))
-            events = engine.step() if engine.has_work else []
+            events = engine.step() if engine.has_work and not engine.collecting_s() else []
             for event in events:
                 i = int(event.request_id)
                 tokens[i] += event.tokens
