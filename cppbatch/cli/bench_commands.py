@@ -15,7 +15,7 @@ from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.strategies import STRATEGIES
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.cli.engine_options import engine_options
-from cppbatch.cli.report_options import Draw, report_options
+from cppbatch.cli.report_options import Draw, numbers, report_options
 from cppbatch.config import EngineConfig, Speculation
 from cppbatch.errors import ConfigError
 
@@ -35,16 +35,6 @@ def bench() -> None:
 
 
 # --- callbacks of options ---------------------------------------------------------------------------------------------
-
-
-def _numbers(_context: click.Context, _option: click.Parameter, given: str | None) -> tuple[int, ...] | None:
-    """`1,4,16`, as a tuple of positive integers without duplicates; None if the option is not given."""
-    if given is None:
-        return None
-    parts = [part.strip() for part in given.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{given!r}: write numbers from 1, separated by commas, like 1,4,16")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _names_of(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
@@ -94,7 +84,7 @@ _SET_BY_THROUGHPUT = (
 
 @bench.command()
 @click.option(
-    "-B", "--batch-sizes", callback=_numbers, metavar="N,N...",
+    "-B", "--batch-sizes", callback=numbers, metavar="N,N...",
     help="Sequences that run at the same time.  [default: 1,4,8,16; with --spec 1,2,4,8,16]",
 )  # fmt: skip
 @option(
@@ -201,7 +191,7 @@ _SET_BY_ROOFLINE = (
 
 @bench.command()
 @option(
-    "-B", "--batch-sizes", callback=_numbers, default="1,2,4,8,16,32,64", metavar="N,N...",
+    "-B", "--batch-sizes", callback=numbers, default="1,2,4,8,16,32,64", metavar="N,N...",
     help="Sequences that decode at the same time.",
 )  # fmt: skip
 @option("--prompt-tokens", type=int, default=64, help="Tokens of each sequence before its steps are measured.")

@@ -6,10 +6,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
-from cppbatch.cli.engine_options import engine_options
+from cppbatch.cli.engine_options import engine_options, given_settings
 from cppbatch.cli.report_options import Draw, report_options
 from cppbatch.config import EngineConfig
+from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cppbatch.bench.report import Report
@@ -18,15 +20,27 @@ if TYPE_CHECKING:
 @click.command()
 @partial(engine_options, without=("max_wait_ms", "trace"))
 @report_options
+@click.option(
+    "--seq-len", type=click.IntRange(1), metavar="TOKENS",
+    help="Tokens of each sequence, prompt and answer, in place of -c: -np times as many cells.",
+)  # fmt: skip
+@click.option(
+    "--margin", type=click.FloatRange(0, 99), default=0, show_default=True, metavar="PERCENT",
+    help="The part of the free memory that must stay free.",
+)  # fmt: skip
 @click.option("--load", is_flag=True, help="Then load the model, and show its actual memory use too.")
-def memory(config: EngineConfig, load: bool) -> tuple[Report, Draw]:
+def memory(config: EngineConfig, seq_len: int | None, margin: float, load: bool) -> tuple[Report, Draw]:
     """Estimates the memory that an engine needs, without loading the model.
 
     --plot shows it over the context size and over the parallel sequences.
     """
     from cppbatch.bench.memory.memory_report import memory_report, plot_memory, with_measured
 
-    report = memory_report(config)
+    if seq_len:
+        if "n_ctx" in given_settings():
+            raise ConfigError("--seq-len and -c exclude each other: -c is -np times --seq-len")
+        config = msgspec.structs.replace(config, n_ctx=seq_len * config.n_parallel)
+    report = memory_report(config, margin=margin / 100)
     if load:
         from cppbatch.bench.memory.measure_memory import measure_memory
 

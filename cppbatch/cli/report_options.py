@@ -1,4 +1,4 @@
-"""`--json` and `--plot`, the options of commands that measure."""
+"""`--json` and `--plot`, the options of commands that measure, and lists of numbers."""
 
 from __future__ import annotations
 
@@ -59,3 +59,13 @@ def report_options(command: Command) -> Command:
             save_figure(draw(report), plot_file)
 
     return with_options(with_report, _OPTIONS)
+
+
+def numbers(_context: click.Context, _option: click.Parameter, given: str | None) -> tuple[int, ...] | None:
+    """`1,4,16`, as a tuple of positive integers without duplicates; None if the option is not given."""
+    if given is None:
+        return None
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{given!r}: write numbers from 1, separated by commas, like 1,4,16")
+    return tuple(dict.fromkeys(map(int, parts)))

@@ -9,8 +9,9 @@ import click
 from rich.console import Console
 
 from cppbatch.cli.engine_options import engine_options, given_settings
-from cppbatch.cli.report_options import Draw, report_options
+from cppbatch.cli.report_options import Draw, numbers, report_options
 from cppbatch.config import EngineConfig
+from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cppbatch.bench.report import Report
@@ -20,11 +21,21 @@ if TYPE_CHECKING:
 @partial(engine_options, without=("spec", "draft_max", "draft_model", "draft_gpu_layers", "max_wait_ms", "trace"))
 @report_options
 @click.option("--max-parallel", type=click.IntRange(1, 256), default=64, show_default=True, help="Largest -np to try.")
+@click.option(
+    "-B", "--batch-sizes", callback=numbers, metavar="N,N...",
+    help="The values of -np to compare.  [default: 1, 2, 4 ... as long as more are faster]",
+)  # fmt: skip
 @click.option("--target-latency-ms", type=float, default=None, help="Longest time between two tokens of a sequence.")
 @click.option("--max-minutes", type=float, default=5, show_default=True, help="Maximum time for measuring.")
 @click.option("--dry-run", is_flag=True, help="Show the best settings without writing a profile.")
 def tune(
-    config: EngineConfig, max_parallel: int, target_latency_ms: float | None, max_minutes: float, dry_run: bool
+    *,
+    config: EngineConfig,
+    max_parallel: int,
+    batch_sizes: tuple[int, ...] | None,
+    target_latency_ms: float | None,
+    max_minutes: float,
+    dry_run: bool,
 ) -> tuple[Report, Draw]:
     """Finds the best settings for this model on this machine.
 
@@ -36,12 +47,15 @@ def tune(
     from cppbatch.bench.tune.tuning_report import plot_tuning, tuning_report
 
     check_limits(target_latency_ms, max_minutes)
+    if batch_sizes and "n_parallel" in given_settings():
+        raise ConfigError("--batch-sizes and -np exclude each other: -np is what is compared")
     console = Console(stderr=True)
     with console.status("tuning") as status:
         tuning = Tuner(
             config,
             given=given_settings(),
-            most_parallel=max_parallel,
+            most_parallel=max(batch_sizes) if batch_sizes else max_parallel,
+            batch_sizes=batch_sizes or (),
             target_ms=target_latency_ms,
             seconds=60 * max_minutes,
             progress=status.update,

@@ -104,6 +104,13 @@ def test_a_device_that_does_not_tell_is_not_held_against_anybody() -> None:
     assert all(demand.will_fit for demand in memory_demands(MemoryEstimate([footprint(CONFIG)], [silent]), 9 * GIB))
 
 
+def test_a_margin_must_stay_free() -> None:
+    estimate = MemoryEstimate([footprint(CONFIG)], [])
+    firm = memory_demands(estimate, 0)[0].firm
+    for margin, fits in ((0.0, True), (0.4, True), (0.6, False)):
+        assert memory_demands(estimate, 2 * firm, margin=margin)[0].will_fit is fits
+
+
 def test_all_that_is_offered_takes_less_and_can_be_set() -> None:
     smallest = replace(CONFIG, n_ctx=600, n_parallel=1, n_batch=64, cache_type_k="q8_0", cache_type_v="q8_0")
     assert not [flags for group in alternatives(smallest) for flags, _ in group]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cppbatch.bench.machine import this_machine
 from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.bench.memory.memory_estimate import Footprint, MemoryEstimate
 from cppbatch.bench.profile import TunedSettings
@@ -16,6 +17,7 @@ from cppbatch.bench.tune import tuner
 from cppbatch.bench.tune.measurement import Measurement, MeasurementTask
 from cppbatch.bench.tune.search import Speed, contradicting, doublings, fastest, knee, largest_fitting
 from cppbatch.bench.tune.tuner import Tuner, TuningResult, check_limits
+from cppbatch.bench.tune.tuning_report import tuning_report
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
 
@@ -149,6 +151,37 @@ def test_cells_grow_with_parallelism_unless_they_are_given() -> None:
     assert tuned(measure=scales).settings().n_ctx == 64 * 1024
     given = tuned(EngineConfig(model_path="model.gguf", n_ctx=20), measure=scales, given={"n_ctx"}).settings()
     assert (given.n_parallel, given.n_ctx) == (20, 20)
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_given_batch_sizes_are_all_compared_and_no_others() -> None:
+    found = tuned(batch_sizes=(3, 1, 12, 40))
+    assert [speed.n_parallel for speed in found.curve] == [1, 3, 12, 40]
+    assert found.settings().n_parallel == 12, "the made-up machine gains nothing beyond 8"
+
+
+def test_batch_sizes_that_do_not_fit_into_memory_are_left_out(memory_for: Callable[[int], None]) -> None:
+    memory_for(12)
+    found = tuned(batch_sizes=(1, 4, 64))
+    assert [speed.n_parallel for speed in found.curve] == [1, 4]
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_the_report_compares_each_parallelism_with_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cppbatch.bench.tune.tuning_report.this_machine", lambda: this_machine(with_llama=False))
+
+    def on_gpu(task: MeasurementTask, timeout: float) -> Measurement:
+        return msgspec.structs.replace(machine(task, timeout), gpu_percent=10.0 * task.config.n_parallel)
+
+    report = tuning_report(tuned(batch_sizes=(1, 4), measure=on_gpu))
+    one, four = (row for row in report.rows if row["what"] == "parallel")
+    assert (one["speedup"], four["speedup"]) == (1, 4)
+    assert (one["memory_overhead"], four["memory_overhead"]) == (0, 300), "the estimate has a byte for each"
+    assert four["memory_mib"] == 4 / 2**20
+    assert (four["gpu_percent"], "gpu_percent" in {column.key for column in report.columns}) == (40, True)
+    assert all("speedup" not in row for row in report.rows if row["what"] != "parallel")
+    without = tuning_report(tuned(batch_sizes=(1, 4)))
+    assert "gpu_percent" not in {column.key for column in without.columns}
 
 
 @pytest.mark.usefixtures("memory_for")

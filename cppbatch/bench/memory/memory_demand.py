@@ -59,11 +59,13 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that must be allocated: buffers and processes."""
     mapped: int = 0
     """Weights mapped from the file. If memory is short, they are read from the file repeatedly, which is slow."""
+    margin: float = 0.0
+    """The part of the free memory that must stay free: 0 to 1."""
 
     @property
     def will_fit(self) -> bool:
         """Whether the memory can be allocated. True if free memory is unknown."""
-        return self.firm <= self.free or (self.free == 0 and self.where != HOST)
+        return self.firm <= self.free * (1 - self.margin) or (self.free == 0 and self.where != HOST)
 
     @property
     def will_be_slow(self) -> bool:
@@ -71,10 +73,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return self.will_fit and self.firm + self.mapped > self.free > 0
 
 
-def memory_demands(estimate: MemoryEstimate, host_free: int) -> list[Demand]:
-    """Returns what all engines of an estimate need together, the host first. `host_free`: bytes.
+def memory_demands(estimate: MemoryEstimate, host_free: int, *, margin: float = 0.0) -> list[Demand]:
+    """Returns what all engines of an estimate need together, the host first.
 
-    Processes share the pages of a mapped file, so mapped weights count once.
+    `host_free`: bytes. `margin`: the part of the free memory that must stay free. Processes share the pages of a mapped
+    file, so mapped weights count once.
     """
     buffers = [buffer for footprint in estimate.footprints for buffer in footprint.buffers]
     host = Demand(
@@ -82,12 +85,14 @@ def memory_demands(estimate: MemoryEstimate, host_free: int) -> list[Demand]:
         free=host_free,
         firm=sum(b.n_bytes for b in buffers if location(b, estimate.devices) == HOST and b.buffer_type != MAPPED),
         mapped=max((mapped_bytes(footprint) for footprint in estimate.footprints), default=0),
+        margin=margin,
     )
     on_devices = [
         Demand(
             where=device.name,
             free=device.free,
             firm=sum(b.n_bytes for b in buffers if location(b, estimate.devices) == device.name),
+            margin=margin,
         )
         for device in estimate.devices
     ]

@@ -30,11 +30,14 @@ _NAMES = {
 _NOT_LOGGED = ("process", "engine")  # not in llama.cpp's log
 
 
-def memory_report(config: EngineConfig) -> Report:
-    """Compares an engine's estimated memory with free memory. Raises `EstimateFailed`, `ModelError`."""
+def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
+    """Compares an engine's estimated memory with free memory. Raises `EstimateFailed`, `ModelError`.
+
+    `margin`: the part of the free memory that must stay free, 0 to 1.
+    """
     estimate = estimate_memory([config])
     footprint = _checked(estimate)[0]
-    needed = memory_demands(estimate, free_host_memory())
+    needed = memory_demands(estimate, free_host_memory(), margin=margin)
     return Report(
         kind="memory",
         title=f"Memory of -c {config.n_ctx} -np {config.n_parallel}, {footprint.kv_layout}",
@@ -136,7 +139,8 @@ def _verdict(demand: Demand) -> str:
     file = f", and {format_gib(demand.mapped)} of the file" if demand.mapped else ""
     fits = "will fit" if demand.will_fit else "will NOT fit"
     slow = "; but the weights will not stay in memory" if demand.will_be_slow else ""
-    return f"{demand.where}: {format_gib(demand.firm)}{file}; {format_gib(demand.free)} free: {fits}{slow}"
+    kept = f", of which {100 * demand.margin:g}% must stay free" if demand.margin else ""
+    return f"{demand.where}: {format_gib(demand.firm)}{file}; {format_gib(demand.free)} free{kept}: {fits}{slow}"
 
 
 def _limits(config: EngineConfig) -> str:

@@ -31,6 +31,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     busy_cores: float = 0.0
     """Cores that other programs used meanwhile, on average."""
+    gpu_percent: float | None = None
+    """The share of time with a running kernel, while all sequences decode; None: no GPU that says so."""
     kv_layout: str = ""
     """The layout that was used."""
     error: str | None = None

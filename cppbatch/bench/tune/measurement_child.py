@@ -10,6 +10,7 @@ from time import perf_counter
 
 import msgspec
 
+from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.bench.tune.measurement import Measurement, MeasurementTask
 from cppbatch.engine.compute_threads import busy_cores, read_cpu_times
 from cppbatch.engine.engine import BatchInferenceEngine
@@ -47,12 +48,14 @@ def _measure(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement
     prefill = _prefill_speed(engine, task.prompt_tokens) if task.prompt_tokens else 0.0
     if not task.seconds and task.prompt_tokens:
         return Measurement(prompt_tokens_per_s=prefill, kv_layout=engine.info.kv_layout)
-    steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
+    with ResourceUsage() as usage:
+        steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
     return Measurement(
         inter_token_ms=1000 * statistics.median(seconds for seconds, _ in steps),
         tokens_per_s=statistics.median(tokens / seconds for seconds, tokens in steps),
         prompt_tokens_per_s=prefill,
         steps=len(steps),
+        gpu_percent=usage.gpu_percent,
         kv_layout=engine.info.kv_layout,
     )
 

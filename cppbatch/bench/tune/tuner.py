@@ -44,6 +44,8 @@ class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
     """Speed by parallelism, with the chosen other settings."""
     most_parallel: int
     """The largest parallelism that fits into memory or was requested."""
+    memory_bytes: dict[int, int] = {}
+    """By parallelism, of an engine with the settings before tuning; empty if llama.cpp could not be asked."""
     notes: list[str]
 
     def settings(self) -> TunedSettings:
@@ -71,12 +73,14 @@ class Tuner:
         *,
         given: Collection[str] = (),
         most_parallel: int,
+        batch_sizes: Sequence[int] = (),
         target_ms: float | None = None,
         seconds: float,
         measure: Measure = measure_in_child,
         progress: Progress = lambda line: None,
     ) -> None:
-        """`given`: names of settings that stay as they are. `seconds`: time limit of the tuning.
+        """`given`: names of settings that stay as they are. `batch_sizes`: the parallelisms to compare; empty: 1, 2, 4
+        ... `seconds`: time limit of the tuning.
 
         Unless n_ctx is given, it grows with the parallelism, so that each sequence keeps n_ctx / n_parallel cells. It
         is never lowered, since the longest text might not fit then.
@@ -87,6 +91,8 @@ class Tuner:
         self._max_parallel = min(
             most_parallel, config.n_batch, config.n_ctx if "n_ctx" in self._given else most_parallel
         )
+        self._batch_sizes = sorted(batch_sizes)
+        self._memory: dict[int, int] = {}
         self._n_ctx_train = 0
         self._can_switch = False
         self._target_ms = target_ms
@@ -101,7 +107,8 @@ class Tuner:
     def run(self) -> TuningResult:
         """Measures. Raises `ModelError` with the reason if no setting works."""
         most = self._most_parallel()
-        here = self._with_parallel(min(_PARALLEL, most))
+        sizes = self._sizes(most)
+        here = self._with_parallel(max((n for n in sizes if n <= min(_PARALLEL, most)), default=sizes[0]))
         if "n_threads" not in self._given:
             best = self._best("threads", here, [{"n_threads": n} for n in _threads(here)])
             # The usual number is what the engine takes by itself, and it takes fewer while other programs are busy.
@@ -123,6 +130,7 @@ class Tuner:
             points=self._points,
             curve=curve,
             most_parallel=most,
+            memory_bytes=self._memory,
             notes=self._notes,
         )
 
@@ -135,7 +143,7 @@ class Tuner:
 
     def _most_parallel(self) -> int:
         """Returns the largest parallelism that fits into memory, by an estimate and then by loading."""
-        sizes = [self._config.n_parallel] if "n_parallel" in self._given else doublings(self._max_parallel)
+        sizes = self._sizes(self._max_parallel)
         most = self._by_estimate(sizes)
         errors: dict[int, str] = {}
 
@@ -164,6 +172,8 @@ class Tuner:
             raise ModelError(estimate.footprints[0].error)
         self._n_ctx_train = estimate.footprints[0].n_ctx_train
         self._can_switch = any(each.kv_layout == "auto" for each in estimate.footprints)
+        for n, footprint in zip(sizes, estimate.footprints, strict=True):
+            self._memory[n] = sum(buffer.n_bytes for buffer in footprint.buffers)
         free = free_host_memory()
         fits = [
             all(d.will_fit for d in memory_demands(MemoryEstimate([each], estimate.devices), free))
@@ -209,7 +219,7 @@ class Tuner:
 
         The settings before were compared at that one. A measurement that contradicts its neighbour is repeated.
         """
-        sizes = [config.n_parallel] if "n_parallel" in self._given else doublings(most)
+        sizes = [n for n in self._sizes(most) if n <= most]
         curve: list[Speed] = []
         for n in sizes:
             speed = self._at(n, config)
@@ -221,7 +231,7 @@ class Tuner:
             if self._is_too_slow(curve[-1]):
                 curve[-1] = self._at(n, config) or curve[-1]
             gains = len(curve) < 2 or is_gain(max(curve[:-1], key=lambda each: each.tokens_per_s), curve[-1])
-            if self._is_too_slow(curve[-1]) or (n >= config.n_parallel and not gains):
+            if not self._batch_sizes and (self._is_too_slow(curve[-1]) or (n >= config.n_parallel and not gains)):
                 break
         known = self._speeds.get(self._with_parallel(config.n_parallel, config))
         if known and known.n_parallel not in [each.n_parallel for each in curve]:  # the time was over before
@@ -229,6 +239,12 @@ class Tuner:
         if not curve:
             raise ModelError(f"nothing could be measured: {self._last_error}")
         return curve
+
+    def _sizes(self, most: int) -> list[int]:
+        """The parallelisms to compare."""
+        if self._batch_sizes:
+            return self._batch_sizes
+        return [self._config.n_parallel] if "n_parallel" in self._given else doublings(most)
 
     def _is_too_slow(self, speed: Speed) -> bool:
         return self._target_ms is not None and speed.inter_token_ms > self._target_ms
@@ -272,7 +288,9 @@ class Tuner:
         task = MeasurementTask(config=config, seconds=seconds, prompt_tokens=prompt_tokens)
         point = self._measure(task, min(_MAX_TIMEOUT_S, max(_MIN_TIMEOUT_S, self._end - now)))
         self._last_error = point.error or self._last_error
-        self._points.append({"what": what, "setting": setting, **msgspec.structs.asdict(point)})
+        self._points.append(
+            {"what": what, "setting": setting, "n_parallel": config.n_parallel, **msgspec.structs.asdict(point)}
+        )
         return point
 
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_GPU_COLUMN = Column("gpu_percent", "GPU %", 0)
+
+
 def tuning_report(tuning: TuningResult) -> Report:
     """Reports each measured setting and the chosen ones."""
     chosen = msgspec.structs.asdict(tuning.settings())
@@ -38,9 +41,13 @@ def tuning_report(tuning: TuningResult) -> Report:
             Column("tokens_per_s", "tokens/s", 1),
             Column("inter_token_ms", "ms between tokens", 1),
             Column("prompt_tokens_per_s", "prompt tokens/s", 0),
+            Column("speedup", "x -np 1", 2),
+            Column("memory_mib", "MiB", 0),
+            Column("memory_overhead", "% over -np 1"),
+            *([_GPU_COLUMN] if any(point["gpu_percent"] is not None for point in tuning.points) else []),
             *([Column("error", "failed")] if any(point["error"] for point in tuning.points) else []),
         ],
-        rows=[_row(point) for point in tuning.points],
+        rows=[_row(point, tuning) for point in tuning.points],
         notes=[
             f"chosen: {as_flags(chosen)}",
             f"{speed.tokens_per_s:.1f} tokens/s together, {speed.inter_token_ms:.1f} ms between two of one sequence",
@@ -69,6 +76,16 @@ def plot_tuning(report: Report) -> Figure:
     return figure
 
 
-def _row(point: dict[str, Any]) -> dict[str, Any]:
-    """Replaces 0, which means not measured, by None."""
-    return {key: value or None if isinstance(value, float) else value for key, value in point.items()}
+def _row(point: dict[str, Any], tuning: TuningResult) -> dict[str, Any]:
+    """Replaces 0, which means not measured, by None, and compares each parallelism with a single sequence."""
+    row = {key: value or None if isinstance(value, float) else value for key, value in point.items()}
+    if point["what"] != "parallel" or point["error"]:
+        return row
+    memory, n = tuning.memory_bytes, point["n_parallel"]
+    alone = next((each.tokens_per_s for each in tuning.curve if each.n_parallel == 1), None)
+    return {
+        **row,
+        "speedup": point["tokens_per_s"] / alone if alone else None,
+        "memory_mib": memory[n] / 2**20 if n in memory else None,
+        "memory_overhead": 100 * (memory[n] / memory[1] - 1) if n in memory and memory.get(1) else None,
+    }
