@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams, generate_batch
+from cppbatch.engine.request import Prompt
 from cppbatch.errors import ConfigError, InvalidRequest
 from tests.fakes import greedy
 from tests.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
@@ -24,7 +25,8 @@ def test_lists_of_different_lengths_are_computed_in_one_pass(engine: BatchInfere
     before = engine.stats().steps
     logits = engine.forward_batch(LISTS)
     assert engine.stats().steps - before == 1
-    assert (logits.shape, logits.dtype) == ((4, engine.info.n_vocab), np.float32)
+    assert logits.shape == (4, engine.info.n_vocab)
+    assert logits.dtype == np.float32
     for tokens, row in zip(LISTS, logits, strict=True):
         (alone,) = engine.forward_batch([tokens])
         (cached,) = engine.forward_batch([tokens], cache_prompt=True)
@@ -64,7 +66,7 @@ def test_no_lists_have_no_logits(engine: BatchInferenceEngine) -> None:
 
 
 def test_a_grid_is_every_prompt_with_every_setting(engine: BatchInferenceEngine) -> None:
-    prompts = ["abc", "Hello", [5, 6, 7]]
+    prompts: list[Prompt] = ["abc", "Hello", [5, 6, 7]]
     settings = [greedy(4, ignore_eos=True), SamplingParams(max_tokens=6, seed=3, ignore_eos=True)]
     grid = engine.generate_grid(prompts, settings)
     assert [[len(each.tokens) for each in row] for row in grid] == [[4, 6]] * 3
@@ -93,7 +95,7 @@ def test_generate_batch_takes_plain_keywords_and_a_loaded_engine(
             temperature=0.7,
             top_p=0.9,
             seed=42,
-            **settings,  # type: ignore[arg-type]
+            **settings,
         )
         assert [each.text for each in by_keywords] == expected
     assert [each.text for each in generate_batch(engine, prompts, params)] == expected
