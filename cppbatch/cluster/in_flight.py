@@ -12,7 +12,7 @@ import msgspec
 
 from cppbatch.cluster.worker_link import Check, Checked, Submit, Tokenize, Tokenized
 from cppbatch.engine.params import actual_seed, replaced
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState, TokenLogprob
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, RequestUsage, ResumeState, TokenLogprob
 
 MAX_CRASHES = 3
 """The number of consecutive crashes, while it was computed or prepared, after which a request fails."""
@@ -34,6 +34,7 @@ class OutputCollector:
         self._tokens: list[int] = []
         self._token_texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
+        self._usage: RequestUsage | None = None
         self.finished = False
         """Whether `get` has returned the last event."""
 
@@ -51,6 +52,7 @@ class OutputCollector:
         self._tokens.extend(event.tokens)
         self._token_texts.extend(event.token_texts)
         self._logprobs.extend(event.logprobs)
+        self._usage = event.usage or self._usage
 
     def fail(self, error: Exception) -> None:
         """Ends the stream: the next `get` raises this error and drops unread events."""
@@ -74,8 +76,10 @@ class OutputCollector:
                 tokens=self._tokens,
                 token_texts=self._token_texts,
                 logprobs=self._logprobs,
+                usage=self._usage,
             )
             self._text, self._tokens, self._token_texts, self._logprobs = [], [], [], []
+            self._usage = None
         elif event.request_id != self._request_id:
             event = msgspec.structs.replace(event, request_id=self._request_id)
         return event
@@ -113,7 +117,7 @@ class InFlightRequest:
 
     def put(self, event: GenerationEvent) -> None:
         """Keeps the event's tokens for the next worker and passes the event to the reader."""
-        if not self._tokens:
+        if event.tokens and not self._tokens:
             self._first_token_at = perf_counter()
         self._tokens.extend(event.tokens)
         self.outputs.put(event)

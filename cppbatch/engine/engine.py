@@ -136,6 +136,8 @@ class BatchInferenceEngine:
         """When a batch fails, True ends its sequences with an error, and the others go on; False makes `step` raise."""
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None
         """Called in every step with the step's plan, before llama.cpp is called."""
+        self.on_admitted: Callable[[], object] = lambda: None
+        """Called before llama.cpp is called, when `outputs` reports the admission of a request (`usage_events`)."""
 
     def _make_speculator(self) -> Speculator | None:
         proposers = self._runtime.proposers
@@ -338,13 +340,23 @@ class BatchInferenceEngine:
             self._finish(sequence, FinishReason.TIMEOUT)
         plan = self._scheduler.plan()
         if plan.admitted:
-            now = perf_counter()
-            for sequence in plan.admitted:
-                sequence.admitted_at = sequence.admitted_at or now
+            self._record_admissions(plan.admitted)
         self.metrics.lap("schedule")
         if self._trace:
             self._follow(self._trace)
         return plan
+
+    def _record_admissions(self, admitted: list[Seq]) -> None:
+        now, has_reports = perf_counter(), False
+        for sequence in admitted:
+            if sequence.admitted_at:  # it was preempted
+                continue
+            sequence.admitted_at = now
+            if sequence.request.usage_events != "end":
+                self.outputs.report(sequence, now)
+                has_reports = True
+        if has_reports:
+            self.on_admitted()
 
     def _follow(self, trace: Trace) -> None:
         scheduler, now = self._scheduler, perf_counter()
@@ -420,10 +432,18 @@ class BatchInferenceEngine:
                 self._finish(sequence, reason)
             else:
                 self.outputs.emit(sequence)
+        if plan.n_tokens > plan.n_decode:
+            self._report_prefill(plan)
         self.metrics.forced_tokens = self.outputs.n_forced_tokens
         self.metrics.end_step()
         if self._trace:
             self._follow(self._trace)
+
+    def _report_prefill(self, plan: StepPlan) -> None:
+        now = perf_counter()
+        for sequence, _ in plan.chunks:
+            if sequence.request.usage_events != "end" and sequence.in_first_prefill:
+                self.outputs.report(sequence, now)
 
     def _accept(self, sequence: Seq, output: SamplerOutput) -> FinishReason | None:
         """Appends a sampled token, and those that a grammar forces."""

@@ -74,6 +74,15 @@ class OutputProcessor:
     def emit(self, sequence: Seq) -> None:
         """Queues the new tokens of a sequence that goes on."""
         output, sequence.output = sequence.output, StepOutput(sequence)
+        wanted = sequence.request.usage_events
+        if wanted != "end" and (wanted == "all" or sequence.n_generated == len(output.tokens)):  # the first tokens
+            output.usage = sequence.usage(perf_counter())
+        self._pending.append(output)
+
+    def report(self, sequence: Seq, now: float) -> None:
+        """Queues an output without tokens that reports the progress of the sequence's prefill."""
+        output = StepOutput(sequence)
+        output.usage = sequence.usage(now)
         self._pending.append(output)
 
     def finish(self, sequence: Seq, reason: FinishReason, now: float) -> None:
@@ -140,6 +149,7 @@ class OutputProcessor:
             tokens=output.tokens,
             token_texts=output.token_texts,
             logprobs=output.text_logprobs,
+            usage=output.usage,
         )
 
     @staticmethod

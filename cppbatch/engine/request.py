@@ -60,6 +60,9 @@ def is_long(prompt: Prompt) -> bool:
 
 Task = Literal["generate", "embed"]
 
+UsageEvents = Literal["end", "prefill", "all"]
+"""Which events of a request have `usage`: the last one; also those of its prefill; or every one."""
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to continue, or to embed. Raises `InvalidRequest` naming the field at fault."""
@@ -91,6 +94,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     completion."""
     lora: dict[str | int, float] | None = None
     """LoRA adapters by name, or by index from 0, with their scales; the others are off. None: the scales of --lora."""
+    usage_events: UsageEvents = "end"
+    """Which events have `usage`. Unless "end", there are also events without tokens: when the request is admitted, and
+    after each step that computes a part of its prompt."""
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, list):
@@ -105,6 +111,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             instance(self, name, bool, "true or false")
         if self.task not in get_args(Task):
             raise InvalidRequest("task", f"is {self.task!r}; it must be one of {', '.join(get_args(Task))}")
+        if self.usage_events not in get_args(UsageEvents):
+            names = ", ".join(get_args(UsageEvents))
+            raise InvalidRequest("usage_events", f"is {shown(self.usage_events)}; it must be one of {names}")
         instance(self, "cache_salt", str, "a string")
         if len(self.cache_salt) > _MAX_NAME:
             raise InvalidRequest("cache_salt", f"has {len(self.cache_salt):,} characters; the limit is {_MAX_NAME}")
@@ -146,6 +155,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
     prediction: str | list[int] | None
     lora: dict[str | int, float] | None
+    usage_events: UsageEvents
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,11 +170,13 @@ class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts and times of a finished request. Times in seconds."""
+    """Counts and times of a request so far. Times in seconds."""
 
     prompt_tokens: int
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
+    prefilled_tokens: int = 0
+    """Prompt tokens that are computed, or were taken from the prefix cache; all of them once there is a token."""
     completion_tokens: int
     """Generated tokens, with the end token if the model generated one."""
     drafted_tokens: int = 0
@@ -176,7 +188,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     first_token_seconds: float
     """From arrival to the first token (TTFT); 0 without a token."""
     total_seconds: float
-    """From arrival to the end."""
+    """From arrival to this event: in the last one, to the end."""
 
 
 class TokenPiece(msgspec.Struct, frozen=True):
@@ -185,6 +197,11 @@ class TokenPiece(msgspec.Struct, frozen=True):
     id: int
     piece: bytes
     """Its bytes, which may be part of a character; for a control token its text."""
+
+
+def detokenize(tokens: list[TokenPiece]) -> str:
+    """The text of tokens, including control tokens."""
+    return b"".join(token.piece for token in tokens).decode("utf-8", "replace")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +219,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """New text and tokens of one request. The last event also has the finish reason and the usage."""
+    """New text and tokens of one request. The last event also has the finish reason and the usage.
+
+    An event without tokens and finish reason only reports the progress of the prefill, in `usage`.
+    """
 
     request_id: str
     text: str = ""
@@ -226,7 +246,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """Set in the last event: the seed that was used, which reproduces the text."""
     usage: RequestUsage | None = None
-    """Set in the last event."""
+    """Set in the last event, and in those that `GenerationRequest.usage_events` asks for."""
     error: str | None = None
     """The error message, if the finish reason is `error`."""
     error_field: str | None = None

@@ -63,7 +63,7 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     """Set in the last output of the sequence."""
     usage: RequestUsage | None = None
-    """Set in the last output of the sequence."""
+    """Set in the last output of the sequence, and in those that the request asks for (`usage_events`)."""
     n_detokenized: int = 0
     """Tokens whose text is in `text`."""
     text: str = ""
@@ -311,17 +311,23 @@ class Seq:
             raise AssertionError(f"{self.id} cannot change from {self._status.value} to {status.value}")
         self._status = status
 
-    def usage(self, finished_at: float) -> RequestUsage:
-        """Counts and times, for the last event."""
-        queued_until = self.admitted_at or finished_at
+    @property
+    def in_first_prefill(self) -> bool:
+        """Whether a part of its prompt was never computed, as far as this engine knows."""
+        return self.n_computed < self.n_prompt and not self.n_generated
+
+    def usage(self, now: float) -> RequestUsage:
+        """Counts and times so far."""
+        queued_until = self.admitted_at or now
         return RequestUsage(
             prompt_tokens=self.n_prompt,
             # After a preemption the sequence may find tokens of its completion in the prefix cache too.
             cached_tokens=min(self.n_cached, self.n_prompt),
+            prefilled_tokens=self.n_prompt if self.n_generated else min(self.n_computed, self.n_prompt),
             completion_tokens=self.n_generated + self.has_end_token,
             drafted_tokens=self.n_drafted,
             accepted_tokens=self.n_accepted,
             queue_seconds=queued_until - self.arrived_at,
             first_token_seconds=max(0.0, self.first_token_at - self.arrived_at) if self.first_token_at else 0.0,
-            total_seconds=finished_at - self.arrived_at,
+            total_seconds=now - self.arrived_at,
         )

@@ -92,8 +92,3 @@ async def _pieces_of(serving: Serving, ids: list[int], field: str, start: int) -
     except InvalidRequest as error:
         wrong = next((i for i, token in enumerate(ids) if not 0 <= token < serving.info.n_vocab), 0)
         raise error.renamed(f"{field}[{start + wrong}]") from error
-
-
-def detokenize(tokens: list[TokenPiece]) -> str:
-    """The text of tokens, including control tokens."""
-    return b"".join(token.piece for token in tokens).decode("utf-8", "replace")

@@ -9,7 +9,7 @@ import msgspec
 
 from cppbatch.engine.best_of import n_candidates
 from cppbatch.engine.params import GRAMMARS, INT32_MAX, SamplingParams
-from cppbatch.engine.request import GenerationRequest
+from cppbatch.engine.request import GenerationRequest, UsageEvents
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.structured_fields import CONSTRAINTS, StructuredFields
 
@@ -157,7 +157,24 @@ class SamplingFields(StructuredFields, kw_only=True):
         return {name: value for name, value in given.items() if value is not None and name not in _NO_OPTIONS}
 
 
-class SingleChoiceFields(SamplingFields, kw_only=True):
+class TimingFields(SamplingFields, kw_only=True):
+    """Fields of APIs whose streams can show llama-server's times (`StreamTimings`)."""
+
+    return_progress: bool | None = None
+    """With `stream`: events with `prompt_progress` when the request is admitted, and after each step that computes a
+    part of its prompt."""
+    timings_per_token: bool | None = None
+    """With `stream`: `timings` in each event that has tokens, not only in the last one."""
+
+    @property
+    def usage_events(self) -> UsageEvents:
+        """As in `GenerationRequest`."""
+        if self.stream and self.timings_per_token:
+            return "all"
+        return "prefill" if self.stream and self.return_progress else "end"
+
+
+class SingleChoiceFields(TimingFields, kw_only=True):
     """Fields of APIs whose responses have a single choice."""
 
     @property

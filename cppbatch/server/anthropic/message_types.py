@@ -8,11 +8,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.tools import ToolChoice, ToolChoiceMode
+from cppbatch.engine.request import UsageEvents
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import ThreadUnsupported
 from cppbatch.server.assistant_output import effort_variables
 from cppbatch.server.sampling_fields import SamplingFields, SingleChoiceFields
 from cppbatch.server.structured_fields import one_schema
+from cppbatch.server.timings import PromptProgress, Timings
 
 Json = dict[str, Any]
 
@@ -172,6 +174,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     max_tokens: int
 
+    @property
+    def usage_events(self) -> UsageEvents:
+        """As in `TimingFields`. A stream begins with the number of prompt tokens."""
+        wanted = super().usage_events
+        return "prefill" if self.stream and wanted == "end" else wanted
+
 
 def _function(field: str, tool: MessagesTool) -> Json:
     if tool.type not in (None, "custom"):
@@ -250,6 +258,8 @@ class MessagesResponse(msgspec.Struct, frozen=True, kw_only=True):
     """pause_turn: the request's time was up. None in `message_start`."""
     stop_sequence: str | None
     usage: MessageUsage
+    timings: Timings | UnsetType = UNSET
+    """With `timings_per_token`."""
 
 
 class CountTokensResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,6 +307,8 @@ class ContentBlockDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="ty
 
     index: int
     delta: BlockTextDelta | BlockThinkingDelta | BlockJsonDelta
+    timings: Timings | UnsetType = UNSET
+    """With `timings_per_token`."""
 
 
 class ContentBlockStop(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="content_block_stop"):
@@ -317,10 +329,22 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
     delta: MessageEnd
     usage: MessageUsage
+    timings: Timings | UnsetType = UNSET
+    """With `timings_per_token`."""
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ping"):
+    """With `return_progress`: how much of the prompt is processed. Clients ignore this type of event."""
+
+    prompt_progress: PromptProgress
+    timings: Timings | UnsetType = UNSET
+    """With `timings_per_token`."""
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):
     """The last event."""
 
 
-StreamEvent = MessageStart | ContentBlockStart | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop
+StreamEvent = (
+    MessageStart | Ping | ContentBlockStart | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop
+)

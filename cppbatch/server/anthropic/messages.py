@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import PreparedChat
-from cppbatch.engine.request import GenerationEvent
+from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.server.anthropic.message_conversion import conversation
 from cppbatch.server.anthropic.message_types import (
     BlockJsonDelta,
@@ -24,6 +25,7 @@ from cppbatch.server.anthropic.message_types import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    Ping,
     ResponseBlock,
     StopReason,
     StreamEvent,
@@ -39,6 +41,7 @@ from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.serving import SERVING, Serving, new_id
+from cppbatch.server.timings import StreamTimings, Timings, timings
 
 _FORMAT = "output_config.format"
 _CHAT_FIELD_NAMES = {"function.parameters": "input_schema", "function.": "", "response_format": _FORMAT}
@@ -83,7 +86,7 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
     serving.check(body)
     chat = await _prepare_chat(body, serving)
     params = serving.params(body, chat.params)
-    builder = MessagesBuilder(serving.name, chat, body.max_tokens)
+    builder = MessagesBuilder(body, serving.name, chat)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
     field = body.constraint_names.get("json_schema", _FORMAT)
     names = {"json_schema": field} | body.constraint_names | chat.renamed(field)
@@ -104,15 +107,23 @@ async def _prepare_chat(body: CountTokensRequest, serving: Serving) -> PreparedC
 
 
 class MessagesBuilder(ResponseBuilder):
-    """Builds the response of `/v1/messages`. `max_tokens`: the request's."""
+    """Builds the response of `/v1/messages`."""
 
-    def __init__(self, model: str, chat: PreparedChat, max_tokens: int) -> None:
+    def __init__(self, body: MessagesRequest, model: str, chat: PreparedChat) -> None:
         super().__init__()
         self.id = new_id("msg_")
         self._model = model
-        self._max_tokens = max_tokens
+        self._max_tokens = body.max_tokens
         self._output = AssistantOutput(chat)
         self._blocks = ContentBlocks()
+        self._at_start: RequestUsage | None = None
+        self._stream_timings = StreamTimings(body)
+        self._shows_timings = bool(body.timings_per_token)
+
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """As in `ResponseBuilder`."""
+        super().record(index, event)
+        self._at_start = self._at_start or event.usage
 
     def build(self, completions: list[list[GenerationEvent]]) -> MessagesResponse:
         """As in `ResponseBuilder`."""
@@ -127,11 +138,17 @@ class MessagesBuilder(ResponseBuilder):
             stop_reason=end.stop_reason,
             stop_sequence=end.stop_sequence,
             usage=self._usage(),
+            timings=self._shown_timings(),
         )
 
     def stream_start(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`. The usage is 0 because the number of prompt tokens is known only at the end."""
-        usage = MessageUsage(input_tokens=0, cache_read_input_tokens=0, output_tokens=0)
+        """As in `ResponseBuilder`. The first event of the engine has the counts of the prompt (`usage_events`)."""
+        assert self._at_start
+        usage = MessageUsage(
+            input_tokens=self._at_start.prompt_tokens - self._at_start.cached_tokens,
+            cache_read_input_tokens=self._at_start.cached_tokens,
+            output_tokens=0,
+        )
         message = MessagesResponse(
             id=self.id, model=self._model, content=[], stop_reason=None, stop_sequence=None, usage=usage
         )
@@ -139,11 +156,15 @@ class MessagesBuilder(ResponseBuilder):
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        return [_sent(_block_event(change)) for change in self._read(event)]
+        progress, per_token = self._stream_timings.progress(index, event), self._stream_timings.per_token(event)
+        events: list[StreamEvent] = [] if progress is UNSET else [Ping(prompt_progress=progress, timings=per_token)]
+        events += [_block_event(change, per_token) for change in self._read(event)]
+        return [_sent(event) for event in events]
 
     def stream_end(self) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        return [_sent(MessageDelta(delta=self._end(), usage=self._usage())), _sent(MessageStop())]
+        end = MessageDelta(delta=self._end(), usage=self._usage(), timings=self._shown_timings())
+        return [_sent(end), _sent(MessageStop())]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
@@ -152,6 +173,10 @@ class MessagesBuilder(ResponseBuilder):
     def _read(self, event: GenerationEvent) -> list[BlockChange]:
         changes = self._blocks.read(self._output.read(event))
         return [*changes, *self._blocks.close()] if event.finish_reason else changes
+
+    def _shown_timings(self) -> Timings | UnsetType:
+        usage = self.last_events[0].usage
+        return timings(usage) if self._shows_timings and usage else UNSET
 
     def _end(self) -> MessageEnd:
         stop = self.last_events[0].stop
@@ -189,7 +214,8 @@ def _block(block: ContentBlock) -> ResponseBlock | None:
     return ToolUseBlock(id=block.call_id, name=block.name, input=arguments)
 
 
-def _block_event(change: BlockChange) -> StreamEvent:
+def _block_event(change: BlockChange, timings: Timings | UnsetType) -> StreamEvent:
+    """`timings`: those that a delta shows."""
     step, block, text = change
     if step == "start":
         empty = _block(ContentBlock(block.index, block.kind, call_id=block.call_id, name=block.name))
@@ -197,11 +223,14 @@ def _block_event(change: BlockChange) -> StreamEvent:
         return ContentBlockStart(index=block.index, content_block=empty)
     if step == "stop":
         return ContentBlockStop(index=block.index)
+    delta: BlockTextDelta | BlockThinkingDelta | BlockJsonDelta
     if block.kind == "text":
-        return ContentBlockDelta(index=block.index, delta=BlockTextDelta(text))
-    if block.kind == "reasoning":
-        return ContentBlockDelta(index=block.index, delta=BlockThinkingDelta(text))
-    return ContentBlockDelta(index=block.index, delta=BlockJsonDelta(text))
+        delta = BlockTextDelta(text)
+    elif block.kind == "reasoning":
+        delta = BlockThinkingDelta(text)
+    else:
+        delta = BlockJsonDelta(text)
+    return ContentBlockDelta(index=block.index, delta=delta, timings=timings)
 
 
 def _sent(event: StreamEvent) -> ServerSentEvent:

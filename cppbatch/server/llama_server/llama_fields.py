@@ -6,21 +6,18 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from cppbatch.engine.params import INTEGER_RANGES, MOST_BIASES, RANGES, SAMPLERS, SamplingParams, shown
+from cppbatch.engine.params import INTEGER_RANGES, MOST_BIASES, RANGES, SAMPLERS, shown
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.llama_settings import LLAMA_NAMES, RANDOM_SEED
 from cppbatch.server.mixed_prompts import tokenize
-from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server.sampling_fields import SamplingFields, TimingFields
 from cppbatch.server.serving import Serving
 
 Json = dict[str, Any]
 
-RANDOM_SEED = 2**32 - 1
-"""llama-server's value for a random seed."""
-
 _CLAMPED = ("temperature", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "mirostat")
 """Fields that are clamped to their range, as llama-server does: temperature -1 is greedy, top_k -1 is unlimited."""
 
-_LLAMA_NAMES = {"typical_p": "typ_p"}
 _SPELLINGS = {
     "penalties": "e", "dry": "d", "top_n_sigma": "s topnsigma", "top_k": "k topk", "typical_p": "y typ_p typp typ",
     "top_p": "p topp nucleus", "min_p": "m minp", "xtc": "x", "temperature": "t temp",
@@ -33,11 +30,11 @@ _MAX_RESPONSE_FIELDS, _MAX_RESPONSE_FIELD_LENGTH = 100, 256
 _MAX_BIAS_TEXTS = 1000  # in logit_bias: each is tokenised
 
 
-class LlamaFields(SamplingFields, kw_only=True):
+class LlamaFields(TimingFields, kw_only=True):
     """The fields of `/completion` and `/infill`, except the prompt. Unknown fields are ignored, and so are:
 
     `n_keep`, `n_discard` and `n_cache_reuse`, because text is never shifted out of the context; `id_slot`, because any
-    request can use any cached prefix; `return_progress`.
+    request can use any cached prefix.
     """
 
     _ALIASES: ClassVar[dict[str, str]] = {
@@ -63,10 +60,8 @@ class LlamaFields(SamplingFields, kw_only=True):
     """Milliseconds from the first token on, after which the next newline ends the text; 0 or less: no limit."""
     return_tokens: bool | None = None
     """Return the generated token ids; streams always do."""
-    timings_per_token: bool | None = None
-    """Include the generation speed in each event of a stream."""
     response_fields: list[str] | None = None
-    """Return only these fields; `a/b` is field b of field a."""
+    """Return only these fields; `a/b` is field b of field a. An empty list: all of them."""
     samplers: list[str] | str | None = None  # type: ignore[assignment]
     """llama-server's names, or a string with a letter for each."""
     logit_bias: dict[str, Any] | list[Any] | None = None  # type: ignore[assignment]
@@ -134,15 +129,10 @@ def sampler_names(names: list[str] | str) -> list[str]:
         if spelling in _IGNORED_SAMPLERS:
             continue
         if spelling not in _SAMPLERS:
-            known = ", ".join(_LLAMA_NAMES.get(each, each) for each in SAMPLERS)
+            known = ", ".join(LLAMA_NAMES.get(each, each) for each in SAMPLERS)
             raise InvalidRequest(f"samplers[{i}]", f"is {name!r}; it must be one of {known}")
         found.append(_SAMPLERS[spelling])
     return found
-
-
-def llama_sampler_names(params: SamplingParams) -> list[str]:
-    """llama-server's names of the samplers."""
-    return [_LLAMA_NAMES.get(name, name) for name in params.samplers]
 
 
 async def _biases(body: LlamaFields, serving: Serving) -> Json:
@@ -171,8 +161,8 @@ async def _biases(body: LlamaFields, serving: Serving) -> Json:
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
             message = f"is {shown(bias)} for {shown(key)}; it must be a number from -100 to 100, or false"
             raise InvalidRequest("logit_bias", message)
-        for token in ids:
-            biases[str(token)] = biases.get(str(token), 0.0) + bias
+        for token in ids:  # as in llama-server, the biases of a token add up
+            biases[str(token)] = max(-100.0, min(100.0, biases.get(str(token), 0.0) + bias))
     return {"logit_bias": biases, "suppress_tokens": suppressed or None}
 
 

@@ -16,8 +16,7 @@ from cppbatch.server.endpoint import (
     query_endpoint,
     schema_ref,
 )
-from cppbatch.server.llama_server.llama_fields import LlamaFields
-from cppbatch.server.llama_server.llama_settings import GenerationSettings, generation_settings
+from cppbatch.server.llama_settings import GenerationSettings, generation_settings
 from cppbatch.server.serving import SERVING, Serving
 
 routes = web.RouteTableDef()
@@ -101,8 +100,7 @@ async def props(request: web.Request) -> web.Response:
 
 
 def _default_settings(serving: Serving) -> GenerationSettings:
-    params = SamplingParams(**serving.default_params())
-    return generation_settings(params, LlamaFields())
+    return generation_settings(SamplingParams(**serving.default_params()))
 
 
 @routes.get("/slots")

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from cppbatch.engine.request import TokenPiece
+from cppbatch.engine.request import TokenPiece, detokenize
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.mixed_prompts import detokenize, tokenize
+from cppbatch.server.mixed_prompts import tokenize
 from cppbatch.server.openai.chat_completions import prepare_chat
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.parse import read_json

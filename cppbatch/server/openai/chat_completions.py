@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
@@ -23,11 +25,15 @@ from cppbatch.server.openai.chat_types import (
     ResponseToolCall,
     ToolCallDelta,
 )
-from cppbatch.server.openai.choices import ChoicesBuilder, Usage, logprobs_of
+from cppbatch.server.openai.choices import ChoicesBuilder, Extras, logprobs_of, verbose_results
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import ChatLogprobs, chat_token_logprobs
 from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.timings import has_output
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 routes = web.RouteTableDef()
 
@@ -53,6 +59,7 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
     params = serving.params(body, chat.params)
     builder = ChatCompletionBuilder(body, serving, chat)
     requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
+    builder.verbose = await verbose_results(body, requests, serving)
     names = {"prompt": "messages"} | body.constraint_names | chat.renamed(body.constraint_names.get("json_schema"))
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=names)
 
@@ -99,33 +106,40 @@ class ChatCompletionBuilder(ChoicesBuilder):
                     seed=self.seed(i),
                 )
             )
-        return ChatCompletionResponse(**self.head, choices=choices, usage=self.usage())
+        return ChatCompletionResponse(choices=choices, **self.result_fields(completions))
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`. The first chunk of a choice has the role, the last one the finish reason."""
-        chunks = []
+        chunks = self.progress_chunks(index, event)
+        if not has_output(event):
+            return chunks
         output = self._outputs.get(index)
         if output is None:
             output = self._outputs[index] = AssistantOutput(self._chat)
-            role = ChatDelta(role="assistant", content="")
-            chunks.append(self.chunk([ChatChunkChoice(index=index, delta=role)]))
+            chunks.append(self.chunk([self.empty_choice(index)]))
         deltas = [_delta(delta) for delta in output.read(event)]
         if event.logprobs and not deltas:  # the tokens have no text of their own, such as tags
             deltas = [ChatDelta(content="")]
         logprobs = self._logprobs(event.logprobs) if event.logprobs else None
+        per_token = self.stream_timings.per_token(event)
         for delta in deltas:
-            chunks.append(self.chunk([ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)]))
+            choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)
+            chunks.append(self.chunk([choice], timings=per_token))
             logprobs = None  # the first chunk of an event has the log-probabilities of all its tokens
         if event.finish_reason:
             last = ChatChunkChoice(
                 index=index, delta=ChatDelta(), finish_reason=output.finish_reason, seed=self.seed(index)
             )
-            chunks.append(self.chunk([last]))
+            chunks.append(self.chunk([last], **self.end_fields(index)))
         return chunks
 
-    def chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ServerSentEvent:
+    def empty_choice(self, index: int) -> ChatChunkChoice:
+        """As in `ChoicesBuilder`. Each choice starts with it."""
+        return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=None))
+
+    def chunk(self, choices: list[ChatChunkChoice], **extras: Unpack[Extras]) -> ServerSentEvent:
         """As in `ChoicesBuilder`."""
-        return ServerSentEvent(ChatCompletionChunk(**self.head, choices=choices, usage=usage))
+        return ServerSentEvent(ChatCompletionChunk(choices=choices, **self.chunk_fields(extras)))
 
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
         return ChatLogprobs(content=chat_token_logprobs(entries)) if self._wants_logprobs else None

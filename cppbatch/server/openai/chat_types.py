@@ -11,9 +11,11 @@ from cppbatch.chat.tools import TOOL_CHOICE_MODES, ToolChoice
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.assistant_output import FinishReasonName, effort_variables
-from cppbatch.server.openai.choices import Usage
+from cppbatch.server.llama_result import LlamaResponse
+from cppbatch.server.openai.choices import Usage, VerboseFields
 from cppbatch.server.response_logprobs import ChatLogprobs
 from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server.timings import PromptProgress, Timings
 
 Json = dict[str, Any]
 
@@ -131,7 +133,7 @@ class Prediction(msgspec.Struct):
 _RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
 
 
-class ChatCompletionRequest(SamplingFields, kw_only=True):
+class ChatCompletionRequest(VerboseFields, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
     _ALIASES: ClassVar[dict[str, str]] = {
@@ -258,6 +260,10 @@ class ChatCompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Changes with the versions and settings that may change a text of the same seed."""
     choices: list[ChatChoice]
     usage: Usage
+    timings: Timings | UnsetType = UNSET
+    """Of the first choice."""
+    verbose: LlamaResponse | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    """With `verbose`: of the first choice."""
 
 
 # --- the stream -----------------------------------------------------------------------------------------------------
@@ -284,7 +290,8 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     """Only in the first chunk of the choice."""
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    """None in the first chunk of the choice."""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
@@ -310,5 +317,12 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType = UNSET
-    """With `stream_options.include_usage`, only in the last chunk, which has no choices."""
+    usage: Usage | UnsetType | None = UNSET
+    """With `stream_options.include_usage`: null, and in the last chunk, which has no choices, the usage."""
+    timings: Timings | UnsetType = UNSET
+    """In the chunk with the finish reason, in the one with the usage (of the first choice), and with
+    `timings_per_token` in others."""
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    """With `return_progress`, before the first token."""
+    verbose: LlamaResponse | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    """With `verbose`: in the chunk with the finish reason."""

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.best_of import mean_logprob
-from cppbatch.engine.request import GenerationEvent, TokenLogprob
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, Pair, TokenLogprob
+from cppbatch.server.llama_result import LlamaChunk, LlamaResponse, LlamaResults
 from cppbatch.server.response import DONE, Json, ResponseBuilder, ServerSentEvent
-from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server.sampling_fields import TimingFields
 from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.timings import PromptProgress, StreamTimings, Timings, timings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +47,37 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails
 
 
+class VerboseFields(TimingFields, kw_only=True):
+    """Fields of APIs that can show llama-server's description of a completion."""
+
+    verbose: bool | None = None
+    """Add `__verbose`: what llama-server's `/completion` answers, with the prompt and the sampling settings."""
+
+
+class Extras(TypedDict, total=False):
+    """Fields of a chunk that OpenAI's API does not have, except `usage`."""
+
+    usage: Usage | None
+    timings: Timings | UnsetType
+    prompt_progress: PromptProgress | UnsetType
+    verbose: LlamaResponse | LlamaChunk | UnsetType
+
+
+async def verbose_results(
+    body: VerboseFields, requests: list[GenerationRequest], serving: Serving
+) -> LlamaResults | None:
+    """What makes `__verbose`; None if the request does not ask for it."""
+    if not body.verbose:
+        return None
+    prompts = [request.prompt for request in requests[:: body.n_candidates]]
+    tokens = [await serving.client.tokenize(prompt) for prompt in prompts if not isinstance(prompt, Pair)]
+    return LlamaResults(body, requests, tokens, serving)
+
+
 class ChoicesBuilder(ResponseBuilder):
     """Shows the `n_choices` completions of each prompt with the highest mean log-probability, of `n_candidates`."""
 
-    def __init__(self, body: SamplingFields, serving: Serving, *, id_prefix: str) -> None:
+    def __init__(self, body: TimingFields, serving: Serving, *, id_prefix: str) -> None:
         super().__init__(n_candidates=body.n_candidates)
         self.id = new_id(id_prefix)
         self.head: Json = {
@@ -57,13 +90,68 @@ class ChoicesBuilder(ResponseBuilder):
         self._n_choices = body.n_choices
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
+        self.stream_timings = StreamTimings(body)
+        self.verbose: LlamaResults | None = None
+        """Makes `__verbose`; None: it is not shown."""
+
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """As in `ResponseBuilder`."""
+        super().record(index, event)
+        if self.verbose:
+            self.verbose.record(index, event)
+
     @abstractmethod
-    def chunk(self, choices: list[Any], usage: Usage | msgspec.UnsetType = msgspec.UNSET) -> ServerSentEvent:
-        """An event of the stream, with these choices."""
+    def chunk(self, choices: list[Any], **extras: Unpack[Extras]) -> ServerSentEvent:
+        """An event of the stream, with these choices and the fields that it has beside them."""
+
+    @abstractmethod
+    def empty_choice(self, index: int) -> Any:
+        """A choice of a chunk that adds nothing."""
+
+    def chunk_fields(self, extras: Extras) -> dict[str, Any]:
+        """The fields of a chunk beside its choices."""
+        no_usage = {"usage": None} if self._include_usage else {}  # as in OpenAI's API, until the last chunk
+        return {**self.head, **no_usage, **extras}
+
+    def progress_chunks(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """With `return_progress`, an event that shows how much of the prompt is processed."""
+        progress = self.stream_timings.progress(index, event)
+        if progress is UNSET:
+            return []
+        per_token = self.stream_timings.per_token(event)
+        return [self.chunk([self.empty_choice(index)], timings=per_token, prompt_progress=progress)]
+
+    def token_fields(self, index: int, event: GenerationEvent) -> Extras:
+        """The fields of a chunk with the text of an event."""
+        extras: Extras = {"timings": self.stream_timings.per_token(event)}
+        if self.verbose:
+            extras["verbose"] = self.verbose.chunk(index, event, timings=extras["timings"])
+        return extras
+
+    def end_fields(self, index: int) -> Extras:
+        """The fields of the chunk with the finish reason."""
+        extras: Extras = {"timings": self.timings(index)}
+        if self.verbose:
+            extras["verbose"] = self.verbose.response(index, self.last_events[index], ())
+        return extras
+
+    def result_fields(self, completions: list[list[GenerationEvent]]) -> dict[str, Any]:
+        """The fields of a response beside its choices. Times, and `__verbose`, are those of the first completion."""
+        return {
+            **self.head,
+            "usage": self.usage(),
+            "timings": self.timings(0),
+            "verbose": self.verbose.response(0, self.last_events[0], completions[0]) if self.verbose else UNSET,
+        }
+
+    def timings(self, index: int) -> Timings | UnsetType:
+        """The times of a completion that has ended."""
+        usage = self.last_events[index].usage
+        return timings(usage) if usage else UNSET
 
     def stream_end(self) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`. With `include_usage`, a chunk with the usage and no choices comes before the end."""
-        usage = [self.chunk([], self.usage())] if self._include_usage else []
+        usage = [self.chunk([], usage=self.usage(), timings=self.timings(0))] if self._include_usage else []
         return [*usage, DONE]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from aiohttp import web
@@ -11,12 +11,16 @@ from msgspec import UNSET, UnsetType
 from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.openai.choices import ChoicesBuilder, Usage, logprobs_of
+from cppbatch.server.llama_result import LlamaChunk, LlamaResponse
+from cppbatch.server.openai.choices import ChoicesBuilder, Extras, Usage, VerboseFields, logprobs_of, verbose_results
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import CompletionLogprobs, completion_logprobs
-from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.server.serving import SERVING, Prompt, Serving
+from cppbatch.server.timings import PromptProgress, Timings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat completions have none."""
@@ -24,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16
 routes = web.RouteTableDef()
 
 
-class CompletionRequest(SamplingFields, kw_only=True):
+class CompletionRequest(VerboseFields, kw_only=True):
     """The body of `POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
@@ -70,6 +74,10 @@ class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Changes with the versions and settings that may change a text of the same seed."""
     choices: list[CompletionChoice]
     usage: Usage
+    timings: Timings | UnsetType = UNSET
+    """Of the first choice."""
+    verbose: LlamaResponse | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    """With `verbose`: of the first choice."""
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,8 +101,15 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChunkChoice]
-    usage: Usage | UnsetType = UNSET
-    """With `stream_options.include_usage`, only in the last chunk, which has no choices."""
+    usage: Usage | UnsetType | None = UNSET
+    """With `stream_options.include_usage`: null, and in the last chunk, which has no choices, the usage."""
+    timings: Timings | UnsetType = UNSET
+    """In the chunk with the finish reason, in the one with the usage (of the first choice), and with
+    `timings_per_token` in others."""
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    """With `return_progress`, before the first token."""
+    verbose: LlamaResponse | LlamaChunk | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    """With `verbose`."""
 
 
 @routes.post("/v1/completions")
@@ -124,6 +139,7 @@ async def prepare_completion(
     if body.suffix:
         prompts = [_fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
     requests = serving.engine_requests(body, builder.id, prompts, params)
+    builder.verbose = await verbose_results(body, requests, serving)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=body.constraint_names)
 
 
@@ -157,22 +173,27 @@ class CompletionBuilder(ChoicesBuilder):
             )
             for index, i in enumerate(self.shown(logprobs))
         ]
-        return CompletionResponse(**self.head, choices=choices, usage=self.usage())
+        return CompletionResponse(choices=choices, **self.result_fields(completions))
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        chunks = []
+        chunks = self.progress_chunks(index, event)
         if event.text or event.logprobs:
             logprobs = self._logprobs(event.logprobs) if event.logprobs else None
-            chunks.append(self.chunk([CompletionChunkChoice(index=index, text=event.text, logprobs=logprobs)]))
+            choice = CompletionChunkChoice(index=index, text=event.text, logprobs=logprobs)
+            chunks.append(self.chunk([choice], **self.token_fields(index, event)))
         if event.finish_reason:
             last = CompletionChunkChoice(index=index, text="", finish_reason=event.finish_reason, seed=self.seed(index))
-            chunks.append(self.chunk([last]))
+            chunks.append(self.chunk([last], **self.end_fields(index)))
         return chunks
 
-    def chunk(self, choices: list[CompletionChunkChoice], usage: Usage | UnsetType = UNSET) -> ServerSentEvent:
+    def empty_choice(self, index: int) -> CompletionChunkChoice:
         """As in `ChoicesBuilder`."""
-        return ServerSentEvent(CompletionChunk(**self.head, choices=choices, usage=usage))
+        return CompletionChunkChoice(index=index, text="")
+
+    def chunk(self, choices: list[CompletionChunkChoice], **extras: Unpack[Extras]) -> ServerSentEvent:
+        """As in `ChoicesBuilder`."""
+        return ServerSentEvent(CompletionChunk(choices=choices, **self.chunk_fields(extras)))
 
     def _logprobs(self, entries: list[TokenLogprob]) -> CompletionLogprobs | None:
         return completion_logprobs(entries) if self._wants_logprobs else None

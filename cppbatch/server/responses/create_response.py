@@ -6,7 +6,7 @@ import time
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.params import SamplingParams
@@ -40,6 +40,7 @@ from cppbatch.server.responses.responses_types import (
     TextFormat,
 )
 from cppbatch.server.serving import SERVING, Serving, new_id
+from cppbatch.server.timings import StreamTimings, Timings, timings
 
 _FORMAT = "text.format"
 _CHAT_FIELD_NAMES = {"function.": "", "messages": "input", "response_format": _FORMAT}
@@ -99,26 +100,37 @@ class ResponsesBuilder(ResponseBuilder):
         self._blocks = ContentBlocks()
         self._items = OutputItems(wants_logprobs=body.wants_logprobs)
         self._n_events = 0
+        self._stream_timings = StreamTimings(body)
+        self._returns_progress = bool(body.return_progress)
 
     def build(self, completions: list[list[GenerationEvent]]) -> ResponsesResponse:
         """As in `ResponseBuilder`."""
         for event in completions[0]:
             self._read(event)
-        return self._ended()
+        return msgspec.structs.replace(self._ended(), timings=self._timings())
 
     def stream_start(self) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        return self._sent(ResponseCreated(response=self._started), ResponseInProgress(response=self._started))
+        created = ResponseCreated(response=self._started)
+        if self._returns_progress:  # the next event shows it
+            return self._sent(created)
+        return self._sent(created, ResponseInProgress(response=self._started))
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        return self._sent(*self._read(event))
+        progress, per_token = self._stream_timings.progress(index, event), self._stream_timings.per_token(event)
+        events: list[ResponsesEvent] = []
+        if progress is not UNSET:
+            events.append(ResponseInProgress(response=self._started, prompt_progress=progress, timings=per_token))
+        if read := self._read(event):
+            read[-1].timings = per_token
+        return self._sent(*events, *read)
 
     def stream_end(self) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
         response = self._ended()
         last = ResponseCompleted if response.status == "completed" else ResponseIncomplete
-        return self._sent(last(response=response))
+        return self._sent(last(response=response, timings=self._timings()))
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`. The event contains the output so far."""
@@ -149,6 +161,10 @@ class ResponsesBuilder(ResponseBuilder):
             event.sequence_number = self._n_events
             self._n_events += 1
         return [ServerSentEvent(event, str(event.__struct_config__.tag)) for event in events]
+
+    def _timings(self) -> Timings | UnsetType:
+        usage = self.last_events[0].usage
+        return timings(usage) if usage else UNSET
 
     @property
     def _is_complete(self) -> bool:

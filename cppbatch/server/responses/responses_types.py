@@ -14,6 +14,7 @@ from cppbatch.server.assistant_output import effort_variables
 from cppbatch.server.response_logprobs import ChatTokenLogprob
 from cppbatch.server.sampling_fields import SamplingFields, SingleChoiceFields
 from cppbatch.server.structured_fields import one_schema
+from cppbatch.server.timings import PromptProgress, Timings
 
 Json = dict[str, Any]
 
@@ -381,6 +382,8 @@ class ResponsesResponse(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     user: str | None
+    timings: Timings | UnsetType = UNSET
+    """Absent in a stream, whose last event has it."""
 
 
 # --- the events of a stream -----------------------------------------------------------------------------------------
@@ -406,6 +409,10 @@ class ResponsesEvent(msgspec.Struct, kw_only=True, tag_field="type", tag="respon
 
     sequence_number: int = 0
     """Counts the events of the stream from 0."""
+    timings: Timings | UnsetType = UNSET
+    """In the last event, and with `timings_per_token` in the last of the events that a token causes."""
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    """With `return_progress`, in `response.in_progress`."""
 
 
 class _ResponseEvent(ResponsesEvent, kw_only=True, tag="response"):
@@ -417,7 +424,7 @@ class ResponseCreated(_ResponseEvent, kw_only=True, tag="response.created"):
 
 
 class ResponseInProgress(_ResponseEvent, kw_only=True, tag="response.in_progress"):
-    """The second event."""
+    """The second event; with `return_progress` also those until the prompt is processed."""
 
 
 class ResponseCompleted(_ResponseEvent, kw_only=True, tag="response.completed"):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from cppbatch.engine.params import SamplingParams
-from cppbatch.server.llama_server.llama_fields import RANDOM_SEED, LlamaFields, llama_sampler_names
+
+RANDOM_SEED = 2**32 - 1
+"""llama-server's value for a random seed."""
+
+LLAMA_NAMES = {"typical_p": "typ_p"}
+"""llama-server's names of samplers, where they differ from those in `SamplingParams`."""
 
 
 class TokenBias(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +72,9 @@ class GenerationSettings(_SharedSettings, frozen=True, kw_only=True):
     post_sampling_probs: bool = False
 
 
-def generation_settings(params: SamplingParams, body: LlamaFields, seed: int | None = None) -> GenerationSettings:
+def generation_settings(
+    params: SamplingParams, *, stream: bool = False, timings_per_token: bool = False, seed: int | None = None
+) -> GenerationSettings:
     """The settings of these parameters. `seed`: the one that was used; None: not known yet."""
     n_predict = -1 if params.max_tokens is None else params.max_tokens
     return GenerationSettings(
@@ -77,10 +84,10 @@ def generation_settings(params: SamplingParams, body: LlamaFields, seed: int | N
         repeat_last_n=params.penalty_last_n,
         max_tokens=n_predict,
         n_predict=n_predict,
-        stream=bool(body.stream),
+        stream=stream,
         logit_bias=[TokenBias(token=int(token), bias=bias) for token, bias in params.logit_bias.items()],
         n_probs=params.logprobs or 0,
         grammar=params.grammar or "",
-        samplers=llama_sampler_names(params),
-        timings_per_token=bool(body.timings_per_token),
+        samplers=[LLAMA_NAMES.get(name, name) for name in params.samplers],
+        timings_per_token=timings_per_token,
     )

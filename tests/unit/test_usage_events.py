@@ -1,0 +1,105 @@
+"""`GenerationRequest.usage_events`: which events of a request tell its counts and times."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from cppbatch import FinishReason, GenerationEvent, InvalidRequest
+from cppbatch.cluster.engine_threads import StepLoop
+from cppbatch.cluster.in_flight import OutputCollector
+from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.request import GenerationRequest, RequestUsage
+from tests.fakes import drain, fake_engine, greedy
+
+PROMPT = list(range(1, 41))
+
+
+def engine() -> BatchInferenceEngine:
+    """Its steps compute at most 16 tokens of a prompt."""
+    return fake_engine(n_batch=16, n_ctx=256, sharing="cells")
+
+
+def events_of(engine: BatchInferenceEngine, usage_events: Any) -> list[GenerationEvent]:
+    engine.add_request(PROMPT, greedy(4, ignore_eos=True), usage_events=usage_events)
+    return drain(engine)
+
+
+def prefilled(events: list[GenerationEvent]) -> list[int]:
+    return [event.usage.prefilled_tokens for event in events if event.usage]
+
+
+def test_without_it_only_the_last_event_has_usage() -> None:
+    events = events_of(engine(), "end")
+    assert [bool(event.usage) for event in events] == [False] * 3 + [True]
+    assert prefilled(events) == [40]
+
+
+def test_the_admission_and_each_step_of_the_prefill_are_reported() -> None:
+    events = events_of(engine(), "prefill")
+    assert [len(event.tokens) for event in events] == [0, 0, 0, 1, 1, 1, 1]
+    assert prefilled(events) == [0, 16, 32, 40, 40]  # the last two: with the first token, and at the end
+    first = events[0].usage
+    assert first
+    assert (first.prompt_tokens, first.completion_tokens) == (40, 0)
+    assert first.total_seconds == first.queue_seconds  # nothing is computed yet
+    times = [event.usage.total_seconds for event in events if event.usage]
+    assert times == sorted(times)
+
+
+def test_a_cached_prefix_is_known_at_the_admission() -> None:
+    used = engine()
+    events_of(used, "end")
+    first = events_of(used, "prefill")[0].usage
+    assert first
+    assert first.cached_tokens == first.prefilled_tokens > 0
+
+
+def test_all_events_count_the_tokens_so_far() -> None:
+    events = events_of(engine(), "all")
+    assert [event.usage.completion_tokens for event in events if event.usage] == [0, 0, 0, 1, 2, 3, 4]
+
+
+def test_other_values_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="usage_events: is 'some'; it must be one of end, prefill, all"):
+        GenerationRequest(id="x", prompt="x", usage_events="some")  # type: ignore[arg-type]
+
+
+def test_an_admission_is_reported_before_the_prompt_is_computed() -> None:
+    """The output thread sends the report while the first step of the prefill computes."""
+    computing, reported = threading.Event(), threading.Event()
+    events: list[GenerationEvent] = []
+    used = engine()
+    decode = used._context.decode
+
+    def slow_decode(batch: Any) -> None:
+        computing.set()
+        assert reported.wait(10), "nothing is reported while the prompt is computed"
+        decode(batch)
+
+    used._context.decode = slow_decode  # type: ignore[method-assign]
+    used.add_request(PROMPT, greedy(1), usage_events="prefill")
+
+    def send(new: list[GenerationEvent]) -> None:
+        events.extend(new)
+        assert computing.wait(10)
+        reported.set()
+        if new[-1].finish_reason:
+            loop.stop()
+
+    loop = StepLoop(send)
+    loop.run(used)
+    assert prefilled(events)[0] == 0
+    assert events[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_slow_reader_gets_the_latest_usage_of_merged_events() -> None:
+    collector = OutputCollector("a")
+    usage = RequestUsage(
+        prompt_tokens=3, completion_tokens=1, queue_seconds=0.0, first_token_seconds=0.0, total_seconds=0.0
+    )
+    collector.put(GenerationEvent(request_id="a", tokens=[1], usage=usage))
+    collector.put(GenerationEvent(request_id="a", tokens=[2]))
+    assert (await collector.get()).usage == usage
