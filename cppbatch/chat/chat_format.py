@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from cppbatch.chat.custom_tools import CustomCallParser, as_functions, callable_custom_tools, has_grammar
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import OutputParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
@@ -77,7 +78,8 @@ class ChatFormat:
         called. `variables`: passed to the template. `continue_final_message`: extend the last message instead of
         starting a new one; None: if the last message is the assistant's. Raises `InvalidRequest`.
         """
-        callable_ = callable_tools(tools, choice)
+        callable_ = callable_tools(as_functions(tools), choice)
+        custom = callable_custom_tools(tools, callable_)
         schemas = argument_schemas(callable_)
         if choice.mode == "required" and schema is not None:
             raise InvalidRequest("response_format", "cannot be used together with a tool_choice that requires a call")
@@ -96,9 +98,17 @@ class ChatFormat:
         elif schema is not None:
             params |= self._answer_params(schema, schemas, state, several=choice.parallel)
             renames = dict.fromkeys(("grammar", "json_schema"), "response_format")
+        elif any(map(has_grammar, custom.values())):
+            params["grammar"] = self._text_or_calls_grammar(schemas, state, several=choice.parallel)
+            renames = {"grammar": "tools"}
+
+        def output_parser() -> OutputParser:
+            parser = self.tool_format.output_parser(prompt, schemas, self._tags, state)
+            return CustomCallParser(parser, frozenset(custom)) if custom else parser
+
         return PreparedChat(
             prompt=prompt,
-            output_parser=lambda: self.tool_format.output_parser(prompt, schemas, self._tags, state),
+            output_parser=output_parser,
             params=params,
             renames=renames,
         )
@@ -115,6 +125,13 @@ class ChatFormat:
         """A grammar for one tool call, or with `several` up to `MAX_TOOL_CALLS`, perhaps after reasoning."""
         lark = LarkGrammar(self.token_ids)
         return lark.source(self._after_reasoning(lark, self._calls(lark, tools, several=several), state))
+
+    def _text_or_calls_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
+        """A grammar for tool calls, or for text that the parser reads as none."""
+        lark = LarkGrammar(self.token_ids)
+        text = self.tool_format.text_grammar(lark)
+        either = lark.one_of([self._calls(lark, tools, several=several), text])
+        return lark.source(self._after_reasoning(lark, either, state))
 
     def _answer_params(self, schema: Json | bool, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> Json:
         """The fields of `SamplingParams` for an answer that is JSON of the schema, or tool calls if there are tools.

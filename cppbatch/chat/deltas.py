@@ -27,11 +27,13 @@ class ToolCallStart:
     index: int
     id: str
     name: str
+    is_custom: bool = False
+    """Of a custom tool, whose arguments are a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More of a tool call's arguments, which are JSON text."""
+    """More of a tool call's arguments, which are JSON text, or of a custom tool's text."""
 
     index: int
     text: str
@@ -47,7 +49,8 @@ class ToolCall:
     id: str
     name: str
     arguments: str = ""
-    """A JSON object as text."""
+    """A JSON object as text; of a custom tool its text."""
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
@@ -66,6 +69,6 @@ class AssistantMessage:
             elif isinstance(delta, ReasoningDelta):
                 self.reasoning += delta.text
             elif isinstance(delta, ToolCallStart):
-                self.calls.append(ToolCall(delta.id, delta.name))
+                self.calls.append(ToolCall(delta.id, delta.name, is_custom=delta.is_custom))
             else:
                 self.calls[delta.index].arguments += delta.text

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from cppbatch.chat.escaped_lark import escaped_lark, input_grammar
+
 MAX_TOOL_CALLS = 8
 """In one message, where a grammar enforces tool calls."""
 
@@ -48,6 +50,9 @@ class LarkGrammar:
 
     def json(self, schema: dict[str, Any] | bool) -> str:
         """JSON text that matches a schema."""
+        if isinstance(schema, dict) and (source := input_grammar(schema)):
+            inner = self.rule(f"%lark {{\n{escaped_lark(source)}\n}}")
+            return " ".join([self.literal('{"input": "'), inner, self.literal('"}')])
         given = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
         options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
         return self.rule(f"%json {json.dumps(given | options)}")
@@ -67,6 +72,13 @@ class LarkGrammar:
             return f"{self.terminal(body)} {self.literal(marker)}"
         # A single terminal: otherwise the text would include the ending.
         return self.terminal(f"{body} {json.dumps(ending or marker)}")
+
+    def text_without(self, markers: tuple[str, ...], prefixes: tuple[str, ...]) -> str:
+        """Any text that contains none of the markers, and begins with none of the prefixes."""
+        refused = [rf"(?s:.*{re.escape(marker)}.*)" for marker in markers]
+        refused += [rf"(?s:\s*{re.escape(prefix)}.*)" for prefix in prefixes]
+        parts = ["/(?s:.*)/", *(f"~/{regex.replace('/', chr(92) + '/')}/" for regex in refused)]
+        return self.terminal(" & ".join(parts))
 
     def repeated(self, expression: str, separator: str, *, several: bool) -> str:
         """Once; with `several` up to `MAX_TOOL_CALLS` times, with the separator in between."""

@@ -26,8 +26,27 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     mode: ToolChoiceMode = "auto"
     name: str | None = None
     """With `required`: the function to call; None: any."""
+    allowed: tuple[str, ...] | None = None
+    """The functions that may be called; None: all of them."""
     parallel: bool = True
     """A message may contain several calls."""
+
+
+def tool_choice_of(given: str, *, parallel: bool) -> ToolChoice:
+    """The choice of this mode. Raises `InvalidRequest` for another word."""
+    for mode in TOOL_CHOICE_MODES:
+        if given == mode:
+            return ToolChoice(mode=mode, parallel=parallel)
+    modes = ", ".join(TOOL_CHOICE_MODES)
+    raise InvalidRequest("tool_choice", f"is {given!r:.80}; it must be {modes} or a tool by its name")
+
+
+def allowed_choice(field: str, mode: str, names: list[str], *, parallel: bool) -> ToolChoice:
+    """The choice among the tools of these names. `field`: of the mode, in errors. Raises `InvalidRequest`."""
+    if mode not in ("auto", "required"):
+        raise InvalidRequest(field, f"is {mode!r:.80}; it must be auto or required")
+    choice = tool_choice_of(mode, parallel=parallel)
+    return msgspec.structs.replace(choice, allowed=tuple(names))
 
 
 def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
@@ -49,11 +68,15 @@ def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
         return []
     if choice.mode == "required" and not tools:
         raise InvalidRequest("tool_choice", "requires a call, but there are no tools")
-    if choice.name is None:
+    wanted = choice.allowed if choice.name is None else (choice.name,)
+    if wanted is None:
         return tools
-    if choice.name not in names:
-        raise InvalidRequest("tool_choice", f"names {choice.name!r}, which is none of the tools ({', '.join(names)})")
-    return [tool for tool in tools if tool["function"]["name"] == choice.name]
+    if not wanted:
+        raise InvalidRequest("tool_choice", "allows no tool; name at least one, or choose none")
+    for name in wanted:
+        if name not in names:
+            raise InvalidRequest("tool_choice", f"names {name!r}, which is none of the tools ({', '.join(names)})")
+    return [tool for tool in tools if tool["function"]["name"] in wanted]
 
 
 def argument_schemas(tools: list[Json]) -> dict[str, Any]:

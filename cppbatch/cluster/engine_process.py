@@ -240,7 +240,7 @@ class EngineProcess(EngineClient):
         request = self._in_flight.get(int(event.request_id))
         if request is None:  # the reader has left, or the request was sent again under another number
             return
-        if not (event.tokens or event.finish_reason):  # the progress of a prefill, which a crash would repeat
+        if event.is_report:  # no token: a crash would repeat it
             request.put(event)
             return
         self._supervisor.made_progress()

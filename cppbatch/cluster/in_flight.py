@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterator
 from time import perf_counter
 
@@ -20,6 +21,7 @@ MAX_CRASHES = 3
 
 class OutputCollector:
     """Merges the unread events of a request into one, so that a slow reader costs memory for text, not for events.
+    Events without tokens, which report the progress of a prefill, are few and come one by one.
 
     The engine numbers requests by itself; the collector puts the client's `request_id` into the events. Used on the
     event loop only.
@@ -28,6 +30,7 @@ class OutputCollector:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._ready = asyncio.Event()
+        self._reports: deque[GenerationEvent] = deque()
         self._last: GenerationEvent | None = None
         self._error: Exception | None = None
         self._text: list[str] = []
@@ -40,6 +43,10 @@ class OutputCollector:
 
     def put(self, event: GenerationEvent) -> None:
         """Adds an event. The event with a finish reason is the last."""
+        if event.is_report:
+            self._reports.append(event)
+            self._ready.set()
+            return
         if self._last is not None:
             if not self._text:  # the second unread event
                 self._keep(self._last)
@@ -60,10 +67,16 @@ class OutputCollector:
         self._ready.set()
 
     async def get(self) -> GenerationEvent:
-        """Waits for an event and returns all unread ones merged. Raises the error given to `fail`."""
+        """Waits for an event and returns all unread ones merged; reports of the prefill come before. Raises the error
+        given to `fail`."""
         await self._ready.wait()
         if self._error:
             raise self._error
+        if self._reports:
+            report = self._reports.popleft()
+            if not self._reports and self._last is None:
+                self._ready.clear()
+            return msgspec.structs.replace(report, request_id=self._request_id)
         assert self._last is not None
         event, self._last = self._last, None
         self._ready.clear()

@@ -254,6 +254,11 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     overflow: ContextOverflow | None = None
     """As in `InvalidRequest`, for a request of a list that was refused."""
 
+    @property
+    def is_report(self) -> bool:
+        """Whether the event only reports the progress of the prefill (`GenerationRequest.usage_events`)."""
+        return self.usage is not None and not self.tokens and self.finish_reason is None
+
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A whole result of `BatchInferenceEngine.generate`."""

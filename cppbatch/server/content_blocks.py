@@ -15,9 +15,10 @@ class ContentBlock:
 
     index: int
     """Its position in the message."""
-    kind: Literal["text", "reasoning", "call"]
+    kind: Literal["text", "reasoning", "call", "custom"]
+    """custom: a call of a custom tool."""
     text: str = ""
-    """Of a call: its arguments, as JSON."""
+    """Of a call: its arguments, as JSON; of a custom tool its text."""
     call_id: str = ""
     name: str = ""
     """The name of the called tool."""
@@ -44,7 +45,8 @@ class ContentBlocks:
         changes: list[BlockChange] = []
         for delta in deltas:
             if isinstance(delta, ToolCallStart):
-                changes += self._start(ContentBlock(len(self.all), "call", call_id=delta.id, name=delta.name))
+                kind: Literal["call", "custom"] = "custom" if delta.is_custom else "call"
+                changes += self._start(ContentBlock(len(self.all), kind, call_id=delta.id, name=delta.name))
             elif delta.text:
                 changes += self._add(delta)
         return changes

@@ -121,9 +121,8 @@ def test_timings_per_token_count_up(server: ChatServer, path: str) -> None:
     assert all(set(each) == TIMINGS for each in shown)
     counts = [each["predicted_n"] for each in shown]
     assert counts == sorted(counts)
-    assert counts[0] in (1, 2)  # the first token may have no whole character
     assert counts[-1] == 6
-    assert len(set(counts)) > 3
+    assert len(set(counts)) > 1  # a slow reader gets several tokens in one event
     assert all(each["prompt_n"] > 64 and each["prompt_ms"] > 0 for each in shown)
     assert len({each["prompt_ms"] for each in shown}) == 1  # known with the first token
 

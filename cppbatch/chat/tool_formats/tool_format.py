@@ -63,6 +63,10 @@ class ToolCallFormat:
         """Returns the grammar expression of a message whose text matches the expression `answer`."""
         return answer
 
+    def text_grammar(self, lark: LarkGrammar) -> str:
+        """Returns the grammar expression of a message without calls."""
+        return self.answer_grammar(lark, lark.text_without(self.start_markers, self.start_prefixes))
+
 
 def random_alphanumerics(n: int) -> str:
     """Returns `n` random letters and digits."""

@@ -8,11 +8,12 @@ from aiohttp import web
 from msgspec import UNSET
 
 from cppbatch.chat.chat_format import PreparedChat
-from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
+from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 from cppbatch.server.assistant_output import AssistantOutput
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.openai.chat_types import (
+    CalledCustomTool,
     CalledFunction,
     ChatChoice,
     ChatChunkChoice,
@@ -20,7 +21,10 @@ from cppbatch.server.openai.chat_types import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatDelta,
+    ChatFinishReason,
+    CustomDelta,
     FunctionDelta,
+    ResponseCustomCall,
     ResponseMessage,
     ResponseToolCall,
     ToolCallDelta,
@@ -86,7 +90,9 @@ class ChatCompletionBuilder(ChoicesBuilder):
         super().__init__(body, serving, id_prefix="chatcmpl-")
         self._wants_logprobs = bool(body.wants_logprobs)
         self._chat = chat
+        self._is_legacy = bool(body.legacy_functions)
         self._outputs: dict[int, AssistantOutput] = {}  # by the index of the completion; for streams only
+        self._writers: dict[int, _DeltaWriter] = {}
 
     def build(self, completions: list[list[GenerationEvent]]) -> ChatCompletionResponse:
         """As in `ResponseBuilder`."""
@@ -96,13 +102,12 @@ class ChatCompletionBuilder(ChoicesBuilder):
             output = AssistantOutput(self._chat)
             for event in completions[i]:
                 output.read(event)
-            assert output.finish_reason is not None
             choices.append(
                 ChatChoice(
                     index=index,
-                    message=_message(output),
+                    message=_message(output, is_legacy=self._is_legacy),
                     logprobs=self._logprobs(logprobs[i]),
-                    finish_reason=output.finish_reason,
+                    finish_reason=self._finish_reason(output),
                     seed=self.seed(i),
                 )
             )
@@ -116,8 +121,10 @@ class ChatCompletionBuilder(ChoicesBuilder):
         output = self._outputs.get(index)
         if output is None:
             output = self._outputs[index] = AssistantOutput(self._chat)
+            self._writers[index] = _DeltaWriter(is_legacy=self._is_legacy)
             chunks.append(self.chunk([self.empty_choice(index)]))
-        deltas = [_delta(delta) for delta in output.read(event)]
+        written = map(self._writers[index].delta, output.read(event))
+        deltas = [delta for delta in written if delta is not None]
         if event.logprobs and not deltas:  # the tokens have no text of their own, such as tags
             deltas = [ChatDelta(content="")]
         logprobs = self._logprobs(event.logprobs) if event.logprobs else None
@@ -128,10 +135,15 @@ class ChatCompletionBuilder(ChoicesBuilder):
             logprobs = None  # the first chunk of an event has the log-probabilities of all its tokens
         if event.finish_reason:
             last = ChatChunkChoice(
-                index=index, delta=ChatDelta(), finish_reason=output.finish_reason, seed=self.seed(index)
+                index=index, delta=ChatDelta(), finish_reason=self._finish_reason(output), seed=self.seed(index)
             )
             chunks.append(self.chunk([last], **self.end_fields(index)))
         return chunks
+
+    def _finish_reason(self, output: AssistantOutput) -> ChatFinishReason:
+        assert output.finish_reason is not None
+        is_call = self._is_legacy and output.finish_reason == "tool_calls"
+        return "function_call" if is_call else output.finish_reason
 
     def empty_choice(self, index: int) -> ChatChunkChoice:
         """As in `ChoicesBuilder`. Each choice starts with it."""
@@ -145,27 +157,50 @@ class ChatCompletionBuilder(ChoicesBuilder):
         return ChatLogprobs(content=chat_token_logprobs(entries)) if self._wants_logprobs else None
 
 
-def _message(output: AssistantOutput) -> ResponseMessage:
-    """The whole message."""
+def _message(output: AssistantOutput, *, is_legacy: bool) -> ResponseMessage:
+    """The whole message. `is_legacy`: with its first call as `function_call`."""
     said = output.message
-    calls = [
-        ResponseToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
-        for call in said.calls
-    ]
+    content = said.text if said.text or not said.calls else None
+    reasoning = said.reasoning or UNSET
+    if is_legacy and said.calls:
+        called = CalledFunction(name=said.calls[0].name, arguments=said.calls[0].arguments)
+        return ResponseMessage(content=content, reasoning_content=reasoning, function_call=called)
     return ResponseMessage(
-        content=said.text if said.text or not calls else None,
-        reasoning_content=said.reasoning or UNSET,
-        tool_calls=calls or UNSET,
+        content=content, reasoning_content=reasoning, tool_calls=[_call(call) for call in said.calls] or UNSET
     )
 
 
-def _delta(delta: Delta) -> ChatDelta:
-    """The `delta` of a chunk for a delta of the output parser."""
-    if isinstance(delta, TextDelta):
-        return ChatDelta(content=delta.text)
-    if isinstance(delta, ReasoningDelta):
-        return ChatDelta(reasoning_content=delta.text)
-    if isinstance(delta, ToolCallStart):
-        function = FunctionDelta(name=delta.name, arguments="")
-        return ChatDelta(tool_calls=[ToolCallDelta(index=delta.index, id=delta.id, type="function", function=function)])
-    return ChatDelta(tool_calls=[ToolCallDelta(index=delta.index, function=FunctionDelta(arguments=delta.text))])
+def _call(call: ToolCall) -> ResponseToolCall | ResponseCustomCall:
+    if call.is_custom:
+        return ResponseCustomCall(id=call.id, custom=CalledCustomTool(name=call.name, input=call.arguments))
+    return ResponseToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+
+
+class _DeltaWriter:
+    """Makes the `delta` of a chunk for each delta of one message's output parser."""
+
+    def __init__(self, *, is_legacy: bool) -> None:
+        self._is_legacy = is_legacy
+        self._custom: set[int] = set()  # indices of calls of custom tools
+
+    def delta(self, delta: Delta) -> ChatDelta | None:
+        """None: the delta is not shown, because a message with `function_call` has only one call."""
+        if isinstance(delta, TextDelta):
+            return ChatDelta(content=delta.text)
+        if isinstance(delta, ReasoningDelta):
+            return ChatDelta(reasoning_content=delta.text)
+        name = delta.name if isinstance(delta, ToolCallStart) else UNSET
+        text = "" if isinstance(delta, ToolCallStart) else delta.text
+        if self._is_legacy:
+            return None if delta.index else ChatDelta(function_call=FunctionDelta(name=name, arguments=text))
+        if isinstance(delta, ToolCallStart) and delta.is_custom:
+            self._custom.add(delta.index)
+        is_custom = delta.index in self._custom
+        call = ToolCallDelta(
+            index=delta.index,
+            id=delta.id if isinstance(delta, ToolCallStart) else UNSET,
+            type=UNSET if not isinstance(delta, ToolCallStart) else "custom" if is_custom else "function",
+            function=UNSET if is_custom else FunctionDelta(name=name, arguments=text),
+            custom=CustomDelta(name=name, input=text) if is_custom else UNSET,
+        )
+        return ChatDelta(tool_calls=[call])

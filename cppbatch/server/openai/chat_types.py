@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.tools import TOOL_CHOICE_MODES, ToolChoice
+from cppbatch.chat.escaped_lark import INPUT
+from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.assistant_output import FinishReasonName, effort_variables
@@ -40,12 +41,35 @@ class RequestFunctionCall(msgspec.Struct):
     """A JSON object, or its text."""
 
 
+class RequestCustomCall(msgspec.Struct):
+    """The custom tool of a tool call."""
+
+    name: str
+    input: str
+
+
 class RequestToolCall(msgspec.Struct):
     """A tool call that the assistant has made."""
 
-    function: RequestFunctionCall
+    function: RequestFunctionCall | None = None
+    custom: RequestCustomCall | None = None
+    """Of a custom tool."""
     id: str | None = None
     type: str = "function"
+
+    def as_dict(self, field: str) -> Json:
+        """The call as chat templates expect it. `field`: its name in errors. Raises `InvalidRequest`."""
+        called = self.function
+        if called is None and self.custom:
+            called = function_call_of(self.custom.name, self.custom.input)
+        if called is None:
+            raise InvalidRequest(f"{field}.function", "is required")
+        return {"function": msgspec.to_builtins(called), "id": self.id, "type": "function"}
+
+
+def function_call_of(name: str, text: str) -> RequestFunctionCall:
+    """The call of a custom tool as the model writes it."""
+    return RequestFunctionCall(name=name, arguments={INPUT: text})
 
 
 class ChatMessage(msgspec.Struct, omit_defaults=True):
@@ -57,6 +81,8 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     reasoning_content: str | None = None
     """The assistant's reasoning before its answer."""
     tool_calls: list[RequestToolCall] | None = None
+    function_call: RequestFunctionCall | None = None
+    """The call in OpenAI's form until 2023."""
     tool_call_id: str | None = None
     refusal: str | None = None
 
@@ -75,7 +101,8 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
         if self.tool_calls:
-            message["tool_calls"] = [msgspec.to_builtins(call) for call in self.tool_calls]
+            calls = enumerate(self.tool_calls)
+            message["tool_calls"] = [call.as_dict(f"{field}.tool_calls[{i}]") for i, call in calls]
         return message
 
     def _content(self) -> str | list[Json] | None:
@@ -94,11 +121,50 @@ class Function(msgspec.Struct, omit_defaults=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct):
-    """A tool of the request. Only functions are supported."""
+class CustomGrammar(msgspec.Struct):
+    """The grammar of a custom tool's text."""
 
-    function: Function
-    type: Literal["function"] = "function"
+    syntax: str
+    """lark or regex."""
+    definition: str
+
+
+class CustomFormat(msgspec.Struct, omit_defaults=True):
+    """The format of a custom tool's text."""
+
+    type: str
+    """text or grammar."""
+    grammar: CustomGrammar | None = None
+
+
+class CustomTool(msgspec.Struct, omit_defaults=True):
+    """A tool that takes a text."""
+
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def as_tool(self, field: str) -> Json:
+        """OpenAI's object of the tool. `field`: its name in errors. Raises `InvalidRequest`."""
+        if self.format and self.format.type == "grammar" and self.format.grammar is None:
+            raise InvalidRequest(f"{field}.format.grammar", "is required")
+        return {"type": "custom", "custom": msgspec.to_builtins(self)}
+
+
+class Tool(msgspec.Struct):
+    """A tool of the request."""
+
+    type: Literal["function", "custom"] = "function"
+    function: Function | None = None
+    custom: CustomTool | None = None
+
+    def as_dict(self, field: str) -> Json:
+        """OpenAI's object of the tool. `field`: its name in errors. Raises `InvalidRequest`."""
+        if self.type == "custom" and self.custom:
+            return self.custom.as_tool(f"{field}.custom")
+        if self.type == "function" and self.function:
+            return {"type": "function", "function": msgspec.to_builtins(self.function)}
+        raise InvalidRequest(f"{field}.{self.type}", "is required")
 
 
 class NamedFunction(msgspec.Struct):
@@ -108,10 +174,32 @@ class NamedFunction(msgspec.Struct):
 
 
 class NamedTool(msgspec.Struct):
-    """`tool_choice`: the function that must be called."""
+    """A tool by its name."""
 
-    function: NamedFunction
-    type: Literal["function"] = "function"
+    type: str = "function"
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+
+    def tool_name(self, field: str) -> str:
+        """The name. `field`: in errors. Raises `InvalidRequest`."""
+        named = {"function": self.function, "custom": self.custom}.get(self.type)
+        if named is None:
+            raise InvalidRequest(field, f"is of type {self.type!r:.80}; it must name a function or a custom tool")
+        return named.name
+
+
+class AllowedTools(msgspec.Struct):
+    """The tools that may be called."""
+
+    tools: list[NamedTool]
+    mode: str = "auto"
+    """auto or required."""
+
+
+class ToolChoiceObject(NamedTool):
+    """`tool_choice`: the tool that must be called, or the tools that may be (type allowed_tools)."""
+
+    allowed_tools: AllowedTools | None = None
 
 
 class Prediction(msgspec.Struct):
@@ -148,10 +236,12 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     top_logprobs: int | None = None
     """How many of the likeliest tokens to show at each position, to 20; `logprobs` must be true."""
     tools: list[Tool] | None = None
-    tool_choice: str | NamedTool | None = None
-    """none, auto (the default), required, or one function by its name."""
-    deprecated_functions: list[Any] | None = msgspec.field(default=None, name="functions")
-    """OpenAI's form of `tools` until 2023. Must be empty."""
+    tool_choice: str | ToolChoiceObject | None = None
+    """none, auto (the default), required, one tool by its name, or the tools that are allowed."""
+    legacy_functions: list[Function] | None = msgspec.field(default=None, name="functions")
+    """OpenAI's form of `tools` until 2023: the answer has at most one call, as `function_call`."""
+    function_call: str | NamedFunction | None = None
+    """With `functions`: none, auto (the default), or one function by its name."""
     parallel_tool_calls: bool | None = None
     """False: at most one call per message."""
     reasoning_effort: str | None = None
@@ -180,24 +270,51 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
         """The messages as chat templates expect them. Raises `InvalidRequest`."""
         if not self.messages:
             raise InvalidRequest("messages", "is empty; give at least one message")
-        return [message.as_dict(f"messages[{i}]") for i, message in enumerate(self.messages)]
+        messages = [message.as_dict(f"messages[{i}]") for i, message in enumerate(self.messages)]
+        call_id = ""
+        for i, message in enumerate(self.messages):  # OpenAI's form until 2023
+            if message.function_call:
+                call_id = f"call{i:05}"  # nine letters and digits, as some templates demand
+                call = {"function": msgspec.to_builtins(message.function_call), "id": call_id, "type": "function"}
+                messages[i]["tool_calls"] = [call]
+            elif message.role == "function":
+                messages[i] |= {"role": "tool", "tool_call_id": call_id}
+        return messages
 
     def functions(self) -> list[Json]:
         """The tools as chat templates expect them. Raises `InvalidRequest`."""
-        if self.deprecated_functions:
-            raise InvalidRequest("functions", "is not served any more; give `tools`, each with one function")
-        return [msgspec.to_builtins(tool) for tool in self.tools or []]
+        if self.legacy_functions and self.tools:
+            raise InvalidRequest("functions", "cannot be used together with tools; give the functions as tools")
+        if self.legacy_functions:
+            return [{"type": "function", "function": msgspec.to_builtins(each)} for each in self.legacy_functions]
+        return [tool.as_dict(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
     def choice(self) -> ToolChoice:
         """`tool_choice` and `parallel_tool_calls`. Raises `InvalidRequest`."""
-        wanted = self.tool_choice or "auto"
-        if isinstance(wanted, NamedTool):
-            return ToolChoice(mode="required", name=wanted.function.name, parallel=False)
-        for mode in TOOL_CHOICE_MODES:
-            if wanted == mode:
-                return ToolChoice(mode=mode, parallel=self.parallel_tool_calls is not False)
-        modes = ", ".join(TOOL_CHOICE_MODES)
-        raise InvalidRequest("tool_choice", f"is {wanted!r}; it must be {modes} or a function by its name")
+        if self.function_call is not None and not self.legacy_functions:
+            raise InvalidRequest("function_call", "needs functions; with tools give tool_choice")
+        if self.legacy_functions:
+            return self._legacy_choice()
+        wanted, parallel = self.tool_choice or "auto", self.parallel_tool_calls is not False
+        if isinstance(wanted, str):
+            return tool_choice_of(wanted, parallel=parallel)
+        if wanted.type != "allowed_tools":
+            return ToolChoice(mode="required", name=wanted.tool_name("tool_choice"), parallel=False)
+        if wanted.allowed_tools is None:
+            raise InvalidRequest("tool_choice.allowed_tools", "is required")
+        field, allowed = "tool_choice.allowed_tools", wanted.allowed_tools
+        names = [tool.tool_name(f"{field}.tools[{i}]") for i, tool in enumerate(allowed.tools)]
+        return allowed_choice(f"{field}.mode", allowed.mode, names, parallel=parallel)
+
+    def _legacy_choice(self) -> ToolChoice:
+        if isinstance(self.function_call, NamedFunction):
+            return ToolChoice(mode="required", name=self.function_call.name, parallel=False)
+        if self.function_call == "none":
+            return ToolChoice(mode="none")
+        if self.function_call not in (None, "auto"):
+            message = f"is {self.function_call!r:.80}; it must be none, auto or a function by its name"
+            raise InvalidRequest("function_call", message)
+        return ToolChoice(parallel=False)
 
     def template_variables(self) -> Json:
         """The variables of the chat template beside messages and tools. Raises `InvalidRequest`."""
@@ -209,6 +326,8 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
 
 # --- the response ---------------------------------------------------------------------------------------------------
 
+ChatFinishReason = FinishReasonName | Literal["function_call"]
+
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     """The function of a tool call."""
@@ -218,12 +337,25 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     """A JSON object as text."""
 
 
-class ResponseToolCall(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseToolCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """A tool call of the assistant."""
 
     id: str
-    type: Literal["function"] = "function"
     function: CalledFunction
+
+
+class CalledCustomTool(msgspec.Struct, frozen=True, kw_only=True):
+    """The custom tool of a tool call."""
+
+    name: str
+    input: str
+
+
+class ResponseCustomCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
+    """A call of a custom tool."""
+
+    id: str
+    custom: CalledCustomTool
 
 
 class ResponseMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,7 +367,9 @@ class ResponseMessage(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     """The reasoning before the answer."""
-    tool_calls: list[ResponseToolCall] | UnsetType = UNSET
+    tool_calls: list[ResponseToolCall | ResponseCustomCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
+    """The call, if the request has `functions`."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,7 +378,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: ResponseMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReasonName
+    finish_reason: ChatFinishReason
     seed: int
     """A request with this seed generates the same message."""
 
@@ -276,13 +410,21 @@ class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str
 
 
+class CustomDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """More of a custom tool's call: its name first, then its text."""
+
+    name: str | UnsetType = UNSET
+    input: str
+
+
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
     """More of a tool call; `id` and `type` come first."""
 
     index: int
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionDelta
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,6 +436,8 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     """None in the first chunk of the choice."""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
+    """More of the call, if the request has `functions`."""
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,7 +446,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReasonName | None = None
+    finish_reason: ChatFinishReason | None = None
     """Only in the last chunk of the choice."""
     seed: int | UnsetType = UNSET
     """Only in the last chunk of the choice."""

@@ -20,6 +20,7 @@ from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSen
 from cppbatch.server.responses.input_conversion import conversation
 from cppbatch.server.responses.output_items import OutputItems
 from cppbatch.server.responses.responses_types import (
+    CustomToolFormat,
     IncompleteDetails,
     InputTokensDetails,
     ReasoningTokensDetails,
@@ -28,6 +29,7 @@ from cppbatch.server.responses.responses_types import (
     ResponseFailed,
     ResponseIncomplete,
     ResponseInProgress,
+    ResponsesCustomTool,
     ResponsesError,
     ResponsesEvent,
     ResponsesFunction,
@@ -36,6 +38,7 @@ from cppbatch.server.responses.responses_types import (
     ResponsesResponse,
     ResponsesText,
     ResponsesTextFormat,
+    ResponsesTool,
     ResponsesUsage,
     TextFormat,
 )
@@ -43,7 +46,13 @@ from cppbatch.server.serving import SERVING, Serving, new_id
 from cppbatch.server.timings import StreamTimings, Timings, timings
 
 _FORMAT = "text.format"
-_CHAT_FIELD_NAMES = {"function.": "", "messages": "input", "response_format": _FORMAT}
+_CHAT_FIELD_NAMES = {
+    "custom.format.grammar": "format",
+    "custom.": "",
+    "function.": "",
+    "messages": "input",
+    "response_format": _FORMAT,
+}
 _FIELD_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
 
 routes = web.RouteTableDef()
@@ -206,15 +215,19 @@ def _started(response_id: str, body: ResponsesRequest, model: str, params: Sampl
         temperature=params.temperature,
         text=ResponsesText(format=_format(body.format)),
         tool_choice=body.tool_choice or "auto",
-        tools=[
-            ResponsesFunction(
-                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-            )
-            for tool in body.tools or []
-        ],
+        tools=[_tool(tool) for tool in body.tools or []],
         top_logprobs=params.logprobs or 0,
         top_p=params.top_p,
         user=body.user,
+    )
+
+
+def _tool(tool: ResponsesTool) -> ResponsesFunction | ResponsesCustomTool:
+    if tool.type == "custom":
+        form = tool.format or CustomToolFormat("text")
+        return ResponsesCustomTool(name=tool.name, description=tool.description, format=form)
+    return ResponsesFunction(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cppbatch.chat.escaped_lark import INPUT
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.responses.responses_types import InputItem, InputPart, Json, ResponsesRequest
 
@@ -10,6 +11,8 @@ _REQUIRED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
 """The supported types of items, and the required fields of each."""
@@ -49,11 +52,12 @@ def _check(field: str, item: InputItem) -> None:
 
 
 def _add(messages: list[Json], field: str, item: InputItem) -> None:
-    if item.type == "function_call_output":
+    if item.type in ("function_call_output", "custom_tool_call_output"):
         output = _text(f"{field}.output", item.output)
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-    elif item.type == "function_call":
-        function = {"name": item.name, "arguments": item.arguments}
+    elif item.type in ("function_call", "custom_tool_call"):
+        arguments = item.arguments if item.type == "function_call" else {INPUT: item.input}
+        function = {"name": item.name, "arguments": arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif item.type == "reasoning":

@@ -8,6 +8,9 @@ from cppbatch.server.response_logprobs import ChatTokenLogprob, chat_token_logpr
 from cppbatch.server.responses.responses_types import (
     ContentPartAdded,
     ContentPartDone,
+    CustomToolCallInputDelta,
+    CustomToolCallInputDone,
+    CustomToolCallItem,
     FunctionCallArgumentsDelta,
     FunctionCallArgumentsDone,
     FunctionCallItem,
@@ -29,7 +32,7 @@ from cppbatch.server.responses.responses_types import (
 )
 from cppbatch.server.serving import new_id
 
-_ID_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+_ID_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}
 
 
 class ItemBuilder:
@@ -50,6 +53,11 @@ class ItemBuilder:
             return FunctionCallItem(
                 id=self._id, status=self._status, call_id=block.call_id, name=block.name, arguments=arguments
             )
+        if block.kind == "custom":
+            text = "" if empty else block.text
+            return CustomToolCallItem(
+                id=self._id, status=self._status, call_id=block.call_id, name=block.name, input=text
+            )
         if block.kind == "reasoning":
             reasoning = [] if empty else [ReasoningText(text=block.text)]
             return ReasoningItem(id=self._id, status=self._status, content=reasoning)
@@ -58,7 +66,7 @@ class ItemBuilder:
     def start(self) -> list[ResponsesEvent]:
         """The events of the item's start."""
         added = OutputItemAdded(output_index=self._index, item=self.item(empty=True))
-        if self._block.kind == "call":
+        if self._block.kind in ("call", "custom"):
             return [added]
         part = ReasoningText(text="") if self._block.kind == "reasoning" else OutputText(text="")
         return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=part)]
@@ -67,6 +75,8 @@ class ItemBuilder:
         """The event of more text, reasoning or arguments. `logprobs`: of the tokens of a text."""
         if self._block.kind == "call":
             return FunctionCallArgumentsDelta(item_id=self._id, output_index=self._index, delta=text)
+        if self._block.kind == "custom":
+            return CustomToolCallInputDelta(item_id=self._id, output_index=self._index, delta=text)
         if self._block.kind == "reasoning":
             return ReasoningTextDelta(item_id=self._id, output_index=self._index, delta=text)
         self._logprobs += logprobs
@@ -80,6 +90,8 @@ class ItemBuilder:
         item = OutputItemDone(output_index=index, item=self.item())
         if block.kind == "call":
             return [FunctionCallArgumentsDone(item_id=item_id, output_index=index, arguments=block.text), item]
+        if block.kind == "custom":
+            return [CustomToolCallInputDone(item_id=item_id, output_index=index, input=block.text), item]
         if block.kind == "reasoning":
             part = ContentPartDone(item_id=item_id, output_index=index, part=ReasoningText(text=block.text))
             return [ReasoningTextDone(item_id=item_id, output_index=index, text=block.text), part, item]

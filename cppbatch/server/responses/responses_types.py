@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.tools import TOOL_CHOICE_MODES, ToolChoice
+from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.assistant_output import effort_variables
@@ -42,12 +42,25 @@ class InputItem(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     """Of a tool call: a JSON object as text."""
+    input: str | None = None
+    """Of a custom tool's call: its text."""
     output: str | list[InputPart] | None = None
     """Of a tool call's output."""
 
 
+class CustomToolFormat(msgspec.Struct, omit_defaults=True):
+    """The format of a custom tool's text."""
+
+    type: str
+    """text or grammar."""
+    syntax: str | None = None
+    """lark or regex."""
+    definition: str | None = None
+    """The grammar."""
+
+
 class ResponsesTool(msgspec.Struct):
-    """A function that the assistant may call."""
+    """A function that the assistant may call, or a custom tool, which takes a text."""
 
     type: str
     name: str = ""
@@ -55,11 +68,15 @@ class ResponsesTool(msgspec.Struct):
     parameters: Json | None = None
     """A JSON schema of the arguments."""
     strict: bool | None = None
+    format: CustomToolFormat | None = None
+    """Of a custom tool."""
 
-    def function(self, field: str) -> Json:
+    def as_tool(self, field: str) -> Json:
         """OpenAI's chat object. `field`: the tool's name in errors. Raises `InvalidRequest` for tools that OpenAI's
         servers would run."""
-        if self.type != "function":
+        if self.type == "custom" and self.name:
+            return {"type": "custom", "custom": self._custom(field)}
+        if self.type not in ("function", "custom"):
             message = f"is {self.type!r}; this server has no tools of its own: give functions of yours (type function)"
             raise InvalidRequest(f"{field}.type", message)
         if not self.name:
@@ -68,12 +85,36 @@ class ResponsesTool(msgspec.Struct):
         function = {"name": self.name, **{name: value for name, value in given.items() if value is not None}}
         return {"type": "function", "function": function}
 
+    def _custom(self, field: str) -> Json:
+        custom: Json = {"name": self.name, "description": self.description}
+        if self.format is None:
+            return custom
+        custom["format"] = {"type": self.format.type}
+        if self.format.type == "grammar":
+            for name in ("syntax", "definition"):
+                if getattr(self.format, name) is None:
+                    raise InvalidRequest(f"{field}.format.{name}", "is required")
+            grammar = {"syntax": self.format.syntax, "definition": self.format.definition}
+            custom["format"]["grammar"] = grammar
+        return custom
 
-class ResponsesToolChoice(msgspec.Struct):
-    """`tool_choice`: the function that must be called."""
+
+class NamedTool(msgspec.Struct):
+    """A tool by its name."""
 
     type: str
     name: str = ""
+
+
+class ResponsesToolChoice(msgspec.Struct, omit_defaults=True):
+    """`tool_choice`: the tool that must be called, or the tools that may be (type allowed_tools)."""
+
+    type: str
+    name: str = ""
+    mode: str | None = None
+    """Of allowed_tools: auto or required."""
+    tools: list[NamedTool] | None = None
+    """Of allowed_tools."""
 
 
 class TextFormat(msgspec.Struct):
@@ -142,7 +183,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     max_output_tokens: int | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
-    """none, auto (the default), required, or one function by its name."""
+    """none, auto (the default), required, one tool by its name, or the tools that are allowed."""
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
     text: TextConfig | None = None
@@ -186,21 +227,24 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
 
     def functions(self) -> list[Json]:
         """The tools as chat templates expect them. Raises `InvalidRequest` for tools that OpenAI would run."""
-        return [tool.function(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+        return [tool.as_tool(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
     def choice(self) -> ToolChoice:
         """`tool_choice` and `parallel_tool_calls`. Raises `InvalidRequest`."""
-        wanted = self.tool_choice or "auto"
-        given = wanted
-        if isinstance(wanted, ResponsesToolChoice):
-            if wanted.type == "function":
-                return ToolChoice(mode="required", name=wanted.name, parallel=False)
-            given = wanted.type
-        for mode in TOOL_CHOICE_MODES:
-            if wanted == mode:
-                return ToolChoice(mode=mode, parallel=self.parallel_tool_calls is not False)
-        modes = ", ".join(TOOL_CHOICE_MODES)
-        raise InvalidRequest("tool_choice", f"is {given!r}; it must be {modes} or a function by its name")
+        wanted, parallel = self.tool_choice or "auto", self.parallel_tool_calls is not False
+        if isinstance(wanted, str):
+            return tool_choice_of(wanted, parallel=parallel)
+        if wanted.type in ("function", "custom"):
+            return ToolChoice(mode="required", name=wanted.name, parallel=False)
+        if wanted.type != "allowed_tools":
+            return tool_choice_of(wanted.type, parallel=parallel)  # refuses what OpenAI's servers would run
+        tools = wanted.tools or []
+        for i, tool in enumerate(tools):
+            if tool.type not in ("function", "custom"):
+                raise InvalidRequest(
+                    f"tool_choice.tools[{i}].type", f"is {tool.type!r:.80}; it must be function or custom"
+                )
+        return allowed_choice("tool_choice.mode", wanted.mode or "auto", [t.name for t in tools], parallel=parallel)
 
     @property
     def format(self) -> TextFormat:
@@ -274,7 +318,17 @@ class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="typ
     """A JSON object as text."""
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+class CustomToolCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,14 +391,21 @@ class ResponsesText(msgspec.Struct, frozen=True, kw_only=True):
     format: ResponsesTextFormat
 
 
-class ResponsesFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool of the request."""
+class ResponsesFunction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """A function of the request."""
 
-    type: Literal["function"] = "function"
     name: str
     description: str | None
     parameters: Json | None
     strict: bool | None
+
+
+class ResponsesCustomTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
+    """A custom tool of the request."""
+
+    name: str
+    description: str | None
+    format: CustomToolFormat
 
 
 class ResponsesResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -377,7 +438,7 @@ class ResponsesResponse(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     text: ResponsesText
     tool_choice: str | ResponsesToolChoice
-    tools: list[ResponsesFunction]
+    tools: list[ResponsesFunction | ResponsesCustomTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -511,3 +572,15 @@ class FunctionCallArgumentsDone(_ItemEvent, kw_only=True, tag="response.function
     """All arguments of a tool call."""
 
     arguments: str
+
+
+class CustomToolCallInputDelta(_ItemEvent, kw_only=True, tag="response.custom_tool_call_input.delta"):
+    """More of a custom tool's text."""
+
+    delta: str
+
+
+class CustomToolCallInputDone(_ItemEvent, kw_only=True, tag="response.custom_tool_call_input.done"):
+    """All text of a custom tool's call."""
+
+    input: str
