@@ -103,7 +103,7 @@ BAD_CHATS = {
         "messages[0].content[0]",
     ),
     "content of another type": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    "a tool without its function": ({**HELLO, "tools": [{"type": "function"}]}, "tools[0]"),
+    "a tool without its function": ({**HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
     "a schema that is none": (
         {**HELLO, "response_format": {"type": "json_object", "schema": {"type": 5}}},
         "response_format",

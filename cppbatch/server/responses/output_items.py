@@ -55,9 +55,7 @@ class ItemBuilder:
             )
         if block.kind == "custom":
             text = "" if empty else block.text
-            return CustomToolCallItem(
-                id=self._id, status=self._status, call_id=block.call_id, name=block.name, input=text
-            )
+            return CustomToolCallItem(id=self._id, call_id=block.call_id, name=block.name, input=text)
         if block.kind == "reasoning":
             reasoning = [] if empty else [ReasoningText(text=block.text)]
             return ReasoningItem(id=self._id, status=self._status, content=reasoning)

@@ -322,7 +322,6 @@ class CustomToolCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="t
     """A call of a custom tool."""
 
     id: str
-    status: ItemStatus
     call_id: str
     name: str
     input: str
