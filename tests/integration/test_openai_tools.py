@@ -10,7 +10,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseStreamEvent
 
 from cppbatch.chat.deltas import ArgumentsDelta, Delta, ToolCallStart
@@ -54,14 +53,13 @@ def _own_format(server: ChatServer) -> None:
 
 
 @pytest.fixture
-def client(server: ChatServer) -> openai.OpenAI:
+def client(server: ChatServer) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
 
 
-def chat(client: openai.OpenAI, **fields: Any) -> ChatCompletion:
+def chat(client: Any, **fields: Any) -> Any:
     asked: Json = {"model": "tiny", "messages": HELLO, "max_tokens": 200, "seed": 5, **fields}
-    answer: ChatCompletion = client.chat.completions.create(**asked)
-    return answer
+    return client.chat.completions.create(**asked)
 
 
 def scripted(server: ChatServer, script: list[Delta]) -> ScriptedFormat:
@@ -80,7 +78,7 @@ def scripted(server: ChatServer, script: list[Delta]) -> ScriptedFormat:
         ({"syntax": "regex", "definition": '[a-c"\n]{1,5}'}, '[a-c"\n]{1,5}'),
     ],
 )
-def test_a_forced_call_of_a_custom_tool_obeys_its_grammar(client: openai.OpenAI, grammar: Any, regex: str) -> None:
+def test_a_forced_call_of_a_custom_tool_obeys_its_grammar(client: Any, grammar: Any, regex: str) -> None:
     tool: Any = {"type": "custom", "custom": {"name": "sum", "format": {"type": "grammar", "grammar": grammar}}}
     wanted = {"type": "custom", "custom": {"name": "sum"}}
     (choice,) = chat(client, tools=[tool], tool_choice=wanted, temperature=1.5).choices
@@ -103,7 +101,7 @@ def test_a_forced_call_of_a_custom_tool_obeys_its_grammar(client: openai.OpenAI,
     assert re.fullmatch(regex, item.input)
 
 
-def test_calls_of_custom_tools_have_the_forms_of_the_clients_types(server: ChatServer, client: openai.OpenAI) -> None:
+def test_calls_of_custom_tools_have_the_forms_of_the_clients_types(server: ChatServer, client: Any) -> None:
     scripted(server, CALLS)
     answer = chat(client, tools=CHAT_TOOLS)
     custom, function = answer.choices[0].message.tool_calls or []
@@ -130,16 +128,16 @@ def test_calls_of_custom_tools_are_streamed(server: ChatServer) -> None:
     assert done["input"] == "1 + 2"
 
 
-def test_chunks_of_a_custom_call_begin_with_its_name(server: ChatServer, client: openai.OpenAI) -> None:
+def test_chunks_of_a_custom_call_begin_with_its_name(server: ChatServer, client: Any) -> None:
     scripted(server, CALLS)
     stream = client.chat.completions.create(model="tiny", messages=HELLO, tools=CHAT_TOOLS, stream=True)
     calls = [call.to_dict() for chunk in stream if chunk.choices for call in chunk.choices[0].delta.tool_calls or []]
     assert calls[0] == {"index": 0, "id": "call_a", "type": "custom", "custom": {"name": "sum", "input": ""}}
-    assert [call["custom"] for call in calls[1:3]] == [{"input": "1 +"}, {"input": " 2"}]  # type: ignore[typeddict-item]
+    assert [call["custom"] for call in calls[1:3]] == [{"input": "1 +"}, {"input": " 2"}]
     assert calls[3]["function"] == {"name": "weather", "arguments": ""}
 
 
-def test_earlier_calls_of_custom_tools_reach_the_template(server: ChatServer, client: openai.OpenAI) -> None:
+def test_earlier_calls_of_custom_tools_reach_the_template(server: ChatServer, client: Any) -> None:
     form = scripted(server, CALLS)
     call = {"id": "call_a", "type": "custom", "custom": {"name": "sum", "input": "1 + 2"}}
     result = {"role": "tool", "tool_call_id": "call_a", "content": "3"}
@@ -176,7 +174,7 @@ def test_earlier_calls_of_custom_tools_reach_the_template(server: ChatServer, cl
         ),
     ],
 )
-def test_a_custom_tool_that_cannot_be_used_is_refused(client: openai.OpenAI, tool: Any, field: str) -> None:
+def test_a_custom_tool_that_cannot_be_used_is_refused(client: Any, tool: Any, field: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, tools=[tool])
     assert refused.value.param == field
@@ -185,7 +183,7 @@ def test_a_custom_tool_that_cannot_be_used_is_refused(client: openai.OpenAI, too
 # --- allowed tools --------------------------------------------------------------------------------------------------
 
 
-def test_only_allowed_tools_are_called(server: ChatServer, client: openai.OpenAI) -> None:
+def test_only_allowed_tools_are_called(server: ChatServer, client: Any) -> None:
     named: Any = [{"type": "function", "function": {"name": "time"}}]
     allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
     for seed in range(3):
@@ -209,7 +207,7 @@ def test_only_allowed_tools_are_called(server: ChatServer, client: openai.OpenAI
         ({"mode": "auto", "tools": [{"type": "mcp"}]}, "must name a function or a custom tool"),
     ],
 )
-def test_a_wrong_choice_of_allowed_tools_is_refused(client: openai.OpenAI, allowed: Any, said: str) -> None:
+def test_a_wrong_choice_of_allowed_tools_is_refused(client: Any, allowed: Any, said: str) -> None:
     with pytest.raises(openai.BadRequestError, match=said) as refused:
         chat(client, tools=CHAT_TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
     assert str(refused.value.param).startswith("tool_choice")
@@ -218,7 +216,7 @@ def test_a_wrong_choice_of_allowed_tools_is_refused(client: openai.OpenAI, allow
 # --- functions, as of 2023 ------------------------------------------------------------------------------------------
 
 
-def test_a_function_is_called_in_the_form_of_2023(client: openai.OpenAI) -> None:
+def test_a_function_is_called_in_the_form_of_2023(client: Any) -> None:
     (choice,) = chat(client, functions=[WEATHER, TIME], function_call={"name": "time"}).choices
     assert choice.finish_reason == "function_call"
     assert choice.message.tool_calls is None
@@ -228,7 +226,7 @@ def test_a_function_is_called_in_the_form_of_2023(client: openai.OpenAI) -> None
     assert isinstance(json.loads(choice.message.function_call.arguments), dict)
 
 
-def test_a_streamed_call_has_the_form_of_2023(server: ChatServer, client: openai.OpenAI) -> None:
+def test_a_streamed_call_has_the_form_of_2023(server: ChatServer, client: Any) -> None:
     calls = [ToolCallStart(0, "a", "time"), ArgumentsDelta(0, "{"), ArgumentsDelta(0, "}"), *CALLS[3:]]
     scripted(server, calls)
     stream = client.chat.completions.create(model="tiny", messages=HELLO, functions=[TIME], stream=True)
@@ -241,7 +239,7 @@ def test_a_streamed_call_has_the_form_of_2023(server: ChatServer, client: openai
 
 @pytest.mark.parametrize(("choice", "mode"), [("none", "none"), ("auto", "auto"), (None, "auto")])
 def test_function_call_chooses_as_tool_choice_does(
-    server: ChatServer, client: openai.OpenAI, choice: str | None, mode: str
+    server: ChatServer, client: Any, choice: str | None, mode: str
 ) -> None:
     form = scripted(server, [])
     chat(client, functions=[TIME], **({"function_call": choice} if choice else {}))
@@ -249,7 +247,7 @@ def test_function_call_chooses_as_tool_choice_does(
     assert form.asked["tools"] == [{"type": "function", "function": TIME}]
 
 
-def test_earlier_calls_of_2023_reach_the_template_as_todays(server: ChatServer, client: openai.OpenAI) -> None:
+def test_earlier_calls_of_2023_reach_the_template_as_todays(server: ChatServer, client: Any) -> None:
     form = scripted(server, [])
     call = {"role": "assistant", "content": None, "function_call": {"name": "time", "arguments": "{}"}}
     chat(client, messages=[*HELLO, call, {"role": "function", "name": "time", "content": "noon"}], functions=[TIME])
@@ -268,7 +266,7 @@ def test_earlier_calls_of_2023_reach_the_template_as_todays(server: ChatServer, 
         ({"functions": [TIME], "function_call": {"name": "no"}}, "tool_choice"),
     ],
 )
-def test_wrong_fields_of_2023_are_refused(client: openai.OpenAI, fields: Json, field: str) -> None:
+def test_wrong_fields_of_2023_are_refused(client: Any, fields: Json, field: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, **fields)
     assert refused.value.param == field

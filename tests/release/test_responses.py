@@ -62,7 +62,7 @@ def test_the_default_model_calls_a_tool(real: openai.OpenAI, default_model: Path
         "max_output_tokens": 60,
     }
     response = streamed(real, **fields) if stream else ask(real, **fields)
-    strictly(Response, response.to_dict(), OURS)
+    strictly(Response, response.to_dict(), *OURS)
     (item,) = response.output
     call = expect(ResponseFunctionToolCall, item)
     assert (call.type, call.name, response.status) == ("function_call", "weather", "completed")

@@ -78,7 +78,7 @@ def test_without_a_grammar_nothing_is_enforced_unless_a_call_is() -> None:
 ESCAPED: dict[str, tuple[str, list[str], list[str]]] = {
     "strings": ('start: "say \\"hi\\"\\n" WORD\n%import common.WORD', ['say "hi"\nab'], ["say hi\nab", 'say "hi"\n1']),
     "any case": ('start: "abc"i "." /(?i)x|y/', ["aBc.X", "ABC.y"], ["abx.X", "aBc.z"]),
-    "classes": (r'start: /[^x]/ /[\w\-"]+/ /\d{2,3}/', ['"a-"12', '\n"123'], ['xa-"12', "aa1"]),
+    "classes": (r'start: /[^x]/ /[\w\-"]+;/ /\d{2,3}/', ['"a-";12', '\n"1;123'], ['xa-";12', "aa;1"]),
     "any character": ("start: /a.c/s /./", ["a\ncx", 'a"c\\'], ["a\nc\n"]),
     "ranges": ('start: "a".."c" /\\//', ["a/", "c/"], ["d/", "a"]),
     "white space": ("start: A WS B\nA: /a+/\nB: A{2}\n%import common.WS", ["a \n\taa", "aa\raa"], ["aaa", "a a"]),
