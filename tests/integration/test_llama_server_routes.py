@@ -540,3 +540,11 @@ async def test_vertex_ai_gets_the_answers_to_several_requests_in_one(engine: Loc
         assert "chatCompletions" in answer["error"]["message"]
     async with TestClient(TestServer(create_app(engine))) as http, http.post("/predict", json={}) as answer_:
         assert answer_.status == 404
+
+
+async def test_props_have_the_defaults_of_the_server(engine: LocalEngine) -> None:
+    settings = ServerSettings(sampling_defaults={"seed": 7, "temperature": 0.25})
+    async with TestClient(TestServer(create_app(engine, settings))) as http:
+        _, props = await get(http, "/props")
+        params = props["default_generation_settings"]["params"]
+        assert (params["seed"], params["temperature"]) == (7, 0.25)

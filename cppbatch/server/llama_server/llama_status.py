@@ -100,7 +100,8 @@ async def props(request: web.Request) -> web.Response:
 
 
 def _default_settings(serving: Serving) -> GenerationSettings:
-    return generation_settings(SamplingParams(**serving.default_params()))
+    params = SamplingParams(**serving.default_params())
+    return generation_settings(params, seed=params.seed)
 
 
 @routes.get("/slots")

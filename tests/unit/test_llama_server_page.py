@@ -1,0 +1,38 @@
+"""docs/llama-server.md has the tables of what is known of llama-server's tests, and names flags that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cppbatch.cli.main import main
+from tests.llama_server.known import KnownFile, page_tables, read_known, surprises_of_cppbatch
+from tests.llama_server.ring import Outcome
+
+PAGE = (Path(__file__).parents[2] / "docs" / "llama-server.md").read_text()
+
+
+def test_the_page_has_the_ratios_and_the_exceptions() -> None:
+    assert page_tables(read_known()) in PAGE
+
+
+def test_the_flags_that_mean_the_same_are_flags_of_the_command() -> None:
+    (paragraph,) = re.findall(r"These mean the same in both: (.*?)and others", PAGE, re.DOTALL)
+    known = {name for option in main.commands["serve"].params for name in (*option.opts, *option.secondary_opts)}
+    assert set(re.findall(r"`(-[^`]+)`", paragraph)) <= known
+
+
+def test_a_run_complains_of_failures_that_are_not_known_and_of_exceptions_that_pass() -> None:
+    known = KnownFile(not_here={"elsewhere": "a text"}, exceptions={"ever": "no such thing", "one[b]": "not so"})
+    outcomes = {
+        "elsewhere[a]": Outcome("failed", "E"),
+        "ever[1]": Outcome("failed", "E"),
+        "ever[2]": Outcome("passed", ""),
+        "one[a]": Outcome("failed", "E assert 1 == 2"),
+        "one[b]": Outcome("failed", "E"),
+        "left out": Outcome("skipped", ""),
+    }
+    assert list(surprises_of_cppbatch(known, outcomes)) == [
+        "ever[2]: passes now: it is no longer an exception",
+        "one[a]: fails: E assert 1 == 2",
+    ]
