@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cppbatch.cli.main import main
+from cppbatch.cli.serve_command import serve
 from tests.llama_server.known import KnownFile, page_tables, read_known, surprises_of_cppbatch
 from tests.llama_server.ring import Outcome
 
@@ -18,7 +18,7 @@ def test_the_page_has_the_ratios_and_the_exceptions() -> None:
 
 def test_the_flags_that_mean_the_same_are_flags_of_the_command() -> None:
     (paragraph,) = re.findall(r"These mean the same in both: (.*?)and others", PAGE, re.DOTALL)
-    known = {name for option in main.commands["serve"].params for name in (*option.opts, *option.secondary_opts)}
+    known = {name for option in serve.params for name in (*option.opts, *option.secondary_opts)}
     assert set(re.findall(r"`(-[^`]+)`", paragraph)) <= known
 
 
