@@ -14,7 +14,6 @@ from cppbatch.chat.template import ChatTemplate, content_text
 from cppbatch.chat.tool_formats.detect import detect_tool_format
 from cppbatch.chat.tool_formats.generic import describe_tools_in_text
 from cppbatch.chat.tools import ToolChoice, argument_schemas, callable_tools, check_satisfiable
-from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
 
@@ -75,14 +74,13 @@ class ChatFormat:
         """Prepares the generation of the assistant's next message.
 
         `messages`, `tools`: OpenAI's objects. `schema`: the text must be JSON that matches it, unless tools are
-        called. `variables`: passed to the template. `continue_final_message`: extend the last message instead of
-        starting a new one; None: if the last message is the assistant's. Raises `InvalidRequest`.
+        called; an answer that must be a call has no text. `variables`: passed to the template.
+        `continue_final_message`: extend the last message instead of starting a new one; None: if the last message is
+        the assistant's. Raises `InvalidRequest`.
         """
         callable_ = callable_tools(as_functions(tools), choice)
         custom = callable_custom_tools(tools, callable_)
         schemas = argument_schemas(callable_)
-        if choice.mode == "required" and schema is not None:
-            raise InvalidRequest("response_format", "cannot be used together with a tool_choice that requires a call")
         last = messages[-1]
         if continue_final_message is None:
             continue_final_message = last["role"] == "assistant" and not last.get("tool_calls")

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from cppbatch.chat.escaped_lark import escaped_lark, input_grammar
+from cppbatch.engine.sampling.closed_objects import closed_objects
 
 MAX_TOOL_CALLS = 8
 """In one message, where a grammar enforces tool calls."""
@@ -53,7 +54,7 @@ class LarkGrammar:
         if isinstance(schema, dict) and (source := input_grammar(schema)):
             inner = self.rule(f"%lark {{\n{escaped_lark(source)}\n}}")
             return " ".join([self.literal('{"input": "'), inner, self.literal('"}')])
-        given = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
+        given = closed_objects(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
         options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
         return self.rule(f"%json {json.dumps(given | options)}")
 

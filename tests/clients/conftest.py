@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.serving import KEY, Serving
+from tests.clients.serving import KEY, REASONING_TEMPLATE, Serving
 from tests.server_process import ServerProcess
 
 PYTHON = Path(__file__).parents[2] / ".venv" / "bin" / "python"
@@ -56,6 +56,12 @@ def server(default_model: Path) -> Iterator[Serving]:
 def embedding_server(default_model: Path) -> Iterator[Serving]:
     """Vectors instead of text."""
     yield from serve("-m", default_model, "--pooling", "mean")
+
+
+@pytest.fixture(scope="session")
+def reasoning_server(default_model: Path) -> Iterator[Serving]:
+    """A chat template as of models that reason. The default model does not: requests have REASONS_THEN_ANSWERS."""
+    yield from serve("-m", default_model, "-np", "2", "-c", "2048", "--chat-template", REASONING_TEMPLATE)
 
 
 @pytest.fixture(scope="session")

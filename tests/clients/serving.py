@@ -99,3 +99,12 @@ def check_weather(arguments: Any) -> None:
     assert arguments["city"] in CITIES
     assert isinstance(arguments["days"], int)
     assert 1 <= arguments["days"] <= 5
+
+
+# What a model that reasons would write after the prompt of the fixture `reasoning_server`, as a grammar.
+THOUGHT, CONCLUSION = "France is in Europe.", "It is Paris."
+REASONS_THEN_ANSWERS = f'root ::= "{THOUGHT}\\n</think>\\n\\n{CONCLUSION}"'
+REASONING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)

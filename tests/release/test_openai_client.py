@@ -233,10 +233,6 @@ def test_the_clients_own_helper_reads_calls_and_json(client: openai.OpenAI) -> N
             },
             "tools",
         ),
-        (
-            {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
     ],
 )
 def test_a_wrong_field_about_tools_is_named(client: openai.OpenAI, fields: Any, param: str) -> None:

@@ -169,6 +169,14 @@ def test_where_an_answer_must_be_json_tools_may_still_be_called(family: str) -> 
     assert min(n_calls) == 0 < max(n_calls)
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_an_answer_that_must_be_a_call_has_no_text_that_a_schema_could_describe(family: str) -> None:
+    """Clients send both, as instructor does: text.format with the schema of the function that must be called."""
+    ids = vocabulary(family)[0].ids
+    both = turn(family, tools=FUNCTIONS, mode="required", schema=ARGUMENTS["many kinds"], token_ids=ids)
+    assert both.params == turn(family, tools=FUNCTIONS, mode="required", token_ids=ids).params
+
+
 def test_an_answer_that_must_be_json_is_plainly_that_where_no_thought_can_come() -> None:
     for its in (turn("llama3", tools=[], schema=FREE_TEXT), turn("hermes", tools=[], schema=FREE_TEXT, quick=True)):
         assert its.params["json_schema"] == FREE_TEXT
@@ -200,7 +208,6 @@ def bad(parameters: Any, name: str = "f") -> list[Any]:
         ({"tools": [PING, PING]}, "tools[1].function.name", "as an earlier one"),
         ({"tools": [], "mode": "required"}, "tool_choice", "no tools"),
         ({"name": "other", "mode": "required"}, "tool_choice", "'other'"),
-        ({"mode": "required", "schema": True}, "response_format", "together"),
         ({"tools": bad([1])}, "tools[0].function.parameters", "schema of an object"),
         ({"tools": bad(nested(100_000))}, "tools[0].function.parameters", "nested too deeply"),
         ({"tools": bad({"properties": [1]})}, "tools[0].function.parameters.properties", "must be an object"),

@@ -15,6 +15,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.sampling.closed_objects import closed_objects
 from cppbatch.engine.sampling.grammar_check import CheckFailed, GrammarChecker
 from cppbatch.engine.sampling.grammar_child import LIMITS
 from cppbatch.engine.sampling.json_schema_check import has_finite_instance
@@ -79,8 +80,11 @@ class GrammarCompiler:
     def _compile(self, field: str, text: str) -> LLMatcher | str:
         """The grammar in its initial state, or the reason for which it is refused."""
         try:
-            if field == "json_schema" and not has_finite_instance(json.loads(text)):
-                return "no finite JSON satisfies this schema: it requires itself within itself"
+            if field == "json_schema":
+                schema = json.loads(text)
+                if not has_finite_instance(schema):
+                    return "no finite JSON satisfies this schema: it requires itself within itself"
+                text = json.dumps(closed_objects(schema), ensure_ascii=False)
             definition = self._checker.definition(field, text)
         except RecursionError:
             return "is nested too deeply"

@@ -1,0 +1,75 @@
+"""Answers have the properties that a schema names, and no others unless it mentions them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from cppbatch.engine.sampling.closed_objects import closed_objects
+
+INTEGER = {"type": "integer"}
+A = {"type": "object", "properties": {"a": INTEGER}}
+
+
+def accepts(schema: Any, value: Any) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (A, {"a": 1, "more": 2}),
+        ({"type": "array", "items": A}, [{"a": 1}, {"more": 2}]),
+        ({"type": "object", "properties": {"inner": A}}, {"inner": {"a": 1, "more": 2}}),
+        ({"$defs": {"A": A}, "$ref": "#/$defs/A"}, {"more": 2}),
+        ({"anyOf": [A, INTEGER]}, {"more": 2}),
+        ({"prefixItems": [A]}, [{"more": 2}]),
+    ],
+)
+def test_properties_that_are_not_named_are_left_out(schema: Any, value: Any) -> None:
+    before = json.dumps(schema)
+    assert accepts(schema, value)
+    assert not accepts(closed_objects(schema), value)
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"type": "object"},
+        {**A, "additionalProperties": True},
+        {**A, "additionalProperties": INTEGER},
+        {**A, "patternProperties": {"^x": INTEGER}},
+        {**A, "minProperties": 3},
+        {**A, "required": ["a", "unnamed"]},
+        {"allOf": [A, {"properties": {"b": INTEGER}}]},
+        {**A, "anyOf": [{"required": ["b"]}, {"properties": {"c": INTEGER}}]},
+        {"$defs": {"A": A}, "$ref": "#/$defs/A", "properties": {"b": INTEGER}},
+        {"oneOf": [A, {"type": "object", "properties": {"b": INTEGER}}]},
+        {"type": "object", "properties": [1]},
+    ],
+)
+def test_a_schema_that_may_mean_others_is_left_as_it_is(schema: Any) -> None:
+    assert closed_objects(schema) == schema
+
+
+def test_a_property_may_have_the_name_of_a_keyword() -> None:
+    schema = {"type": "object", "properties": {"allOf": INTEGER, "properties": A}}
+    closed = closed_objects(schema)
+    assert accepts(closed, {"allOf": 1, "properties": {"a": 1}})
+    assert not accepts(closed, {"if": 1})
+
+
+def test_a_deep_schema_is_no_recursion() -> None:
+    schema: Any = A
+    for _ in range(5000):
+        schema = {"type": "array", "items": schema}
+    inner = closed_objects(schema)
+    for _ in range(5000):
+        inner = inner["items"]
+    assert inner == {**A, "additionalProperties": False}
