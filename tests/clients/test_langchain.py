@@ -78,7 +78,7 @@ def test_a_stream_has_the_text_and_the_usage_of_the_whole_answer(api: str, serve
     chat = chats(server)[api]
     whole = chat.invoke(QUESTION)
     chunks = list(chat.stream(QUESTION))
-    assert len(chunks) > 3
+    assert len(chunks) > 1
     total = chunks[0]
     for chunk in chunks[1:]:
         total += chunk
