@@ -103,7 +103,7 @@ def test_the_tool_runner_calls_a_function_and_goes_on(client: anthropic.Anthropi
 
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     asking: Any = {**GREEDY, "max_tokens": 128, "messages": ASK, "tool_choice": choice, "max_iterations": 2}
-    runner = client.beta.messages.tool_runner(tools=[get_weather], thread=False, **asking)
+    runner = client.beta.messages.tool_runner(tools=[get_weather], **asking)
     messages = list(runner)
     assert len(messages) == 2
     assert asked
