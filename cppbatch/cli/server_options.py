@@ -146,6 +146,10 @@ _OPTIONS = [
         help="Refuse requests that name a model other than the loaded one and its aliases. Without it: the loaded "
         "model answers to any name.",
     ),
+    option(
+        "--props", env="PROPS", llama_env="LLAMA_ARG_ENDPOINT_PROPS", is_flag=True,
+        help="Answer POST /props, for clients of llama-server that send it; there is no property that it changes.",
+    ),
     chat_template_option,
     option(
         "--chat-template-kwargs", "template_variables", env="CHAT_TEMPLATE_KWARGS",
@@ -198,6 +202,7 @@ def server_options(command: Command) -> Command:
             slots=arguments.pop("slots"),
             predict_path=_predict_path(),
             strict_model=arguments.pop("strict_model"),
+            props=arguments.pop("props"),
             drain_timeout=arguments.pop("drain_timeout"),
             data_dir=arguments.pop("data_dir"),
             chat_template=arguments.pop("chat_template"),

@@ -117,7 +117,7 @@ class Metrics:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.batch_sizes = Bins(ROWS)
         self.step_times, self.decode_times, self.sample_times = Bins(SECONDS), Bins(SECONDS), Bins(SECONDS)
-        self._recent = Window(_MAX_STEPS)
+        self._recent: Window[tuple[float, float, float]] = Window(_MAX_STEPS)
         self._laps = dict.fromkeys(PHASES, 0.0)  # of this step
         self._began = self._mark = 0.0
         self._rows = self._tokens_before = self._drafted_before = self._accepted_before = 0

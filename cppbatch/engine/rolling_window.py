@@ -6,13 +6,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
+from typing import Generic, TypeVar
 
 SPAN = 60.0  # seconds
 
-Row = tuple[float, ...]
+Row = TypeVar("Row")
 
 
-class Window:
+class Window(Generic[Row]):
     """Rows of figures. A row is dropped after a minute, or earlier when there are more than `max_rows`."""
 
     def __init__(self, max_rows: int, clock: Callable[[], float] = perf_counter) -> None:

@@ -49,7 +49,7 @@ class NoStorage(CppBatchError):
 
 
 class SwitchedOff(CppBatchError):
-    """This server was told not to serve the route."""
+    """This server was started without the route."""
 
 
 class ModelNotFound(InvalidRequest):
@@ -130,8 +130,9 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     message: str
     type: str
-    """invalid_request_error, authentication_error, rate_limit_error or server_error; exceed_context_size_error, as on
-    llama-server, for a prompt that is longer than the context: its code is OpenAI's, context_length_exceeded."""
+    """invalid_request_error, authentication_error, rate_limit_error or server_error; as on llama-server,
+    not_supported_error for a feature that is off, and exceed_context_size_error for a prompt that is longer than the
+    context: its code is OpenAI's, context_length_exceeded."""
     param: str | None
     """The request's field at fault."""
     code: str | None
@@ -175,6 +176,7 @@ class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_VERSION = "anthropic-version"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -182,6 +184,11 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+def is_anthropic(request: web.Request) -> bool:
+    """Whether a client of Anthropic's API sent the request: on paths that two APIs have, its header decides."""
+    return _ANTHROPIC_VERSION in request.headers
 
 
 def error_body(path: str, error: ApiError) -> ErrorResponse | AnthropicErrorResponse:
@@ -229,8 +236,9 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 
 def error_response(request: web.Request, error: ApiError) -> web.Response:
-    """An error response, in the format of the API that the request's path belongs to."""
-    return json_response(error_body(request.path, error), error.status)
+    """An error response, in the format of the API that the request's client uses."""
+    body = anthropic_error(error) if is_anthropic(request) else error_body(request.path, error)
+    return json_response(body, error.status)
 
 
 @web.middleware

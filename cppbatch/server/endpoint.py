@@ -32,6 +32,8 @@ class Endpoint(NamedTuple):
     """The statuses of error responses."""
     body: type | None = None
     """The type of the JSON request body."""
+    takes_list: bool = False
+    """The body is a list of this type."""
     types: tuple[type, ...] = ()
     """The types that `content` refers to."""
     unavailable: type = ErrorResponse

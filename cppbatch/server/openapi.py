@@ -40,7 +40,7 @@ _STATUS = {
     413: "The body is larger than the server allows",
     429: "The queue is full, or too many requests are being answered; Retry-After says when to try again",
     500: "The engine could not finish the request",
-    501: "The server was told not to serve this route",
+    501: "The server was started without this route",
     503: "The model is still loading, the server is shutting down, the engine has failed, or no files are stored",
     507: "The disk is full, or cannot be written",
 }
@@ -118,7 +118,9 @@ def _operation(path: str, endpoint: Endpoint) -> Json:
     if endpoint.form:
         operation["requestBody"] = {"required": True, "content": _content({"multipart/form-data": endpoint.form})}
     if endpoint.body:
-        operation["requestBody"] = {"required": True, "content": _content(json_content(schema_ref(endpoint.body)))}
+        body = schema_ref(endpoint.body)
+        schema = {"type": "array", "items": body} if endpoint.takes_list else body
+        operation["requestBody"] = {"required": True, "content": _content(json_content(schema))}
     return operation
 
 

@@ -17,6 +17,7 @@ from cppbatch.json_bounds import excess
 from cppbatch.server.unknown_fields import IGNORED, refuse_unknown
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+Parsed = TypeVar("Parsed")
 
 _LARGE = 1 << 18  # bytes; larger bodies are parsed on another thread
 
@@ -39,7 +40,7 @@ def _read(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     return struct, refuse_unknown(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind)
 
 
-def parse(body: bytes, kind: type[Body]) -> Body:
+def parse(body: bytes, kind: type[Parsed]) -> Parsed:
     """Parses JSON. Raises `InvalidRequest` naming the field at fault, also for JSON that is too deep or has too many
     values (`json_bounds`)."""
     if too_much := excess(body):

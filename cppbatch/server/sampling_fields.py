@@ -153,7 +153,7 @@ class SamplingFields(StructuredFields, kw_only=True):
     def options(self) -> dict[str, Any]:
         """The given fields of `GenerationRequest`: priority, timeouts, caching, adapters. Raises `InvalidRequest`."""
         given = {name: getattr(self, name, None) for name in GenerationRequest.__struct_fields__}
-        given["lora"] = _by_number(self.lora) if isinstance(self.lora, list) else self.lora
+        given["lora"] = scales_by_number(self.lora) if isinstance(self.lora, list) else self.lora
         return {name: value for name, value in given.items() if value is not None and name not in _NO_OPTIONS}
 
 
@@ -190,7 +190,8 @@ _NO_OPTIONS = ("id", "prompt", "params")
 """Fields of `GenerationRequest` that have no field of their own in requests."""
 
 
-def _by_number(lora: list[LoraScale]) -> dict[int, float]:
+def scales_by_number(lora: list[LoraScale]) -> dict[int, float]:
+    """{index of an adapter: its scale}. Raises `InvalidRequest` for an adapter that is there twice."""
     scales: dict[int, float] = {}
     for i, entry in enumerate(lora):
         if entry.id in scales:

@@ -20,7 +20,7 @@ from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.gpu_state import GpuSampler, GpuState
 from cppbatch.server.run_requests import Event
-from cppbatch.server.server_stats import BatchStats, RecentCompletions
+from cppbatch.server.server_stats import BatchStats, CompletionSums, RecentCompletions
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -77,6 +77,7 @@ class ServerMetrics:
             "completion_time", "From the request to the end of the text", _COMPLETION_BUCKETS
         )
         self.recent = RecentCompletions()
+        self.sums = CompletionSums()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"cppbatch_{name}_seconds", text, ["endpoint"], registry=self._registry, buckets=buckets)
@@ -142,6 +143,7 @@ class _RequestObserver:
         metrics.cached_prompt_tokens.labels(endpoint).inc(usage.cached_tokens)
         metrics.queue.labels(endpoint).observe(usage.queue_seconds)
         metrics.recent.add(usage)
+        metrics.sums.add(usage)
 
 
 METRICS = web.AppKey("metrics", ServerMetrics)

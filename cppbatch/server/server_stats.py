@@ -55,26 +55,56 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     """NVIDIA's GPUs, of at most a second ago. Empty: no GPU, no driver, or no nvidia-ml-py (`cppbatch[gpu]`)."""
 
 
+class CompletionSums:
+    """Sums over completions that have ended."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        """Computed prompt tokens; those from the prefix cache; generated tokens."""
+        self.prompt_seconds = self.generation_seconds = 0.0
+        """From the first step to the first token; from there to the end."""
+        self.longest = 0
+        """The most tokens of a prompt and its completion."""
+
+    def add(self, usage: RequestUsage) -> None:
+        """Adds a completion that has ended."""
+        first_token = usage.first_token_seconds or usage.total_seconds  # 0: no token was generated
+        self.prompt_tokens += usage.prompt_tokens - usage.cached_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.generated_tokens += usage.completion_tokens
+        self.prompt_seconds += max(0.0, first_token - usage.queue_seconds)
+        self.generation_seconds += usage.total_seconds - first_token
+        self.longest = max(self.longest, usage.prompt_tokens + usage.completion_tokens)
+
+
 class RecentCompletions:
     """The times of the completions that ended in the last minute."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._window = Window(_MAX_COMPLETIONS, clock)
+        self._window: Window[RequestUsage] = Window(_MAX_COMPLETIONS, clock)
 
     def add(self, usage: RequestUsage) -> None:
         """Adds a completion that has ended now."""
-        self._window.add((usage.queue_seconds, usage.first_token_seconds, usage.total_seconds))
+        self._window.add(usage)
 
     def last_minute(self, tokens_per_second: float | None) -> LastMinute:
         """The last minute, up to now."""
-        rows = self._window.rows()
+        usages = self._window.rows()
+        first_tokens = [usage.first_token_seconds for usage in usages if usage.first_token_seconds]  # 0: no token
         return LastMinute(
-            requests=len(rows),
+            requests=len(usages),
             tokens_per_second=tokens_per_second,
-            queue_seconds=_percentiles([queue for queue, _, _ in rows]),
-            first_token_seconds=_percentiles([first for _, first, _ in rows if first]),  # 0: no token was generated
-            total_seconds=_percentiles([total for _, _, total in rows]),
+            queue_seconds=_percentiles([usage.queue_seconds for usage in usages]),
+            first_token_seconds=_percentiles(first_tokens),
+            total_seconds=_percentiles([usage.total_seconds for usage in usages]),
         )
+
+    def sums(self) -> CompletionSums:
+        """The sums over the last minute, up to now."""
+        sums = CompletionSums()
+        for usage in self._window.rows():
+            sums.add(usage)
+        return sums
 
 
 def _percentiles(values: list[float]) -> Percentiles:

@@ -49,6 +49,9 @@ class Serving:
         self.client = client
         self.settings = settings
         self.started = int(time.time())
+        self.lora: dict[str | int, float] | None = None
+        """The scales of LoRA adapters for requests without `lora`, as `POST /lora-adapters` set them. None: those of
+        --lora."""
         self._chat: ChatFormat | None = None
 
     @property
@@ -178,7 +181,7 @@ class Serving:
         if len(prompts) * n > _MAX_SEQUENCES:
             message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MAX_SEQUENCES}"
             raise InvalidRequest("prompt", message)
-        options = body.options() | {"timeout": self.limits.timeout(body.timeout), "fit": True}
+        options = {"lora": self.lora, **body.options(), "timeout": self.limits.timeout(body.timeout), "fit": True}
         each = expand([params], n, ranked=n > body.n_choices)
         requests = []
         for p, prompt in enumerate(prompts):

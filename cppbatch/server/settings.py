@@ -35,6 +35,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `/slots` is served."""
     predict_path: str | None = None
     """The path of Vertex AI's predictions; None: not served."""
+    props: bool = False
+    """Whether `POST /props` is answered."""
     strict_model: bool = False
     """Refuse requests that name another model."""
     drain_timeout: float = 30

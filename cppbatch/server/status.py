@@ -11,6 +11,7 @@ from cppbatch.errors import EngineClosed
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.api_errors import SwitchedOff, json_response
 from cppbatch.server.endpoint import TEXT, Endpoint, json_content, schema_ref
+from cppbatch.server.llama_server.llama_metrics import llama_metrics
 from cppbatch.server.server_metrics import CONTENT_TYPE, GPUS, METRICS
 from cppbatch.server.server_stats import ServerStats
 from cppbatch.server.serving import SERVING
@@ -66,14 +67,17 @@ async def stats(request: web.Request) -> web.Response:
 
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
-    """All metrics in Prometheus' text format. Raises `SwitchedOff`."""
-    if not request.app[SERVING].settings.metrics:
+    """All metrics in Prometheus' text format, also under llama-server's names. Raises `SwitchedOff`."""
+    serving, metrics, batches = request.app[SERVING], request.app[METRICS], request.app[STORAGE].stats()
+    if not serving.settings.metrics:
         raise SwitchedOff("/metrics is switched off: start the server without --no-metrics")
-    metrics, batches = request.app[METRICS], request.app[STORAGE].stats()
     if batches:
         metrics.set_batches(batches)
-    page = metrics.page(await request.app[SERVING].client.workers(), request.app[GPUS].latest)
-    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
+    workers = await serving.client.workers()
+    page = metrics.page(workers, request.app[GPUS].latest)
+    theirs = llama_metrics(metrics.sums, metrics.recent.sums(), workers)
+    headers = {"Content-Type": CONTENT_TYPE, "Process-Start-Time-Unix": str(serving.started)}
+    return web.Response(body=page + theirs, headers=headers)
 
 
 _STATS = {"anyOf": [{"allOf": [schema_ref(EngineStats), schema_ref(ServerStats)]}, schema_ref(ServerStats)]}

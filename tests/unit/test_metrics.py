@@ -51,7 +51,7 @@ def test_a_percentile_is_the_smallest_value_that_is_enough(share: float) -> None
 
 def test_a_window_forgets_after_a_minute_and_says_how_long_a_time_it_knows() -> None:
     clock = Clock()
-    window = Window(100, clock)
+    window: Window[tuple[int]] = Window(100, clock)
     for i in range(50):
         clock.now += 2
         window.add((i,))
@@ -65,7 +65,7 @@ def test_a_window_forgets_after_a_minute_and_says_how_long_a_time_it_knows() -> 
 
 def test_a_full_window_knows_of_a_shorter_time() -> None:
     clock = Clock()
-    window = Window(10, clock)
+    window: Window[tuple[int]] = Window(10, clock)
     for i in range(50):
         clock.now += 1
         window.add((i,))

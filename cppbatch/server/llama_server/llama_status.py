@@ -1,4 +1,4 @@
-"""`GET /props`, `/slots` and `/lora-adapters`."""
+"""`/props`, `/slots` and `/lora-adapters`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from aiohttp import web
 
 from cppbatch import __version__
 from cppbatch.chat.template import CHATML
+from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import GenerationRequest
 from cppbatch.server.api_errors import SwitchedOff, json_response
 from cppbatch.server.endpoint import (
     QUERY_ERRORS,
@@ -17,6 +19,8 @@ from cppbatch.server.endpoint import (
     schema_ref,
 )
 from cppbatch.server.llama_settings import GenerationSettings, generation_settings
+from cppbatch.server.parse import parse, read_json
+from cppbatch.server.sampling_fields import LoraScale, scales_by_number
 from cppbatch.server.serving import SERVING, Serving
 
 routes = web.RouteTableDef()
@@ -51,10 +55,12 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     bos_token: str
     eos_token: str
     build_info: str
-    endpoint_slots: bool = True
-    endpoint_props: bool = False
-    """The properties cannot be changed."""
-    endpoint_metrics: bool = True
+    endpoint_slots: bool
+    """--slots."""
+    endpoint_props: bool
+    """--props."""
+    endpoint_metrics: bool
+    """--metrics."""
     is_sleeping: bool = False
 
 
@@ -74,7 +80,17 @@ class LoraAdapter(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     path: str
     scale: float
-    """The default scale."""
+    """The scale for requests without `lora`."""
+
+
+class Success(msgspec.Struct, frozen=True, kw_only=True):
+    """A change was made."""
+
+    success: bool = True
+
+
+class PropsChange(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /props`. As in llama-server, no property can be changed."""
 
 
 @routes.get("/props")
@@ -94,9 +110,19 @@ async def props(request: web.Request) -> web.Response:
             eos_token=info.eos,
             build_info=f"cppbatch {__version__}",
             endpoint_slots=serving.settings.slots,
+            endpoint_props=serving.settings.props,
             endpoint_metrics=serving.settings.metrics,
         )
     )
+
+
+@routes.post("/props")
+async def change_props(request: web.Request) -> web.Response:
+    """Changes nothing, as in llama-server; needs --props. Raises `InvalidRequest` for a property."""
+    if not request.app[SERVING].settings.props:
+        raise SwitchedOff("POST /props is switched off: start the server with --props")
+    await read_json(request, PropsChange)
+    return json_response(Success())
 
 
 def _default_settings(serving: Serving) -> GenerationSettings:
@@ -125,13 +151,30 @@ async def slots(request: web.Request) -> web.Response:
 
 @routes.get("/lora-adapters")
 async def lora_adapters(request: web.Request) -> web.Response:
-    """Returns the adapters that a request's `lora` can name. --lora and each request set their scales."""
-    adapters = request.app[SERVING].info.adapters
+    """Returns the adapters that a request's `lora` can name, with their present scales."""
+    serving = request.app[SERVING]
+    adapters = serving.info.adapters
+    scales = dict(adapter_set(serving.lora, adapters))
     found = [
-        LoraAdapter(id=i, name=adapter.name, path=adapter.path, scale=adapter.scale)
+        LoraAdapter(id=i, name=adapter.name, path=adapter.path, scale=scales.get(i, 0.0))
         for i, adapter in enumerate(adapters)
     ]
     return json_response(found)
+
+
+@routes.post("/lora-adapters")
+async def set_lora_adapters(request: web.Request) -> web.Response:
+    """Sets the scales of the adapters for later requests without `lora`; adapters that are not named are off.
+
+    Raises `InvalidRequest`.
+    """
+    serving = request.app[SERVING]
+    entries = parse(await request.read(), list[LoraScale])
+    lora: dict[str | int, float] = dict(scales_by_number(entries).items())
+    GenerationRequest(id="", prompt="", lora=lora)  # checks the scales
+    adapter_set(lora, serving.info.adapters)  # checks that the adapters exist
+    serving.lora = lora
+    return json_response(Success())
 
 
 def _list_endpoint(summary: str, kind: type, *errors: int) -> Endpoint:
@@ -142,5 +185,11 @@ def _list_endpoint(summary: str, kind: type, *errors: int) -> Endpoint:
 ENDPOINTS = {
     ("get", "/props"): query_endpoint("Returns the properties of the model, and the default settings", Props),
     ("get", "/slots"): _list_endpoint("Returns a slot for each sequence that can run at once", Slot, 501),
+    ("post", "/props"): query_endpoint(
+        "Changes nothing, as in llama-server; 501 without --props", Success, (400, 401, 413, 501, 503)
+    )._replace(body=PropsChange),
+    ("post", "/lora-adapters"): query_endpoint(
+        "Sets the scales of adapters for requests without `lora`", Success, (400, 401, 413, 503)
+    )._replace(body=LoraScale, takes_list=True),
     ("get", "/lora-adapters"): _list_endpoint("Returns the adapters that a request's `lora` can name", LoraAdapter),
 }

@@ -7,8 +7,16 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from cppbatch.server.api_errors import json_response
-from cppbatch.server.endpoint import query_endpoint
+from cppbatch.server.anthropic.anthropic_models import (
+    AnthropicModel,
+    AnthropicModelList,
+    AnthropicModelQuery,
+    anthropic_model,
+    anthropic_model_list,
+)
+from cppbatch.server.api_errors import is_anthropic, json_response
+from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
+from cppbatch.server.parse import convert
 from cppbatch.server.serving import SERVING, Serving
 
 routes = web.RouteTableDef()
@@ -66,7 +74,10 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """The loaded model, as a list."""
+    """The loaded model, as a list; for Anthropic's clients in their form."""
+    if is_anthropic(request):
+        query = convert(dict(request.query), AnthropicModelQuery, from_text=True)
+        return json_response(anthropic_model_list(request.app[SERVING], query))
     return json_response(ModelList(data=[await _model(request.app[SERVING])]))
 
 
@@ -75,12 +86,23 @@ async def model(request: web.Request) -> web.Response:
     """The loaded model by one of its names. Other names are not found, although requests may name them."""
     serving = request.app[SERVING]
     serving.find_model(request.match_info["id"])
+    if is_anthropic(request):
+        return json_response(anthropic_model(serving))
     return json_response(await _model(serving))
 
 
+def _endpoint(summary: str, response: type, for_anthropic: type, error: int) -> Endpoint:
+    """A route whose response for requests with the header `anthropic-version` is Anthropic's."""
+    content = json_content({"anyOf": [schema_ref(response), schema_ref(for_anthropic)]})
+    endpoint = query_endpoint(summary, response, (error, 401, 503))
+    return endpoint._replace(content=content, types=(response, for_anthropic))
+
+
 ENDPOINTS = {
-    ("get", "/v1/models"): query_endpoint("The loaded model, as a list", ModelList),
-    ("get", "/v1/models/{id}"): query_endpoint("The loaded model by one of its names", Model, (401, 404, 503)),
+    ("get", "/v1/models"): _endpoint("The loaded model, as a list", ModelList, AnthropicModelList, 400)._replace(
+        query=AnthropicModelQuery
+    ),
+    ("get", "/v1/models/{id}"): _endpoint("The loaded model by one of its names", Model, AnthropicModel, 404),
 }
 
 

@@ -92,6 +92,7 @@ def pooling_requests(
             priority=body.priority or 0,
             timeout=timeout,
             queue_timeout=body.queue_timeout,
+            lora=serving.lora,
         )
         for i, prompt in enumerate(prompts)
     ]
