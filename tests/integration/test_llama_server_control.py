@@ -72,7 +72,7 @@ async def test_posted_scales_are_those_of_later_requests_without_their_own(tiny_
 
 @pytest.mark.parametrize(
     ("body", "field"),
-    [({}, "body"), ([{"id": 1, "scale": 1}], "lora"), ([{"id": 0, "scale": 1e30}], "lora"), ([{"id": 0}], "scale"),
+    [({}, "body"), ([{"id": 1, "scale": 1}], "lora"), ([{"id": 0, "scale": 1e30}], "lora"), ([{"id": 0}], "[0]"),
      ([{"id": 0, "scale": 1}, {"id": 0, "scale": 2}], "lora[1].id")],
 )  # fmt: skip
 async def test_scales_that_cannot_be_set_change_nothing(
@@ -129,7 +129,11 @@ async def test_metrics_have_llama_servers_names_and_count_what_its_timings_say(t
     async with serve(tiny_llama) as http:
         timings: list[Json] = []
         for n_predict in (1, 4, 16):
-            _, answer = await post(http, "/completion", {**ASKED, "prompt": "the quick fox", "n_predict": n_predict})
+            _, answer = await post(
+                http,
+                "/completion",
+                {**ASKED, "prompt": "the quick brown fox jumps over the lazy dog", "n_predict": n_predict},
+            )
             timings.append(answer["timings"])
         found = await metrics_of(http)
         assert {name for name, (kind, _) in found.items() if kind == "counter"} == COUNTERS
