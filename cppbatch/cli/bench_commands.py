@@ -237,7 +237,11 @@ _SET_BY_STRATEGIES = (
 @option("--new-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each output.")
 @option("--rate", type=float, default=0.0, help="Requests that arrive per second; 0: all at once.")
 @option(
-    "--max-wait-ms", type=float, default=50.0, help="How long static batches, and continuous-window, collect requests."
+    "--max-wait-ms",
+    "window_ms",
+    type=float,
+    default=50.0,
+    help="How long static batches, and continuous-window, collect requests.",
 )
 @option(
     "--bucket", type=int, default=64, help="static-padded, static-buckets: prompts are padded to a multiple of this."
@@ -247,14 +251,14 @@ _SET_BY_STRATEGIES = (
 @report_options
 @partial(engine_options, without=_SET_BY_STRATEGIES)
 def strategies(
-    config: EngineConfig, names: tuple[str, ...], max_wait_ms: float, bucket: int, repeats: int, **work: Any
+    config: EngineConfig, names: tuple[str, ...], window_ms: float, bucket: int, repeats: int, **work: Any
 ) -> tuple[Report, Draw]:
     """Compares ways to schedule the same requests: one by one, interleaved, in batches, and continuously."""
     from cppbatch.bench.strategies.compare_strategies import StrategyComparison, compare_strategies
     from cppbatch.bench.strategies.offline_workload import OfflineWorkload
     from cppbatch.bench.strategies.strategies_plot import plot_strategies
 
-    compared = StrategyComparison(names=names, max_wait_ms=max_wait_ms, bucket=bucket, repeats=repeats)
+    compared = StrategyComparison(names=names, max_wait_ms=window_ms, bucket=bucket, repeats=repeats)
     report = compare_strategies(config, compared, OfflineWorkload(**work), partial(click.echo, err=True))
     return report, plot_strategies
 
