@@ -9,7 +9,8 @@ import pytest
 
 from cppbatch import FinishReason, GenerationEvent, InvalidRequest
 from cppbatch.cluster.engine_threads import StepLoop
-from cppbatch.cluster.in_flight import OutputCollector
+from cppbatch.cluster.in_flight import InFlightRequest, OutputCollector
+from cppbatch.cluster.worker_link import Submit
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.request import GenerationRequest, RequestUsage
 from tests.fakes import drain, fake_engine, greedy
@@ -103,3 +104,40 @@ async def test_a_slow_reader_gets_the_latest_usage_of_merged_events() -> None:
     collector.put(GenerationEvent(request_id="a", tokens=[1], usage=usage))
     collector.put(GenerationEvent(request_id="a", tokens=[2]))
     assert (await collector.get()).usage == usage
+
+
+async def test_reports_come_one_by_one_and_before_tokens() -> None:
+    collector = OutputCollector("a")
+    reports = [GenerationEvent(request_id="7", usage=usage_at(n)) for n in (0, 16, 32)]
+    tokens = [GenerationEvent(request_id="7", tokens=[n], text=str(n)) for n in (1, 2)]
+    for event in [*reports, *tokens]:
+        collector.put(event)
+    read = [await collector.get() for _ in range(4)]
+    assert prefilled(read) == [0, 16, 32]
+    assert {event.request_id for event in read} == {"a"}
+    assert (read[3].tokens, read[3].text) == ([1, 2], "12")
+
+
+async def test_a_report_is_no_token() -> None:
+    """Otherwise a request that always crashes its worker while its prompt is computed would never be blamed."""
+    request = InFlightRequest(0, GenerationRequest(id="a", prompt="x"))
+    report = GenerationEvent(request_id="0", usage=usage_at(16))
+    assert report.is_report
+    request.put(report)
+    message = request.message()
+    assert isinstance(message, Submit)
+    assert (message.resume.tokens, message.resume.first_token_seconds) == ([], 0)
+    assert not GenerationEvent(request_id="0", tokens=[1], usage=usage_at(16)).is_report
+    assert not GenerationEvent(request_id="0", finish_reason=FinishReason.STOP, usage=usage_at(16)).is_report
+
+
+def usage_at(n: int) -> RequestUsage:
+    """Of a request whose prompt is computed up to token `n`."""
+    return RequestUsage(
+        prompt_tokens=40,
+        prefilled_tokens=n,
+        completion_tokens=0,
+        queue_seconds=0.0,
+        first_token_seconds=0.0,
+        total_seconds=0.0,
+    )
