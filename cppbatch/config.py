@@ -43,6 +43,7 @@ MOST_LORA_SCALE = 1000.0
 _FLAGS = {
     "n_ctx": "-c", "n_parallel": "-np", "n_batch": "-b", "n_ubatch": "-ub", "n_gpu_layers": "-ngl", "n_threads": "-t",
     "flash_attn": "-fa", "cache_type_k": "-ctk", "cache_type_v": "-ctv", "device": "--devices", "draft_model": "-md",
+    "n_keep": "--keep",
 }  # fmt: skip
 
 
@@ -130,6 +131,11 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     step_ms: tuple[tuple[int, float], ...] = ()
     """Decode rows with the milliseconds that a step of them takes here, as `cppbatch tune` has measured them (from the
     profile). The engine learns the others, and changes, from its steps."""
+    context_shift: bool = False
+    """A text goes on when its context is full: half of the tokens behind the first `n_keep` are dropped from the
+    context (--context-shift). The model no longer sees them, and the text is not exact from then on."""
+    n_keep: int = 0
+    """Tokens at the beginning, a BOS not counted, that a context shift does not drop; -1: the prompt (--keep)."""
     trace: str = ""
     """A file for a trace of every step in Chrome's format, about 2 KB a step (--trace). "": no trace."""
 
@@ -154,6 +160,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             raise ConfigError(f"{named('device')} is {self.device}; devices are numbered from 0")
         for name in ("swap_space", "prefix_cache_ram"):
             self._check(name, 0, _INT32_MAX, "0 (none) or more MiB")
+        self._check("n_keep", -1, _INT32_MAX, "-1 (the prompt), 0 or more")
         self._check("target_step_ms", 0, _MAX_STEP_MS, f"0 (automatic) to {_MAX_STEP_MS}")
         self._check("max_wait_ms", 0, _MAX_WAIT_MS, f"0 (no waiting) to {_MAX_WAIT_MS}")
         self._check_choices()
@@ -247,6 +254,8 @@ class EngineSettings(TypedDict, total=False):
     draft_gpu_layers: int
     lora: tuple[tuple[str, float], ...]
     step_ms: tuple[tuple[int, float], ...]
+    context_shift: bool
+    n_keep: int
     trace: str
 
 

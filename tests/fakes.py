@@ -52,6 +52,7 @@ class FakeVocab:
     n_tokens = N_VOCAB
     eog = EOG
     suppressed: frozenset[int] = frozenset()
+    adds_bos = False
     longest_piece = max(map(len, PIECES))
 
     def tokenize(
@@ -139,6 +140,8 @@ class FakeContext:
         self.fail_at: dict[int, LlamaError] = {}
         self.fail_restore = False
         self.backend_sampling: BackendSampling | None = None
+        self.shifted: set[int] = set()  # shifted after the last decode: their states cannot be saved
+        self.n_shifted = 0
         self.closed = False
         self._moods: list[int] = []
 
@@ -153,6 +156,11 @@ class FakeContext:
         self.owned: list[list[int]] = [[] for _ in range(n_seq_ids)]
         self.made_with: list[list[AdapterSet]] = [[] for _ in range(n_seq_ids)]
         self.adapters: AdapterSet = ()
+        self.gaps: dict[int, tuple[int, int]] = {}  # positions that were removed from the middle of a sequence
+
+    @property
+    def can_shift(self) -> bool:
+        return self.sharing != "whole"
 
     @property
     def n_used(self) -> int:
@@ -166,6 +174,7 @@ class FakeContext:
 
     def decode(self, batch: Batch) -> None:
         n = batch.n_tokens
+        assert not self.gaps, f"gaps in the positions of {self.gaps}"
         assert not self.closed, "decode on a closed context"
         assert 1 <= n <= self.n_batch, f"a batch of {n} tokens; the limit is {self.n_batch}"
         seq_ids = batch.seq_ids[:n].tolist()
@@ -177,6 +186,7 @@ class FakeContext:
         if isinstance(error, CacheFull):
             raise error
         self._write(batch, seq_ids)
+        self.shifted.clear()
         if error:
             for seq_id in set(seq_ids):
                 del self.cells[seq_id][-1], self.owned[seq_id][-1], self.made_with[seq_id][-1]
@@ -226,10 +236,23 @@ class FakeContext:
         assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
         if self.sharing == "whole" and start > 0:
             return False
+        if 0 <= stop < len(self.cells[seq_id]):
+            self.gaps[seq_id] = (start, stop)
         del self.cells[seq_id][start : None if stop < 0 else stop]
         del self.owned[seq_id][start : None if stop < 0 else stop]
         del self.made_with[seq_id][start : None if stop < 0 else stop]
         return True
+
+    def shift(self, seq_id: int, start: int, by: int) -> None:
+        """The cells from `start` on have positions that begin after a gap, which `remove` has made."""
+        assert self.can_shift, "a memory that is not all cells"
+        assert self.gaps.pop(seq_id) == (start + by, start), f"no gap before {start}"
+        held = self.owned[seq_id]
+        moved = set(held[start + by :])
+        for other in (owned for i, owned in enumerate(self.owned) if i != seq_id):
+            assert moved.isdisjoint(other), f"cells of seq_id {seq_id} that are shifted are shared"
+        self.shifted.add(seq_id)
+        self.n_shifted += 1
 
     def remove_padding(self, seq_id: int, position: int) -> None:
         assert position == 0 or position >= len(self.cells[seq_id]) - max(1, self.min_rows - 1), "more than padding"
@@ -262,6 +285,8 @@ class FakeContext:
 
     def save_sequence(self, seq_id: int) -> FakeState:
         assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
+        if seq_id in self.shifted:
+            raise LlamaError("shifted after the last decode")
         return FakeState(bytes(self.cells[seq_id]), adapters=tuple(self.made_with[seq_id]))
 
     def restore_sequence(self, seq_id: int, state: FakeState) -> None:

@@ -78,6 +78,8 @@ _SET_BY_THROUGHPUT = (
     "spec",
     "pooling",
     "max_wait_ms",
+    "context_shift",
+    "n_keep",
     "trace",
 )
 
@@ -223,6 +225,8 @@ _SET_BY_STRATEGIES = (
     "draft_gpu_layers",
     "pooling",
     "max_wait_ms",
+    "context_shift",
+    "n_keep",
     "trace",
 )
 

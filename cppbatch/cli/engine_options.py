@@ -171,6 +171,15 @@ _SETTINGS = [
         help="Maximum draft tokens per sequence and step.",
     ),
     option(
+        "--context-shift/--no-context-shift", env="CONTEXT_SHIFT", llama_env="LLAMA_ARG_CONTEXT_SHIFT",
+        default=_DEFAULTS.context_shift,
+        help="A text goes on when its context is full: half of it is dropped, and the text is not exact any more.",
+    ),
+    option(
+        "--keep", "n_keep", env="KEEP", type=int, default=_DEFAULTS.n_keep,
+        help="Tokens at the beginning that a context shift does not drop; -1: the whole prompt.",
+    ),
+    option(
         "--prefix-cache/--no-prefix-cache", env="PREFIX_CACHE", llama_env="LLAMA_ARG_CACHE_PROMPT",
         default=_DEFAULTS.prefix_cache,
         help="Compute the common prefix of requests only once.",

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@partial(engine_options, without=("spec", "draft_max", "draft_model", "draft_gpu_layers", "max_wait_ms", "trace"))
+@partial(
+    engine_options,
+    without=(
+        "spec", "draft_max", "draft_model", "draft_gpu_layers", "max_wait_ms", "context_shift", "n_keep", "trace",
+    ),
+)  # fmt: skip
 @report_options
 @click.option("--max-parallel", type=click.IntRange(1, 256), default=64, show_default=True, help="Largest -np to try.")
 @click.option(

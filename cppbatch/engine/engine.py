@@ -97,12 +97,14 @@ class BatchInferenceEngine:
             swap_bytes=config.swap_space << 20,
             cache_bytes=config.prefix_cache_ram << 20,
             cached_share=self._runtime.cached_share,
+            # Cells that were moved are not exact: whether one moves them depends on the other sequences.
+            shifts_cells=config.context_shift and context.can_shift and not config.deterministic,
         )
         self._layout_policy: LayoutPolicy | None = None  # the layout is fixed
         if (layouts := self._runtime.layouts) is not None:
             self._layout_policy = LayoutPolicy(layouts.stream_cells, layouts.n_cached)
         self._layout_before: KvLayout | None = None  # during a switch: the context may be closed
-        self._inputs = InputProcessor(self._vocab, self.info)
+        self._inputs = InputProcessor(self._vocab, self.info, context_shift=config.context_shift, n_keep=config.n_keep)
         policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
         self._speculator = self._make_speculator()
@@ -400,6 +402,9 @@ class BatchInferenceEngine:
                 self._sequences.pop(request_id, None)  # its last event is queued already
             for sequence in self._sequences.values():
                 sequence.restarted()
+                if sequence.is_full:
+                    self._forget_drafts(sequence)
+                    sequence.shift()
             self._scheduler.restart(self._sequences.values())
             for sequence in [s for s in self._sequences.values() if s.max_new and s.n_left <= 0]:
                 self._finish(sequence, FinishReason.LENGTH)
@@ -430,8 +435,12 @@ class BatchInferenceEngine:
         for sequence, reason in zip(outputs, reasons, strict=True):
             if reason:
                 self._finish(sequence, reason)
-            else:
-                self.outputs.emit(sequence)
+                continue
+            self.outputs.emit(sequence)
+            if sequence.is_full:
+                self._forget_drafts(sequence)
+                self.kv.shift(sequence)
+                self.metrics.context_shifts += 1
         if plan.n_tokens > plan.n_decode:
             self._report_prefill(plan)
         self.metrics.forced_tokens = self.outputs.n_forced_tokens
@@ -498,8 +507,7 @@ class BatchInferenceEngine:
     def _finish(self, sequence: Seq, reason: FinishReason) -> None:
         """Ends a sequence: frees its cells and seq_id, and queues its last event."""
         self._scheduler.remove(sequence)
-        if self._speculator:
-            self._speculator.finished(sequence)
+        self._forget_drafts(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self._closed)
         self.outputs.finish(sequence, reason, perf_counter())
         # Only now: a sequence that is interrupted before its last event is queued must run again.
@@ -508,6 +516,10 @@ class BatchInferenceEngine:
             sequence.sampler.close()
         del self._sequences[sequence.id]
         self.metrics.finished[reason] += 1
+
+    def _forget_drafts(self, sequence: Seq) -> None:
+        if self._speculator:
+            self._speculator.finished(sequence)
 
     # --- offline inference --------------------------------------------------------------------------------------
 

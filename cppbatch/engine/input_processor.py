@@ -20,15 +20,18 @@ from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import ContextOverflow, InvalidRequest
 
 _MIN_BYTES = 1 << 16  # a text of this length is tokenised, however short the context is
+_LEAST_SHIFTED = 4  # tokens of a full context that may be dropped at least
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
 
 
 class InputProcessor:
     """Makes a `Seq` of a `GenerationRequest`. Later code does not validate again. Thread-safe."""
 
-    def __init__(self, vocab: Vocabulary, info: ModelInfo) -> None:
+    def __init__(self, vocab: Vocabulary, info: ModelInfo, *, context_shift: bool = False, n_keep: int = 0) -> None:
+        """`context_shift`, `n_keep`: as in `EngineConfig`."""
         self._vocab = vocab
         self._info = info
+        self._context_shift, self._n_keep = context_shift, n_keep
         self._grammars = GrammarCompiler(vocab.for_grammars)
         self._last_long: tuple[str, npt.NDArray[np.int32]] | None = None
 
@@ -47,28 +50,46 @@ class InputProcessor:
             return Seq(request, prompt, max_new=0, seed=0, now=arrived_at)
         if n >= limit:
             raise self._too_long("prompt", f"has {n} tokens", n, purpose=" for prompt and answer")
-        wanted = request.params.max_tokens
-        if wanted is not None and request.fit:
-            wanted = min(wanted, limit - n)
-        elif wanted is not None and n + wanted > limit:
-            message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
-            raise InvalidRequest("max_tokens", message)
+        max_new = self._max_new(request, n)
         adapters = adapter_set(request.lora, self._info.adapters)
         prediction = self._prediction(request, cancelled)
         plan = make_sampling_plan(request.params, self._vocab, limit)
         constraint = self._grammars.constraint(request.params)
-        max_new = limit - n if wanted is None else wanted
         sequence = Seq(
             request,
             prompt,
             max_new=max_new,
             seed=actual_seed(request.params.seed),
             now=arrived_at,
+            n_ctx=limit,
+            n_keep=self._kept(request, n) if self._context_shift else 0,
             adapters=adapters,
             prediction=prediction,
         )
         sequence.sampling, sequence.constraint = plan, constraint
         return sequence
+
+    def _max_new(self, request: GenerationRequest, n: int) -> int:
+        """The most tokens that a request with a prompt of `n` tokens gets.
+
+        With a context shift a text may be longer than the context; one without `max_tokens` ends after as many tokens
+        as the model was trained for, because some models never end a text.
+        """
+        wanted, room = request.params.max_tokens, self._info.max_sequence - n
+        if self._context_shift:
+            return max(room, self._info.n_ctx_train) if wanted is None else wanted
+        if wanted is None:
+            return room
+        if wanted > room and not request.fit:
+            message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
+            raise InvalidRequest("max_tokens", message)
+        return min(wanted, room)
+
+    def _kept(self, request: GenerationRequest, n: int) -> int:
+        """How many tokens of a text stay when the context is full, as in llama-server. `n`: tokens of the prompt."""
+        wanted = self._n_keep if request.n_keep is None else request.n_keep
+        wanted = (n if wanted < 0 else wanted) + self._vocab.adds_bos
+        return max(0, min(wanted, self._info.max_sequence - _LEAST_SHIFTED))
 
     def tokens(
         self, text: str | list[int], *, add_special: bool, parse_special: bool, cancelled: IsCancelled = never_cancelled

@@ -40,6 +40,7 @@ class Memory(Protocol):
     def remove_padding(self, seq_id: int, position: int) -> None: ...
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None: ...
     def clear(self) -> None: ...
+    def shift(self, seq_id: int, start: int, by: int) -> None: ...
     def last_position(self, seq_id: int) -> int: ...
     def share_prefix(self, source: int, target: int, n: int) -> None: ...
     def save_sequence(self, seq_id: int) -> SavedState: ...
@@ -60,14 +61,23 @@ class KVPool:
     `swap_bytes`: host memory for preempted sequences; beyond it they are computed again when they resume.
     `cache_bytes`: host memory for cached prefixes. `cached_share`: part of the cells of a unified layout that cached
     prefixes may hold; attention passes over these cells too, which slows every row down (docs/decisions/0005).
+    `shifts_cells`: a context shift may move the positions of cells; otherwise it computes them again.
     """
 
     def __init__(
-        self, memory: Memory, sharing: Sharing, *, swap_bytes: int, cache_bytes: int, cached_share: float = CACHED_SHARE
+        self,
+        memory: Memory,
+        sharing: Sharing,
+        *,
+        swap_bytes: int,
+        cache_bytes: int,
+        cached_share: float = CACHED_SHARE,
+        shifts_cells: bool = False,
     ) -> None:
         self._memory = memory
         self._swap_bytes = swap_bytes
         self._cached_share = cached_share
+        self._shifts_cells = shifts_cells
         self.swapped_bytes = 0
         """Host memory of the sequences that are swapped out now, in bytes."""
         self.n_swaps = self.n_recomputes = 0
@@ -381,10 +391,41 @@ class KVPool:
             self.n_recomputes += 1
             self._recompute(sequence, LlamaError("its draft tokens cannot be removed"))
 
+    def shift(self, sequence: Seq) -> None:
+        """Drops tokens from a running sequence whose context is full (`Seq.shift`).
+
+        In its cells if those behind the dropped tokens are its own: the positions of a cell are those of every sequence
+        that shares it. Otherwise the tokens behind the kept ones are computed again.
+        """
+        self.cache.forget(sequence)
+        n_computed, keep = sequence.n_computed, sequence.n_keep
+        n = sequence.shift()
+        first = keep + n
+        if self._shifts_cells and n_computed >= first and n_shared(sequence.cells) <= first:
+            self._memory.remove(sequence.seq_id, keep, first)
+            self._memory.shift(sequence.seq_id, first, -n)
+            sequence.cells = self._cells.cut(sequence.cells, keep)
+            if n_computed > first:
+                sequence.cells = self._cells.grow(sequence.cells, n_computed - first)
+            sequence.n_computed, sequence.n_exact = n_computed - n, min(keep, sequence.n_exact)
+        else:
+            n_kept = min(keep, n_computed)
+            if not self._memory.remove(sequence.seq_id, n_kept):
+                self._memory.remove(sequence.seq_id)
+                n_kept = 0
+            sequence.cells = self._cells.cut(sequence.cells, n_kept)
+            sequence.will_recompute()
+            sequence.n_computed = n_kept
+        self.cache.track(sequence)
+
     def release(self, sequence: Seq, *, keep: bool) -> None:
         """Frees what a finished sequence holds. `keep`: its tokens become a cached prefix, if that is of use."""
         if sequence.seq_id >= 0:
-            if keep and sequence.n_computed >= _MIN_CACHED and self.cache.wants(sequence):
+            n = min(sequence.n_computed, sequence.n_exact)
+            if keep and n >= _MIN_CACHED and self.cache.wants(sequence):
+                if n < sequence.n_computed:
+                    self._memory.remove(sequence.seq_id, n)
+                    sequence.cells, sequence.n_computed = self._cells.cut(sequence.cells, n), n
                 self._keep_as_prefix(sequence)
             else:
                 self._memory.remove(sequence.seq_id)

@@ -65,6 +65,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str
     """The present layout, unified or per-sequence; of several engines, all that they have."""
     layout_switches: int
+    context_shifts: int
+    """How often a sequence had a full context, and tokens were dropped from it (--context-shift)."""
     """How often the layout was switched (`--kv-layout auto`)."""
     kv_cells: int
     kv_cells_used: int
@@ -112,7 +114,7 @@ class Metrics:
         self.steps = self.decode_steps = self.decode_rows = 0
         self.prompt_tokens = self.generated_tokens = self.forced_tokens = 0
         self.draft_steps = self.drafted_tokens = self.accepted_tokens = 0
-        self.layout_switches = 0
+        self.layout_switches = self.context_shifts = 0
         self.finished: Counter[FinishReason] = Counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.batch_sizes = Bins(ROWS)
@@ -193,6 +195,7 @@ class Metrics:
             waiting=waiting,
             kv_layout=kv.layout,
             layout_switches=self.layout_switches,
+            context_shifts=self.context_shifts,
             kv_cells=kv.n_ctx,
             kv_cells_used=kv.n_used,
             kv_cells_cached=kv.n_cached,

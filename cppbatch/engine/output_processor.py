@@ -107,7 +107,8 @@ class OutputProcessor:
     def _append_forced(self, sequence: Seq) -> FinishReason | None:
         if sequence.constraint is None:
             return None
-        for token in sequence.constraint.forced()[:_MAX_FORCED]:  # the others follow in the next step
+        most = min(_MAX_FORCED, sequence.n_room)  # the others follow in the next step
+        for token in sequence.constraint.forced()[:most]:
             if self._ends_text(sequence, token) or token in sequence.sampling.banned_ids:
                 return None  # the next step samples this position instead
             self.n_forced_tokens += 1
@@ -120,8 +121,7 @@ class OutputProcessor:
 
         Usually one token; more if a step was interrupted after `Seq.append`.
         """
-        while sequence.n_output < sequence.n_tokens:
-            token = int(sequence.tokens[sequence.n_output])
+        for token in sequence.text_tokens(sequence.n_output).tolist():
             sequence.n_output += 1
             if logprob:
                 sequence.output.logprobs[len(sequence.output.tokens)] = logprob
@@ -208,7 +208,7 @@ class OutputProcessor:
     def _prompt_text(self, sequence: Seq) -> str:
         if isinstance(sequence.request.prompt, str):
             return sequence.request.prompt
-        tokens = sequence.tokens[: sequence.n_prompt].tolist()
+        tokens = sequence.text_tokens(0)[: sequence.n_prompt].tolist()
         return b"".join(self._vocab.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
 
     # --- the queue, on the engine's thread ----------------------------------------------------------------------

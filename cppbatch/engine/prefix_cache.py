@@ -66,10 +66,10 @@ class PrefixCache:
         return self.sharing != "none" and sequence.request.cache_prompt
 
     def track(self, sequence: Seq) -> None:
-        """Other sequences may take the known tokens of this running sequence from now on."""
+        """Other sequences may take the known tokens of this running sequence from now on, up to a context shift."""
         if self.wants(sequence):
             # A copy, because parts of it may outlive the sequence in the tree.
-            tokens = sequence.tokens[: sequence.n_tokens].copy()
+            tokens = sequence.tokens[: min(sequence.n_tokens, sequence.n_exact)].copy()
             self._tree.insert(sequence, tokens, sequence.salt)
 
     def forget(self, sequence: Seq) -> None:
@@ -111,7 +111,8 @@ class PrefixCache:
         best: Match | None = None
         if self.sharing != "cells" or not self.wants(sequence):
             return None
-        for source, n in self._tree.matches(sequence.tokens[: sequence.n_computed], sequence.salt):
+        n_most = min(sequence.n_computed, sequence.n_exact)
+        for source, n in self._tree.matches(sequence.tokens[:n_most], sequence.salt):
             if best and n <= best.n:
                 break
             n_shared = min(n, source.n_computed)

@@ -18,6 +18,8 @@ OPTION_RANGES = {
     "priority": (-100, 100),
     "timeout": (0, _MAX_TIMEOUT),
     "queue_timeout": (0, _MAX_TIMEOUT),
+    "n_keep": (-1, INT32_MAX),
+    "n_discard": (0, INT32_MAX),
 }
 """Ranges of the numbers of `GenerationRequest`, without those of its params."""
 
@@ -89,6 +91,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Take a prefix from the prefix cache, and keep this request's tokens there for others."""
     cache_salt: str = ""
     """Requests with different salts never share a prefix, whose presence the duration of a request would show."""
+    n_keep: int | None = None
+    """With a context shift: the first tokens, a BOS not counted, that stay when the context is full; -1: the prompt.
+    None: `EngineConfig.n_keep`."""
+    n_discard: int = 0
+    """With a context shift: how many of the tokens behind those go; 0: half of them."""
     prediction: str | list[int] | None = None
     """A text, or token ids, that the completion will probably contain: a source of drafts. It does not change the
     completion."""
@@ -107,6 +114,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("timeout", "queue_timeout"):
             if getattr(self, name) is not None:
                 number(self, name, *OPTION_RANGES[name])
+        if self.n_keep is not None:
+            number(self, "n_keep", *OPTION_RANGES["n_keep"], integer=True)
+        number(self, "n_discard", *OPTION_RANGES["n_discard"], integer=True)
         for name in ("fit", "cache_prompt"):
             instance(self, name, bool, "true or false")
         if self.task not in get_args(Task):
@@ -153,6 +163,8 @@ class RequestOptions(TypedDict, total=False):
     fit: bool
     cache_prompt: bool
     cache_salt: str
+    n_keep: int | None
+    n_discard: int
     prediction: str | list[int] | None
     lora: dict[str | int, float] | None
     usage_events: UsageEvents
@@ -183,6 +195,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Draft tokens that were verified (speculative decoding)."""
     accepted_tokens: int = 0
     """Draft tokens that were accepted: part of the completion tokens."""
+    context_shifts: int = 0
+    """How often the context was full and tokens were dropped from it; from then on the text is not exact."""
     queue_seconds: float
     """From arrival to admission."""
     first_token_seconds: float

@@ -287,7 +287,7 @@ class Scheduler:
             return rows, 0
         span = sequences[-1].seq_id + 1 - sequences[0].seq_id
         is_one_group = len(plan.row_groups) == 1 and not beside and (kv.unified or span <= n_rows)
-        each = [kv.n_ctx_seq - s.n_tokens for s in sequences]
+        each = [min(kv.n_ctx_seq, s.n_ctx) - s.n_tokens for s in sequences]
         limits = DraftLimits(most, each, kv.has_streams, is_one_group)
         drafted = speculator.plan(sequences, plan.row_groups, cost, limits)
         if drafted is None:

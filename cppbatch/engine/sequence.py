@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from cppbatch.engine.sampling.structured_output import Constraint
 
 
+_ALL = 1 << 31
+_NO_TOKENS = np.empty(0, np.int32)
+
+
 class SeqStatus(Enum):
     """The status of a sequence. Only `Seq` changes it."""
 
@@ -94,10 +98,13 @@ class SavedState(Protocol):
 class Seq:
     """A request in the engine: its known tokens, how many of them are computed, and its text so far (`text`).
 
-    `tokens`, int32[n_prompt + max_new + MAX_DRAFT], has the prompt and the completion. The first `n_tokens` are known;
-    the first `n_computed` have their keys and values in the cache; those between are pending. Prefill and decode both
-    compute pending tokens. Computing the last one yields logits for the next token. Behind the known tokens a draft may
-    be written, which a step computes with them: each of its tokens yields logits too.
+    `tokens` has the prompt and the completion, and room for a draft. The first `n_tokens` are known; the first
+    `n_computed` have their keys and values in the cache; those between are pending. Prefill and decode both compute
+    pending tokens. Computing the last one yields logits for the next token. Behind the known tokens a draft may be
+    written, which a step computes with them: each of its tokens yields logits too.
+
+    With a context shift, tokens leave `tokens` when it has `n_ctx` of them: `shift` moves those behind the first
+    `n_keep` to `dropped`. So the whole text is `tokens[:n_keep]`, `dropped`, then the rest of `tokens` (`text_tokens`).
     """
 
     __slots__ = (
@@ -108,6 +115,7 @@ class Seq:
         "cells",
         "constraint",
         "draft",
+        "dropped",
         "echoed",
         "embedding",
         "error",
@@ -119,9 +127,13 @@ class Seq:
         "n_accepted",
         "n_cached",
         "n_computed",
+        "n_ctx",
         "n_drafted",
+        "n_exact",
+        "n_keep",
         "n_output",
         "n_prompt",
+        "n_shifts",
         "n_tokens",
         "output",
         "params",
@@ -150,20 +162,30 @@ class Seq:
         max_new: int,
         seed: int,
         now: float,
+        n_ctx: int | None = None,
+        n_keep: int = 0,
         adapters: AdapterSet = (),
         prediction: npt.NDArray[np.int32] | None = None,
     ) -> None:
+        """`n_ctx`: known tokens at most; None: `max_new` is all that can follow. A text that is longer drops tokens
+        behind the first `n_keep`."""
         self.request = request
         self.params = request.params
         self.adapters = adapters
         self.prediction = prediction  # int32[n], n >= 1: tokens that the completion is expected to have
         self.n_prompt = self.n_tokens = len(prompt)
         self.max_new = max_new
-        self.tokens = np.empty(self.n_prompt + max_new + MAX_DRAFT, np.int32)
+        self.n_ctx = self.n_prompt + max_new if n_ctx is None else n_ctx
+        self.n_keep = n_keep
+        self.tokens = np.empty(min(self.n_ctx, self.n_prompt + max_new) + MAX_DRAFT, np.int32)
         self.tokens[: self.n_prompt] = prompt
+        self.dropped = _NO_TOKENS
+        self.n_shifts = 0
         self.output = StepOutput(self)
-        self.n_output = self.n_prompt  # index behind the last token that is in `output`, or was in an earlier output
+        # Index in the text behind the last token that is in `output`, or was in an earlier output.
+        self.n_output = self.n_prompt
         self.n_computed = 0
+        self.n_exact = _ALL  # computed tokens from this one on do not have the keys and values of a prompt of `tokens`
         self.n_cached = 0  # prompt tokens taken from the prefix cache
         self.n_drafted = 0  # draft tokens that were computed
         self.n_accepted = 0  # draft tokens that were accepted
@@ -216,7 +238,22 @@ class Seq:
     @property
     def n_generated(self) -> int:
         """Tokens of the completion so far."""
-        return self.n_tokens - self.n_prompt
+        return self.n_text - self.n_prompt
+
+    @property
+    def n_text(self) -> int:
+        """Tokens of prompt and completion so far, dropped ones included."""
+        return self.n_tokens + len(self.dropped)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it must drop tokens (`shift`) before it goes on."""
+        return self.n_tokens >= self.n_ctx and self.n_left > 0
+
+    @property
+    def n_room(self) -> int:
+        """The number of tokens that may be appended before the text ends, or tokens must be dropped."""
+        return min(self.n_left, self.n_ctx - self.n_tokens)
 
     @property
     def n_left(self) -> int:
@@ -232,12 +269,28 @@ class Seq:
         """How many of its next `n` tokens, pending ones and then those of a draft, need logits; they are the last."""
         return n if self.is_scored or self.request.task == "embed" else max(0, n - self.n_pending + 1)
 
+    def text_tokens(self, start: int) -> npt.NDArray[np.int32]:
+        """All tokens of prompt and completion from index `start` on, int32[n], dropped ones included."""
+        keep, n_dropped = self.n_keep, len(self.dropped)
+        if not n_dropped or start >= keep + n_dropped:
+            return self.tokens[start - n_dropped : self.n_tokens]
+        kept, rest = self.tokens[min(start, keep) : keep], self.tokens[keep : self.n_tokens]
+        return np.concatenate([kept, self.dropped[max(0, start - keep) :], rest])
+
     # --- changes of tokens and status ---------------------------------------------------------------------------
 
     def resume(self, state: ResumeState, now: float) -> None:
         """Adds the tokens that it got from an engine that crashed; `OutputProcessor.resume` makes their text."""
-        self.tokens[self.n_prompt : self.n_prompt + len(state.tokens)] = state.tokens
-        self.n_tokens += len(state.tokens)
+        at = 0
+        while at < len(state.tokens):
+            if self.is_full:
+                self.shift()
+            new = state.tokens[at : at + self.n_ctx - self.n_tokens]
+            self.tokens[self.n_tokens : self.n_tokens + len(new)] = new
+            self.n_tokens += len(new)
+            at += len(new)
+        if self.is_full:
+            self.shift()
         self.arrived_at = now - state.age
         if state.tokens:
             self.admitted_at = self.first_token_at = self.arrived_at + state.first_token_seconds
@@ -279,13 +332,31 @@ class Seq:
         if self.n_pending > 1:  # a grammar forced this token: a decode row computes only one
             self._set_status(SeqStatus.PREFILL)
 
+    def shift(self) -> int:
+        """Drops tokens behind the first `n_keep`: as many as the request says, or half of them. Returns how many.
+
+        As in llama-server, where the last token is not counted because it is not in the cache yet. Afterwards the
+        sequence has another array `tokens`, so what holds views of the old one keeps the old tokens. The caller drops
+        them from the cache.
+        """
+        keep, n_may_go = self.n_keep, self.n_tokens - 1 - self.n_keep
+        n = max(1, min(self.request.n_discard or n_may_go // 2, n_may_go - 1))
+        tokens = np.empty_like(self.tokens)
+        tokens[:keep] = self.tokens[:keep]
+        tokens[keep : self.n_tokens - n] = self.tokens[keep + n : self.n_tokens]
+        dropped = np.concatenate([self.dropped, self.tokens[keep : keep + n]])
+        # At once: an interrupted step must not leave one without the others.
+        self.tokens, self.dropped, self.n_tokens, self.n_shifts = tokens, dropped, self.n_tokens - n, self.n_shifts + 1
+        self.draft = []
+        return n
+
     def preempted(self) -> None:
         """The sequence has lost its cells and its seq_id; it resumes later."""
         self._set_status(SeqStatus.SWAPPED)
 
     def will_recompute(self) -> None:
         """Its keys and values are lost (not saved, or not restored): all of its tokens are computed again."""
-        self.n_computed = 0
+        self.n_computed, self.n_exact = 0, _ALL
         self._set_status(SeqStatus.WAITING if self.seq_id < 0 else SeqStatus.PREFILL)
 
     def restarted(self) -> None:
@@ -294,10 +365,10 @@ class Seq:
         self.cells = self.saved = None
         self.moving = False
         self.draft = []
-        self.n_computed = 0
+        self.n_computed, self.n_exact = 0, _ALL
         self._set_status(SeqStatus.WAITING)
         if self.constraint:
-            self.constraint.rebuild(self.tokens[self.n_prompt : self.n_tokens].tolist())
+            self.constraint.rebuild(self.text_tokens(self.n_prompt).tolist())
 
     def finished(self) -> None:
         """The sequence has ended, for whatever reason."""
@@ -325,6 +396,7 @@ class Seq:
             cached_tokens=min(self.n_cached, self.n_prompt),
             prefilled_tokens=self.n_prompt if self.n_generated else min(self.n_computed, self.n_prompt),
             completion_tokens=self.n_generated + self.has_end_token,
+            context_shifts=self.n_shifts,
             drafted_tokens=self.n_drafted,
             accepted_tokens=self.n_accepted,
             queue_seconds=queued_until - self.arrived_at,

@@ -23,6 +23,8 @@ class Vocabulary(Protocol):
     eog: frozenset[int]
     suppressed: frozenset[int]
     """Tokens that must never be generated, by the model's file."""
+    adds_bos: bool
+    """Whether texts begin with BOS."""
     longest_piece: int
     """The number of bytes of the longest token."""
 

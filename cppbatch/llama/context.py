@@ -133,6 +133,7 @@ class Context:
         self._memory = C.llama_get_memory(self._handle)  # None for BERT; llama.cpp's functions accept it
         self._adapters: tuple[tuple[int, float], ...] = ()
         self._n_outputs = 0
+        self._shifted: set[int] = set()  # sequences that were shifted after the last decode
         is_recurrent = model.is_recurrent
         self._rollback = Rollback(
             C.llama_n_rs_seq(self._handle) if is_recurrent else self._n_rollback if model.n_swa else 0,
@@ -191,6 +192,7 @@ class Context:
         if code == 0:
             C.llama_synchronize(self.handle)
             self._n_outputs = batch.n_outputs
+            self._shifted.clear()
             self._rollback.decoded(batch, self.n_ubatch)
             return
         if code == 1:
@@ -278,6 +280,8 @@ class Context:
         (a sliding window in the unified layout: any number), and consecutive rising seq_ids in the per-sequence layout.
         """
         native = self._native(seq_id)
+        if start <= 0 and stop < 0:
+            self._shifted.discard(seq_id)
         if (self.model.is_recurrent or self.model.n_swa) and not self._is_whole(seq_id, start, stop):
             last = self.last_position(seq_id)
             if start > last:
@@ -296,6 +300,26 @@ class Context:
         of those that this token did not need.
         """
         C.llama_memory_seq_rm(self._open_memory(), self._native(seq_id), position, -1)
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether `shift` works: the memory is all cells, and its keys can be rotated to other positions."""
+        model = self.model
+        return not (model.is_recurrent or model.n_swa) and bool(C.llama_memory_can_shift(self._open_memory()))
+
+    def shift(self, seq_id: int, start: int, by: int) -> None:
+        """Adds `by` to the positions of a sequence from `start` on, whose cells no other sequence may share.
+
+        llama.cpp rotates the keys in the next decode; until then the sequence cannot be saved. Raises `OutOfRange`
+        where that is impossible (llama.cpp would abort), and for positions below 0.
+        """
+        native = self._native(seq_id)
+        if not self.can_shift:
+            raise OutOfRange("positions of this model's memory cannot be shifted")
+        if start + by < 0:
+            raise OutOfRange(f"position {start} was to be shifted by {by}")
+        C.llama_memory_seq_add(self._open_memory(), native, start, -1, by)
+        self._shifted.add(seq_id)
 
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
         """Makes `target` share the positions [start, stop) of `source`.
@@ -327,6 +351,7 @@ class Context:
 
     def clear(self) -> None:
         """Removes all sequences."""
+        self._shifted.clear()
         C.llama_memory_clear(self._open_memory(), False)
 
     def last_position(self, seq_id: int) -> int:
@@ -334,7 +359,12 @@ class Context:
         return int(C.llama_memory_seq_pos_max(self._open_memory(), self._native(seq_id)))
 
     def save_sequence(self, seq_id: int) -> SequenceState:
-        """Copies a sequence's keys and values to host memory; the sequence does not change."""
+        """Copies a sequence's keys and values to host memory; the sequence does not change.
+
+        Raises `LlamaError` if it was shifted after the last decode.
+        """
+        if seq_id in self._shifted:
+            raise LlamaError(f"sequence {seq_id} was shifted, and its keys are rotated in the next decode")
         n_tokens = self.last_position(seq_id) + 1
         native = self._native(seq_id)
         if seq_id < self.n_seq_max:

@@ -37,7 +37,8 @@ _NEEDED = """
     llama_context_default_params llama_init_from_model llama_free llama_n_ctx llama_n_ctx_seq llama_n_batch
     llama_n_ubatch llama_n_rs_seq llama_get_memory llama_decode llama_set_n_threads llama_synchronize llama_get_logits
     llama_get_embeddings llama_get_embeddings_seq
-    llama_memory_clear llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max
+    llama_memory_clear llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max llama_memory_seq_add
+    llama_memory_can_shift
     llama_state_seq_get_size llama_state_seq_get_size_ext llama_state_seq_get_data llama_state_seq_set_data
     llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_add llama_set_sampler
     llama_get_sampled_candidates_count_ith llama_get_sampled_candidates_ith llama_get_sampled_logits_ith

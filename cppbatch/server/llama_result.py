@@ -37,7 +37,7 @@ class LlamaResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt's tokens as text."""
     has_new_line: bool
     truncated: bool
-    """Whether the completion ended because the context was full."""
+    """Whether the completion ended because the context was full, or tokens were dropped from it (`--context-shift`)."""
     stop_type: Literal["eos", "limit", "word"]
     stopping_word: str
     tokens_cached: int
@@ -82,10 +82,11 @@ class LlamaResults:
         return_tokens: bool = False,
     ) -> None:
         self._body = body
-        self._params = [request.params for request in requests]
+        self._requests = requests
         self._prompts = prompts
         self._model = serving.name
         self._max_sequence = serving.info.max_sequence
+        self._n_keep = serving.client.config.n_keep
         self._return_tokens = return_tokens
         self._n_candidates = body.n_candidates
         self._n_predicted = [0] * len(requests)
@@ -122,7 +123,8 @@ class LlamaResults:
 
     def response(self, index: int, last: GenerationEvent, events: Sequence[GenerationEvent]) -> LlamaResponse:
         """The result of a completion whose last event is `last`, with the content of `events`."""
-        params = self._params[index]
+        request = self._requests[index]
+        params = request.params
         assert last.usage
         n_prompt, n_predicted = last.usage.prompt_tokens, self._n_predicted[index]
         logprobs = [entry for event in events for entry in event.logprobs]
@@ -139,16 +141,19 @@ class LlamaResults:
             tokens_evaluated=n_prompt,
             generation_settings=generation_settings(
                 params,
+                n_keep=self._n_keep if request.n_keep is None else request.n_keep,
+                n_discard=request.n_discard,
                 stream=bool(self._body.stream),
                 timings_per_token=bool(self._body.timings_per_token),
                 seed=last.seed,
             ),
             prompt=detokenize(self._prompts[index // self._n_candidates]),
             has_new_line=self._has_new_line[index],
-            truncated=stop_type == "limit" and n_tokens >= self._max_sequence and n_predicted != params.max_tokens,
+            truncated=last.usage.context_shifts > 0
+            or (stop_type == "limit" and n_tokens >= self._max_sequence and n_predicted != params.max_tokens),
             stop_type=stop_type,
             stopping_word=last.stop or "",
-            tokens_cached=n_tokens - (n_predicted > 0),  # the last token was not computed
+            tokens_cached=min(n_tokens, self._max_sequence) - (n_predicted > 0),  # the last token was not computed
             timings=timings(last.usage),
             completion_probabilities=logprob_entries(logprobs) if logprobs else UNSET,
         )

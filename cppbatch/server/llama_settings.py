@@ -60,8 +60,8 @@ class GenerationSettings(_SharedSettings, frozen=True, kw_only=True):
     """-1: unlimited."""
     n_predict: int
     """The same."""
-    n_keep: int = 0
-    n_discard: int = 0
+    n_keep: int
+    n_discard: int
     stream: bool
     logit_bias: list[TokenBias]
     n_probs: int
@@ -73,7 +73,13 @@ class GenerationSettings(_SharedSettings, frozen=True, kw_only=True):
 
 
 def generation_settings(
-    params: SamplingParams, *, stream: bool = False, timings_per_token: bool = False, seed: int | None = None
+    params: SamplingParams,
+    *,
+    n_keep: int = 0,
+    n_discard: int = 0,
+    stream: bool = False,
+    timings_per_token: bool = False,
+    seed: int | None = None,
 ) -> GenerationSettings:
     """The settings of these parameters. `seed`: the one that was used; None: not known yet."""
     n_predict = -1 if params.max_tokens is None else params.max_tokens
@@ -84,6 +90,8 @@ def generation_settings(
         repeat_last_n=params.penalty_last_n,
         max_tokens=n_predict,
         n_predict=n_predict,
+        n_keep=n_keep,
+        n_discard=n_discard,
         stream=stream,
         logit_bias=[TokenBias(token=int(token), bias=bias) for token, bias in params.logit_bias.items()],
         n_probs=params.logprobs or 0,

@@ -198,6 +198,7 @@ _COUNTERS = {
     "swaps": "Sequences that were swapped out to host memory",
     "recomputes": "Sequences that were preempted and computed again",
     "layout_switches": "Switches between the unified and the per-sequence KV layout",
+    "context_shifts": "Times that a text went on in a full context, without the tokens that were dropped from it",
 }
 _HISTOGRAMS = {
     "batch_size": ("batch_sizes", "Decoding sequences in a step, of the steps that had any"),

@@ -58,17 +58,17 @@ class _SequenceChain:
     def __init__(self, sequence: Seq, n_vocab: int) -> None:
         self._sequence = sequence
         self._chain = _build_chain(sequence, n_vocab)
-        self._n_accepted = sequence.n_tokens - len(recent_tokens(sequence, penalty_window(sequence.params)))
-        self._last = (-1, -1)  # number of tokens before the last sample, and that sample
+        self._n_accepted = sequence.n_text - len(recent_tokens(sequence, penalty_window(sequence.params)))
+        self._last = (-1, -1)  # number of tokens of the text before the last sample, and that sample
 
     def sample(self, row: Row, seed: int) -> int:
         """Samples a token of float32[n_vocab] with 32 random bits."""
         sequence = self._sequence
-        if self._last[0] != sequence.n_tokens:  # equal after an interrupt: the chain must not advance twice
-            for token in sequence.tokens[self._n_accepted : sequence.n_tokens].tolist():
+        if self._last[0] != sequence.n_text:  # equal after an interrupt: the chain must not advance twice
+            for token in sequence.text_tokens(self._n_accepted).tolist():
                 self._n_accepted += 1
                 self._chain.accept(token)
-            self._last = sequence.n_tokens, self._chain.sample(row, seed)
+            self._last = sequence.n_text, self._chain.sample(row, seed)
         return self._last[1]
 
     def close(self) -> None:

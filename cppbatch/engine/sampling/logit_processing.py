@@ -43,7 +43,7 @@ def run_logits_processors(sequences: list[Seq], logits: Logits) -> dict[int, str
 
 def _run_processor(processor: Any, sequences: list[Seq], logits: Logits, numbers: list[int]) -> None:
     """One call of a processor, with copies of the sequences' tokens and views of their rows."""
-    tokens = [sequences[i].tokens[: sequences[i].n_tokens].copy() for i in numbers]
+    tokens = [sequences[i].text_tokens(0).copy() for i in numbers]
     rows = [logits[i] for i in numbers]
     if hasattr(processor, "process_rows"):
         results = processor.process_rows(tokens, rows)
@@ -101,9 +101,9 @@ def _columns(tokens: Ids, ids: Ids | None) -> tuple[Ids, Ids | slice]:
 
 
 def recent_tokens(sequence: Seq, last_n: int) -> npt.NDArray[np.int32]:
-    """The last `last_n` tokens, int32[n], prompt included; -1: all tokens."""
-    start = max(0, sequence.n_tokens - last_n) if last_n >= 0 else 0
-    return sequence.tokens[start : sequence.n_tokens]
+    """The last `last_n` tokens, int32[n], prompt included; -1: all, but no more than the context holds."""
+    most = len(sequence.tokens) if last_n < 0 else last_n
+    return sequence.text_tokens(max(0, sequence.n_text - most))
 
 
 def penalty_window(params: SamplingParams) -> int:

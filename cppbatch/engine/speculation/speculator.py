@@ -113,7 +113,7 @@ class Speculator:
         self._expected *= _REMEMBERED
         self._accepted *= _REMEMBERED
         most = [
-            max(0, min(self._draft_max, each, sequence.n_left - 1)) if sequence.params.speculate else 0
+            max(0, min(self._draft_max, each, sequence.n_room - 1)) if sequence.params.speculate else 0
             for sequence, each in zip(rows, limits.each, strict=True)
         ]
         drafts: list[Draft | None] = [None] * len(rows)
@@ -182,7 +182,7 @@ class Speculator:
         _take_better(drafts, made)
 
     def finished(self, sequence: Seq) -> None:
-        """The sequence has ended."""
+        """The sequence has ended, or has another array of tokens now (`Seq.shift`)."""
         self._usual.pop(sequence, None)
         for proposer in self._proposers:
             proposer.finished(sequence)

@@ -33,8 +33,8 @@ _MAX_BIAS_TEXTS = 1000  # in logit_bias: each is tokenised
 class LlamaFields(TimingFields, kw_only=True):
     """The fields of `/completion` and `/infill`, except the prompt. Unknown fields are ignored, and so are:
 
-    `n_keep`, `n_discard` and `n_cache_reuse`, because text is never shifted out of the context; `id_slot`, because any
-    request can use any cached prefix.
+    `n_cache_reuse`, because parts of a prompt are never moved to other positions; `id_slot`, because any request can
+    use any cached prefix.
     """
 
     _ALIASES: ClassVar[dict[str, str]] = {
@@ -52,6 +52,10 @@ class LlamaFields(TimingFields, kw_only=True):
     """Return the log-probabilities of this many of the likeliest tokens, up to 20."""
     post_sampling_probs: bool | None = None
     """true is not supported."""
+    n_keep: int | None = None
+    """With `--context-shift`: the first tokens that stay when the context is full; -1: the prompt. None: `--keep`."""
+    n_discard: int | None = None
+    """With `--context-shift`: how many of the tokens behind those go; 0: half of them."""
     min_keep: int | None = None
     """More than 1 is not supported."""
     n_indent: int | None = None
