@@ -18,7 +18,6 @@ LEFT_OUT = {
     "--swa-full",  # as the model needs it
     "--no-ui",  # there is none
     "--no-models-autoload",  # there is no router
-    "--context-shift",
     "--no-cache-idle-slots",
     "--ui-mcp-proxy",
     "--no-mmproj",
