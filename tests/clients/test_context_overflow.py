@@ -12,6 +12,7 @@ import openai
 import pytest
 from langchain_core.exceptions import ContextOverflowError
 from pydantic import SecretStr
+
 from tests.clients.serving import KEY, MODEL, Serving
 
 LONG: Any = [{"role": "user", "content": "Tell me more about it. " * 1000}]

@@ -103,9 +103,8 @@ def test_memory_that_is_not_all_cells_is_never_shifted(
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
-def texts(engine: BatchInferenceEngine, *, shifts_cells: bool = True) -> list[Completion]:
+def texts(engine: BatchInferenceEngine) -> list[Completion]:
     """Long texts, some of which share their prompts' cells."""
-    engine.kv._shifts_cells = shifts_cells
     prompts = [[1, *range(10, 90)], [1, *range(10, 90), 7], [1, 20, 30], [1, *range(10, 240)]]
     done = engine.generate(prompts, GREEDY)
     assert [len(completion.tokens) for completion in done] == [400] * 4
@@ -122,7 +121,8 @@ def test_a_text_goes_on_in_shifted_cells_as_if_they_were_computed_again(
     engine = open_engine(one_layer, **settings)
     shifted = [completion.tokens for completion in texts(engine)]
     again = open_engine(one_layer, **settings, spec="off", prefix_cache=False)
-    assert shifted == [completion.tokens for completion in texts(again, shifts_cells=False)]
+    again.kv._shifts_cells = False
+    assert shifted == [completion.tokens for completion in texts(again)]
     assert engine.stats().context_shifts == again.stats().context_shifts > 4
 
 
@@ -135,7 +135,7 @@ def test_every_kind_of_memory_goes_on(
 
 
 async def test_llama_servers_fields_and_answer(tiny_llama: Path) -> None:
-    settings: dict[str, Any] = {"n_ctx": N_CTX, "n_parallel": 1, "n_threads": 1, "context_shift": True}
+    settings: dict[str, Any] = {"n_ctx": N_CTX, "n_parallel": 1, "n_threads": 1, "context_shift": True, "n_keep": 2}
     async with (
         LocalEngine(tiny_llama, **settings) as engine,
         TestClient(TestServer(create_app(engine))) as http,
@@ -147,5 +147,7 @@ async def test_llama_servers_fields_and_answer(tiny_llama: Path) -> None:
         assert (done["generation_settings"]["n_keep"], done["generation_settings"]["n_discard"]) == (3, 20)
         async with http.post("/completion", json={**body, "n_keep": -2}) as answer:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "n_keep")
+        async with http.get("/props") as answer:
+            assert (await answer.json())["default_generation_settings"]["params"]["n_keep"] == 2
         async with http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 300, "ignore_eos": True}) as one:
             assert (await one.json())["usage"]["completion_tokens"] == 300
