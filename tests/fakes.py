@@ -370,11 +370,13 @@ class FakeProposer:
     def __init__(self, wrong_each: int = 4, acceptance: float = 0.8) -> None:
         self._wrong_each = wrong_each
         self._acceptance = acceptance
-        self.known: set[str] = set()
-        """Ids of the sequences that were seen and have not finished."""
+        self.known: dict[str, npt.NDArray[np.int32]] = {}
+        """The tokens of the sequences that were seen and have not finished, by their ids."""
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
-        self.known.update(sequence.id for sequence in sequences)
+        for sequence in sequences:
+            known = self.known.setdefault(sequence.id, sequence.tokens)
+            assert known is sequence.tokens, f"{sequence.id} has other tokens, and was not finished"
         return [self._draft(sequence, n) for sequence, n in zip(sequences, most, strict=True)]
 
     def _draft(self, sequence: Seq, most: int) -> Draft | None:
@@ -389,7 +391,7 @@ class FakeProposer:
         return Draft(np.array(draft, np.int32), self._acceptance) if draft else None
 
     def finished(self, sequence: Seq) -> None:
-        self.known.discard(sequence.id)
+        self.known.pop(sequence.id, None)
 
     def close(self) -> None:
         assert not self.known

@@ -397,7 +397,6 @@ class KVPool:
         In its cells if those behind the dropped tokens are its own: the positions of a cell are those of every sequence
         that shares it. Otherwise the tokens behind the kept ones are computed again.
         """
-        self.cache.forget(sequence)
         n_computed, keep = sequence.n_computed, sequence.n_keep
         n = sequence.shift()
         first = keep + n

@@ -15,7 +15,18 @@ from cppbatch.engine import kv_pool, prefix_cache
 from cppbatch.engine.layout_policy import LayoutSwitch
 from cppbatch.engine.request import GenerationRequest, ResumeState
 from cppbatch.errors import DecodeFailed, InvalidRequest
-from tests.fakes import EOG, LIKELIEST_FIRST, FakeProposer, context_of, drain, fake_engine, greedy, mood, tokens_of
+from tests.fakes import (
+    EOG,
+    LIKELIEST_FIRST,
+    FakeProposer,
+    context_of,
+    drain,
+    fake_engine,
+    greedy,
+    mood,
+    spell,
+    tokens_of,
+)
 
 N_CTX = 24
 LONG = 60
@@ -129,6 +140,20 @@ def test_the_samplers_see_the_dropped_tokens() -> None:
     assert seen == [1, 2, 3, *tokens[:-1]]
 
 
+@pytest.mark.parametrize("n_discard", [0, 1000])
+@pytest.mark.parametrize("n_keep", [0, 10, 1000])
+def test_tokens_that_a_grammar_forces_stop_at_the_end_of_the_context(n_keep: int, n_discard: int) -> None:
+    """And those that are dropped may not be computed yet."""
+    engine = shifting_engine(n_batch=64)
+    expected = "dponmlkjihgfe" * 6
+    name = engine.add_request([1, 2], endless(100, guided_regex=expected), n_keep=n_keep, n_discard=n_discard)
+    events = drain(engine)
+    assert tokens_of(events, name) == spell(expected)
+    assert events[-1].finish_reason is FinishReason.STOP
+    assert engine.stats().forced_tokens > 60
+    assert engine.stats().context_shifts > 1
+
+
 # --- prefixes ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +181,18 @@ def test_only_the_kept_tokens_of_a_shifted_text_become_a_prefix(n_keep: int) -> 
     usage = drain(engine)[-1].usage
     assert usage
     assert usage.cached_tokens == n_keep
+
+
+def test_a_running_shifted_text_shares_only_its_kept_tokens() -> None:
+    engine = shifting_engine(n_ctx=4 * N_CTX, n_ctx_train=N_CTX, n_parallel=2, sharing="cells")
+    engine.add_request([1, 2, 3, 4, 5, 6], endless(), n_keep=4)
+    while not engine.stats().context_shifts:
+        engine.step()
+    (sequence,) = engine.running
+    again = sequence.tokens[: sequence.n_tokens].tolist()
+    name = engine.add_request(again, endless(1))
+    usage = next(event.usage for event in drain(engine) if event.request_id == name and event.usage)
+    assert usage.cached_tokens == 4
 
 
 def test_with_deterministic_nothing_is_shifted_in_its_cells() -> None:
