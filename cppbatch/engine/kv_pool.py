@@ -402,11 +402,11 @@ class KVPool:
         first = keep + n
         if self._shifts_cells and n_computed >= first and n_shared(sequence.cells) <= first:
             self._memory.remove(sequence.seq_id, keep, first)
-            self._memory.shift(sequence.seq_id, first, -n)
-            sequence.cells = self._cells.cut(sequence.cells, keep)
+            sequence.cells, sequence.n_computed = self._cells.cut(sequence.cells, keep), n_computed - n
             if n_computed > first:
+                self._memory.shift(sequence.seq_id, first, -n)
                 sequence.cells = self._cells.grow(sequence.cells, n_computed - first)
-            sequence.n_computed, sequence.n_exact = n_computed - n, min(keep, sequence.n_exact)
+                sequence.n_exact = min(keep, sequence.n_exact)
         else:
             n_kept = min(keep, n_computed)
             if not self._memory.remove(sequence.seq_id, n_kept):
