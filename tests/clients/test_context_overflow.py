@@ -48,7 +48,7 @@ def test_langchain_with_openai(one_at_a_time: Serving) -> None:
 
 
 def test_langchain_with_anthropic(one_at_a_time: Serving) -> None:
-    model = langchain_anthropic.ChatAnthropic(  # type: ignore[call-arg]
+    model = langchain_anthropic.ChatAnthropic(
         base_url=one_at_a_time.url, api_key=SecretStr(KEY), model_name=MODEL, max_retries=0
     )
     with pytest.raises(ContextOverflowError):

@@ -26,7 +26,7 @@ from tests.native_engines import OpenEngine
 N_CTX = 256
 TOKENS = np.arange(10, 50, dtype=np.int32)
 KEPT, FROM = 5, 20
-LAYOUTS = {"unified": {"kv_unified": True}, "streams": {"kv_unified": False, "n_ctx": 1024}}
+LAYOUTS: dict[str, dict[str, Any]] = {"unified": {"kv_unified": True}, "streams": {"kv_unified": False, "n_ctx": 1024}}
 ENGINES: dict[str, dict[str, Any]] = {
     "unified": {"kv_layout": "unified", "n_ctx": N_CTX},
     "per-sequence": {"kv_layout": "per-sequence", "n_ctx": 4 * N_CTX},

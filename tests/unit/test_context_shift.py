@@ -44,7 +44,8 @@ def small_prefixes() -> Iterator[None]:
 
 def shifted(prompt: list[int], n: int, *, n_ctx: int = N_CTX, n_keep: int = 0, n_discard: int = 0) -> list[int]:
     """The fake model's `n` likeliest tokens, where a full context drops tokens by llama-server's rule."""
-    context, tokens = list(prompt), []
+    context = list(prompt)
+    tokens: list[int] = []
     keep = min(len(prompt) if n_keep < 0 else n_keep, n_ctx - 4)
     while len(tokens) < n:
         if len(context) == n_ctx:
