@@ -194,10 +194,10 @@ def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes, meter: E
             engine_loop(engine, prompts, params, n_few), bare_loop(runtime.context, batch, prompts, n_few)
             runs = []
             for _ in range(sizes.repeats):
-                joules = meter.joules()
                 with ResourceUsage() as usage:
+                    joules = meter.joules()
                     speeds, phases = engine_loop(engine, prompts, params, sizes.new_tokens)
-                joules = meter.joules() - joules
+                    joules = meter.joules() - joules
                 bare = bare_loop(runtime.context, batch, prompts, sizes.new_tokens)
                 used = joules if meter.works else None
                 runs.append(PairedRun(speeds, bare, phases, usage.seconds, used, usage.gpu_percent))
