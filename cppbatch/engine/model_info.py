@@ -50,6 +50,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a request at most, prompt and completion together. An engine that switches takes them as unified."""
     bos: str
     eos: str
+    end_tokens: tuple[int, ...] = ()
+    """The tokens that end a text."""
     chat_template: str | None
     fill_in: FillIn | None = None
     """None: the model cannot fill in."""

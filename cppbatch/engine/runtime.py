@@ -413,6 +413,7 @@ def _info(
         max_sequence=min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take cells behind it
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
+        end_tokens=tuple(sorted(model.vocab.eog)),
         chat_template=model.chat_template,
         fill_in=_fill_in(model.vocab),
         pooling=pooling,

@@ -87,6 +87,7 @@ class LlamaResults:
         self._model = serving.name
         self._max_sequence = serving.info.max_sequence
         self._n_keep = serving.client.config.n_keep
+        self._end_tokens = serving.info.end_tokens
         self._return_tokens = return_tokens
         self._n_candidates = body.n_candidates
         self._n_predicted = [0] * len(requests)
@@ -146,6 +147,7 @@ class LlamaResults:
                 stream=bool(self._body.stream),
                 timings_per_token=bool(self._body.timings_per_token),
                 seed=last.seed,
+                end_tokens=self._end_tokens,
             ),
             prompt=detokenize(self._prompts[index // self._n_candidates]),
             has_new_line=self._has_new_line[index],

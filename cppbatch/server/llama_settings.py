@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from cppbatch.engine.params import SamplingParams
@@ -17,7 +19,8 @@ class TokenBias(msgspec.Struct, frozen=True, kw_only=True):
     """An entry of `logit_bias`."""
 
     token: int
-    bias: float
+    bias: float | None
+    """None: the token is never chosen."""
 
 
 class _SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,8 +83,13 @@ def generation_settings(
     stream: bool = False,
     timings_per_token: bool = False,
     seed: int | None = None,
+    end_tokens: Sequence[int] = (),
 ) -> GenerationSettings:
-    """The settings of these parameters. `seed`: the one that was used; None: not known yet."""
+    """The settings of these parameters. `seed`: the one that was used; None: not known yet. `end_tokens`: the model's,
+    which `ignore_eos` suppresses."""
+    biases = [TokenBias(token=int(token), bias=bias) for token, bias in params.logit_bias.items()]
+    if params.ignore_eos:
+        biases += [TokenBias(token=token, bias=None) for token in end_tokens]
     n_predict = -1 if params.max_tokens is None else params.max_tokens
     return GenerationSettings(
         **{name: getattr(params, name) for name in _SharedSettings.__struct_fields__},
@@ -93,7 +101,7 @@ def generation_settings(
         n_keep=n_keep,
         n_discard=n_discard,
         stream=stream,
-        logit_bias=[TokenBias(token=int(token), bias=bias) for token, bias in params.logit_bias.items()],
+        logit_bias=biases,
         n_probs=params.logprobs or 0,
         grammar=params.grammar or "",
         samplers=[LLAMA_NAMES.get(name, name) for name in params.samplers],

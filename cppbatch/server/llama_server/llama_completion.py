@@ -146,7 +146,8 @@ class LlamaCompletionBuilder(ResponseBuilder):
             empty = GenerationEvent(request_id=event.request_id)
             events.append(ServerSentEvent(results.chunk(index, empty, timings=per_token, prompt_progress=progress)))
         if event.text or event.tokens or event.logprobs:
-            events.append(ServerSentEvent(results.chunk(index, event, timings=per_token)))
+            chunks = [results.chunk(index, part, timings=per_token) for part in _by_token(event)]
+            events += map(ServerSentEvent, chunks)
         if event.finish_reason:
             events.append(ServerSentEvent(self._response(index, [])))
         return events
@@ -158,6 +159,22 @@ class LlamaCompletionBuilder(ResponseBuilder):
         """The response with the content of these events; with `response_fields` an object of those fields."""
         response = self._results.response(index, self.last_events[index], events)
         return _select(self._fields, response) if self._fields else response
+
+
+def _by_token(event: GenerationEvent) -> list[GenerationEvent]:
+    """With log-probabilities an event for each token, as in llama-server; otherwise the event as it is."""
+    if len(event.logprobs) < 2:
+        return [event]
+    texts = event.token_texts if "".join(event.token_texts) == event.text else [event.text]  # parts may be held back
+    return [
+        GenerationEvent(
+            request_id=event.request_id,
+            text="".join(texts[i : i + 1]),
+            tokens=event.tokens[i : i + 1],
+            logprobs=[logprob],
+        )
+        for i, logprob in enumerate(event.logprobs)
+    ]
 
 
 def _select(paths: list[str], response: LlamaResponse) -> Json:

@@ -127,7 +127,8 @@ async def change_props(request: web.Request) -> web.Response:
 
 def _default_settings(serving: Serving) -> GenerationSettings:
     params = SamplingParams(**serving.default_params())
-    return generation_settings(params, n_keep=serving.client.config.n_keep, seed=params.seed)
+    end_tokens = serving.info.end_tokens
+    return generation_settings(params, n_keep=serving.client.config.n_keep, seed=params.seed, end_tokens=end_tokens)
 
 
 @routes.get("/slots")
