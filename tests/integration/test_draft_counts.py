@@ -60,12 +60,16 @@ async def post(http: Http, path: str, **fields: Any) -> Any:
         return await answer.json()
 
 
-async def last_event(http: Http, path: str, **fields: Any) -> Json:
-    """The last event of a stream that is an object."""
+async def stream(http: Http, path: str, **fields: Any) -> list[Json]:
+    """The events of a stream that are objects."""
     async with http.post(path, json={**GREEDY, **fields, "stream": True}) as answer:
         events = [line.removeprefix("data: ") for line in (await answer.text()).splitlines()]
-    last: Json = json.loads([event for event in events if event.startswith("{")][-1])
-    return last
+    return [json.loads(event) for event in events if event.startswith("{")]
+
+
+async def last_event(http: Http, path: str, **fields: Any) -> Json:
+    """The last event of a stream that is an object."""
+    return (await stream(http, path, **fields))[-1]
 
 
 CHAT: Json = {"messages": [{"role": "user", "content": "the cat"}]}
@@ -164,3 +168,14 @@ def test_python_s_usage_has_them_and_a_trace_shows_them_step_by_step(tiny_llama:
     for name, count in (("drafted", again.usage.drafted_tokens), ("accepted", again.usage.accepted_tokens)):
         values = [event["args"][name] for event in events if event.get("name") == name and event["ph"] == "C"]
         assert sum(values) == count > 0
+
+
+async def test_llama_server_s_stream_has_a_chunk_for_each_token_with_probabilities(http: Http) -> None:
+    """Drafts bring several tokens in one event."""
+    body = {"prompt": "the cat", "n_probs": 2}
+    whole = await post(http, "/completion", **body)
+    *parts, last = await stream(http, "/completion", **body)
+    assert last["timings"]["draft_n_accepted"] > 0
+    assert [len(part["completion_probabilities"]) for part in parts] == [1] * 24
+    assert [part["tokens"] for part in parts] == [[part["completion_probabilities"][0]["id"]] for part in parts]
+    assert "".join(part["content"] for part in parts) == whole["content"]

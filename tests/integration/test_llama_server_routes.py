@@ -550,19 +550,6 @@ async def test_props_have_the_defaults_of_the_server(engine: LocalEngine) -> Non
         assert (params["seed"], params["temperature"]) == (7, 0.25)
 
 
-async def test_a_stream_with_probabilities_has_a_chunk_for_each_token(tiny_llama: Path) -> None:
-    prompt = "abc abd " * 20  # drafts are found in it, and several tokens come at once
-    drafting = LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1, spec="suffix")
-    async with drafting as engine, TestClient(TestServer(create_app(engine))) as http:
-        chunks = await stream(http, prompt=prompt, n_predict=40, n_probs=2)
-        whole = await complete(http, prompt=prompt, n_predict=40, n_probs=2)
-    *parts, last = chunks
-    assert last["timings"]["draft_n_accepted"] > 0
-    assert [len(part["completion_probabilities"]) for part in parts] == [1] * 40
-    assert [part["tokens"] for part in parts] == [[part["completion_probabilities"][0]["id"]] for part in parts]
-    assert "".join(part["content"] for part in parts) == whole["content"]
-
-
 async def test_settings_list_the_end_tokens_that_are_suppressed(http: Http) -> None:
     suppressed = (await complete(http, ignore_eos=True))["generation_settings"]["logit_bias"]
     assert suppressed
