@@ -18,7 +18,7 @@ from cppbatch.server.settings import ServerSettings
 Http = TestClient[Any, Any]
 Json = dict[str, Any]
 HELLO = [{"role": "user", "content": "Hello"}]
-CHANGING = {"id", "created", "created_at", "completed_at", "usage", "output"}
+CHANGING = {"id", "created", "created_at", "completed_at", "usage", "timings", "output"}
 DOCUMENTS = ["a cat sat", "and", "the dog"]
 
 
