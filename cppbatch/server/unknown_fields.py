@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.structured_fields import StructuredFields
 
 HEADER = "X-Ignored-Fields"
 IGNORED = web.RequestKey("ignored_fields", tuple)
@@ -161,14 +162,14 @@ _NO_TEXT = frozenset(
 def refuse_unknown(fields: Mapping[str, Any], kind: type) -> tuple[str, ...]:
     """The names of the fields that the type does not have, and that change nothing.
 
-    `fields`: decoded JSON, or `msgspec.Raw` values. Raises `InvalidRequest` for one that would change the answer, and
-    for state that this server does not keep.
+    `fields`: decoded JSON, or `msgspec.Raw` values. For a request of text, raises `InvalidRequest` for one that would
+    change the answer, and for state that this server does not keep.
     """
     known = known_fields(kind)
     ignored = []
     for name, value in fields.items():
         if name not in known:
-            if reason := _reason(name, value, known, fields):
+            if issubclass(kind, StructuredFields) and (reason := _reason(name, value, known, fields)):
                 raise InvalidRequest(name[:_LONGEST_NAME], reason)
             ignored.append(name)
     return tuple(ignored)

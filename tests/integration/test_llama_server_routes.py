@@ -317,13 +317,50 @@ async def test_text_to_tokens_and_back(http: Http, engine: LocalEngine) -> None:
     text = "Hello, 媽 <s> world"
     _, answer = await post(http, "/tokenize", {"content": text})
     assert answer["tokens"] == [token.id for token in await engine.tokenize(text, add_special=False)]
-    assert (await post(http, "/detokenize", answer)) == (200, {"content": text})
+    assert (await post(http, "/detokenize", answer)) == (200, {"content": text, "prompt": text})
     _, with_bos = await post(http, "/tokenize", {"content": text, "add_special": True})
     assert with_bos["tokens"] == [1, *answer["tokens"]]
     _, plain = await post(http, "/tokenize", {"content": "<s>", "parse_special": False})
     assert len(plain["tokens"]) == 3
-    assert (await post(http, "/tokenize", {}))[1] == {"tokens": []}
-    assert (await post(http, "/detokenize", {}))[1] == {"content": ""}
+    assert (await post(http, "/tokenize", {"content": ""}))[1] == {"tokens": []}
+    assert (await post(http, "/detokenize", {"tokens": []}))[1] == {"content": "", "prompt": ""}
+
+
+async def test_tokenize_speaks_vllms_form_too(http: Http, engine: LocalEngine) -> None:
+    plain = [token.id for token in await engine.tokenize("Hello", add_special=False)]
+    bos = [token.id for token in await engine.tokenize("", add_special=True)]
+    _, answer = await post(http, "/tokenize", {"model": "any", "prompt": "Hello"})
+    assert answer == {"tokens": bos + plain, "count": len(bos + plain), "max_model_len": 1024}
+    _, answer = await post(
+        http, "/tokenize", {"prompt": "Hello", "add_special_tokens": False, "return_token_strs": True}
+    )
+    assert (answer["tokens"], "".join(answer["token_strs"])) == (plain, "Hello")
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    _, answer = await post(http, "/tokenize", chat)
+    _, asked = await post(http, "/v1/chat/completions", {**chat, "max_tokens": 1})
+    assert answer["count"] == asked["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {}, "content"),
+        ("/tokenize", {"text": "Hello"}, "content"),
+        ("/tokenize", {"content": "a", "prompt": "a"}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"ids": [1]}, "tokens"),
+    ],
+)
+async def test_no_tokens_are_the_answer_to_nothing_only(http: Http, path: str, body: Json, field: str) -> None:
+    status, answer = await post(http, path, body)
+    assert (status, answer["error"]["param"]) == (400, field)
+
+
+async def test_tokenizer_info_has_what_clients_without_a_tokenizer_need(http: Http) -> None:
+    _, info = await get(http, "/tokenizer_info")
+    assert (info["bos_token"], info["eos_token"], info["add_bos_token"]) == ("<s>", "</s>", True)
+    assert info["model_max_length"] == 1024
+    assert "message" in info["chat_template"]
 
 
 async def test_pieces_are_text_or_bytes(http: Http) -> None:

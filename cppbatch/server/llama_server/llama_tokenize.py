@@ -1,4 +1,7 @@
-"""`POST /tokenize`, `/detokenize` and `/apply-template`: prompts as tokens and as text."""
+"""`POST /tokenize`, `/detokenize` and `/apply-template`, and `GET /tokenizer_info`: prompts as tokens and as text.
+
+`/tokenize` and `/detokenize` speak llama-server's form and vLLM's, `/tokenizer_info` vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,54 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
+from cppbatch.chat.template import CHATML
 from cppbatch.engine.request import TokenPiece, detokenize
+from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import json_response
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import generation_endpoint, query_endpoint
 from cppbatch.server.mixed_prompts import tokenize
 from cppbatch.server.openai.chat_completions import prepare_chat
-from cppbatch.server.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.openai.chat_types import ChatCompletionRequest, ChatMessage, Tool
 from cppbatch.server.parse import read_json
-from cppbatch.server.serving import SERVING
+from cppbatch.server.serving import SERVING, Serving
 
 routes = web.RouteTableDef()
 
 
 class TokenizeRequest(msgspec.Struct):
-    """The body of `POST /tokenize`."""
+    """The body of `POST /tokenize`: `content` in llama-server's form, `prompt` or `messages` in vLLM's."""
 
-    content: str | list[str | int] = ""
+    content: str | list[str | int] | None = None
     """A text, or texts and token ids mixed."""
     add_special: bool = False
-    """Begin with BOS if the model wants it."""
+    """For `content`: begin with BOS if the model wants it."""
     parse_special: bool = True
-    """Read the texts of control tokens as control tokens."""
+    """For `content`: read the texts of control tokens as control tokens."""
     with_pieces: bool = False
+
+    prompt: str | None = None
+    """A text, which may have control tokens."""
+    add_special_tokens: bool = True
+    """For `prompt`: begin with BOS if the model wants it."""
+    messages: list[ChatMessage] | None = None
+    """A conversation, as in `/v1/chat/completions`."""
+    tools: list[Tool] | None = None
+    """For `messages`, as the two fields after it."""
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    model: str | None = None
+    """Not used."""
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` unless there is exactly one of the three."""
+        given = [name for name in ("content", "prompt", "messages") if getattr(self, name) is not None]
+        if not given:
+            raise InvalidRequest("content", "is required: a text; or prompt, or messages")
+        if len(given) > 1:
+            raise InvalidRequest(given[1], f"cannot be used together with {given[0]}")
 
 
 class TokenAndPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,18 +72,41 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: list[int | TokenAndPiece]
     """Objects with `with_pieces`, otherwise ids."""
+    count: int | UnsetType = UNSET
+    """In vLLM's form, as the fields after it."""
+    max_model_len: int | UnsetType = UNSET
+    """Tokens that prompt and completion may have together."""
+    token_strs: list[str] | UnsetType = UNSET
+    """With `return_token_strs`."""
 
 
 class DetokenizeRequest(msgspec.Struct):
     """The body of `POST /detokenize`."""
 
-    tokens: list[int] = []
+    tokens: list[int]
+    model: str | None = None
+    """Not used."""
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /detokenize`."""
+    """`POST /detokenize`: the text, under llama-server's name and vLLM's."""
 
     content: str
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /tokenizer_info`: what a client needs that has no tokenizer of its own, named as in tokenizer_config.json."""
+
+    tokenizer_class: str = "llama.cpp"
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None = None
+    add_bos_token: bool
+    """Whether a text that is a prompt begins with BOS."""
+    model_max_length: int
+    """Tokens that prompt and completion may have together."""
+    chat_template: str
 
 
 class ApplyTemplateResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,12 +118,38 @@ class ApplyTemplateResponse(msgspec.Struct, frozen=True, kw_only=True):
 @routes.post("/tokenize")
 async def tokenize_text(request: web.Request) -> web.Response:
     """Returns the tokens of a text."""
-    body = await read_json(request, TokenizeRequest)
-    tokens = await tokenize(
-        request.app[SERVING], body.content, "content", add_special=body.add_special, parse_special=body.parse_special
+    body, serving = await read_json(request, TokenizeRequest), request.app[SERVING]
+    body.check()
+    if body.content is not None:
+        tokens = await tokenize(
+            serving, body.content, "content", add_special=body.add_special, parse_special=body.parse_special
+        )
+        shown = await asyncio.to_thread(_shown, tokens, with_pieces=body.with_pieces)
+        return json_response(TokenizeResponse(tokens=shown))
+    tokens = await _vllm_tokens(body, serving)
+    return json_response(
+        TokenizeResponse(
+            tokens=[token.id for token in tokens],
+            count=len(tokens),
+            max_model_len=serving.info.max_sequence,
+            token_strs=[token.piece.decode("utf-8", "replace") for token in tokens]
+            if body.return_token_strs
+            else UNSET,
+        )
     )
-    shown = await asyncio.to_thread(_shown, tokens, with_pieces=body.with_pieces)
-    return json_response(TokenizeResponse(tokens=shown))
+
+
+async def _vllm_tokens(body: TokenizeRequest, serving: Serving) -> list[TokenPiece]:
+    """The tokens of `prompt`, or of the prompt of `messages`. Raises `InvalidRequest`."""
+    if body.messages is None:
+        return await tokenize(serving, body.prompt or "", "prompt", add_special=body.add_special_tokens)
+    request = ChatCompletionRequest(
+        messages=body.messages,
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return await tokenize(serving, (await prepare_chat(request, serving)).prompt, "messages")
 
 
 def _shown(tokens: list[TokenPiece], *, with_pieces: bool) -> list[Any]:
@@ -100,7 +177,23 @@ async def detokenize_tokens(request: web.Request) -> web.Response:
     body = await read_json(request, DetokenizeRequest)
     ids: list[str | int] = list(body.tokens)
     tokens = await tokenize(request.app[SERVING], ids, "tokens")
-    return json_response(DetokenizeResponse(content=detokenize(tokens)))
+    text = detokenize(tokens)
+    return json_response(DetokenizeResponse(content=text, prompt=text))
+
+
+@routes.get("/tokenizer_info")
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """Returns what a client without a tokenizer needs to know."""
+    serving = request.app[SERVING]
+    return json_response(
+        TokenizerInfo(
+            bos_token=serving.info.bos or None,
+            eos_token=serving.info.eos or None,
+            add_bos_token=bool(await serving.client.tokenize("", add_special=True)),
+            model_max_length=serving.info.max_sequence,
+            chat_template=serving.template or CHATML,
+        )
+    )
 
 
 @routes.post("/apply-template")
@@ -117,6 +210,7 @@ ENDPOINTS = {
     ("post", "/detokenize"): generation_endpoint(
         "Returns the text of tokens", DetokenizeRequest, DetokenizeResponse, streams=False
     ),
+    ("get", "/tokenizer_info"): query_endpoint("Describes the tokenizer", TokenizerInfo),
     ("post", "/apply-template"): generation_endpoint(
         "Returns the prompt of a conversation", ChatCompletionRequest, ApplyTemplateResponse, streams=False
     ),
