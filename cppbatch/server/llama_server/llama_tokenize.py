@@ -96,7 +96,7 @@ class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /tokenizer_info`: what a client needs that has no tokenizer of its own, named as in tokenizer_config.json."""
+    """`GET /tokenizer_info`: for clients without a tokenizer, under the names of tokenizer_config.json."""
 
     tokenizer_class: str = "llama.cpp"
     bos_token: str | None

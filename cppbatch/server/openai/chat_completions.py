@@ -78,7 +78,7 @@ async def prepare_chat(body: ChatCompletionRequest, serving: Serving) -> Prepare
         choice=body.choice(),
         schema=body.schema(),
         variables=body.template_variables(),
-        continue_final_message=None if body.add_generation_prompt is None else not body.add_generation_prompt,
+        continue_final_message=body.continues_message,
         field_names={"response_format": constraint.field} if constraint else None,
     )
 

@@ -250,6 +250,8 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     """Further variables for the chat template, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
     """False: the last message is continued. True: the assistant begins a new message, even after its own."""
+    continue_final_message: bool | None = None
+    """vLLM's name for the same: true: the last message is continued."""
     prediction: Prediction | None = None
     """Text that the answer will probably contain. It makes the answer faster, not different."""
     user: str | None = None
@@ -315,6 +317,16 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
             message = f"is {self.function_call!r:.80}; it must be none, auto or a function by its name"
             raise InvalidRequest("function_call", message)
         return ToolChoice(parallel=False)
+
+    @property
+    def continues_message(self) -> bool | None:
+        """Whether the last message is continued; None: if it is the assistant's. Raises `InvalidRequest`."""
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "cannot be true together with add_generation_prompt: the last message either ends or goes on"
+            raise InvalidRequest("continue_final_message", message)
+        if self.add_generation_prompt is None:
+            return self.continue_final_message
+        return not self.add_generation_prompt
 
     def template_variables(self) -> Json:
         """The variables of the chat template beside messages and tools. Raises `InvalidRequest`."""
