@@ -1,6 +1,6 @@
 """`lm-eval` (the LM Evaluation Harness) on a task made here: its scores are the model's own log-probabilities.
 
-The server has F32 weights and an F32 cache, so that they are not rounded differently in batches of another shape.
+The server has F32 weights and an F32 cache, without flash attention: otherwise sums are rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def expected(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> t
 @pytest.fixture(scope="module")
 def url(expected: tuple[Path, dict[tuple[str, str], Any]]) -> Iterator[str]:
     """A server without API keys, which lm-eval's `gguf` cannot send."""
-    with ServerProcess("-m", expected[0], "-ctk", "f32", "-ctv", "f32", "-c", "4096", python=PYTHON) as process:
+    with ServerProcess(
+        "-m", expected[0], "-ctk", "f32", "-ctv", "f32", "-fa", "off", "-c", "4096", python=PYTHON
+    ) as process:
         yield process.wait_ready().url
 
 
