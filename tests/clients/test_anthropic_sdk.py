@@ -88,7 +88,11 @@ def test_a_streamed_tool_call_has_the_input_of_the_whole_one(client: anthropic.A
     check_weather(call.input)
 
 
-def test_the_tool_runner_calls_a_function_and_goes_on(client: anthropic.Anthropic) -> None:
+@pytest.mark.parametrize("thread", [{}, {"thread": False}], ids=["thread", "no thread"])
+def test_the_tool_runner_calls_a_function_and_goes_on_with_the_whole_conversation(
+    client: anthropic.Anthropic, thread: Any
+) -> None:
+    """It begins a thread on the server, unless told otherwise, and then sends only what is new: not to this one."""
     asked: list[Any] = []
 
     @anthropic.beta_tool
@@ -103,9 +107,11 @@ def test_the_tool_runner_calls_a_function_and_goes_on(client: anthropic.Anthropi
 
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     asking: Any = {**GREEDY, "max_tokens": 128, "messages": ASK, "tool_choice": choice, "max_iterations": 2}
-    runner = client.beta.messages.tool_runner(tools=[get_weather], **asking)
+    runner = client.beta.messages.tool_runner(tools=[get_weather], **thread, **asking)
     messages = list(runner)
     assert len(messages) == 2
+    read = [each.usage.input_tokens + (each.usage.cache_read_input_tokens or 0) for each in messages]
+    assert read[1] > read[0]  # the question, the call and its result
     assert asked
     assert all(isinstance(city, str) for city in asked)
 

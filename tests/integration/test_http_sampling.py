@@ -646,3 +646,79 @@ async def test_every_field_may_be_null(http: Http) -> None:
     plain = await complete(http, prompt="Hello", seed=1)
     nulls: dict[str, Any] = {name: None for name in names if name != "seed"}
     assert await complete(http, prompt="Hello", seed=1, **nulls) == plain
+
+
+# --- nothing is dropped in silence -----------------------------------------------------------------------------------
+
+
+ENDS: Json = {"ignore_eos": False, "logit_bias": {"2": 100}}
+
+
+async def test_the_end_token_is_listed_and_counted_in_completions_and_chat(http: Http) -> None:
+    for stream in (False, True):
+        body = {**GREEDY, **ENDS, "logprobs": 2, "echo": True, "max_tokens": 1, "stream": stream}
+        async with http.post("/v1/completions", json=body) as answer:
+            text = await answer.text()
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] or [
+            json.loads(text)
+        ]
+        shown = [choice["logprobs"] for event in events for choice in event["choices"] if choice["logprobs"]]
+        tokens = [token for each in shown for token in each["tokens"]]
+        assert (tokens[0], tokens[-1]) == ("<s>", "</s>")
+        assert "".join(tokens[1:-1]) == "Hello"
+        assert all(isinstance(value, float) for each in shown for value in each["token_logprobs"][1:])
+    _, answer = await post(http, "/v1/completions", {**GREEDY, **ENDS, "max_tokens": 1})
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["text"]) == (1, "")
+    choice = await chat(http, **ENDS, logprobs=True)
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["</s>"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_fields_without_effect_are_listed_in_a_header(http: Http, stream: bool) -> None:
+    body = {**GREEDY, "stream": stream, "request_tag": 1, "a b": 2, "user": "me"}
+    async with http.post("/v1/completions", json=body) as answer:
+        assert (answer.status, answer.headers["X-Ignored-Fields"]) == (200, "request_tag, a%20b")
+    async with http.post("/v1/completions", json=GREEDY) as answer:
+        assert "X-Ignored-Fields" not in answer.headers
+
+
+REFUSED_FIELDS: list[tuple[str, Json]] = [
+    ("temprature", {"temprature": 0.1}),
+    ("web_search_options", {"web_search_options": {}}),
+    ("modalities", {"modalities": ["text", "audio"]}),
+    ("reasoning_effort", {"reasoning_effort": "enormous"}),
+    ("service_tier", {"service_tier": "gold"}),
+    ("store", {"store": True}),
+    ("conversation", {"conversation": "conv_1"}),
+    ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
+]
+
+
+@pytest.mark.parametrize(("field", "fields"), REFUSED_FIELDS)
+async def test_what_would_change_the_answer_is_refused_with_its_name(http: Http, field: str, fields: Json) -> None:
+    status, answer = await post(http, "/v1/chat/completions", {**CHAT, **fields})
+    assert (status, answer["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_constraints_under_other_servers_names_hold(http: Http, path: str) -> None:
+    forms: list[Json] = [
+        {"structured_outputs": {"regex": "[ab]{3}"}},
+        {"regex": "[ab]{3}"},
+        {"guided_grammar": "root ::= [ab] [ab] [ab]"},
+        {"response_format": {"type": "regex", "value": "[ab]{3}"}},
+        {"structured_outputs": {"choice": ["aba", "bab"]}},
+        {"guided_json": {"enum": ["aba", "bab"]}},
+        {"response_format": {"type": "json_object", "value": {"enum": ["aba", "bab"]}}},
+    ]
+    for form in forms:
+        body = {**(GREEDY if path == "/v1/completions" else CHAT), "max_tokens": 20, **form}
+        status, answer = await post(http, path, body)
+        assert status == 200, answer
+        choice = answer["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert re.fullmatch('"?[ab]{3}"?', text), (form, text)
+    body = {**(GREEDY if path == "/v1/completions" else CHAT), "guided_grammar": "root ::="}
+    status, answer = await post(http, path, body)
+    assert (status, answer["error"]["param"]) == (400, "guided_grammar")

@@ -441,3 +441,42 @@ def test_an_error_in_midstream_is_raised_by_the_client(
         with pytest.raises(anthropic.APIStatusError, match="on fire") as failed:
             stream.until_done()
     assert strictly(ErrorResponse, failed.value.body).error.type == "api_error"
+
+
+# --- nothing is stored ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_a_thread_is_refused_as_the_client_knows_it(client: anthropic.Anthropic, thread: Any) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}], "thread": thread}
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            client.post(path, cast_to=object, body=body)
+        error: Any = refused.value.body
+        assert error["error"]["type"] == "invalid_request_error"
+        assert error["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
+STATE: list[tuple[str, Any]] = [
+    ("container", "container_1"),
+    ("mcp_servers", [{"type": "url", "name": "x", "url": "http://x"}]),
+    ("compaction", {"type": "auto"}),
+    ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+    (
+        "context_management",
+        {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), STATE)
+def test_what_the_api_would_keep_or_change_is_refused(client: anthropic.Anthropic, field: str, value: Any) -> None:
+    asked: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(anthropic.BadRequestError, match=field):
+        client.messages.create(**asked, extra_body={field: value})
+
+
+def test_an_edit_that_changes_nothing_is_taken(client: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
+    keeping: Any = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+    assert client.messages.create(**asked, extra_body=keeping).usage.output_tokens > 0

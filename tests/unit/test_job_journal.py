@@ -16,7 +16,7 @@ import pytest
 from cppbatch.errors import StorageError
 from cppbatch.jobs.durable_files import DurableFile
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
-from cppbatch.jobs.journal import Journal, response_line
+from cppbatch.jobs.journal import Journal, rejection_line, response_line
 from cppbatch.jobs.ledger import Ledger
 from tests.job_results import ids_of, item, lines_of, opened, result
 
@@ -349,3 +349,14 @@ def test_a_full_database_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nowhere/job cannot be opened: its folder must exist"):
         Ledger(tmp_path / "nowhere" / "job")
+
+
+def test_the_ids_of_results_are_unique_over_jobs(tmp_path: Path) -> None:
+    """Two batches may have the same lines, and their results are kept in one table."""
+    one = item(1)
+    rejected = RejectedLine(line=2, code="invalid", message="is no JSON", custom_id=None)
+    made = [response_line(one, JobResponse(status=200, body={})) for _ in range(2)]
+    lines = [*made, *(rejection_line(rejected) for _ in range(2))]
+    ids = {msgspec.json.decode(each.data)["id"] for each in lines}
+    assert len(ids) == 4
+    assert all(each.startswith("batch_req_") for each in ids)
