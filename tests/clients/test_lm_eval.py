@@ -32,7 +32,7 @@ PAIRS = [
     ("<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant", "\nYes."),
 ]
 
-DOCUMENTS = [
+DOCUMENTS: list[dict[str, Any]] = [
     {"question": "The capital of France is", "choices": ["Paris", "London", "Berlin"], "answer": 0},
     {"question": "One, two, three,", "choices": ["banana", "four", "seven"], "answer": 1},
     {"question": "The opposite of hot is", "choices": ["cold", "chair", "green"], "answer": 0},
@@ -64,9 +64,9 @@ metric_list: [{metric: exact_match}]
 def expected(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], Any]]:
     """The model with F32 weights, and the scores of all pairs by hand."""
     path = tmp_path_factory.mktemp("lm-eval") / "model-F32.gguf"
-    choices = [(document["question"], f" {choice}") for document in DOCUMENTS for choice in document["choices"]]  # type: ignore[attr-defined]
+    choices = [(document["question"], f" {choice}") for document in DOCUMENTS for choice in document["choices"]]
     pairs = [*PAIRS, *choices]
-    command = [PYTHON, "-m", "tests.clients.model_scores", default_model, path]
+    command: list[str | Path] = [PYTHON, "-m", "tests.clients.model_scores", default_model, path]
     done = subprocess.run(command, input=json.dumps(pairs), capture_output=True, text=True, check=True)
     return path, dict(zip(pairs, map(tuple, json.loads(done.stdout)), strict=True))
 

@@ -684,7 +684,7 @@ async def test_fields_without_effect_are_listed_in_a_header(http: Http, stream: 
 
 
 REFUSED_FIELDS: list[tuple[str, Json]] = [
-    ("temprature", {"temprature": 0.1}),
+    ("repetition_penalti", {"repetition_penalti": 2}),
     ("web_search_options", {"web_search_options": {}}),
     ("modalities", {"modalities": ["text", "audio"]}),
     ("reasoning_effort", {"reasoning_effort": "enormous"}),
@@ -719,6 +719,6 @@ async def test_constraints_under_other_servers_names_hold(http: Http, path: str)
         choice = answer["choices"][0]
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         assert re.fullmatch('"?[ab]{3}"?', text), (form, text)
-    body = {**(GREEDY if path == "/v1/completions" else CHAT), "guided_grammar": "root ::="}
+    body = {**(GREEDY if path == "/v1/completions" else CHAT), "guided_grammar": "root ::= ("}
     status, answer = await post(http, path, body)
     assert (status, answer["error"]["param"]) == (400, "guided_grammar")

@@ -354,7 +354,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_the_ids_of_results_are_unique_over_jobs(tmp_path: Path) -> None:
     """Two batches may have the same lines, and their results are kept in one table."""
     one = item(1)
-    rejected = RejectedLine(line=2, code="invalid", message="is no JSON", custom_id=None)
+    rejected = RejectedLine(line=2, content_hash=0, code="invalid", message="is no JSON", custom_id=None)
     made = [response_line(one, JobResponse(status=200, body={})) for _ in range(2)]
     lines = [*made, *(rejection_line(rejected) for _ in range(2))]
     ids = {msgspec.json.decode(each.data)["id"] for each in lines}

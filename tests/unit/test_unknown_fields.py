@@ -39,7 +39,7 @@ STATE: dict[str, Any] = {
 HARMLESS: dict[str, Any] = {
     "metadata_2": {"a": "b"}, "safety_identifier": "me", "prompt_cache_key": "k", "prompt_cache_retention": "24h",
     "request_id": "1", "session_id": "s", "return_token_ids": True, "guided_decoding_backend": "xgrammar",
-    "kv_transfer_params": {"a": 1}, "id_slot_2": 3, "n_keep": 4, "extra": 1, "trace_id": "t", "tags": ["a"],
+    "kv_transfer_params": {"a": 1}, "id_slot_2": 3, "extra": 1, "trace_id": "t", "tags": ["a"],
 }  # fmt: skip
 
 WITHOUT_EFFECT: dict[str, Any] = {
