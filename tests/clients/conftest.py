@@ -27,7 +27,7 @@ def only_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
                 patch.delenv(name)
         for name in ("CPPBATCH_CONFIG", "XDG_DATA_HOME", "LLM_USER_PATH", "HF_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
-        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # HF_HUB_OFFLINE would refuse InferenceClient's requests too
         patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
         patch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
         patch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")

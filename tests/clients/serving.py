@@ -66,10 +66,17 @@ class Serving:
     @contextlib.contextmanager
     def filled(self) -> Iterator[None]:
         """While this is open, a server for one request at a time has one running and one waiting."""
+        self.wait_idle()
         stop = threading.Event()
+        body = {
+            "prompt": "Once upon a time",
+            "max_tokens": 1900,
+            "ignore_eos": True,
+            "speculate": False,
+            "stream": True,
+        }
 
-        def read_slowly() -> None:
-            body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        def read() -> None:
             headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
             request = urllib.request.Request(f"{self.v1}/completions", json.dumps(body).encode(), headers)
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -77,10 +84,11 @@ class Serving:
                     if stop.is_set():
                         break
 
-        readers = [threading.Thread(target=read_slowly, daemon=True) for _ in range(2)]
-        for n, reader in enumerate(readers):
-            reader.start()
-            self.wait(lambda stats, n=n: stats["running"] + stats["waiting"] > n)  # type: ignore[misc]
+        readers = [threading.Thread(target=read, daemon=True) for _ in range(2)]
+        readers[0].start()
+        self.wait(lambda stats: stats["running"] == 1)
+        readers[1].start()
+        self.wait(lambda stats: stats["waiting"] == 1)
         try:
             yield
         finally:

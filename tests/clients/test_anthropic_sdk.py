@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
@@ -158,8 +160,14 @@ def test_each_kind_of_error_is_an_exception_of_its_own(client: anthropic.Anthrop
 
 
 def test_a_full_queue_is_a_rate_limit_and_a_retry_gets_through(one_at_a_time: Serving) -> None:
-    client = anthropic.Anthropic(base_url=one_at_a_time.url, api_key=KEY, max_retries=0)
-    with one_at_a_time.filled(), pytest.raises(anthropic.RateLimitError) as refused:
-        client.messages.create(messages=ASK, **GREEDY)
-    assert int(refused.value.response.headers["retry-after"]) >= 1
-    assert client.with_options(max_retries=5).messages.create(messages=ASK, **GREEDY).usage.output_tokens
+    client = anthropic.Anthropic(base_url=one_at_a_time.url, api_key=KEY, max_retries=0, timeout=60)
+    patient = client.with_options(max_retries=8).messages.with_raw_response
+    with ThreadPoolExecutor() as pool:
+        with one_at_a_time.filled():
+            with pytest.raises(anthropic.RateLimitError) as refused:
+                client.messages.create(messages=ASK, **GREEDY)
+            retried = pool.submit(lambda: patient.create(messages=ASK, **GREEDY))
+            time.sleep(0.3)
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        assert retried.result().retries_taken > 0
+        assert retried.result().parse().usage.output_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -182,12 +183,17 @@ def test_each_kind_of_error_is_an_exception_of_its_own(client: openai.OpenAI) ->
 
 def test_a_full_queue_is_a_rate_limit_and_a_retry_gets_through(one_at_a_time: Serving) -> None:
     client = openai.OpenAI(base_url=one_at_a_time.v1, api_key=KEY, timeout=60, max_retries=0)
-    with one_at_a_time.filled():
-        with pytest.raises(openai.RateLimitError) as refused:
-            client.completions.create(model=MODEL, prompt="One,", max_tokens=2)
+    asked: Any = {"model": MODEL, "prompt": "One,", "max_tokens": 2}
+    patient = client.with_options(max_retries=8).completions.with_raw_response
+    with ThreadPoolExecutor() as pool:
+        with one_at_a_time.filled():
+            with pytest.raises(openai.RateLimitError) as refused:
+                client.completions.create(**asked)
+            retried = pool.submit(lambda: patient.create(**asked))
+            time.sleep(0.3)
         assert int(refused.value.response.headers["retry-after"]) >= 1
-    patient = client.with_options(max_retries=5)
-    assert patient.completions.create(model=MODEL, prompt="One,", max_tokens=2).usage
+        assert retried.result().retries_taken > 0
+        assert retried.result().parse().usage
 
 
 def test_vectors_of_a_text_are_the_same_in_every_form(embedding_server: Serving) -> None:

@@ -52,7 +52,7 @@ def test_a_question_is_answered_and_logged_with_its_tokens(llm: Llm, model: str,
     assert "Paris" in streamed.stdout
     assert streamed.stdout == whole.stdout
     with sqlite3.connect(tmp_path / "logs.db") as logs:
-        counts = logs.execute("select input_tokens, output_tokens from responses").fetchall()
+        counts = logs.execute("select input_tokens, output_tokens from turns").fetchall()
     assert len(counts) == 2
     assert counts[0] == counts[1]
     assert all(count > 0 for count in counts[0])
@@ -77,7 +77,8 @@ def test_a_completion_continues_a_text(llm: Llm) -> None:
 
 
 def test_several_at_once(llm: Llm) -> None:
-    options = ["-m", "chat", "-n", "-o", "temperature", "0", "-o", "max_tokens", "8"]
+    options = ["-m", "chat", "-o", "temperature", "0", "-o", "max_tokens", "8"]
+    assert llm(*options, QUESTION).returncode == 0  # makes the database that the others write to
     answers = at_once(lambda city: llm(*options, f"Where is {city}?").stdout, list(CITIES))
     assert all(len(answer) > 3 for answer in answers)
 
