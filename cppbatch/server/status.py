@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
-from cppbatch.cluster.engine_client import Health
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.server.admission import IN_FLIGHT
@@ -18,6 +18,17 @@ from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import STORAGE
 
 routes = web.RouteTableDef()
+
+
+class HealthResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /health`."""
+
+    status: str
+    """loading, ok, restarting, failed or closed."""
+    progress: float
+    """0.0 to 1.0 while loading."""
+    error: str | UnsetType = UNSET
+    """Why it failed or restarts. Absent otherwise, as in llama-server."""
 
 
 class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +45,8 @@ async def health(request: web.Request) -> web.Response:
     """503 while the model loads (with its progress) and after the engine has failed or closed; otherwise 200, also
     while the server drains."""
     state = request.app[SERVING].client.health()
-    return json_response(state, 200 if state.takes_requests else 503)
+    response = HealthResponse(status=state.status, progress=state.progress, error=state.error or UNSET)
+    return json_response(response, 200 if state.takes_requests else 503)
 
 
 @routes.get("/ready")
@@ -85,11 +97,13 @@ _STATS = {"anyOf": [{"allOf": [schema_ref(EngineStats), schema_ref(ServerStats)]
 ENDPOINTS = {
     ("get", "/health"): Endpoint(
         "200 when requests are served, 503 with the state when not; needs no API key",
-        json_content(schema_ref(Health)),
+        json_content(schema_ref(HealthResponse)),
         (503,),
-        unavailable=Health,
+        unavailable=HealthResponse,
     ),
-    ("get", "/v1/health"): Endpoint("As /health", json_content(schema_ref(Health)), (503,), unavailable=Health),
+    ("get", "/v1/health"): Endpoint(
+        "As /health", json_content(schema_ref(HealthResponse)), (503,), unavailable=HealthResponse
+    ),
     ("get", "/ready"): Endpoint(
         "200 when a new request is served, 503 when not; needs no API key",
         json_content(schema_ref(ReadyResponse)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -592,3 +593,32 @@ async def test_settings_list_the_end_tokens_that_are_suppressed(http: Http) -> N
     assert suppressed
     assert all(entry["bias"] is None for entry in suppressed)
     assert (await complete(http, ignore_eos=False))["generation_settings"]["logit_bias"] == []
+
+
+async def test_the_last_message_is_continued_or_answered_as_asked(http: Http) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+
+    async def ask(**fields: bool) -> tuple[int, Any]:
+        return await post(
+            http, "/v1/chat/completions", {"messages": messages, "max_tokens": 1, "verbose": True, **fields}
+        )
+
+    for fields in ({}, {"continue_final_message": True}, {"add_generation_prompt": False}):
+        _, answer = await ask(**fields)
+        assert answer["__verbose"]["prompt"].endswith("Well")
+    for fields in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+        _, answer = await ask(**fields)
+        assert answer["__verbose"]["prompt"].endswith("assistant\n")
+    status, answer = await ask(add_generation_prompt=True, continue_final_message=True)
+    assert (status, answer["error"]["param"]) == (400, "add_generation_prompt")
+
+
+async def test_a_verbose_server_shows_what_requests_do_not_ask_for(
+    http: Http, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "cppbatch.server")
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    _, answer = await post(http, "/v1/chat/completions", body)
+    assert "hi" in answer["__verbose"]["prompt"]
+    _, answer = await post(http, "/v1/chat/completions", body | {"verbose": False})
+    assert "__verbose" not in answer

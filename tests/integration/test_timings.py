@@ -251,13 +251,16 @@ def test_an_empty_list_of_response_fields_means_all_of_them(server: ChatServer) 
 
 def test_the_biases_of_a_token_add_up_as_on_llama_server(server: ChatServer) -> None:
     def used(bias: object) -> list[Json]:
-        return list(post(server, "/completion", logit_bias=bias)["generation_settings"]["logit_bias"])
+        return list(post(server, "/completion", logit_bias=bias, ignore_eos=False)["generation_settings"]["logit_bias"])
 
     assert used([[28, 60], [28, -55]]) == [{"token": 28, "bias": 5}]
     assert used([[28, -100], [28, -100], [29, 1]]) == [{"token": 28, "bias": -100}, {"token": 29, "bias": 1}]
 
 
 def test_of_two_equal_keys_of_logit_bias_the_last_counts(server: ChatServer) -> None:
-    body = json.dumps({**BODIES["/completion"], **COMMON})[:-1] + ', "logit_bias": {"28": -100, "28": 7}}'
+    body = (
+        json.dumps({**BODIES["/completion"], **COMMON, "ignore_eos": False})[:-1]
+        + ', "logit_bias": {"28": -100, "28": 7}}'
+    )
     with urllib.request.urlopen(f"{server.url}/completion", body.encode(), timeout=60) as answer:
         assert json.load(answer)["generation_settings"]["logit_bias"] == [{"token": 28, "bias": 7}]

@@ -15,9 +15,9 @@ from cppbatch.models.synthetic import GgufVocab
 
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _PREFIXES = """
-    -Book -D -Fr -Ger -Hel -Hey -L -Test -Th -U -You -ali -am -are -assis -au -bel -book -capit -ci -con -dolo -ea
-    -eiusm -el -eni -et -fibo -fu -how -ips -iru -is -joke -lab -lif -lo -mag -meanin -not -nul -paria -prom -rep
-    -system -th -tru -u -vel -very -wi -y <|im_ or
+    -Book -D -Fr -Ger -Hel -Hey -L -Test -Th -U -You -ali -am -are -assis -au -bel -book -brown -capit -ci -con
+    -dog -dolo -ea -eiusm -el -eni -et -fibo -fu -how -ips -iru -is -joke -jumps -lab -lazy -lif -lo -mag -meanin
+    -not -nul -paria -prom -rep -system -th -tru -u -vel -very -wi -y <|im_ or
 """.replace("-", _SPACE)
 """A text becomes these, their prefixes, and single characters."""
 

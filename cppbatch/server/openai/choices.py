@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -19,6 +20,9 @@ from cppbatch.server.timings import PromptProgress, StreamTimings, Timings, timi
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+log = logging.getLogger("cppbatch.server")
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +70,8 @@ class Extras(TypedDict, total=False):
 async def verbose_results(
     body: VerboseFields, requests: list[GenerationRequest], serving: Serving
 ) -> LlamaResults | None:
-    """What makes `__verbose`; None if the request does not ask for it."""
-    if not body.verbose:
+    """What makes `__verbose`; None if neither the request nor, with --verbose, the server asks for it."""
+    if not (log.isEnabledFor(logging.DEBUG) if body.verbose is None else body.verbose):
         return None
     prompts = [request.prompt for request in requests[:: body.n_candidates]]
     tokens = [await serving.client.tokenize(prompt) for prompt in prompts if not isinstance(prompt, Pair)]
