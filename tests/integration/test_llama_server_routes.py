@@ -610,7 +610,7 @@ async def test_the_last_message_is_continued_or_answered_as_asked(http: Http) ->
         _, answer = await ask(**fields)
         assert answer["__verbose"]["prompt"].endswith("assistant\n")
     status, answer = await ask(add_generation_prompt=True, continue_final_message=True)
-    assert (status, answer["error"]["param"]) == (400, "add_generation_prompt")
+    assert (status, answer["error"]["param"]) == (400, "continue_final_message")
 
 
 async def test_a_verbose_server_shows_what_requests_do_not_ask_for(

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.escaped_lark import INPUT
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
-from cppbatch.engine.params import SamplingParams, shown
+from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.assistant_output import FinishReasonName, effort_variables
 from cppbatch.server.llama_result import LlamaResponse
