@@ -78,9 +78,7 @@ class Serving:
 
         def read() -> None:
             headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-            request = urllib.request.Request(
-                f"{self.v1}/completions", json.dumps(body | {"stream": True}).encode(), headers
-            )
+            request = urllib.request.Request(f"{self.v1}/completions", json.dumps(body).encode(), headers)
             with urllib.request.urlopen(request, timeout=60) as answer:
                 for _ in answer:
                     if stop.is_set():
