@@ -37,7 +37,10 @@ async def read_json(request: web.Request, kind: type[Body]) -> Body:
 def _read(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     """The struct, and the names of the fields that have no effect."""
     struct = parse(body, kind)
-    return struct, refuse_unknown(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind)
+    try:  # the names and values of unknown fields are decoded here only
+        return struct, refuse_unknown(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(body, error) from error
 
 
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:

@@ -722,3 +722,9 @@ async def test_constraints_under_other_servers_names_hold(http: Http, path: str)
     body = {**(GREEDY if path == "/v1/completions" else CHAT), "guided_grammar": "root ::= ("}
     status, answer = await post(http, path, body)
     assert (status, answer["error"]["param"]) == (400, "guided_grammar")
+
+
+@pytest.mark.parametrize("field", [b'"\xed\xa0": 1', b'"bad_words": ["\xff"]', b'"other": "\xff"'])
+async def test_unknown_fields_that_are_no_utf8_are_no_json(http: Http, field: bytes) -> None:
+    async with http.post("/v1/completions", data=b'{"prompt": "x", "max_tokens": 1, ' + field + b"}") as answer:
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "body")

@@ -81,7 +81,9 @@ def complaint(sent: Mutant, answer: bytes) -> str | None:
     kind, _, _ = headers.get("content-type", "").partition(";")
     if status >= 500:
         return f"{status}: {body[:300]!r}"
-    if sent.method == "HEAD" or (status in (400, 417) and kind == "text/plain"):  # aiohttp on what is no HTTP
+    if sent.method in ("HEAD", "OPTIONS") or (
+        status in (400, 417) and kind == "text/plain"
+    ):  # aiohttp on what is no HTTP
         return None
     if kind == "text/event-stream":
         return _stream_complaint(body)
