@@ -99,6 +99,8 @@ class BatchInferenceEngine:
             cached_share=self._runtime.cached_share,
             # Cells that were moved are not exact: whether one moves them depends on the other sequences.
             shifts_cells=config.context_shift and context.can_shift and not config.deterministic,
+            on_gpu=self._runtime.on_gpu,
+            token_s=lambda: self._scheduler.prompt_token_s,
         )
         self._layout_policy: LayoutPolicy | None = None  # the layout is fixed
         if (layouts := self._runtime.layouts) is not None:
@@ -116,6 +118,7 @@ class BatchInferenceEngine:
             target_step_s=target,
             prefer=config.prefer,
             may_pad=self._runtime.may_pad,
+            on_gpu=self._runtime.on_gpu,
             min_rows=self._runtime.min_rows,
             rows_s=[(rows, ms / 1000) for rows, ms in config.step_ms],
             speculator=self._speculator,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from heapq import heappop, heappush
+from time import perf_counter
 from typing import Any, Protocol
 
 from cppbatch.config import KvLayout, Sharing
@@ -13,6 +14,7 @@ from cppbatch.engine.cells import Cells, n_held, n_shared
 from cppbatch.engine.kv_invariants import check_invariants, dump_cells, require
 from cppbatch.engine.padding_rows import PaddingRow
 from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache
+from cppbatch.engine.save_cost import SaveCost
 from cppbatch.engine.sequence import SavedState, Seq
 from cppbatch.errors import LlamaError
 
@@ -21,6 +23,7 @@ log = logging.getLogger("cppbatch.engine")
 CACHED_SHARE = 0.25
 """The default of `KVPool`'s `cached_share`."""
 _MIN_CACHED = 20  # tokens: computing a shorter prefix is as fast as taking it
+_CHANCE_OF_TAKING = 0.1  # that a sequence takes tokens of a cached prefix which none has taken yet: a guess
 
 OUT_OF_MEMORY = (LlamaError, MemoryError)
 
@@ -64,6 +67,8 @@ class KVPool:
     `cache_bytes`: host memory for cached prefixes. `cached_share`: part of the cells of a unified layout that cached
     prefixes may hold; attention passes over these cells too, which slows every row down (docs/decisions/0005).
     `shifts_cells`: a context shift may move the positions of cells; otherwise it computes them again.
+    `on_gpu`: prefixes are copied from stream to stream on the device, not through host memory. `token_s`: as in
+    `SaveCost`.
     """
 
     def __init__(
@@ -75,8 +80,12 @@ class KVPool:
         cache_bytes: int,
         cached_share: float = CACHED_SHARE,
         shifts_cells: bool = False,
+        on_gpu: bool = False,
+        token_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._memory = memory
+        self._on_gpu = on_gpu
+        self._save_cost = SaveCost(token_s)
         self._swap_bytes = swap_bytes
         self._cached_share = cached_share
         self._shifts_cells = shifts_cells
@@ -228,7 +237,8 @@ class KVPool:
         `save`: whether to keep its state in host memory if there is room; None: if that is of use.
         """
         if save is None:  # if it shares most of its cells, it will find them again as a prefix
-            save = n_shared(sequence.cells) * 2 < sequence.n_computed
+            n = sequence.n_computed
+            save = n_shared(sequence.cells) * 2 < n and self._save_cost.is_worth(n, chance=1.0)
         self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, save=save))
         self._free_cells_and_id(sequence)
         sequence.preempted()
@@ -269,8 +279,9 @@ class KVPool:
         return False
 
     def _move_out(self, cached: CachedPrefix) -> None:
+        chance = 1.0 if cached.is_taken else _CHANCE_OF_TAKING
         self._moves.append(partial(self._save, cached, cached.seq_id))
-        self.cache.leave_cells(cached)
+        self.cache.leave_cells(cached, for_host=self._save_cost.is_worth(cached.n_computed, chance))
         self._cells.free(cached.cells)
         cached.cells = None
         self._free_id(cached.seq_id)
@@ -320,7 +331,7 @@ class KVPool:
 
     def _swap_out(self, seq_id: int, sequence: Seq, *, save: bool) -> None:
         free_bytes = self._swap_bytes - self.swapped_bytes
-        saved = self._try_save(seq_id) if save and free_bytes > 0 else None
+        saved = self._try_save(seq_id, sequence.n_computed) if save and free_bytes > 0 else None
         self._memory.remove(seq_id)
         if saved and saved.n_bytes <= free_bytes:
             sequence.saved = saved
@@ -344,17 +355,20 @@ class KVPool:
         self._drop_saved(sequence)
 
     def _copy(self, source: Seq | CachedPrefix, seq_id: int, saved: SavedState | None, sequence: Seq) -> None:
-        """Copies the whole state of the source through host memory, then truncates it to the prefix.
+        """Copies the whole state of the source, through host memory or on the GPU, then truncates it to the prefix.
 
         `seq_id`, `saved`: the source's memory when this move was planned.
         """
         try:
-            state = saved or source.saved or self._copied.get(source)
-            if state is None:
-                if seq_id < 0:
-                    raise LlamaError("its prefix did not fit into host memory")
-                state = self._copied[source] = self._memory.save_sequence(seq_id)
-            self._memory.restore_sequence(sequence.seq_id, state)
+            if self._on_gpu and seq_id >= 0:
+                self._memory.copy(seq_id, sequence.seq_id)
+            else:
+                state = saved or source.saved or self._copied.get(source)
+                if state is None:
+                    if seq_id < 0:
+                        raise LlamaError("its prefix did not fit into host memory")
+                    state = self._copied[source] = self._memory.save_sequence(seq_id)
+                self._memory.restore_sequence(sequence.seq_id, state)
             self._memory.remove(sequence.seq_id, sequence.n_computed)
         except OUT_OF_MEMORY as error:
             self.cache.uncount(sequence)
@@ -368,14 +382,17 @@ class KVPool:
         sequence.will_recompute()
 
     def _save(self, cached: CachedPrefix, seq_id: int) -> None:
-        saved = self._try_save(seq_id) if cached in self.cache.in_host else None
+        saved = self._try_save(seq_id, cached.n_computed) if cached in self.cache.in_host else None
         self._memory.remove(seq_id)
         self.cache.keep_in_host(cached, saved)
 
-    def _try_save(self, seq_id: int) -> SavedState | None:
-        """The state of a seq_id; None if memory for it runs out."""
+    def _try_save(self, seq_id: int, n: int) -> SavedState | None:
+        """The state of a seq_id that holds `n` tokens; None if memory for it runs out."""
+        began = perf_counter()
         try:
-            return self._memory.save_sequence(seq_id)
+            saved = self._memory.save_sequence(seq_id)
+            self._save_cost.observe(n, perf_counter() - began)
+            return saved
         except OUT_OF_MEMORY as error:
             log.warning("the state of seq_id %d cannot be saved: %s", seq_id, error)
             return None

@@ -8,7 +8,7 @@ from copy import deepcopy
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.step_budget import StepBudget
-from cppbatch.engine.step_cost import Groups
+from cppbatch.engine.step_cost import Groups, StepCost
 
 _TURN = 4  # steps: a switch makes llama.cpp plan its graph again, but other sets should not wait long
 _MAX_BUDGETS = 64  # adapter sets whose step times are remembered
@@ -67,6 +67,11 @@ class LoraRoundRobin:
             if len(self._budgets) > _MAX_BUDGETS:
                 del self._budgets[next(iter(self._budgets))]
         return budget
+
+    @property
+    def last_cost(self) -> StepCost:
+        """The step times of the set that computed last."""
+        return self._last_budget.cost
 
     def computed(self, adapters: AdapterSet, groups: Groups, n_prefill: int, seconds: float) -> None:
         """Learns from the duration of a step, which must not be the first one after a switch."""

@@ -18,7 +18,7 @@ _COPIED_AT_ONCE = 100  # tokens copied in the time of computing one; about 200 w
 class CachedPrefix:
     """The computed tokens of a finished sequence: in cells (`seq_id` >= 0) or saved in host memory (`saved`)."""
 
-    __slots__ = ("cells", "salt", "saved", "seq_id", "tokens")
+    __slots__ = ("cells", "is_taken", "salt", "saved", "seq_id", "tokens")
 
     def __init__(self, tokens: Tokens, salt: Hashable, seq_id: int, cells: Span | None) -> None:
         self.tokens = tokens
@@ -26,6 +26,8 @@ class CachedPrefix:
         self.seq_id = seq_id
         self.cells = cells
         self.saved: SavedState | None = None
+        self.is_taken = False
+        """Whether a sequence has taken tokens of it."""
 
     @property
     def n_computed(self) -> int:
@@ -151,7 +153,9 @@ class PrefixCache:
             self.hits += 1
             self.hit_tokens += match.n
             sequence.n_cached = match.n
-            self._touch(match.source)
+            if isinstance(match.source, CachedPrefix):
+                match.source.is_taken = True
+                self._touch(match.source)
 
     def uncount(self, sequence: Seq) -> None:
         """Takes back the hit of a sequence whose prefix could not be copied."""
@@ -159,11 +163,11 @@ class PrefixCache:
         self.hit_tokens -= sequence.n_cached
         sequence.n_cached = 0
 
-    def _touch(self, source: Seq | CachedPrefix) -> None:
+    def _touch(self, cached: CachedPrefix) -> None:
         for prefixes in (self.in_cells, self.in_host):
-            if isinstance(source, CachedPrefix) and source in prefixes:
-                del prefixes[source]
-                prefixes[source] = None  # at the end: the most recently used
+            if cached in prefixes:
+                del prefixes[cached]
+                prefixes[cached] = None  # at the end: the most recently used
 
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
@@ -187,10 +191,13 @@ class PrefixCache:
             self.used_host_bytes -= cached.saved.n_bytes
             cached.saved = None
 
-    def leave_cells(self, cached: CachedPrefix) -> None:
-        """The prefix is going to be saved to host memory, and counts as there from now on. `keep_in_host` follows."""
+    def leave_cells(self, cached: CachedPrefix, *, for_host: bool) -> None:
+        """The prefix is going to be saved to host memory, and counts as there from now on; `keep_in_host` follows.
+
+        If not `for_host`, or if there is no host memory for prefixes, it is dropped.
+        """
         del self.in_cells[cached]
-        if self.host_bytes:
+        if self.host_bytes and for_host:
             self.in_host[cached] = None
         else:
             self.drop(cached)

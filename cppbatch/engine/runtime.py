@@ -97,7 +97,9 @@ class Runtime:
     cached_share: float = CACHED_SHARE
     """Part of the cells that cached prefixes may hold."""
     may_pad: bool = False
-    """Whether padding rows may make a step faster: on a CPU. On a GPU, rows cost too little."""
+    """Whether steps may have padding rows: always, except in tests of something else."""
+    on_gpu: bool = False
+    """Whether layers compute on a GPU: a row costs next to nothing there, another ubatch does not."""
     min_rows: int = 1
     """Tokens, and rows of logits if it has any, that a ubatch computes at least. With `deterministic` more than 1 where
     fewer are computed by another kernel, which adds in another order."""
@@ -217,7 +219,8 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
         sharing,
         close,
         share,
-        may_pad=not on_gpu,
+        may_pad=True,
+        on_gpu=on_gpu,
         min_rows=min_rows,
         threads=threads,
         proposers=_proposers(config, model),

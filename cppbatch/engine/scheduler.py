@@ -132,6 +132,7 @@ class Scheduler:
         target_step_s: float | None = None,
         prefer: Preference = "balanced",
         may_pad: bool = False,
+        on_gpu: bool = False,
         min_rows: int = 1,
         rows_s: Sequence[tuple[int, float]] = (),
         speculator: Speculator | None = None,
@@ -139,7 +140,8 @@ class Scheduler:
     ) -> None:
         """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt
         tokens in a step gain nothing, and delay the first token of the prompts that end in it. `target_step_s`,
-        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `min_rows`: tokens, and
+        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `on_gpu`: prompts are computed together
+        there (`in_batch_order`). `min_rows`: tokens, and
         rows of logits if it has any, that a ubatch computes at least. `rows_s`: decode rows with the seconds of a step
         of them, measured before. `speculator`: chooses drafts; None: there are none. `max_draft_rows`: of a step with
         drafts, all of which have logits.
@@ -155,6 +157,7 @@ class Scheduler:
         self._lora = LoraRoundRobin(budget)
         self._lora_by_layout = {kv.unified: self._lora}
         self._may_pad = may_pad or min_rows > 1
+        self._on_gpu = on_gpu
         self._min_rows = min_rows
         self._ubatch_tokens = ubatch_tokens or step_tokens
         self._headroom = max(1, min(_MAX_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
@@ -168,6 +171,12 @@ class Scheduler:
         self._serves_first_prompt = False
         self._timed: dict[int, Seq] = {}  # sequences with a timeout, by their number (`rank[1]`)
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, number of the sequence)
+
+    @property
+    def prompt_token_s(self) -> float:
+        """Seconds to compute a token of a long prompt; 0 before any is measured."""
+        cost = self._lora.last_cost
+        return cost.token_s(self._ubatch_tokens) if cost.knows_prompts else 0.0
 
     @property
     def has_work(self) -> bool:
@@ -260,7 +269,7 @@ class Scheduler:
             beside = self._join_rows(plan, rows, with_rows, cost) if may_pad and not self._kv.unified else []
             groups = tuple(padded_size(n, self._min_rows) for n in plan.row_groups)
             prefill = self._prefill(prompts_now, adapters, groups, len(rows), decoding)
-            if may_pad and not (prefill or self._kv.has_streams):  # else prompts fill the tiles
+            if may_pad and not (self._on_gpu or prefill or self._kv.has_streams):  # else prompts fill the tiles
                 self._pad(plan, len(rows), cost)
             if rows and self._speculator and not prefill:
                 rows, n_padding = self._add_drafts(plan, rows, beside, cost, self._speculator)
@@ -304,7 +313,7 @@ class Scheduler:
         together += [(padding, 1 + n_padding) for padding in plan.padding]
         if self._min_rows == 1:
             others: list[BatchEntry] = [*n_of.items()]
-            batch = in_batch_order(together, others)
+            batch = in_batch_order(together, others, on_gpu=self._on_gpu)
         else:
             batch = with_min_rows(together, prefill, ubatch_tokens=self._ubatch_tokens, min_rows=self._min_rows)
             plan.padding = [entry for entry, _ in batch if isinstance(entry, PaddingRow)]
@@ -383,7 +392,7 @@ class Scheduler:
         budget = step_budget.prefill_tokens(groups, n_prompts, n_decoding - n_decode, background=not n_urgent)
         n_pending = sum(s.n_pending for s in prefilling)
         if budget < n_pending and not self._kv.has_streams:  # rows and prompts are computed together: whole tiles
-            budget = max(min(budget, _MIN_PIECE), whole_tiles(budget + n_decode) - n_decode)
+            budget = max(min(budget, _MIN_PIECE), self._whole_ubatches(budget + n_decode) - n_decode)
         budget = min(budget, n_pending)
         if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
             budget = min(budget, self._kv.n_free - n_decoding)
@@ -399,7 +408,7 @@ class Scheduler:
             n = min(n, _MAX_SCORED) if sequence.is_scored else n
             if n < sequence.n_pending and self._kv.has_streams:
                 joins_rows = n_decode and n > 1 and self._min_rows == 1  # its first token does
-                n = whole_tiles(n - 1) + 1 if joins_rows else whole_tiles(n)
+                n = self._whole_ubatches(n - 1) + 1 if joins_rows else self._whole_ubatches(n)
             if self._min_rows > 1:
                 n = min(n, room - self._min_rows + 1)
                 if n == sequence.n_pending:
@@ -409,6 +418,11 @@ class Scheduler:
                 chunks.append((sequence, n))
                 budget -= n
         return chunks
+
+    def _whole_ubatches(self, n: int) -> int:
+        """The largest whole number of ubatches within `n` tokens: a small rest costs a GPU as much as many tokens.
+        Below one ubatch, whole tiles."""
+        return n - n % self._ubatch_tokens if n > self._ubatch_tokens else whole_tiles(n)
 
     def _preempt_until_free(self) -> None:
         """Preempts the last in rank until every decoding sequence can grow by a cell.
@@ -528,17 +542,18 @@ def _groups(seq_ids: list[int]) -> list[tuple[int, int]]:
 Entry = TypeVar("Entry", bound=BatchEntry)
 
 
-def in_batch_order(rows: list[Entry], prefill: list[Entry]) -> list[Entry]:
+def in_batch_order(rows: list[Entry], prefill: list[Entry], *, on_gpu: bool = False) -> list[Entry]:
     """First the rows by rising seq_id, and what is computed with them; then the other prompt pieces.
 
     In the per-sequence layout and in recurrent models llama.cpp computes consecutive rising seq_ids together, wherever
     they are in the batch: as many tokens of each as the shortest has, over as many cells as the longest has. Short
-    prompt pieces gain from that. Long ones are listed by falling seq_id, which keeps them apart: together each gets a
-    small part of a ubatch, for which attention is slower. One prompt may follow the rows' seq_ids: its first token
-    joins them, unless it is far longer.
+    prompt pieces gain from that. On a CPU long ones are listed by falling seq_id, which keeps them apart: together each
+    gets a small part of a ubatch, for which attention is slower. A GPU needs full ubatches: prompts of 128 tokens that
+    are kept apart take 1.6 times as long there. One prompt may follow the rows' seq_ids: its first token joins them,
+    unless it is far longer.
     """
     rows.sort(key=_seq_id)
-    prefill.sort(key=_seq_id, reverse=any(n >= _LONG_PIECE for _, n in prefill))
+    prefill.sort(key=_seq_id, reverse=not on_gpu and any(n >= _LONG_PIECE for _, n in prefill))
     if not rows or not prefill:
         return rows + prefill
     following = rows[-1][0].seq_id + 1

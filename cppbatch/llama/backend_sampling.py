@@ -30,12 +30,16 @@ class BackendSampling:
 
     Only top-k: it has no state and no random numbers, and is the same for all requests. The engine samples from the
     candidates, so a text does not depend on where they were computed. Attaching or detaching a chain makes llama.cpp
-    rebuild its graph in the next decode, which takes some milliseconds.
+    reserve its compute buffers again in the next decode, which takes tens of milliseconds: every seq_id has a chain
+    from the start, and loses it only for requests that need whole rows.
     """
 
-    def __init__(self, context: _Context, n_candidates: int) -> None:
+    def __init__(self, context: _Context, n_candidates: int, *, n_vocab: int, n_rows: int) -> None:
         self.n_candidates = n_candidates
+        self.n_rows = n_rows
+        """Rows of a sequence in one decode at most (`n_outputs_max_per_seq`)."""
         self._context = context
+        self._n_vocab = n_vocab
         self._chains: list[Any] = [None] * context.n_seq_max
         self._detached: deque[Any] = deque()
 
@@ -56,21 +60,31 @@ class BackendSampling:
         return self._chains[seq_id] is not None
 
     def candidates(self, rows: list[int], n_outputs: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Token ids, ascending, and logits of these rows of the last decode: each [len(rows), n_candidates].
+        """Token ids, in no order, and logits of these rows of the last decode: each [len(rows), n_candidates].
 
         `n_outputs`: the number of rows of that decode. Raises `LlamaError` when the device did not compute candidates.
         """
-        shape = len(rows), self.n_candidates
-        ids, logits = np.empty(shape, np.int32), np.empty(shape, np.float32)
-        handle = self._context.handle
-        for i, row in enumerate(rows):
-            output = row - n_outputs  # a negative index counts outputs from the end, wherever they are in the batch
-            if C.llama_get_sampled_candidates_count_ith(handle, output) != self.n_candidates:
+        handle, first = self._context.handle, rows[0] - n_outputs
+        # A negative index counts outputs from the end, wherever they are in the batch.
+        for row in rows:
+            if C.llama_get_sampled_candidates_count_ith(handle, row - n_outputs) != self.n_candidates:
                 raise LlamaError("llama.cpp has found no candidates on the device")
-            ctypes.memmove(ids[i].ctypes.data, C.llama_get_sampled_candidates_ith(handle, output), ids[i].nbytes)
-            ctypes.memmove(logits[i].ctypes.data, C.llama_get_sampled_logits_ith(handle, output), logits[i].nbytes)
-        order = np.argsort(ids, axis=1)
-        return np.take_along_axis(ids, order, 1).astype(np.int64), np.take_along_axis(logits, order, 1)
+        ids = self._rows(C.llama_get_sampled_candidates_ith(handle, first), rows, np.int32)
+        logits = self._rows(C.llama_get_sampled_logits_ith(handle, first), rows, np.float32)
+        return ids.astype(np.int64), logits
+
+    def _rows(self, first: Any, rows: list[int], dtype: type[Any]) -> npt.NDArray[Any]:
+        """A copy of these rows of one of llama.cpp's output buffers, which have n_vocab values a row.
+
+        `first`: a pointer to the first value of `rows[0]`.
+        """
+        stride, lowest = self._n_vocab, min(rows)
+        address = (ctypes.cast(first, ctypes.c_void_p).value or 0) - (rows[0] - lowest) * stride * 4
+        n_values = (max(rows) - lowest) * stride + self.n_candidates
+        shape = max(rows) - lowest + 1, self.n_candidates
+        buffer = memoryview((ctypes.c_byte * (4 * n_values)).from_address(address))
+        table: npt.NDArray[Any] = np.ndarray(shape, dtype, buffer, strides=(4 * stride, 4))
+        return table[np.subtract(rows, lowest)]
 
     def close(self) -> None:
         """Frees the chains. Before that, the context must be freed or all seq_ids disabled."""

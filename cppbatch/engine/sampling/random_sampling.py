@@ -46,6 +46,8 @@ def random_sample(logits: Floats, filters: Sequence[Filters], keys: UInt64, ids:
     last bits of its logits, which vary with the batch.
     """
     settings = np.array(filters, np.float64)
+    if ids is not None and ids.shape[1] <= _MAX_BATCHED_CANDIDATES:
+        return _sample_all_columns(logits, settings, keys, ids)
     maxima, bounds = _row_maxima(logits, settings[:, 0].astype(np.int64))
     masses, candidates = np.zeros(len(logits)), {}
     for row in np.flatnonzero(np.isfinite(maxima)).tolist():
@@ -64,6 +66,14 @@ def random_sample(logits: Floats, filters: Sequence[Filters], keys: UInt64, ids:
         below = logits[row, candidates[row]] - maxima[row]
         sampled[row] = candidates[row][_sample_cumulative(below, filters[row].temperature, keys[row])]
     return sampled
+
+
+def _sample_all_columns(logits: Floats, settings: Doubles, keys: UInt64, ids: Ids) -> Ids:
+    """The same for rows of few columns, all with top-k: no floor is needed."""
+    is_possible = np.isfinite(logits.max(axis=1))
+    values = np.where(is_possible[:, None], logits, 0).astype(np.float64)
+    scores = _filter(values, settings, np.zeros(len(logits))) + gumbel_noise(keys, ids)
+    return np.where(is_possible, scores.argmax(axis=1), NO_TOKEN)
 
 
 def _row_maxima(logits: Floats, top_k: Ids) -> tuple[Floats, Floats]:

@@ -25,6 +25,8 @@ Logits = npt.NDArray[np.float32]
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
+_NO_ID = np.iinfo(np.int64).max
+
 
 class SamplerOutput(NamedTuple):
     """The result for one sequence of a step: a token, an error, or (embedding engines) a vector."""
@@ -66,43 +68,46 @@ class Sampler:
         """Before the decode: turns backend sampling off for sequences that need all their logits, on for the others."""
         if backend := self._context.backend_sampling:
             for sequence, n in plan.chunks:
-                if sequence.n_logits(n):
+                if n_rows := sequence.n_logits(n):
                     is_enough = 0 < sequence.sampling.n_candidates <= backend.n_candidates
-                    # llama.cpp samples one row of each sequence.
-                    has_one_row = not sequence.is_scored and n == sequence.n_pending
-                    backend.set_enabled(sequence.seq_id, is_enough and has_one_row)
+                    may_sample = is_enough and not sequence.is_scored and n_rows <= backend.n_rows
+                    backend.set_enabled(sequence.seq_id, may_sample)
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
         """After the decode, which computed `n_outputs` rows of logits: one result for each of `plan.outputs()`."""
-        sequences, scores, backend = plan.outputs(), plan.scores, self._context.backend_sampling
-        if backend is None and not scores and plan.n_drafted:
-            return self.sample_rows(sequences, plan.rows(), n_outputs)
-        if backend is None and not scores:  # then each sequence has exactly one row
-            if not plan.padding:
-                return self.sample_logits(sequences, self._context.logits(n_outputs))
-            return self._sample_padded(sequences, plan.rows(), self._context.logits(n_outputs))
-        rows = plan.rows()
-        on_backend = [i for i, sequence in enumerate(sequences) if backend and backend.is_enabled(sequence.seq_id)]
-        on_host = sorted(set(range(len(sequences))).difference(on_backend))
-        outputs: dict[int, SamplerOutput] = {}
-        if scores or on_host:
+        sequences, rows = plan.outputs(), plan.rows()
+        if self._context.backend_sampling is None and not (plan.scores or plan.n_drafted):  # one row of each sequence
             logits = self._context.logits(n_outputs)
-            if scores:
-                self._prompt_scorer.score(plan.batch, logits)
-            selected = logits if len(on_host) == n_outputs else logits[[rows[i] for i in on_host]]
-            outputs |= zip(on_host, self.sample_logits([sequences[i] for i in on_host], selected), strict=True)
-        if backend and on_backend:
-            ids, values = backend.candidates([rows[i] for i in on_backend], n_outputs)
-            sampled = _sample_candidates([sequences[i] for i in on_backend], ids, values)
-            outputs |= zip(on_backend, sampled, strict=True)
-        return [outputs[i] for i in range(len(sequences))]
+            if not plan.padding:
+                return self.sample_logits(sequences, logits)
+            return self._sample_padded(sequences, rows, logits)
+        if plan.scores:
+            self._prompt_scorer.score(plan.batch, self._context.logits(n_outputs))
+        return self.sample_rows(sequences, rows, n_outputs)
 
     def sample_rows(self, sequences: list[Seq], rows: list[int], n_outputs: int) -> list[SamplerOutput]:
-        """Samples for each sequence from one of the last decode's `n_outputs` rows of logits.
+        """Samples for each sequence from one of the last decode's `n_outputs` rows.
 
         For draft tokens: first from the row of its last known token, then, if that gave the first draft token, from the
         row of that token, and so on.
         """
+        backend = self._context.backend_sampling
+        if backend is None:
+            return self._sample_host_rows(sequences, rows, n_outputs)
+        on_backend = [i for i, sequence in enumerate(sequences) if backend.is_enabled(sequence.seq_id)]
+        if not on_backend:
+            return self._sample_host_rows(sequences, rows, n_outputs)
+        ids, logits = backend.candidates([rows[i] for i in on_backend], n_outputs)
+        sampled = _sample_candidates([sequences[i] for i in on_backend], ids, logits)
+        if len(on_backend) == len(sequences):
+            return sampled
+        outputs = dict(zip(on_backend, sampled, strict=True))
+        on_host = [i for i in range(len(sequences)) if i not in outputs]
+        sampled = self._sample_host_rows([sequences[i] for i in on_host], [rows[i] for i in on_host], n_outputs)
+        outputs |= zip(on_host, sampled, strict=True)
+        return [outputs[i] for i in range(len(sequences))]
+
+    def _sample_host_rows(self, sequences: list[Seq], rows: list[int], n_outputs: int) -> list[SamplerOutput]:
         logits = self._context.logits(n_outputs)
         return _sample_rows_greedily(sequences, rows, logits) or self.sample_logits(sequences, logits[rows])
 
@@ -239,9 +244,13 @@ def _sample_rows_greedily(sequences: list[Seq], rows: list[int], logits: Logits)
 def _sample_candidates(sequences: list[Seq], ids: Ids, logits: Logits) -> list[SamplerOutput]:
     """Samples from the rows' largest logits, found by the backend; `logits` is changed in place.
 
-    `ids`, int64[n, n_candidates]: their token ids, ascending in each row. The token is the same as from the whole row:
+    `ids`, int64[n, n_candidates]: their token ids. The token is the same as from the whole row:
     `SamplingPlan.n_candidates` is large enough for that.
     """
+    if outputs := _sample_candidates_greedily(sequences, ids, logits):
+        return outputs
+    order = np.argsort(ids, axis=1)
+    ids, logits = np.take_along_axis(ids, order, 1), np.take_along_axis(logits, order, 1)
     for sequence, row_ids, row in zip(sequences, ids, logits, strict=True):
         apply_bans_and_biases(sequence, row, row_ids)
         if sequence.params.has_penalties:
@@ -258,6 +267,17 @@ def _sample_candidates(sequences: list[Seq], ids: Ids, logits: Logits) -> list[S
         else SamplerOutput(error=_no_token_message(logits[i]), error_field=field_at_fault(sequences[i], logits[i]))
         for i, column in enumerate(columns)
     ]
+
+
+def _sample_candidates_greedily(sequences: list[Seq], ids: Ids, logits: Logits) -> list[SamplerOutput] | None:
+    """As `_sample_all_greedily`; of equal logits the one with the lowest token id."""
+    if any(sequence.sampling.greedy_unless is None for sequence in sequences):
+        return None
+    maxima = logits.max(axis=1, keepdims=True)
+    tokens: list[int] = np.where(logits == maxima, ids, _NO_ID).min(axis=1).tolist()
+    if any(token in s.sampling.greedy_unless for s, token in zip(sequences, tokens, strict=True)):  # type: ignore[operator]
+        return None
+    return [SamplerOutput(token) for token in tokens] if np.isfinite(maxima).all() else None
 
 
 def _argmax(row: Row) -> int:
