@@ -140,11 +140,10 @@ class Scheduler:
     ) -> None:
         """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt
         tokens in a step gain nothing, and delay the first token of the prompts that end in it. `target_step_s`,
-        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `on_gpu`: prompts are computed together
-        there (`in_batch_order`). `min_rows`: tokens, and
-        rows of logits if it has any, that a ubatch computes at least. `rows_s`: decode rows with the seconds of a step
-        of them, measured before. `speculator`: chooses drafts; None: there are none. `max_draft_rows`: of a step with
-        drafts, all of which have logits.
+        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `on_gpu`: see `in_batch_order`.
+        `min_rows`: tokens, and rows of logits if it has any, that a ubatch computes at least. `rows_s`: decode rows
+        with the seconds of a step of them, measured before. `speculator`: chooses drafts; None: there are none.
+        `max_draft_rows`: of a step with drafts, all of which have logits.
         """
         self._kv = kv
         self._speculator = speculator
