@@ -32,12 +32,14 @@ class BackendSampling:
     candidates, so a text does not depend on where they were computed. Attaching or detaching a chain makes llama.cpp
     reserve its compute buffers again in the next decode, which takes tens of milliseconds: every seq_id has a chain
     from the start, and loses it only for requests that need whole rows.
+
+    A decode computes one row of each sequence at most, so there are no drafts. llama.cpp 0.5 can compute more
+    (`n_outputs_max_per_seq`), but the ids of rows are then overwritten where another seq_id has no row: its graph
+    allocator uses the plan of a graph with as many nodes, in which other tensors were outputs.
     """
 
-    def __init__(self, context: _Context, n_candidates: int, *, n_vocab: int, n_rows: int) -> None:
+    def __init__(self, context: _Context, n_candidates: int, *, n_vocab: int) -> None:
         self.n_candidates = n_candidates
-        self.n_rows = n_rows
-        """Rows of a sequence in one decode at most (`n_outputs_max_per_seq`)."""
         self._context = context
         self._n_vocab = n_vocab
         self._chains: list[Any] = [None] * context.n_seq_max

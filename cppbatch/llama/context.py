@@ -56,8 +56,7 @@ class Context:
         non-causal attention need the whole sequence in one ubatch, so `n_ubatch` becomes `n_batch` and the layout
         unified.
         `n_rollback`: how many of its last tokens `remove` can take from a sequence whose memory is not all cells. For a
-        recurrent state each takes the memory of one more state; models without `has_snapshots` allow none. With backend
-        sampling a sequence may have one row more than that in a decode.
+        recurrent state each takes the memory of one more state; models without `has_snapshots` allow none.
         """
         self._handle: Any = None
         if pooling:
@@ -65,7 +64,6 @@ class Context:
         _check_sizes(n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
         params = self._params = C.llama_context_default_params()
         params.n_batch, params.n_ubatch = n_batch, n_ubatch
-        params.n_outputs_max_per_seq = 1 + n_rollback
         if pooling:
             params.embeddings, params.pooling_type = True, _POOLING[pooling]
         self._n_threads = n_threads
@@ -256,10 +254,7 @@ class Context:
         supports it; where it does not, rows stay logits and the result is False. The context must be empty.
         """
         self.backend_sampling = backend = BackendSampling(
-            self,
-            n or min(MAX_CANDIDATES, self._n_vocab),
-            n_vocab=self._n_vocab,
-            n_rows=self._params.n_outputs_max_per_seq,
+            self, n or min(MAX_CANDIDATES, self._n_vocab), n_vocab=self._n_vocab
         )
         batch = Batch(1)
         batch.add_run(np.zeros(1, np.int32), 0, 0, n_logits=1)

@@ -68,10 +68,9 @@ class Sampler:
         """Before the decode: turns backend sampling off for sequences that need all their logits, on for the others."""
         if backend := self._context.backend_sampling:
             for sequence, n in plan.chunks:
-                if n_rows := sequence.n_logits(n):
+                if sequence.n_logits(n):
                     is_enough = 0 < sequence.sampling.n_candidates <= backend.n_candidates
-                    may_sample = is_enough and not sequence.is_scored and n_rows <= backend.n_rows
-                    backend.set_enabled(sequence.seq_id, may_sample)
+                    backend.set_enabled(sequence.seq_id, is_enough and not sequence.is_scored)
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
         """After the decode, which computed `n_outputs` rows of logits: one result for each of `plan.outputs()`."""
