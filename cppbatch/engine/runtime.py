@@ -57,7 +57,7 @@ log = logging.getLogger("cppbatch.engine")
 
 _MAX_HOST_SAMPLED = 8
 """Sequences up to which drafts gain more on a GPU than sampling there, which allows none. Measured on an H100, 8B Q4_0
-and a vocabulary of 128,256: sampling there makes free text 9% faster at 16 sequences, 25% at 64 (docs/performance.md)."""
+and a vocabulary of 128,256: sampling there makes free text 9% faster at 16 sequences, 25% at 64."""
 _CACHED_SHARE_ON_CPU = 1 / 16  # attention costs more there, and restoring a prefix from host memory costs little
 
 
