@@ -7,29 +7,29 @@ from cppbatch.config import CacheType, EngineConfig, FlashAttention, KvLayout
 _CELL_STEP = 256  # llama.cpp rounds the cells of a stream up to a multiple of this
 
 
-def choose_layout(config: EngineConfig, *, on_gpu: bool, n_ctx_train: int, has_kv_cells: bool) -> KvLayout:
+def choose_layout(config: EngineConfig, *, n_ctx_train: int, has_kv_cells: bool) -> KvLayout:
     """The layout of the KV cache when the engine starts.
 
-    On a CPU the per-sequence layout is faster for distinct prompts, because attention reads no cells of other
-    sequences, but it limits a sequence to n_ctx / n_parallel cells. `auto` chooses it where that limit is no loss:
-    where the engine switches, or where it is at least the longest sequence that the model knows.
+    The per-sequence layout is faster for distinct prompts, because attention reads no cells of other sequences, but it
+    limits a sequence to n_ctx / n_parallel cells. `auto` chooses it where that limit is no loss: where the engine
+    switches, or where it is at least the longest sequence that the model knows.
     """
     if config.deterministic:
         return "per-sequence"  # in the unified layout, sums depend on where the cells of a sequence lie
     if config.kv_layout != "auto":
         return config.kv_layout
     long_enough = config.n_ctx // config.n_parallel >= n_ctx_train
-    streams = long_enough or switches_layout(config, on_gpu=on_gpu, has_kv_cells=has_kv_cells)
-    return "per-sequence" if not on_gpu and streams and has_kv_cells else "unified"
+    streams = long_enough or switches_layout(config, has_kv_cells=has_kv_cells)
+    return "per-sequence" if streams and has_kv_cells else "unified"
 
 
-def switches_layout(config: EngineConfig, *, on_gpu: bool, has_kv_cells: bool) -> bool:
+def switches_layout(config: EngineConfig, *, has_kv_cells: bool) -> bool:
     """Whether the engine switches between the layouts while it runs (`LayoutPolicy`).
 
     `has_kv_cells`: the model's memory consists of KV cells only.
     """
     is_free = config.kv_layout == "auto" and not config.deterministic
-    return is_free and not on_gpu and has_kv_cells and 1 < config.n_parallel <= config.n_ctx // _CELL_STEP
+    return is_free and has_kv_cells and 1 < config.n_parallel <= config.n_ctx // _CELL_STEP
 
 
 def unified_cells(config: EngineConfig) -> int:

@@ -85,7 +85,8 @@ class Layouts:
     stream_cells: int
     """The most tokens of a sequence in the per-sequence layout."""
     n_cached: int | None = None
-    """Unified: cells of cached prefixes at most; None: sequences cannot share cells."""
+    """Unified: cells of cached prefixes at most; None: unified is never faster: sequences cannot share cells, or it is a
+    GPU, which reads the repeated cells of streams faster than the foreign ones of the unified layout."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
     if not switches(config, model):
         return runtime
     shares_cells = sharing in ("cells", "copy")  # probed when the engine changes to the unified layout
-    n_cached = round(share * unified_cells(config)) if shares_cells else None
+    n_cached = round(share * unified_cells(config)) if shares_cells and not on_gpu else None
     layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config), n_cached)
     return replace(runtime, layouts=layouts)
 
@@ -266,7 +267,7 @@ def _can_remove_drafts(model: Model) -> bool:
 def switches(config: EngineConfig, model: Model) -> bool:
     """Whether an engine of this model switches between the layouts."""
     has_kv_cells = not model.is_recurrent and _pooling(config, model) is None
-    return switches_layout(config, on_gpu=_on_gpu(config), has_kv_cells=has_kv_cells)
+    return switches_layout(config, has_kv_cells=has_kv_cells)
 
 
 class _LayoutChanger:
@@ -311,8 +312,8 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         return _pooled_context(config, model, pooling)
     for path, _ in config.lora[len(model.adapters) :]:
         model.add_adapter(path)
-    on_gpu, has_kv_cells = _on_gpu(config), not model.is_recurrent
-    layout = choose_layout(config, on_gpu=on_gpu, n_ctx_train=model.n_ctx_train, has_kv_cells=has_kv_cells)
+    has_kv_cells = not model.is_recurrent
+    layout = choose_layout(config, n_ctx_train=model.n_ctx_train, has_kv_cells=has_kv_cells)
     settings = _layout_settings(config, model, layout)
     n_batch, n_ubatch = config.n_batch, config.n_ubatch
     if switches(config, model):

@@ -15,24 +15,23 @@ def config(**settings: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("settings", "on_gpu", "has_kv_cells", "layout", "switches"),
+    ("settings", "has_kv_cells", "layout", "switches"),
     [
-        ({"n_ctx": 16384}, False, True, "per-sequence", True),
-        ({"n_ctx": 16 * 256}, False, True, "per-sequence", True),
-        ({"n_ctx": 16 * 256 - 1}, False, True, "unified", False),  # llama.cpp would round streams up to 256 cells
-        ({"n_ctx": 16384}, True, True, "unified", False),
-        ({"n_ctx": 16384}, False, False, "unified", False),
-        ({"n_ctx": 16384, "deterministic": True}, False, True, "per-sequence", False),
-        ({"n_ctx": 1024, "n_parallel": 1}, False, True, "unified", False),
-        ({"n_ctx": 2048, "n_parallel": 1}, False, True, "per-sequence", False),  # all that the model can read
+        ({"n_ctx": 16384}, True, "per-sequence", True),
+        ({"n_ctx": 16 * 256}, True, "per-sequence", True),
+        ({"n_ctx": 16 * 256 - 1}, True, "unified", False),  # llama.cpp would round streams up to 256 cells
+        ({"n_ctx": 16384}, False, "unified", False),
+        ({"n_ctx": 16384, "deterministic": True}, True, "per-sequence", False),
+        ({"n_ctx": 1024, "n_parallel": 1}, True, "unified", False),
+        ({"n_ctx": 2048, "n_parallel": 1}, True, "per-sequence", False),  # all that the model can read
     ],
 )
-def test_an_engine_on_a_cpu_begins_with_streams_and_switches_if_they_are_large_enough(
-    settings: dict[str, Any], on_gpu: bool, has_kv_cells: bool, layout: str, switches: bool
+def test_an_engine_begins_with_streams_and_switches_if_they_are_large_enough(
+    settings: dict[str, Any], has_kv_cells: bool, layout: str, switches: bool
 ) -> None:
     its = config(**settings)
-    assert choose_layout(its, on_gpu=on_gpu, n_ctx_train=2048, has_kv_cells=has_kv_cells) == layout
-    assert switches_layout(its, on_gpu=on_gpu, has_kv_cells=has_kv_cells) == switches
+    assert choose_layout(its, n_ctx_train=2048, has_kv_cells=has_kv_cells) == layout
+    assert switches_layout(its, has_kv_cells=has_kv_cells) == switches
 
 
 @pytest.mark.parametrize("n_ctx", [4096, 5000, 8191, 8192, 16384, 100_000])
@@ -46,8 +45,8 @@ def test_streams_take_no_more_memory_than_the_unified_layout(n_ctx: int) -> None
 def test_a_layout_that_was_asked_for_is_kept(layout: str) -> None:
     for n_ctx in (1024, 1 << 20):
         asked = config(n_ctx=n_ctx, kv_layout=layout)
-        assert choose_layout(asked, on_gpu=False, n_ctx_train=2048, has_kv_cells=True) == layout
-        assert not switches_layout(asked, on_gpu=False, has_kv_cells=True)
+        assert choose_layout(asked, n_ctx_train=2048, has_kv_cells=True) == layout
+        assert not switches_layout(asked, has_kv_cells=True)
 
 
 def test_flash_attention_is_off_only_in_streams_on_a_cpu_with_amx() -> None:
