@@ -114,7 +114,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     only, with the per-sequence layout, flash attention and bf16 or quantised caches (docs/decisions/0030)."""
     spec: Speculation = "auto"
     """The source of drafts in speculative decoding. suffix: text that occurred before, in the request or in similar
-    ones; draft: the draft model; auto: both; off: no drafts (--spec, docs/speculation.md)."""
+    ones; draft: the draft model; auto: both, on a GPU only the draft model; off: no drafts (--spec,
+    docs/speculation.md)."""
     draft_max: int = 16
     """Draft tokens of a sequence in a step at most (--draft-max)."""
     pooling: Pooling | None = None

@@ -63,7 +63,7 @@ class Sizes:
     repeats: int = 3
     requests: int = 48
     concurrency: int = 16
-    cells: int = 16_384
+    cells: int = 65_536
     """n_ctx of the servers."""
     swapped: int = 1000
     tests: tuple[str, ...] = ("test_llama_context", "test_llama_memory", "test_device_sampling", "test_engine_native")

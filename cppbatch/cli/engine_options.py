@@ -162,7 +162,7 @@ _SETTINGS = [
     option(
         "--spec", env="SPEC", type=click.Choice(get_args(Speculation)), default=_DEFAULTS.spec,
         help="Speculative decoding. suffix: drafts are text that occurred before; draft: a draft model makes them; "
-        "auto: both; off: none. Texts are the same.",
+        "auto: both, on a GPU only the draft model; off: none. Texts are the same.",
     ),
     option(
         "--draft-max", "--spec-draft-n-max", "draft_max", env="DRAFT_MAX", llama_env="LLAMA_ARG_SPEC_DRAFT_N_MAX",

@@ -96,3 +96,45 @@ def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_w
     for i, row in enumerate(whole[[0, 1, 3]]):
         assert sorted(ids[i].tolist()) == sorted(np.argsort(-row, kind="stable")[:16].tolist())
         assert np.allclose(values[i], row[ids[i]], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampling", "drafts"),
+    [
+        ({}, "backend", False),
+        ({"spec": "suffix"}, "host", True),
+        ({"spec": "suffix", "sampling": "backend"}, "backend", False),
+        ({"sampling": "host"}, "host", False),
+        ({"spec": "off"}, "backend", False),
+    ],
+)
+def test_a_gpu_samples_unless_drafts_are_asked_for(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], sampling: str, drafts: bool
+) -> None:
+    monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
+    with BatchInferenceEngine(tiny_llama, n_ctx=2048, n_parallel=4, n_threads=1, **settings) as engine:
+        assert engine.info.sampling == sampling
+        assert bool(engine._runtime.proposers) == drafts
+        assert len(engine.generate(["Hello there " * 3] * 4, SamplingParams(max_tokens=12))) == 4
+
+
+def test_on_a_gpu_equal_prompts_in_streams_are_computed_once_and_copied_there(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    prompts = ["one for all and " * 6 + str(i) for i in range(4)]
+
+    def results(on_gpu: bool) -> list[Completion]:
+        monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: on_gpu)
+        with BatchInferenceEngine(
+            tiny_llama, n_ctx=2048, n_parallel=4, n_threads=1, kv_layout="per-sequence", flash_attn="off", spec="off",
+            sampling="host", cache_type_k="f32", cache_type_v="f32",
+        ) as engine:  # fmt: skip
+            if on_gpu:
+                monkeypatch.setattr(engine._runtime.context, "save_sequence", lambda seq_id: pytest.fail("saved"))
+            return engine.generate(prompts, params)
+
+    ours, theirs = results(True), results(False)
+    assert [r.tokens for r in ours] == [r.tokens for r in theirs]
+    assert [r.usage.cached_tokens for r in ours] == [r.usage.cached_tokens for r in theirs]
+    assert sum(r.usage.cached_tokens > 0 for r in ours) == 3

@@ -72,8 +72,10 @@ def _sample_all_columns(logits: Floats, settings: Doubles, keys: UInt64, ids: Id
     """The same for rows of few columns, all with top-k: no floor is needed."""
     is_possible = np.isfinite(logits.max(axis=1))
     values = np.where(is_possible[:, None], logits, 0).astype(np.float64)
-    scores = _filter(values, settings, np.zeros(len(logits))) + gumbel_noise(keys, ids)
-    return np.where(is_possible, scores.argmax(axis=1), NO_TOKEN)
+    columns = np.argsort(-values, axis=1, kind="stable")[:, : int(settings[:, 0].max())]
+    scores = _filter(np.take_along_axis(values, columns, 1), settings, np.zeros(len(logits)))
+    scores += gumbel_noise(keys, np.take_along_axis(ids, columns, 1))
+    return np.where(is_possible, columns[np.arange(len(columns)), scores.argmax(axis=1)], NO_TOKEN)
 
 
 def _row_maxima(logits: Floats, top_k: Ids) -> tuple[Floats, Floats]:
