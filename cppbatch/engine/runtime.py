@@ -138,7 +138,7 @@ def load_model(
     if config.n_gpu_layers > 0 and not Backend.get().supports_gpu:
         log.warning(
             "%s is %d, and this build of llama.cpp computes on the CPU only: all layers are on the CPU. "
-            'the README says how to build it for a GPU ("Installing by hand")',
+            'The README says how to build it for a GPU ("Installing by hand")',
             named("n_gpu_layers"),
             config.n_gpu_layers,
         )

@@ -78,6 +78,7 @@ _TEXT_FIELDS = {
     "chat_template": _Refused("start the server with --chat-template"),
     "format": _Refused("give response_format"),
     "enable_thinking": _Refused('give chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
+    "think": _Refused('give chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
     "thinking": _Refused('give chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
     "reasoning": _Refused("give reasoning_effort"),
     "thinking_budget": _Refused("the model decides how long it reasons; max_tokens limits the whole answer", (-1,)),
@@ -117,6 +118,7 @@ _TEXT_FIELDS = {
     "allowed_token_ids": _Refused("give guided_choice or guided_regex"),
     "logits_processors": _Refused("they are functions, which only the Python interface takes"),
     "no_stop_trim": _Refused("give include_stop"),
+    "include_stop_str_in_output": _Refused("give include_stop"),
     "vllm_xargs": _Refused("this server has no such extensions"),
     # what only other servers can do
     "echo": _Refused("it is a field of /v1/completions"),

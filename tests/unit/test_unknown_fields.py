@@ -28,7 +28,7 @@ CHANGES: dict[str, Any] = {
     "length_penalty": 1.3, "truncate_prompt_tokens": 5, "extra_body": {"top_k": 1}, "sampling_params": {"top_k": 1},
     "no_repeat_ngram_size": 3, "max_new_tokens": 7, "web_search_options": {}, "modalities": ["text", "audio"],
     "audio": {"voice": "alloy"}, "verbosity": "low", "do_sample": False, "enable_thinking": False, "watermark": True,
-    "stop_words": ["a"], "chat_template": "{{ x }}", "documents": [{}], "vllm_xargs": {"a": 1},
+    "stop_words": ["a"], "think": False, "chat_template": "{{ x }}", "documents": [{}], "vllm_xargs": {"a": 1},
 }  # fmt: skip
 
 STATE: dict[str, Any] = {

@@ -1,0 +1,75 @@
+"""The pages that help to choose, to migrate and to find a cause name messages and flags that exist."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import cppbatch
+from cppbatch.cli.main import cli
+
+DOCS = Path(__file__).parents[2] / "docs"
+OF_OTHERS = {
+    "--pipeline-parallel-size", "--data-parallel-size", "--tensor-parallel-size", "--served-model-name",
+    "--max-model-len", "--gpu-memory-utilization", "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-dtype",
+    "--quantization", "--dtype", "--enable-prefix-caching", "--enable-chunked-prefill", "--scheduling-policy",
+    "--speculative-config", "--enable-lora", "--lora-modules", "--enable-auto-tool-choice", "--tool-call-parser",
+    "--reasoning-parser", "--generation-config", "--modelfile", "--signal", "-fno-dse",
+}  # fmt: skip
+"""Flags of other programs on these pages."""
+
+
+def tables(page: str) -> Iterator[list[str]]:
+    """The cells of each line of each table, without the heads."""
+    for line in (DOCS / page).read_text().splitlines():
+        if line.startswith("| ") and not line.startswith("| you see "):
+            yield line.strip("| ").split(" | ")
+
+
+def messages() -> list[str]:
+    return [
+        text for cells in tables("troubleshooting.md") for text in re.findall(r"`([^`]*)`", cells[0]) if " " in text
+    ]
+
+
+@functools.cache
+def texts_of_the_program() -> tuple[str, ...]:
+    """Every text in the package's source, with `{}` for the values in it."""
+    found = []
+    for file in Path(cppbatch.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return tuple(found)
+
+
+def commands(group: click.Group = cli) -> Iterator[click.Command]:
+    for command in group.commands.values():
+        yield from commands(command) if isinstance(command, click.Group) else [command]
+
+
+def test_the_page_quotes_messages() -> None:
+    assert len(messages()) > 30
+
+
+@pytest.mark.parametrize("message", messages())
+def test_the_program_has_each_message_of_the_page(message: str) -> None:
+    parts = [re.escape(part.strip()) for part in message.split("...")]
+    assert any(re.search(".*".join(parts), text, re.DOTALL) for text in texts_of_the_program())
+
+
+@pytest.mark.parametrize("page", ["troubleshooting.md", "migration.md", "choosing.md"])
+def test_each_flag_of_the_page_is_a_flag_of_a_command(page: str) -> None:
+    options = [option for command in commands() for option in command.params]
+    known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+    code = re.findall(r"`([^`\n]*)`", (DOCS / page).read_text())
+    named = {flag for text in code for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", text)}
+    assert named - known - OF_OTHERS == set()
