@@ -161,6 +161,7 @@ def _ranges(body: type[SamplingFields]) -> dict[str, tuple[float, float]]:
     return {
         **ranges,
         **aliases,
+        "top_k": (-1, INT32_MAX),
         **dict.fromkeys(tokens, (0.0, INT32_MAX)),
         **dict.fromkeys(("n", "best_of"), (1.0, MAX_CHOICES)),
     }

@@ -53,6 +53,7 @@ class SamplingFields(StructuredFields, kw_only=True):
     dynatemp_range: float | None = None
     dynatemp_exponent: float | None = None
     top_k: int | None = None
+    """-1 means 0 (all), as in vLLM."""
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
@@ -130,6 +131,8 @@ class SamplingFields(StructuredFields, kw_only=True):
             if not defaults.keys().isdisjoint(GRAMMARS):
                 message = "cannot be used together with another format of the answer, or a tool call that is required"
                 raise InvalidRequest(constraint.field, message)
+        if self.top_k == -1:
+            given["top_k"] = 0
         if self.speculative_n_max is not None and self.speculative_n_max <= 0:
             given["speculate"] = False
         try:

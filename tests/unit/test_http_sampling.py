@@ -46,3 +46,9 @@ def test_what_a_request_says_is_what_the_engine_is_told(field: str) -> None:
     assert parse(json.dumps({"prompt": "x", **fields}).encode(), CompletionRequest).params() == expected
     if field not in ("echo", "logprobs"):
         assert parse(json.dumps({"messages": MESSAGES, **fields}).encode(), ChatCompletionRequest).params() == expected
+
+
+def test_a_top_k_of_minus_1_means_all_tokens_as_in_vllm() -> None:
+    for top_k in (-1, 0):
+        body = json.dumps({"prompt": "x", "top_k": top_k}).encode()
+        assert parse(body, CompletionRequest).params() == SamplingParams(top_k=0)
