@@ -294,6 +294,11 @@ _DEPLOYMENT = [
         help="Seconds without a finished step after which a worker counts as hung and is replaced.",
     ),
     option(
+        "--sleep-idle-seconds", env="SLEEP_IDLE_SECONDS", type=float, default=-1,
+        help="Seconds without a request after which a worker ends, which frees its memory; the next request starts it "
+        "and waits for it. -1: never.",
+    ),
+    option(
         "--in-process", env="IN_PROCESS", is_flag=True,
         help="For debugging: run the engine in the server's process. A crash ends both.",
     ),
@@ -305,12 +310,21 @@ def deployment_options(command: Command) -> Command:
 
     @wraps(command)
     def with_deployment(
-        workers: int, devices: str | None, step_timeout: float, in_process: bool, **arguments: Any
+        workers: int,
+        devices: str | None,
+        step_timeout: float,
+        sleep_idle_seconds: float,
+        in_process: bool,
+        **arguments: Any,
     ) -> Any:
         from cppbatch.cluster.deployment import Deployment
 
         deployment = Deployment(
-            workers=workers, devices=_device_numbers(devices), step_timeout=step_timeout, in_process=in_process
+            workers=workers,
+            devices=_device_numbers(devices),
+            step_timeout=step_timeout,
+            sleep_idle_seconds=sleep_idle_seconds,
+            in_process=in_process,
         )
         return command(deployment=deployment, **arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +29,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """llama.cpp's numbers of GPUs, at least one worker for each; more workers are assigned to them in turn."""
     step_timeout: float = 300.0
     """Seconds without the end of a step after which a worker counts as hung and is replaced."""
+    sleep_idle_seconds: float = -1
+    """Seconds without a request after which a worker ends until the next one; -1: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= _MAX_WORKERS:
@@ -36,6 +39,12 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--devices has {min(self.devices)}; devices are numbered from 0")
         if self.step_timeout < _MIN_STEP_TIMEOUT_S:
             raise ConfigError(f"--step-timeout is {self.step_timeout:g} s; it must be at least {_MIN_STEP_TIMEOUT_S:g}")
+        if self.sleep_idle_seconds != -1 and not 0 < self.sleep_idle_seconds < math.inf:
+            raise ConfigError(
+                f"--sleep-idle-seconds is {self.sleep_idle_seconds:g}; it must be more than 0, or -1 for never"
+            )
+        if self.in_process and self.sleep_idle_seconds != -1:
+            raise ConfigError("--in-process has no worker that could end; leave out --sleep-idle-seconds")
         if self.in_process and (self.workers > 1 or self.devices):
             raise ConfigError("--in-process has one engine; leave out --workers and --devices")
 
@@ -46,7 +55,12 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
             return LocalEngine(config)
         engines = [
-            EngineProcess(worker_config, name=str(i), step_timeout=self.step_timeout)
+            EngineProcess(
+                worker_config,
+                name=str(i),
+                step_timeout=self.step_timeout,
+                sleep_idle_seconds=self.sleep_idle_seconds,
+            )
             for i, worker_config in enumerate(self.configs(config))
         ]
         return engines[0] if len(engines) == 1 else EngineGroup(engines)

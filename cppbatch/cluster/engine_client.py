@@ -21,17 +21,18 @@ Engine = TypeVar("Engine", bound="EngineClient")
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine."""
 
-    status: Literal["loading", "ok", "restarting", "failed", "closed"]
-    """restarting: its worker died; requests are accepted and continue in the next worker."""
+    status: Literal["loading", "ok", "sleeping", "restarting", "failed", "closed"]
+    """sleeping: its worker has ended because it was idle; a request starts the next one and waits for it. restarting:
+    its worker died; requests are accepted and continue in the next worker."""
     progress: float = 0.0
-    """0.0 to 1.0 while loading."""
+    """0.0 to 1.0 while loading, also when a request has ended the sleep."""
     error: str | None = None
     """Why it failed or restarts."""
 
     @property
     def takes_requests(self) -> bool:
         """Whether new requests are accepted."""
-        return self.status in ("ok", "restarting")
+        return self.status in ("ok", "sleeping", "restarting")
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,13 +39,15 @@ class EngineGroup(EngineClient):
         await asyncio.gather(*(engine.loaded() for engine in self._engines))
 
     def health(self) -> Health:
-        """`loading` until all workers have loaded; then the best status, with the error of a worker that is not ok."""
+        """`loading` until all workers have loaded; `sleeping` if all sleep; otherwise the best status, with the error
+        of a worker that is neither ok nor sleeping."""
         each = [engine.health() for engine in self._engines]
         if any(health.status == "loading" for health in each):
             return Health(status="loading", progress=sum(health.progress for health in each) / len(each))
-        if all(health.status == "ok" for health in each):
-            return each[0]
-        troubled = next(health for health in each if health.status != "ok")
+        in_order = ("ok", "sleeping")
+        if all(health.status in in_order for health in each):
+            return min(each, key=lambda health: in_order.index(health.status))
+        troubled = next(health for health in each if health.status not in in_order)
         if any(health.takes_requests for health in each):
             return Health(status="restarting", progress=troubled.progress, error=troubled.error)
         return troubled
@@ -84,8 +86,14 @@ class EngineGroup(EngineClient):
         return chosen
 
     def _least_loaded(self) -> EngineProcess:
-        """Prefers workers that accept requests."""
-        return min(self._engines, key=lambda engine: (not engine.health().takes_requests, engine.in_flight))
+        """Prefers workers that accept requests. Wakes a sleeping one only if all others have `n_parallel` requests."""
+
+        def load(engine: EngineProcess) -> tuple[bool, int]:
+            health = engine.health()
+            must_wake = health.status == "sleeping" and engine.in_flight == 0
+            return not health.takes_requests, self.config.n_parallel if must_wake else engine.in_flight
+
+        return min(self._engines, key=load)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""

@@ -57,21 +57,25 @@ class EngineProcess(EngineClient):
         *,
         name: str = "0",
         step_timeout: float = 300.0,
+        sleep_idle_seconds: float = -1,
         runtime: str | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
         """Starts a worker that loads a GGUF file; `settings` as in `BatchInferenceEngine`.
 
-        `name` identifies the worker in `workers`. `step_timeout`: seconds after which a step counts as hung. `runtime`
-        is for tests: `module:function` that makes the `Runtime` in place of loading the model. Raises `ConfigError`,
-        also outside an event loop.
+        `name` identifies the worker in `workers`. `step_timeout`: seconds after which a step counts as hung.
+        `sleep_idle_seconds`: after so long without a request the worker ends, which frees its memory; the next request
+        starts it and waits for it; -1: never. `runtime` is for tests: `module:function` that makes the `Runtime` in
+        place of loading the model. Raises `ConfigError`, also outside an event loop.
         """
         loop = running_loop("EngineProcess")
         self.config = engine_config(model, settings)
         self.name = name
         self._max_in_flight = self.config.n_parallel + self.config.max_queue
         worker_config = msgspec.structs.replace(self.config, max_queue=_UNLIMITED)  # this process limits the queue
-        self._supervisor = Supervisor(worker_config, self, step_timeout=step_timeout, runtime=runtime)
+        self._supervisor = Supervisor(
+            worker_config, self, step_timeout=step_timeout, sleep_idle_seconds=sleep_idle_seconds, runtime=runtime
+        )
         self._in_flight = InFlightRequests()
         self._by_id: dict[str, InFlightRequest] = {}  # by the client's id; while the iterator of `submit` is open
         self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
@@ -153,6 +157,7 @@ class EngineProcess(EngineClient):
             message = "is a function of this process, and the engine is another one; use LocalEngine"
             raise InvalidRequest("logits_processor", message)
         started = self._in_flight.add(request, question)
+        self._supervisor.wake()
         self._send_requests()
         return started
 
@@ -201,6 +206,15 @@ class EngineProcess(EngineClient):
         return min(60.0, max(1.0, (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)))
 
     # --- called by the supervisor -------------------------------------------------------------------------------
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long there has been no request; 0.0 while there is any."""
+        return self._in_flight.idle_seconds
+
+    async def before_sleep(self) -> None:
+        """Asks for the last report, which `stats` returns while no worker runs."""
+        await self._fetch_stats()
 
     async def _supervise(self) -> None:
         try:

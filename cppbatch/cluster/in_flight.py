@@ -7,7 +7,7 @@ import itertools
 from array import array
 from collections import deque
 from collections.abc import Collection, Iterator
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import msgspec
 
@@ -151,6 +151,7 @@ class InFlightRequests:
         self._requests: dict[int, InFlightRequest] = {}
         self._held: dict[int, InFlightRequest] = {}  # not sent to the current worker
         self._suspects: dict[int, InFlightRequest] = {}
+        self._empty_since = monotonic()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -161,6 +162,11 @@ class InFlightRequests:
 
     def __contains__(self, request: InFlightRequest) -> bool:
         return request.number in self._requests
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long there has been no request; 0.0 while there is any."""
+        return 0.0 if self._requests else monotonic() - self._empty_since
 
     def get(self, number: int) -> InFlightRequest | None:
         """The request of this number; None if it has ended, or was given another number (`requeue`)."""
@@ -207,6 +213,7 @@ class InFlightRequests:
         """Removes a request that has ended."""
         for table in (self._requests, self._held, self._suspects):
             table.pop(request.number, None)
+        self._empty_since = monotonic()
 
     def worker_died(self, active: Collection[int]) -> list[InFlightRequest]:
         """Counts a crash of the requests that were `active` in the worker. Removes and returns those that must fail.

@@ -1,4 +1,7 @@
-"""Keeps a worker process running: starts it, watches it, and starts another one when it dies."""
+"""Keeps a worker process running: starts it, watches it, and starts another one when it dies.
+
+With `sleep_idle_seconds` it also ends an idle worker, which frees the memory, and starts one for the next request.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,13 @@ _LOAD_ERRORS = (errors.LibraryError, errors.ModelError, errors.ConfigError, erro
 class WorkerListener(Protocol):
     """The callbacks of a `Supervisor`."""
 
+    @property
+    def idle_seconds(self) -> float:
+        """How long there has been no request; 0.0 while there is any."""
+
+    async def before_sleep(self) -> None:
+        """The worker ends after this, unless a request comes meanwhile: now it still answers."""
+
     def on_worker_ready(self, stats: EngineStats) -> None:
         """A worker has loaded the model: requests may be sent."""
 
@@ -43,14 +53,25 @@ class WorkerListener(Protocol):
 
 
 class Supervisor:
-    """Runs one worker after another. `worker` is the current worker; None until it is ready for requests."""
+    """Runs one worker after another. `worker` is the current worker; None until it is ready for requests.
+
+    `sleep_idle_seconds`: after so long without a request the worker ends until `wake` is called; -1: never.
+    """
 
     def __init__(
-        self, config: EngineConfig, listener: WorkerListener, *, step_timeout: float, runtime: str | None
+        self,
+        config: EngineConfig,
+        listener: WorkerListener,
+        *,
+        step_timeout: float,
+        sleep_idle_seconds: float = -1,
+        runtime: str | None = None,
     ) -> None:
         self._config = config
         self._listener = listener
         self._step_timeout = step_timeout
+        self._sleep_idle_seconds = sleep_idle_seconds
+        self._woken = asyncio.Event()
         self._runtime = runtime
         self.worker: WorkerHandle | None = None
         self.info: ModelInfo | None = None
@@ -66,6 +87,10 @@ class Supervisor:
         self._failures = self._external_kills = 0
         self._has_worked = True
 
+    def wake(self) -> None:
+        """There is a request: if no worker runs because there was none, starts one."""
+        self._woken.set()
+
     async def run(self) -> None:
         """Runs until cancelled. Raises what prevents the first worker from loading: `CppBatchError`, `OSError`."""
         while True:
@@ -73,6 +98,8 @@ class Supervisor:
             external = False
             try:
                 await self._run_worker()
+                await self._woken.wait()
+                continue
             except WorkerDied as death:
                 why, active, external = str(death), death.active, death.external
                 if self._switch_cpu_path(why):
@@ -93,7 +120,7 @@ class Supervisor:
             await self._report_and_pause(why, active, external=external)
 
     async def _run_worker(self) -> None:
-        """Runs a worker from start to death. Raises `WorkerDied`, or the error that prevented loading."""
+        """Runs a worker from its start until it sleeps. Raises `WorkerDied`, or the error that prevented loading."""
         worker = await WorkerHandle.start(self._config, self._runtime)
         try:
             loaded = await worker.while_alive(self._load(worker), _LOAD_TIMEOUT_S)
@@ -103,7 +130,7 @@ class Supervisor:
             ready_at = time.monotonic()
             self._listener.on_worker_ready(loaded.stats)
             try:
-                await worker.while_alive(self._listen(worker), self._step_timeout)
+                await worker.while_alive(self._listen_until_idle(worker), self._step_timeout)
             finally:
                 self.worker = None
                 if time.monotonic() - ready_at > _STABLE_S:
@@ -122,6 +149,38 @@ class Supervisor:
                 self.health = msgspec.structs.replace(self.health, progress=message.progress)
             elif isinstance(message, Log):
                 _write_log(message)
+
+    async def _listen_until_idle(self, worker: WorkerHandle) -> None:
+        """Handles the worker's messages until it sleeps. When this returns, no request can reach the worker any more,
+        and one that has come since then has called `wake`."""
+        listening = asyncio.ensure_future(self._listen(worker))
+        idling = asyncio.ensure_future(self._sleep_when_idle(time.monotonic()))
+        try:
+            await asyncio.wait([listening, idling], return_when=asyncio.FIRST_COMPLETED)
+            if not idling.done():
+                await listening  # raises
+            idling.result()
+        finally:
+            for task in (listening, idling):
+                task.cancel()
+
+    async def _sleep_when_idle(self, ready_at: float) -> None:
+        """Waits until there has been no request for `sleep_idle_seconds`, and turns the worker off for requests."""
+        if self._sleep_idle_seconds == -1:
+            await asyncio.Event().wait()  # forever
+        while True:
+            idle = min(self._listener.idle_seconds, time.monotonic() - ready_at)
+            if idle < self._sleep_idle_seconds:
+                await asyncio.sleep(self._sleep_idle_seconds - idle)
+                continue
+            await self._listener.before_sleep()
+            if self._listener.idle_seconds >= self._sleep_idle_seconds:
+                break
+        self._woken.clear()
+        self.worker = None
+        self.health = Health(status="sleeping")
+        self._failures = self._external_kills = 0
+        log.info("no request for %g s: the worker ends, and the next request starts it", self._sleep_idle_seconds)
 
     async def _listen(self, worker: WorkerHandle) -> NoReturn:
         while True:

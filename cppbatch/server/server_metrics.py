@@ -78,6 +78,7 @@ class ServerMetrics:
         )
         self.recent = RecentCompletions()
         self.sums = CompletionSums()
+        self._recent_sums = CompletionSums()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"cppbatch_{name}_seconds", text, ["endpoint"], registry=self._registry, buckets=buckets)
@@ -88,9 +89,19 @@ class ServerMetrics:
         for state, n in (("all", batches.lines), ("completed", batches.completed), ("failed", batches.failed)):
             self.batch_lines.labels(state).set(n)
 
+    def take_recent_sums(self) -> CompletionSums:
+        """The sums over the completions that have ended since the last call."""
+        sums, self._recent_sums = self._recent_sums, CompletionSums()
+        return sums
+
     def page(self, workers: list[WorkerState], gpus: Sequence[GpuState] = ()) -> bytes:
         """All metrics in Prometheus' text format, with the present state of the workers and GPUs."""
         return b"".join(map(generate_latest, (self._registry, WorkerMetrics(workers), GpuMetrics(gpus))))
+
+    def add_to_sums(self, usage: RequestUsage) -> None:
+        """Adds a completion that has ended."""
+        self.sums.add(usage)
+        self._recent_sums.add(usage)
 
     async def observe(self, events: AsyncGenerator[Event, None], endpoint: str, n: int) -> AsyncGenerator[Event, None]:
         """Yields the events of a request's `n` completions unchanged, and counts them."""
@@ -143,7 +154,7 @@ class _RequestObserver:
         metrics.cached_prompt_tokens.labels(endpoint).inc(usage.cached_tokens)
         metrics.queue.labels(endpoint).observe(usage.queue_seconds)
         metrics.recent.add(usage)
-        metrics.sums.add(usage)
+        metrics.add_to_sums(usage)
 
 
 METRICS = web.AppKey("metrics", ServerMetrics)
@@ -229,7 +240,7 @@ class WorkerMetrics(Collector):
 
     def _states(self) -> Iterator[Metric]:
         up = ((worker.name, float(worker.health.status == "ok")) for worker in self._workers)
-        yield _gauge("up", "1: the worker computes; 0: it loads, restarts, or has failed", up)
+        yield _gauge("up", "1: the worker computes; 0: it loads, sleeps, restarts, or has failed", up)
         in_flight = ((worker.name, worker.in_flight) for worker in self._workers)
         yield _gauge("in_flight", "Requests that the worker was given and that have not ended", in_flight)
         restarts = ((worker.name, worker.restarts) for worker in self._workers)

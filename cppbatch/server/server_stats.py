@@ -99,13 +99,6 @@ class RecentCompletions:
             total_seconds=_percentiles([usage.total_seconds for usage in usages]),
         )
 
-    def sums(self) -> CompletionSums:
-        """The sums over the last minute, up to now."""
-        sums = CompletionSums()
-        for usage in self._window.rows():
-            sums.add(usage)
-        return sums
-
 
 def _percentiles(values: list[float]) -> Percentiles:
     return Percentiles(p50=percentile(values, 0.5), p95=percentile(values, 0.95))

@@ -24,9 +24,9 @@ class HealthResponse(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /health`."""
 
     status: str
-    """loading, ok, restarting, failed or closed."""
+    """loading, ok, sleeping, restarting, failed or closed."""
     progress: float
-    """0.0 to 1.0 while loading."""
+    """0.0 to 1.0 while loading, also when a request has ended the sleep."""
     error: str | UnsetType = UNSET
     """Why it failed or restarts. Absent otherwise, as in llama-server."""
 
@@ -87,7 +87,7 @@ async def metrics(request: web.Request) -> web.Response:
         metrics.set_batches(batches)
     workers = await serving.client.workers()
     page = metrics.page(workers, request.app[GPUS].latest)
-    theirs = llama_metrics(metrics.sums, metrics.recent.sums(), workers)
+    theirs = llama_metrics(metrics.sums, metrics.take_recent_sums(), workers)
     headers = {"Content-Type": CONTENT_TYPE, "Process-Start-Time-Unix": str(serving.started)}
     return web.Response(body=page + theirs, headers=headers)
 

@@ -31,7 +31,6 @@ LEFT_OUT_WITH_VALUE = {
     "--spec-draft-n-min",
     "--spec-synth-len",
     "--spec-synth-rates",
-    "--sleep-idle-seconds",
     "--models-max",
     "--models-preset",
     "--models-dir",

@@ -44,6 +44,7 @@ async def get(http: Http, path: str) -> tuple[int, Any]:
     ("status", "code", "is_ready"),
     [
         ("ok", 200, True),
+        ("sleeping", 200, True),
         ("restarting", 200, True),
         ("loading", 503, False),
         ("failed", 503, False),

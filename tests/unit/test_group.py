@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -191,3 +191,21 @@ def test_one_worker_has_what_it_was_told() -> None:
 def test_what_cannot_be_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--"):
         Deployment(**settings)
+
+
+async def test_a_sleeping_worker_is_woken_only_when_the_others_are_full() -> None:
+    fleet = Fleet()
+    chosen: Callable[[], Any] = fleet.group._least_loaded
+    for worker in fleet.workers[1:]:
+        worker.status = "sleeping"
+    assert fleet.group.health().status == "ok"
+    fleet.workers[0].in_flight = 15
+    assert chosen() is fleet.workers[0]
+    fleet.workers[0].in_flight = 17
+    assert chosen() is fleet.workers[1]
+    fleet.workers[1].in_flight = 1  # it is being loaded
+    assert chosen() is fleet.workers[1]
+    fleet.workers[0].status = "sleeping"
+    assert fleet.group.health().status == "sleeping"
+    fleet.workers[0].status = "restarting"
+    assert fleet.group.health().status == "restarting"

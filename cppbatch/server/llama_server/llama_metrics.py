@@ -10,8 +10,9 @@ from cppbatch.server.server_stats import CompletionSums
 _GAUGE, _COUNTER = "gauge", "counter"
 
 
-def llama_metrics(sums: CompletionSums, minute: CompletionSums, workers: Sequence[WorkerState]) -> bytes:
-    """The metrics in Prometheus' text format. `sums`: since the start. `minute`: of the last minute."""
+def llama_metrics(sums: CompletionSums, recent: CompletionSums, workers: Sequence[WorkerState]) -> bytes:
+    """The metrics in Prometheus' text format. `sums`: since the start. `recent`: since these metrics were last
+    asked for, as in llama-server."""
     stats = [worker.stats for worker in workers if worker.stats]
     decode_steps = sum(each.decode_steps for each in stats)
     busy = sum(each.decode_rows for each in stats) / decode_steps if decode_steps else 0.0
@@ -39,12 +40,12 @@ def llama_metrics(sums: CompletionSums, minute: CompletionSums, workers: Sequenc
             "Steps that verified drafts",
         ),
         (
-            "prompt_tokens_seconds", _GAUGE, _rate(minute.prompt_tokens, minute.prompt_seconds),
-            "Prompt tokens a second of a request, over the completions of the last minute",
+            "prompt_tokens_seconds", _GAUGE, _rate(recent.prompt_tokens, recent.prompt_seconds),
+            "Prompt tokens a second of a request, over the completions since the last scrape",
         ),
         (
-            "predicted_tokens_seconds", _GAUGE, _rate(minute.generated_tokens, minute.generation_seconds),
-            "Generated tokens a second of a request, over the completions of the last minute",
+            "predicted_tokens_seconds", _GAUGE, _rate(recent.generated_tokens, recent.generation_seconds),
+            "Generated tokens a second of a request, over the completions since the last scrape",
         ),
         ("requests_processing", _GAUGE, sum(each.running for each in stats), "Requests that are being computed"),
         ("requests_deferred", _GAUGE, sum(each.waiting for each in stats), "Requests in the queue"),

@@ -61,7 +61,8 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     """--props."""
     endpoint_metrics: bool
     """--metrics."""
-    is_sleeping: bool = False
+    is_sleeping: bool
+    """Every worker has ended because it was idle (--sleep-idle-seconds)."""
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +113,7 @@ async def props(request: web.Request) -> web.Response:
             endpoint_slots=serving.settings.slots,
             endpoint_props=serving.settings.props,
             endpoint_metrics=serving.settings.metrics,
+            is_sleeping=serving.client.health().status == "sleeping",
         )
     )
 
