@@ -112,7 +112,6 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
 
     _ALIASES: ClassVar[dict[str, str]] = {**SamplingFields._ALIASES, "stop": "stop_sequences"}
 
-    model: str
     messages: list[RequestMessage]
     system: str | list[RequestBlock] | None = None
     stop_sequences: list[str] | None = None
