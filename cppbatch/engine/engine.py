@@ -462,7 +462,7 @@ class BatchInferenceEngine:
         sequence.first_token_at = sequence.first_token_at or perf_counter()
         n_before = sequence.n_tokens
         reason = self.outputs.accept(sequence, output)
-        self.metrics.generated_tokens += sequence.n_tokens - n_before
+        self.metrics.generated_tokens += sequence.n_tokens - n_before + sequence.has_end_token
         return reason
 
     def _verify_drafts(

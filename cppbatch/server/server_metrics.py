@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter as Counts
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from itertools import accumulate
 from time import perf_counter
@@ -127,6 +128,7 @@ class _RequestObserver:
         self._metrics, self._endpoint = metrics, endpoint
         self._began = perf_counter()
         self._last_token_at: dict[int, float] = {}  # by completion
+        self._n_counted: Counts[int] = Counts()
         self._tokens = metrics.generated_tokens.labels(endpoint)
         self._gap = metrics.gap.labels(endpoint)
 
@@ -135,6 +137,7 @@ class _RequestObserver:
         now = perf_counter()
         if n := len(event.tokens):
             self._tokens.inc(n)
+            self._n_counted[index] += n
             if index in self._last_token_at:
                 for _ in range(n):  # the tokens of a merged event are taken as evenly spaced
                     self._gap.observe((now - self._last_token_at[index]) / n)
@@ -146,6 +149,8 @@ class _RequestObserver:
             self._metrics.completions.labels(self._endpoint, event.finish_reason.value).inc()
             self._metrics.completion_time.labels(self._endpoint).observe(now - self._began)
             if event.usage:
+                # The end token has no text. Never negative: a counter would raise.
+                self._tokens.inc(max(0, event.usage.completion_tokens - self._n_counted[index]))
                 self._record_usage(event.usage)
 
     def _record_usage(self, usage: RequestUsage) -> None:
