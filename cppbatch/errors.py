@@ -86,6 +86,10 @@ class NotFound(InvalidRequest):
     """The request names something that does not exist (404)."""
 
 
+class Forbidden(InvalidRequest):
+    """The API key of the request does not allow it (403)."""
+
+
 class Conflict(InvalidRequest):
     """The request conflicts with the current state (409)."""
 

@@ -75,7 +75,7 @@ _OPTIONS = [
     ),
     option(
         "--api-key-file", env="API_KEY_FILE", llama_env="LLAMA_ARG_API_KEY_FILE", metavar="FILE",
-        help="File with such keys, one per line.",
+        help="File with such keys, one per line; or *.toml with the priority, rate, models and adapters of each key.",
     ),
     option(
         "--ssl-certfile", "--ssl-cert-file", "ssl_certfile", env="SSL_CERTFILE", llama_env="LLAMA_ARG_SSL_CERT_FILE",
@@ -186,7 +186,8 @@ def server_options(command: Command) -> Command:
         ssl_keyfile: str | None,
         **arguments: Any,
     ) -> Any:
-        from cppbatch.server.keys import Keys, read_keys
+        from cppbatch.server.key_file import read_keys
+        from cppbatch.server.keys import Keys
         from cppbatch.server.limits import Limits
         from cppbatch.server.listener import Address, tls_context
         from cppbatch.server.settings import ServerSettings

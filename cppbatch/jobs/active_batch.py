@@ -35,7 +35,7 @@ from cppbatch.jobs.batch_validation import read_batch_input, validate_input
 from cppbatch.jobs.data_folder import DataFolder
 from cppbatch.jobs.durable_files import move_into_place
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, RequestHandler
-from cppbatch.jobs.job_runner import JobRunner, reject_unanswered
+from cppbatch.jobs.job_runner import JobRunner, RequestSlots, reject_unanswered
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
 from cppbatch.jobs.request_order import chunks
@@ -57,9 +57,8 @@ class BatchResources:
 
     model: str
     """The loaded model."""
-    handler: RequestHandler
-    request_slots: asyncio.Semaphore
-    """One for each running request of all batches."""
+    execution: Callable[[BatchRecord], tuple[RequestHandler, RequestSlots]]
+    """What runs the requests of a batch, and the slots that each of them holds while it runs."""
     running_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_RUNNING_BATCHES))
     """One for each batch whose requests run."""
     validation_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
@@ -218,7 +217,7 @@ class ActiveBatch:
         async with resources.running_slots:
             try:
                 journal = await self._on_thread(self._open_journal)
-                await JobRunner(self._chunks(), journal, resources.handler, resources.request_slots).run()
+                await JobRunner(self._chunks(), journal, *resources.execution(self.record)).run()
             finally:
                 await self._close_journal()
 

@@ -21,7 +21,10 @@ _EXPIRY_CHECK_S = 60.0
 
 
 class BatchManager:
-    """All batches of a data folder. For one event loop. Raises `StorageError` if something cannot be written."""
+    """All batches of a data folder. For one event loop. Raises `StorageError` if something cannot be written.
+
+    `viewer`: as in `BatchStore`.
+    """
 
     def __init__(self, data: DataFolder, urls: Collection[str]) -> None:
         """`urls`: the endpoints that batches support."""
@@ -47,10 +50,13 @@ class BatchManager:
         model: str,
         metadata: dict[str, str] | None = None,
         output_lifetime_s: int | None = None,
+        owner: str | None = None,
+        key: dict[str, Any] | None = None,
     ) -> Batch:
         """Creates a batch for `model`, the loaded model.
 
-        `output_lifetime_s`: seconds after which its results are deleted. Raises `InvalidRequest`.
+        `output_lifetime_s`: seconds after which its results are deleted. `owner`, `key`: of `BatchRecord`; None: there
+        are no keys. Raises `InvalidRequest`.
         """
         if endpoint not in self._urls:
             raise InvalidRequest("endpoint", f"is {endpoint[:80]!r}; it must be one of {', '.join(self._urls)}")
@@ -71,31 +77,37 @@ class BatchManager:
             output_file_id=new_file_id(),
             error_file_id=new_file_id(),
             output_lifetime_s=output_lifetime_s,
+            owner=owner or "",
+            key=key,
         )
-        await asyncio.shield(self._add(record))  # if the client disconnects, a stored batch must still be run
+        await asyncio.shield(self._add(record, owner))  # if the client disconnects, a stored batch must still be run
         return batch
 
-    async def _add(self, record: BatchRecord) -> None:
-        await self.data.query(BatchStore.add_batch, record)
+    async def _add(self, record: BatchRecord, viewer: str | None) -> None:
+        await self.data.query(BatchStore.add_batch, record, viewer)
         self._active[record.batch.id] = active = ActiveBatch(record, self.data, self._urls)
         if self._resources:
             self._start_task(self._run(active, self._resources))
 
-    async def get(self, batch_id: str) -> Batch:
+    async def get(self, batch_id: str, viewer: str | None = None) -> Batch:
         """A batch with its current counts. Raises `NotFound`."""
-        if active := self._active.get(batch_id):
+        if active := self._visible(batch_id, viewer):
             return active.batch
-        return await self.data.query(BatchStore.batch, batch_id)
+        return await self.data.query(BatchStore.batch, batch_id, viewer)
 
-    async def page(self, page: Page) -> tuple[list[Batch], bool]:
+    def _visible(self, batch_id: str, viewer: str | None) -> ActiveBatch | None:
+        active = self._active.get(batch_id)
+        return active if active and (viewer is None or active.record.owner in ("", viewer)) else None
+
+    async def page(self, page: Page, viewer: str | None = None) -> tuple[list[Batch], bool]:
         """A page of batches, and whether there are more."""
-        batches, has_more = await self.data.query(BatchStore.batches, page)
+        batches, has_more = await self.data.query(BatchStore.batches, page, viewer)
         return [self._active[each.id].batch if each.id in self._active else each for each in batches], has_more
 
-    async def cancel(self, batch_id: str) -> Batch:
+    async def cancel(self, batch_id: str, viewer: str | None = None) -> Batch:
         """Starts to cancel a batch. Results so far are kept. Raises `NotFound`, and `Conflict` if it has ended."""
-        active = self._active.get(batch_id)
-        batch = active.batch if active else await self.data.query(BatchStore.batch, batch_id)
+        active = self._visible(batch_id, viewer)
+        batch = active.batch if active else await self.data.query(BatchStore.batch, batch_id, viewer)
         if batch.status == "cancelling":
             return batch
         if not active or batch.status not in ("validating", "in_progress"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -144,6 +144,10 @@ class BatchRecord(
     """Both IDs are chosen in advance, so that moving the files into place can be repeated."""
     output_lifetime_s: int | None = None
     """Seconds after which the output files are deleted; None: never."""
+    owner: str = ""
+    """Who sees the batch and its results; empty: everybody."""
+    key: dict[str, Any] | None = None
+    """The rules of the API key that created it, in the server's form. None: it was created without a key."""
     final_status: FinalStatus | None = None
     """Set when no further results are written, before the files are moved into place."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -33,7 +33,12 @@ _MIGRATIONS = (
         )""",
         "CREATE INDEX open_batches ON batches (input_file_id) WHERE is_open",
     ),
+    (  # the owner of what 0.1.0 has stored is empty: everybody sees it, as before
+        "ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
+    ),
 )
+_VISIBLE = "(? IS NULL OR owner IN ('', ?))"
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +51,10 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchStore:
-    """One SQLite file. Not thread-safe: one thread at a time. Raises `StorageError`."""
+    """One SQLite file. Not thread-safe: one thread at a time. Raises `StorageError`.
+
+    `viewer` is the owner of what may be seen, beside files and batches without an owner; None sees everything.
+    """
 
     def __init__(self, path: Path) -> None:
         self._db = Database(path, _MIGRATIONS)
@@ -57,32 +65,33 @@ class BatchStore:
 
     # --- files --------------------------------------------------------------------------------------------------
 
-    def add_file(self, file: File) -> None:
+    def add_file(self, file: File, owner: str = "") -> None:
         """Adds a file; does nothing if its ID exists."""
         with self._db.transaction():
-            self._insert(file)
+            self._insert(file, owner)
 
-    def _insert(self, file: File) -> None:
+    def _insert(self, file: File, owner: str) -> None:
         self._db.execute(
-            "INSERT OR IGNORE INTO files (id, purpose, expires_at, record) VALUES (?, ?, ?, ?)",
-            (file.id, file.purpose, file.expires_at, msgspec.json.encode(file)),
+            "INSERT OR IGNORE INTO files (id, purpose, expires_at, record, owner) VALUES (?, ?, ?, ?, ?)",
+            (file.id, file.purpose, file.expires_at, msgspec.json.encode(file), owner),
         )
 
-    def file(self, file_id: str) -> File:
+    def file(self, file_id: str, viewer: str | None = None) -> File:
         """Returns a file. Raises `NotFound`."""
-        if rows := self._db.execute("SELECT record FROM files WHERE id = ?", (file_id,)):
+        found = f"SELECT record FROM files WHERE id = ? AND {_VISIBLE}"
+        if rows := self._db.execute(found, (file_id, viewer, viewer)):
             return msgspec.json.decode(rows[0][0], type=File)
         raise NotFound("id", f"there is no file {file_id[:80]!r}")
 
-    def files(self, page: Page, purpose: str | None = None) -> tuple[list[File], bool]:
+    def files(self, page: Page, purpose: str | None = None, viewer: str | None = None) -> tuple[list[File], bool]:
         """A page of files, optionally of one purpose, and whether there are more."""
-        where, values = ("purpose = ?", [purpose]) if purpose is not None else ("TRUE", [])
-        return self._page("files", page, where, values, File)
+        where = {} if purpose is None else {"purpose = ?": purpose}
+        return self._page("files", page, File, viewer, where)
 
-    def delete_file(self, file_id: str) -> None:
+    def delete_file(self, file_id: str, viewer: str | None = None) -> None:
         """Deletes a file's row. Raises `NotFound`, and `Conflict` if an open batch reads the file."""
         with self._db.transaction():
-            self.file(file_id)
+            self.file(file_id, viewer)
             if rows := self._db.execute("SELECT id FROM batches WHERE is_open AND input_file_id = ?", (file_id,)):
                 raise Conflict("id", f"{file_id} is the input of {rows[0][0]}, which has not ended: cancel it first")
             self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
@@ -107,11 +116,12 @@ class BatchStore:
 
     # --- batches ------------------------------------------------------------------------------------------------
 
-    def add_batch(self, record: BatchRecord) -> None:
-        """Adds a new batch. Raises `InvalidRequest` if its input does not exist or has another purpose."""
+    def add_batch(self, record: BatchRecord, viewer: str | None = None) -> None:
+        """Adds a new batch. Raises `InvalidRequest` if its input cannot be seen or has another purpose."""
         batch = record.batch
         with self._db.transaction():
-            rows = self._db.execute("SELECT purpose FROM files WHERE id = ?", (batch.input_file_id,))
+            found = f"SELECT purpose FROM files WHERE id = ? AND {_VISIBLE}"
+            rows = self._db.execute(found, (batch.input_file_id, viewer, viewer))
             if not rows:
                 raise InvalidRequest("input_file_id", f"there is no file {batch.input_file_id[:80]!r}")
             if rows[0][0] != "batch":
@@ -120,19 +130,20 @@ class BatchStore:
                     f"{batch.input_file_id} was uploaded with purpose {rows[0][0]!r}; its purpose must be 'batch'",
                 )
             self._db.execute(
-                "INSERT INTO batches (id, input_file_id, is_open, record) VALUES (?, ?, TRUE, ?)",
-                (batch.id, batch.input_file_id, msgspec.json.encode(record)),
+                "INSERT INTO batches (id, input_file_id, is_open, record, owner) VALUES (?, ?, TRUE, ?, ?)",
+                (batch.id, batch.input_file_id, msgspec.json.encode(record), record.owner),
             )
 
-    def batch(self, batch_id: str) -> Batch:
+    def batch(self, batch_id: str, viewer: str | None = None) -> Batch:
         """Returns a batch. Raises `NotFound`."""
-        if rows := self._db.execute("SELECT record FROM batches WHERE id = ?", (batch_id,)):
+        found = f"SELECT record FROM batches WHERE id = ? AND {_VISIBLE}"
+        if rows := self._db.execute(found, (batch_id, viewer, viewer)):
             return msgspec.json.decode(rows[0][0], type=BatchRecord).batch
         raise NotFound("id", f"there is no batch {batch_id[:80]!r}")
 
-    def batches(self, page: Page) -> tuple[list[Batch], bool]:
+    def batches(self, page: Page, viewer: str | None = None) -> tuple[list[Batch], bool]:
         """A page of batches, and whether there are more."""
-        records, has_more = self._page("batches", page, "TRUE", [], BatchRecord)
+        records, has_more = self._page("batches", page, BatchRecord, viewer, {})
         return [record.batch for record in records], has_more
 
     def open_batches(self) -> list[BatchRecord]:
@@ -144,7 +155,7 @@ class BatchStore:
         """Updates a batch and adds its output files, in one commit."""
         with self._db.transaction():
             for file in outputs:
-                self._insert(file)
+                self._insert(file, record.owner)
             self._db.execute(
                 "UPDATE batches SET is_open = ?, record = ? WHERE id = ?",
                 (not record.batch.has_ended, msgspec.json.encode(record), record.batch.id),
@@ -152,15 +163,20 @@ class BatchStore:
 
     # --- both ---------------------------------------------------------------------------------------------------
 
-    def _page(self, table: str, page: Page, where: str, values: list[Any], kind: type[T]) -> tuple[list[T], bool]:
+    def _page(
+        self, table: str, page: Page, kind: type[T], viewer: str | None, conditions: dict[str, str]
+    ) -> tuple[list[T], bool]:
+        """`conditions`: {a condition with a ?: its value}."""
+        where, values = " AND ".join([_VISIBLE, *conditions]), [viewer, viewer, *conditions.values()]
         order, beyond = ("DESC", "<") if page.newest_first else ("ASC", ">")
         if page.after is not None:
-            rows = self._db.execute(f"SELECT number FROM {table} WHERE id = ?", (page.after,))
+            found = f"SELECT number FROM {table} WHERE id = ? AND {_VISIBLE}"
+            rows = self._db.execute(found, (page.after, viewer, viewer))
             if not rows:
                 raise InvalidRequest("after", f"the list has no element {page.after[:80]!r}")
             where, values = f"{where} AND number {beyond} ?", [*values, rows[0][0]]
-        found = self._db.execute(
+        listed = self._db.execute(
             f"SELECT record FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?", [*values, page.limit + 1]
         )
-        records = [msgspec.json.decode(record, type=kind) for (record,) in found[: page.limit]]
-        return records, len(found) > page.limit
+        records = [msgspec.json.decode(record, type=kind) for (record,) in listed[: page.limit]]
+        return records, len(listed) > page.limit

@@ -83,25 +83,26 @@ class DataFolder:
 
     # --- adding and deleting files ------------------------------------------------------------------------------
 
-    async def add_file(self, file: File) -> None:
+    async def add_file(self, file: File, owner: str = "") -> None:
         """Adds the file that was written to `incoming`, durably. Completes even if it is cancelled."""
-        await asyncio.to_thread(self._add_file, file)
+        await asyncio.to_thread(self._add_file, file, owner)
 
-    def _add_file(self, file: File) -> None:
+    def _add_file(self, file: File, owner: str) -> None:
         content = self.content(file.id)
         move_into_place(self.incoming(file.id), content)
         try:
-            self._thread.submit(self._store.add_file, file).result()
+            self._thread.submit(self._store.add_file, file, owner).result()
         except StorageError:
             content.unlink(missing_ok=True)
             raise
 
-    async def delete_file(self, file_id: str) -> None:
-        """Deletes a file, even if cancelled. Raises `NotFound`, and `Conflict` if an open batch reads the file."""
-        await asyncio.to_thread(self._delete_file, file_id)
+    async def delete_file(self, file_id: str, viewer: str | None = None) -> None:
+        """Deletes a file, even if cancelled. `viewer`: as in `BatchStore`. Raises `NotFound`, and `Conflict` if an open
+        batch reads the file."""
+        await asyncio.to_thread(self._delete_file, file_id, viewer)
 
-    def _delete_file(self, file_id: str) -> None:
-        self._thread.submit(self._store.delete_file, file_id).result()
+    def _delete_file(self, file_id: str, viewer: str | None) -> None:
+        self._thread.submit(self._store.delete_file, file_id, viewer).result()
         self._unlink([file_id])
 
     async def delete_expired(self, now: int) -> None:

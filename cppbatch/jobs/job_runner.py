@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from cppbatch.errors import StorageError
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, RequestHandler
@@ -16,10 +16,20 @@ from cppbatch.jobs.request_order import order_requests
 T = TypeVar("T")
 
 
+class RequestSlots(Protocol):
+    """A limit on running requests, as `asyncio.Semaphore`."""
+
+    async def acquire(self) -> object:
+        """Waits for a slot and takes it."""
+
+    def release(self) -> None:
+        """Gives a slot back."""
+
+
 class JobRunner:
     """One run of one job. One thread of its own reads the input and writes the journal; it does one of them at a time.
 
-    Each running request holds one of `request_slots`. Several jobs may share the semaphore, which is fair.
+    Each running request holds one of `request_slots`. Several jobs may share an `asyncio.Semaphore`, which is fair.
     """
 
     def __init__(
@@ -27,7 +37,7 @@ class JobRunner:
         chunks: Iterator[Sequence[JobRequest | RejectedLine]],
         journal: Journal,
         handler: RequestHandler,
-        request_slots: asyncio.Semaphore,
+        request_slots: RequestSlots,
         *,
         longest_first: bool = False,
     ) -> None:

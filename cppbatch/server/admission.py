@@ -12,8 +12,8 @@ from aiohttp.typedefs import Handler
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.server.api_errors import ApiError, error_response
 from cppbatch.server.connections import connection_of, reading
+from cppbatch.server.key_usage import KEY_USAGE
 from cppbatch.server.keys import KEY
-from cppbatch.server.limits import Slots
 from cppbatch.server.serving import SERVING
 
 _ALWAYS_SERVED = frozenset({"/health", "/v1/health", "/ready", "/metrics"})
@@ -53,7 +53,6 @@ class InFlight:
 
 
 IN_FLIGHT = web.AppKey("in_flight", InFlight)
-SLOTS = web.AppKey("slots", Slots)
 
 
 @web.middleware
@@ -83,7 +82,8 @@ def _unavailable(request: web.Request, message: str, code: str) -> web.Response:
 
 @web.middleware
 async def admission_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Reads the body. Refuses bodies that are too large, and requests beyond the limits on requests at once.
+    """Reads the body. Refuses bodies that are too large, requests for a model that is not for their key, and requests
+    beyond the limits on requests at once and on the key's rate.
 
     A request takes a slot only when its body has been read, so a client that sends it slowly holds none.
     """
@@ -95,7 +95,9 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
             if (request.method, request.path) not in _STREAMED_BODIES:
                 with reading(request):
                     await _read_body(request, request.app[SERVING].limits.max_body_mb)
-            held.enter_context(request.app[SLOTS].one(request.get(KEY) or request.remote or ""))
+            held.enter_context(request.app[KEY_USAGE].one(request))
+            if rules := request.get(KEY):
+                request.app[SERVING].check_key(rules)
         if connection:
             held.enter_context(connection.answering())
         return await handler(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from math import ceil
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -15,6 +16,7 @@ from cppbatch.errors import (
     ContextOverflow,
     CppBatchError,
     EngineClosed,
+    Forbidden,
     GenerationFailed,
     InvalidRequest,
     NotFound,
@@ -32,7 +34,8 @@ class ApiError(NamedTuple):
     """The HTTP status."""
     message: str
     type: str
-    """As in OpenAI's API: invalid_request_error, authentication_error, rate_limit_error or server_error."""
+    """As in OpenAI's API: invalid_request_error, authentication_error, permission_error, rate_limit_error or
+    server_error."""
     param: str | None = None
     """The request's field at fault."""
     code: str | None = None
@@ -41,7 +44,15 @@ class ApiError(NamedTuple):
 
 
 class TooManyRequests(CppBatchError):
-    """The server is already answering the maximum number of requests."""
+    """A limit on requests is reached. `retry_after`: seconds until another one may be sent."""
+
+    def __init__(self, message: str, retry_after: float = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RateLimited(TooManyRequests):
+    """The rate of the request's key is reached."""
 
 
 class NoStorage(CppBatchError):
@@ -68,6 +79,7 @@ class ThreadUnsupported(InvalidRequest):
 
 _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
     QueueFull: (429, "rate_limit_error", "queue_full"),
+    RateLimited: (429, "rate_limit_error", "rate_limit_exceeded"),
     TooManyRequests: (429, "rate_limit_error", "too_many_requests"),
     EngineClosed: (503, "server_error", "unavailable"),
     NoStorage: (503, "server_error", "no_storage"),
@@ -79,6 +91,7 @@ _THREAD_UNSUPPORTED = "thread_unsupported_request"
 _INVALID: dict[type[InvalidRequest], tuple[int, str]] = {
     ModelNotFound: (404, "model_not_found"),
     NotFound: (404, "not_found"),
+    Forbidden: (403, "not_allowed_for_key"),
     Conflict: (409, "conflict"),
     ThreadUnsupported: (400, _THREAD_UNSUPPORTED),
 }
@@ -98,7 +111,8 @@ def api_error(error: BaseException) -> ApiError:
             message = _overflow_message(error.field, error.overflow)
             return ApiError(400, message, _OVERFLOW, error.field, "context_length_exceeded", error.overflow)
         status, code = _INVALID.get(type(error), (400, None))
-        return ApiError(status, str(error), "invalid_request_error", error.field, code)
+        kind = "permission_error" if status == 403 else "invalid_request_error"
+        return ApiError(status, str(error), kind, error.field, code)
     if isinstance(error, StorageError):  # its message names files of the server
         log.error("%s", error)
         return ApiError(507, error.public, "server_error", code="storage")
@@ -130,9 +144,9 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     message: str
     type: str
-    """invalid_request_error, authentication_error, rate_limit_error or server_error; as on llama-server,
-    not_supported_error for a feature that is off, and exceed_context_size_error for a prompt that is longer than the
-    context: its code is OpenAI's, context_length_exceeded."""
+    """invalid_request_error, authentication_error, permission_error, rate_limit_error or server_error; as on
+    llama-server, not_supported_error for a feature that is off, and exceed_context_size_error for a prompt that is
+    longer than the context: its code is OpenAI's, context_length_exceeded."""
     param: str | None
     """The request's field at fault."""
     code: str | None
@@ -179,6 +193,7 @@ _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_VERSION = "anthropic-version"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -188,12 +203,16 @@ _ANTHROPIC_TYPES = {
 
 def is_anthropic(request: web.Request) -> bool:
     """Whether a client of Anthropic's API sent the request: on paths that two APIs have, its header decides."""
-    return _ANTHROPIC_VERSION in request.headers
+    return _ANTHROPIC_VERSION in request.headers or _is_anthropic_path(request.path)
+
+
+def _is_anthropic_path(path: str) -> bool:
+    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
 def error_body(path: str, error: ApiError) -> ErrorResponse | AnthropicErrorResponse:
     """The body of an error response, in the format of the API that the path belongs to."""
-    if path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/"):
+    if _is_anthropic_path(path):
         return anthropic_error(error)
     return openai_error(error)
 
@@ -257,7 +276,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         if isinstance(error, QueueFull):
             response.headers["Retry-After"] = f"{error.retry_after:.0f}"
         if isinstance(error, TooManyRequests):
-            response.headers["Retry-After"] = "1"
+            response.headers["Retry-After"] = f"{ceil(error.retry_after)}"
         if isinstance(error, web.HTTPRequestEntityTooLarge):
             response.force_close()  # the rest of the body is not read
         if isinstance(error, web.HTTPMethodNotAllowed):

@@ -8,7 +8,7 @@ from aiohttp.typedefs import Middleware
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.gpu_state import GpuSampler
 from cppbatch.server import input_tokens, openapi, status
-from cppbatch.server.admission import IN_FLIGHT, SLOTS, InFlight, admission_middleware, availability_middleware
+from cppbatch.server.admission import IN_FLIGHT, InFlight, admission_middleware, availability_middleware
 from cppbatch.server.anthropic import messages
 from cppbatch.server.api_errors import error_middleware
 from cppbatch.server.batches import batches_endpoint
@@ -17,6 +17,7 @@ from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import CrossOrigin, preflight_middleware
 from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import generate_batch, generate_endpoint
+from cppbatch.server.key_usage import KEY_USAGE, KeyUsage, add_rate_headers
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.limits import Slots
 from cppbatch.server.llama_server import (
@@ -76,7 +77,7 @@ def create_app(
     app[METRICS] = ServerMetrics()
     app[GPUS] = GpuSampler()
     app[IN_FLIGHT] = InFlight()
-    app[SLOTS] = Slots(settings.limits)
+    app[KEY_USAGE] = KeyUsage(Slots(settings.limits))
     app[STORAGE] = storage or Storage()
     for routes in _ROUTES:
         app.add_routes(routes)
@@ -85,7 +86,7 @@ def create_app(
     app.cleanup_ctx.append(run_batches)
     app.cleanup_ctx.append(sample_gpus)
     cross_origin = CrossOrigin(settings.origins)
-    app.on_response_prepare.extend((add_request_id, add_ignored_fields, cross_origin.add_headers))
+    app.on_response_prepare.extend((add_request_id, add_ignored_fields, add_rate_headers, cross_origin.add_headers))
     return app
 
 

@@ -15,7 +15,12 @@ ANY, LOCAL, NONE = "*", "localhost", "none"
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _METHODS = "GET, POST, DELETE, OPTIONS"
-_EXPOSED_HEADERS = "X-Request-Id, X-Ignored-Fields, Retry-After"  # what pages may read beside the safelisted headers
+_RATE_HEADERS = [
+    *(f"x-ratelimit-{value}-requests" for value in ("limit", "remaining", "reset")),
+    *(f"anthropic-ratelimit-requests-{value}" for value in ("limit", "remaining", "reset")),
+]
+_EXPOSED_HEADERS = ", ".join(["X-Request-Id", "X-Ignored-Fields", "Retry-After", "retry-after-ms", *_RATE_HEADERS])
+"""What pages may read beside the safelisted headers."""
 _MAX_AGE = "600"  # seconds for which browsers may cache a preflight response
 
 

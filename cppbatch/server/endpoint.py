@@ -16,7 +16,7 @@ _SERVER_SENT_EVENT: Json = {
     "properties": {"data": TEXT},
     "required": ["data"],
 }
-GENERATION_ERRORS = (400, 401, 404, 413, 429, 500, 503)
+GENERATION_ERRORS = (400, 401, 403, 404, 413, 429, 500, 503)
 """The error statuses of a route that uses the engine."""
 QUERY_ERRORS = (401, 503)
 """The error statuses of a route that only reports something."""

@@ -1,61 +1,71 @@
-"""API keys: which requests are authorised, and the short label of each key in the logs."""
+"""API keys: which requests are authorised, and the rules of each key."""
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Iterable
 from hashlib import sha256
-from pathlib import Path
+from typing import Any, NamedTuple
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from cppbatch.errors import ConfigError
 from cppbatch.server.api_errors import ApiError, error_response
+from cppbatch.server.key_rules import KeyRules
 
-KEY = web.RequestKey("api_key", str)
-"""`request[KEY]`: the label of the request's key; absent when the server requires no keys."""
+KEY = web.RequestKey("api_key", KeyRules)
+"""`request[KEY]`: the rules of the request's key; absent when the server requires no keys."""
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready"})
 
 _USABLE = re.compile(r"[\x21-\x7e]+")  # characters that a header can contain unescaped
-_LABEL_LENGTH = 8
+_LABEL_LENGTH, _ID_LENGTH = 8, 32
+
+
+class ApiKey(NamedTuple):
+    """A key with its rules. Only the digest of the key is stored."""
+
+    digest: bytes
+    rules: KeyRules
+
+
+def api_key(key: str, what: str = "the API key", *, name: str | None = None, **rules: Any) -> ApiKey:
+    """A key and its rules (`KeyRules`). Without a name, the log shows the first digits of its SHA-256.
+
+    Raises `ConfigError` for a key that no client could send; the message begins with `what` and does not contain the
+    key.
+    """
+    if not _USABLE.fullmatch(key):
+        raise ConfigError(
+            f"{what} is empty, or has spaces or characters other than visible ASCII: write another one, without them"
+        )
+    digest = _digest(key)
+    label = name or digest.hex()[:_LABEL_LENGTH]
+    return ApiKey(digest, KeyRules(id=name or digest.hex()[:_ID_LENGTH], name=label, **rules))
 
 
 class Keys:
-    """The valid keys. Only their digests are stored."""
+    """The valid keys."""
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        """Raises `ConfigError` for a key that no client could send; the message does not contain the key."""
-        self._digests: list[bytes] = []
-        for i, key in enumerate(keys, 1):
-            if not _USABLE.fullmatch(key):
-                raise ConfigError(f"API key {i} is empty, or has spaces or characters other than visible ASCII")
-            self._digests.append(_digest(key))
+    def __init__(self, keys: Iterable[str | ApiKey] = ()) -> None:
+        """A text is a key without rules. Raises `ConfigError` for a key that no client could send, and for a key that
+        has two different sets of rules."""
+        self._rules: dict[bytes, KeyRules] = {}
+        for i, given in enumerate(keys, 1):
+            key = api_key(given, f"API key {i}") if isinstance(given, str) else given
+            if self._rules.setdefault(key.digest, key.rules) != key.rules:
+                raise ConfigError(
+                    f"the API key {key.rules.name} is given twice, with different rules (--api-key, --api-key-file): "
+                    "remove one of the two"
+                )
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._rules)
 
-    def label_of(self, given: str) -> str | None:
-        """The label of a valid key, otherwise None. Takes the same time for every key."""
-        digest, found = _digest(given), False
-        for known in self._digests:
-            found |= hmac.compare_digest(known, digest)
-        return digest.hex()[:_LABEL_LENGTH] if found else None
-
-
-def read_keys(path: str) -> list[str]:
-    """Reads keys from a file, one per line. Skips empty lines and lines that begin with #. Raises `ConfigError`."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file in UTF-8"
-        raise ConfigError(f"cannot read the API keys in {path} ({reason})") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-    if not keys:
-        raise ConfigError(f"there is no API key in {path}; write one a line, or leave --api-key-file out")
-    return keys
+    def rules_of(self, given: str) -> KeyRules | None:
+        """The rules of a valid key, otherwise None. Digests are looked up, so times say nothing about the keys."""
+        return self._rules.get(_digest(given))
 
 
 def key_middleware(keys: Keys) -> Middleware:
@@ -64,14 +74,20 @@ def key_middleware(keys: Keys) -> Middleware:
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         for given in _given(request):
-            if label := keys.label_of(given):
-                request[KEY] = label
+            if rules := keys.rules_of(given):
+                request[KEY] = rules
         if KEY in request or request.path in OPEN_PATHS:
             return await handler(request)
         message = "this server wants its API key: Authorization: Bearer KEY"
         return error_response(request, ApiError(401, message, "authentication_error", code="invalid_api_key"))
 
     return check_key
+
+
+def viewer_of(request: web.Request) -> str | None:
+    """The owner whose files and batches the request may see; None: all, because the server requires no keys."""
+    rules = request.get(KEY)
+    return rules.owner if rules else None
 
 
 def _given(request: web.Request) -> list[str]:

@@ -34,7 +34,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent: int = 0
     """Requests answered at once; 0: no limit (the engine's queue has its own)."""
     max_concurrent_per_key: int = 0
-    """Requests of one API key answered at once, or of one address if there are no keys; 0: no limit."""
+    """Requests of one API key answered at once, unless the key has its own limit, or of one address if there are no
+    keys; 0: no limit."""
     idle_timeout: float = 60
     """Seconds after which a client that neither sends its body nor reads its response is disconnected."""
 
@@ -91,16 +92,22 @@ class Slots:
         self._limits = limits
         self._all = 0
         self._of: Counter[str] = Counter()
+        self._lines_of: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def one(self, client: str) -> Iterator[None]:
-        """A slot for one request of this client. Raises `TooManyRequests`."""
-        most, most_of_one = self._limits.max_concurrent, self._limits.max_concurrent_per_key
+    def one(self, client: str, most_of_key: int | None = None) -> Iterator[None]:
+        """A slot for one request of this client. `most_of_key`: the limit of its key, if it has its own.
+
+        Raises `TooManyRequests`.
+        """
+        most = self._limits.max_concurrent
+        most_of_one = self._limits.max_concurrent_per_key if most_of_key is None else most_of_key
         if most and self._all >= most:
             raise TooManyRequests(f"{most} requests are being answered, the most at once (--max-concurrent); try later")
         if most_of_one and self._of[client] >= most_of_one:
+            limit = "--max-concurrent-per-key" if most_of_key is None else "max_concurrent of your key"
             raise TooManyRequests(
-                f"{most_of_one} of your requests are being answered, the most at once (--max-concurrent-per-key); "
+                f"{most_of_one} of your requests are being answered, the most at once ({limit}); "
                 "wait for one of them to end"
             )
         self._all += 1
@@ -109,6 +116,24 @@ class Slots:
             yield
         finally:
             self._all -= 1
-            self._of[client] -= 1
-            if not self._of[client]:
-                del self._of[client]  # otherwise entries of old addresses would pile up
+            _decrease(self._of, client)
+
+    def take_for_batch(self, client: str, most: int) -> bool:
+        """Takes a slot for a line of a batch, if fewer than `most` of the client's slots are taken, and fewer than
+        half of them by lines. `give_back` returns it."""
+        if self._of[client] >= most or self._lines_of[client] >= max(1, most // 2):
+            return False
+        self._of[client] += 1
+        self._lines_of[client] += 1
+        return True
+
+    def give_back(self, client: str) -> None:
+        """Returns a slot of `take_for_batch`."""
+        _decrease(self._of, client)
+        _decrease(self._lines_of, client)
+
+
+def _decrease(counts: Counter[str], client: str) -> None:
+    counts[client] -= 1
+    if not counts[client]:
+        del counts[client]  # otherwise entries of old addresses would pile up

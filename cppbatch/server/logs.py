@@ -128,7 +128,7 @@ def _log_access(request: web.Request, status: int, n_bytes: int, seconds: float)
         "status": status,
         "seconds": round(seconds, 4),
         "bytes": n_bytes,
-        "key": request.get(KEY),
+        "key": key.name if (key := request.get(KEY)) else None,
         "remote": request.remote,
     }
     who = f"{fields['remote']} key {fields['key']}" if fields["key"] else fields["remote"]

@@ -14,6 +14,7 @@ from aiohttp import web
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.server.api_errors import api_error, json_response, openai_error
+from cppbatch.server.keys import KEY
 from cppbatch.server.run_requests import Event, run_requests
 from cppbatch.server.server_metrics import METRICS, endpoint_of
 from cppbatch.server.serving import SERVING
@@ -141,15 +142,24 @@ class PreparedRequest:
             raise error.renamed(f"{names.get(name, name)}{bracket}{rest}") from error
 
 
+def as_key_allows(request: web.Request, requests: list[GenerationRequest]) -> list[GenerationRequest]:
+    """The engine requests under the rules of the HTTP request's key. Raises `InvalidRequest`, as
+    `KeyRules.engine_requests`."""
+    rules = request.get(KEY)
+    return rules.engine_requests(requests, request.app[SERVING].info.adapters) if rules else requests
+
+
 async def respond(
     request: web.Request, prepared: PreparedRequest, events: AsyncGenerator[Event, None] | None = None
 ) -> web.StreamResponse:
     """Runs the engine requests and sends the response, whole or as server-sent events.
 
-    `events`: the events of the engine requests, from an endpoint that calls `run_requests` with options of its own.
+    `events`: the events of the engine requests, from an endpoint that calls `run_requests` with options of its own, and
+    with the requests that the key allows (`as_key_allows`).
     """
     if events is None:
-        events = run_requests(request.app[SERVING].client, prepared.requests, check_first=prepared.stream)
+        requests = as_key_allows(request, prepared.requests)
+        events = run_requests(request.app[SERVING].client, requests, check_first=prepared.stream)
     events = request.app[METRICS].observe(events, endpoint_of(request), len(prepared.requests))
     if not prepared.stream:
         return json_response(await prepared.gather(events))

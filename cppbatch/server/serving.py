@@ -26,6 +26,7 @@ from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.llama import apply_builtin_template
 from cppbatch.models.find import shorter_names
 from cppbatch.server.api_errors import ModelNotFound
+from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.limits import Limits
 from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.server.settings import ServerSettings
@@ -94,13 +95,22 @@ class Serving:
         body.check_service_tier()
         self.limits.check(body)
 
-    def find_model(self, name: str) -> None:
-        """Raises `ModelNotFound` unless `name` is an alias or the name of the file, which may lack the types of weights
-        at its end."""
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the model: that of the file, which may lack the types of weights at its end, and the aliases."""
         own = self.info.name
-        if name not in (own, *self.settings.aliases, *shorter_names(own)):
-            known = ", ".join(map(repr, (own, *self.settings.aliases)))
+        return (own, *self.settings.aliases, *shorter_names(own))
+
+    def find_model(self, name: str) -> None:
+        """Raises `ModelNotFound` unless `name` is one of `model_names`."""
+        if name not in self.model_names:
+            known = ", ".join(map(repr, (self.info.name, *self.settings.aliases)))
             raise ModelNotFound(f"there is no {name!r} here; this server has {known} (--alias adds names)")
+
+    def check_key(self, rules: KeyRules, model: str | None = None) -> None:
+        """Raises `Forbidden` unless the key may use the loaded model, and `model`, if given, is one of its names."""
+        if rules.models is not None:
+            rules.check_model(self.model_names, model)
 
     def check_model(self, name: str | None) -> None:
         """With --strict-model, raises `ModelNotFound` for an unknown model; without, the loaded model answers to any

@@ -12,6 +12,7 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.jobs.job_request import JobRequest
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.batches.batch_handler import URLS, BatchRequestHandler
+from cppbatch.server.keys import KEY
 from cppbatch.server.parse import read_json
 from cppbatch.server.serving import SERVING
 
@@ -33,7 +34,7 @@ async def predict(request: web.Request) -> web.Response:
     if len(body.instances) > limit:
         raise InvalidRequest("instances", f"has {len(body.instances)} requests; the limit is {limit}")
     requests = [_job_request(i, instance) for i, instance in enumerate(body.instances)]
-    responses = await asyncio.gather(*map(BatchRequestHandler(serving), requests))
+    responses = await asyncio.gather(*map(BatchRequestHandler(serving, rules=request.get(KEY)), requests))
     return json_response({"predictions": [response.body for response in responses]})
 
 

@@ -137,11 +137,11 @@ def test_the_server_listens_on_every_host_that_is_given(read: Read) -> None:
 
 def test_keys_and_origins_may_be_lists_with_commas(read: Read) -> None:
     settings = read("--api-key", "a,b", "--cors-origins", "https://a.example,localhost")[0]
-    assert settings.keys.label_of("a")
-    assert settings.keys.label_of("b")
-    assert not settings.keys.label_of("a,b")
+    assert settings.keys.rules_of("a")
+    assert settings.keys.rules_of("b")
+    assert not settings.keys.rules_of("a,b")
     assert settings.origins == ("https://a.example", "localhost")
-    assert read(LLAMA_API_KEY="c")[0].keys.label_of("c")
+    assert read(LLAMA_API_KEY="c")[0].keys.rules_of("c")
     with pytest.raises(ConfigError, match="API key 1 is empty"):
         read("--api-key", "")
 

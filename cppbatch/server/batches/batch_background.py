@@ -6,12 +6,18 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
+import msgspec
 from aiohttp import web
 
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.errors import CppBatchError
 from cppbatch.jobs.active_batch import BatchResources
+from cppbatch.jobs.batch_records import BatchRecord
+from cppbatch.jobs.job_request import RequestHandler
+from cppbatch.jobs.job_runner import RequestSlots
 from cppbatch.server.batches.batch_handler import BatchRequestHandler
+from cppbatch.server.key_rules import KeyRules
+from cppbatch.server.key_usage import KEY_USAGE, KeyLineSlots
 from cppbatch.server.run_requests import Event, target_concurrency
 from cppbatch.server.server_metrics import METRICS
 from cppbatch.server.serving import SERVING
@@ -49,5 +55,11 @@ async def _start(app: web.Application) -> None:
     except CppBatchError as error:
         log.info("batches do not run: %s", error)  # the server reports the failure to load
         return
-    handler = BatchRequestHandler(serving, priority=BACKGROUND, observe=observe)
-    batches.start(BatchResources(serving.info.name, handler, request_slots))
+    usage = app[KEY_USAGE]
+
+    def execution(record: BatchRecord) -> tuple[RequestHandler, RequestSlots]:
+        rules = msgspec.convert(record.key, KeyRules) if record.key else None
+        handler = BatchRequestHandler(serving, rules=rules, priority=BACKGROUND, observe=observe)
+        return handler, KeyLineSlots(request_slots, usage, rules) if rules else request_slots
+
+    batches.start(BatchResources(serving.info.name, execution))

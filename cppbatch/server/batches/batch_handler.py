@@ -10,6 +10,7 @@ from cppbatch.engine.params import replaced
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.jobs.job_request import JobRequest, JobResponse
 from cppbatch.server.api_errors import api_error, error_body
+from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.openai.chat_completions import prepare_chat_completion
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest, prepare_completion
@@ -50,15 +51,17 @@ class BatchRequestHandler:
         *,
         defaults: dict[str, Any] | None = None,
         plain_max_tokens: int | None = None,
+        rules: KeyRules | None = None,
         priority: int | None = None,
         observe: ObserveEvents | None = None,
     ) -> None:
-        """`defaults`: body fields of requests that do not set them. `plain_max_tokens`: as in `FileJob`.
-        `priority`: overrides the requests' own. `observe`: called with the events of a request and the number of its
-        completions; yields the events unchanged."""
+        """`defaults`: body fields of requests that do not set them. `plain_max_tokens`: as in `FileJob`. `rules`: those
+        of the key that the requests belong to. `priority`: overrides the requests' own. `observe`: called with the
+        events of a request and the number of its completions; yields the events unchanged."""
         self._serving = serving
         self._defaults = defaults or {}
         self._plain_max_tokens = plain_max_tokens
+        self._rules = rules
         self._priority = priority
         self._observe = observe
 
@@ -96,12 +99,16 @@ class BatchRequestHandler:
             raise InvalidRequest("stream", "is true; responses to batch requests cannot be streamed")
         body = convert(fields, kind)
         refuse_unknown(fields, kind)
+        if self._rules:
+            self._serving.check_key(self._rules, body.model)
         return await prepare(body, self._serving)
 
     async def _run(self, prepared: PreparedRequest) -> object:
         requests = prepared.requests
         if self._priority is not None:
             requests = [replaced(request, priority=self._priority) for request in requests]
+        if self._rules:
+            requests = self._rules.engine_requests(requests, self._serving.info.adapters)
         events = run_requests(self._serving.client, requests, wait_when_full=True)
         if self._observe:
             events = self._observe(events, len(requests))

@@ -12,6 +12,7 @@ from cppbatch.jobs.batch_store import Page
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
 from cppbatch.server.files.file_upload import ExpiresAfter
+from cppbatch.server.keys import KEY, viewer_of
 from cppbatch.server.parse import convert, read_json
 from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import batches_of
@@ -68,6 +69,8 @@ async def create_batch(request: web.Request) -> web.Response:
         model=request.app[SERVING].info.name,
         metadata=body.metadata,
         output_lifetime_s=body.output_expires_after.seconds if body.output_expires_after else None,
+        owner=viewer_of(request),
+        key=msgspec.to_builtins(rules) if (rules := request.get(KEY)) else None,
     )
     return json_response(batch)
 
@@ -76,7 +79,7 @@ async def create_batch(request: web.Request) -> web.Response:
 async def list_batches(request: web.Request) -> web.Response:
     """Lists a page of batches."""
     query = convert(dict(request.query), BatchQuery, from_text=True)
-    batches, has_more = await batches_of(request).page(query.page)
+    batches, has_more = await batches_of(request).page(query.page, viewer_of(request))
     first, last = (batches[0].id, batches[-1].id) if batches else (None, None)
     return json_response(BatchList(data=batches, first_id=first, last_id=last, has_more=has_more))
 
@@ -84,16 +87,16 @@ async def list_batches(request: web.Request) -> web.Response:
 @routes.get("/v1/batches/{id}")
 async def get_batch(request: web.Request) -> web.Response:
     """Returns a batch."""
-    return json_response(await batches_of(request).get(request.match_info["id"]))
+    return json_response(await batches_of(request).get(request.match_info["id"], viewer_of(request)))
 
 
 @routes.post("/v1/batches/{id}/cancel")
 async def cancel_batch(request: web.Request) -> web.Response:
     """Cancels a batch."""
-    return json_response(await batches_of(request).cancel(request.match_info["id"]))
+    return json_response(await batches_of(request).cancel(request.match_info["id"], viewer_of(request)))
 
 
-_WRITE_ERRORS = (401, 413, 429, 503, 507)
+_WRITE_ERRORS = (401, 403, 413, 429, 503, 507)
 
 ENDPOINTS = {
     ("post", "/v1/batches"): Endpoint(

@@ -18,6 +18,7 @@ from cppbatch.server.api_errors import json_response
 from cppbatch.server.connections import reading
 from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
 from cppbatch.server.files.file_upload import BINARY, UPLOAD_FORM, receive_upload
+from cppbatch.server.keys import viewer_of
 from cppbatch.server.parse import convert
 from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import batches_of
@@ -80,7 +81,7 @@ async def upload_file(request: web.Request) -> web.Response:
             filename=upload.filename,
             purpose=upload.purpose,
         )
-        await data.add_file(file)
+        await data.add_file(file, viewer_of(request) or "")
     finally:
         path.unlink(missing_ok=True)
     return json_response(file)
@@ -90,7 +91,9 @@ async def upload_file(request: web.Request) -> web.Response:
 async def list_files(request: web.Request) -> web.Response:
     """Lists a page of files."""
     query = convert(dict(request.query), FileQuery, from_text=True)
-    files, has_more = await batches_of(request).data.query(BatchStore.files, query.page, query.purpose or None)
+    files, has_more = await batches_of(request).data.query(
+        BatchStore.files, query.page, query.purpose or None, viewer_of(request)
+    )
     first, last = (files[0].id, files[-1].id) if files else (None, None)
     return json_response(FileList(data=files, first_id=first, last_id=last, has_more=has_more))
 
@@ -98,14 +101,15 @@ async def list_files(request: web.Request) -> web.Response:
 @routes.get("/v1/files/{id}")
 async def get_file(request: web.Request) -> web.Response:
     """Returns a file object."""
-    return json_response(await batches_of(request).data.query(BatchStore.file, request.match_info["id"]))
+    data = batches_of(request).data
+    return json_response(await data.query(BatchStore.file, request.match_info["id"], viewer_of(request)))
 
 
 @routes.delete("/v1/files/{id}")
 async def delete_file(request: web.Request) -> web.Response:
     """Deletes a file."""
     file_id = request.match_info["id"]
-    await batches_of(request).data.delete_file(file_id)
+    await batches_of(request).data.delete_file(file_id, viewer_of(request))
     return json_response(FileDeleted(id=file_id))
 
 
@@ -117,7 +121,7 @@ async def get_file_content(request: web.Request) -> web.StreamResponse:
     be noticed.
     """
     data = batches_of(request).data
-    file = await data.query(BatchStore.file, request.match_info["id"])
+    file = await data.query(BatchStore.file, request.match_info["id"], viewer_of(request))
     content = await asyncio.to_thread(_open_content, data.content(file.id))
     try:
         kind = "application/jsonl" if file.filename.endswith(".jsonl") else "application/octet-stream"
@@ -142,7 +146,11 @@ def _open_content(path: Path) -> BinaryIO:
 
 ENDPOINTS = {
     ("post", "/v1/files"): Endpoint(
-        "Stores a file", json_content(schema_ref(File)), (400, 401, 413, 429, 503, 507), types=(File,), form=UPLOAD_FORM
+        "Stores a file",
+        json_content(schema_ref(File)),
+        (400, 401, 403, 413, 429, 503, 507),
+        types=(File,),
+        form=UPLOAD_FORM,
     ),
     ("get", "/v1/files"): query_endpoint("Lists the files", FileList, (400, 401, 503), query=FileQuery),
     ("get", "/v1/files/{id}"): query_endpoint("Returns a file object", File, (401, 404, 503)),
@@ -152,6 +160,6 @@ ENDPOINTS = {
         (401, 404, 503),
     ),
     ("delete", "/v1/files/{id}"): query_endpoint(
-        "Deletes a file, unless a batch reads it", FileDeleted, (401, 404, 409, 429, 503, 507)
+        "Deletes a file, unless a batch reads it", FileDeleted, (401, 403, 404, 409, 429, 503, 507)
     ),
 }

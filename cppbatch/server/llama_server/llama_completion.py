@@ -20,7 +20,7 @@ from cppbatch.server.llama_result import LlamaResponse, LlamaResults
 from cppbatch.server.llama_server.llama_fields import LlamaFields, to_sampling_fields
 from cppbatch.server.mixed_prompts import prompts_of, tokenize
 from cppbatch.server.parse import read_json
-from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, as_key_allows, respond
 from cppbatch.server.run_requests import Event, run_requests
 from cppbatch.server.serving import SERVING, Serving, new_id
 from cppbatch.server.timings import StreamTimings
@@ -53,7 +53,8 @@ async def respond_to_completion(
     if seconds <= 0:
         return await respond(request, prepared)
     client = request.app[SERVING].client
-    return await respond(request, prepared, _run_with_time_limit(client, prepared.requests, seconds))
+    requests = as_key_allows(request, prepared.requests)
+    return await respond(request, prepared, _run_with_time_limit(client, requests, seconds))
 
 
 async def _run_with_time_limit(

@@ -18,6 +18,7 @@ from cppbatch.server.endpoint import (
     query_endpoint,
     schema_ref,
 )
+from cppbatch.server.keys import KEY
 from cppbatch.server.llama_settings import GenerationSettings, generation_settings
 from cppbatch.server.parse import parse, read_json
 from cppbatch.server.sampling_fields import LoraScale, scales_by_number
@@ -169,9 +170,11 @@ async def lora_adapters(request: web.Request) -> web.Response:
 async def set_lora_adapters(request: web.Request) -> web.Response:
     """Sets the scales of the adapters for later requests without `lora`; adapters that are not named are off.
 
-    Raises `InvalidRequest`.
+    Raises `InvalidRequest`, and `Forbidden` for a key that may not use all adapters.
     """
     serving = request.app[SERVING]
+    if rules := request.get(KEY):
+        rules.check_sets_adapters()
     entries = parse(await request.read(), list[LoraScale])
     lora: dict[str | int, float] = dict(scales_by_number(entries).items())
     GenerationRequest(id="", prompt="", lora=lora)  # checks the scales
@@ -192,7 +195,7 @@ ENDPOINTS = {
         "Changes nothing, as in llama-server; 501 without --props", Success, (400, 401, 413, 501, 503)
     )._replace(body=PropsChange),
     ("post", "/lora-adapters"): query_endpoint(
-        "Sets the scales of adapters for requests without `lora`", Success, (400, 401, 413, 503)
+        "Sets the scales of adapters for requests without `lora`", Success, (400, 401, 403, 413, 429, 503)
     )._replace(body=LoraScale, takes_list=True),
     ("get", "/lora-adapters"): _list_endpoint("Returns the adapters that a request's `lora` can name", LoraAdapter),
 }

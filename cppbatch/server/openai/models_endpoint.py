@@ -14,8 +14,9 @@ from cppbatch.server.anthropic.anthropic_models import (
     anthropic_model,
     anthropic_model_list,
 )
-from cppbatch.server.api_errors import is_anthropic, json_response
+from cppbatch.server.api_errors import ModelNotFound, is_anthropic, json_response
 from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
+from cppbatch.server.keys import KEY
 from cppbatch.server.parse import convert
 from cppbatch.server.serving import SERVING, Serving
 
@@ -74,11 +75,14 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """The loaded model, as a list; for Anthropic's clients in their form."""
+    """The loaded model, if it is for the key, as a list; for Anthropic's clients in their form."""
+    serving = request.app[SERVING]
+    is_visible = _is_visible(request)
     if is_anthropic(request):
         query = convert(dict(request.query), AnthropicModelQuery, from_text=True)
-        return json_response(anthropic_model_list(request.app[SERVING], query))
-    return json_response(ModelList(data=[await _model(request.app[SERVING])]))
+        listed = anthropic_model_list(serving, query)
+        return json_response(listed if is_visible else AnthropicModelList(data=[], first_id=None, last_id=None))
+    return json_response(ModelList(data=[await _model(serving)] if is_visible else []))
 
 
 @routes.get("/v1/models/{id:.+}")
@@ -86,9 +90,17 @@ async def model(request: web.Request) -> web.Response:
     """The loaded model by one of its names. Other names are not found, although requests may name them."""
     serving = request.app[SERVING]
     serving.find_model(request.match_info["id"])
+    if not _is_visible(request):
+        raise ModelNotFound(f"there is no {request.match_info['id']!r} for this key")
     if is_anthropic(request):
         return json_response(anthropic_model(serving))
     return json_response(await _model(serving))
+
+
+def _is_visible(request: web.Request) -> bool:
+    """Whether the request's key may use the loaded model."""
+    rules = request.get(KEY)
+    return not rules or rules.may_use(request.app[SERVING].model_names)
 
 
 def _endpoint(summary: str, response: type, for_anthropic: type, error: int) -> Endpoint:

@@ -1,0 +1,90 @@
+"""Rules of API keys: what becomes of their engine requests, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from cppbatch.engine.model_info import AdapterInfo
+from cppbatch.engine.request import BACKGROUND, GenerationRequest
+from cppbatch.errors import Forbidden, InvalidRequest
+from cppbatch.server.key_rules import KeyRules
+
+ADAPTERS = [AdapterInfo(name="style", path="style.gguf", scale=1.0), AdapterInfo(name="sql", path="s.gguf", scale=0.0)]
+
+
+def rules(**fields: Any) -> KeyRules:
+    return KeyRules(**{"id": "alice", "name": "alice", **fields})
+
+
+def allowed(key: KeyRules, **fields: Any) -> GenerationRequest:
+    (request,) = key.engine_requests([GenerationRequest(id="r", prompt="a", **fields)], ADAPTERS)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("of_key", "asked", "becomes"),
+    [(None, 0, 0), (None, -50, -50), (-10, 0, -10), (-10, 5, -5), (20, 0, 20), (20, 90, 100), (-10, BACKGROUND, 100)],
+)
+def test_priorities_count_from_the_keys_own(of_key: int | None, asked: int, becomes: int) -> None:
+    assert allowed(rules(priority=of_key), priority=asked).priority == becomes
+
+
+def test_a_better_priority_than_the_keys_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="priority: is -1; requests of this key"):
+        allowed(rules(priority=-10), priority=-1)
+
+
+def salts_of(key: KeyRules) -> set[str]:
+    return {allowed(key, cache_salt=salt).cache_salt for salt in ("", "s", "key:bob", "group:team", "group:team\ns")}
+
+
+def test_only_keys_of_a_group_share_salts() -> None:
+    alice, bob, named_as_group = rules(), rules(id="bob"), rules(id="team")
+    team = [rules(id="carol", group="team"), rules(id="dave", group="team")]
+    assert salts_of(team[0]) == salts_of(team[1])
+    different = [salts_of(key) for key in (alice, bob, named_as_group, team[0])]
+    assert len(set.union(*different)) == sum(map(len, different))
+
+
+@pytest.mark.parametrize(
+    ("of_key", "lora", "is_allowed"),
+    [
+        (None, {"sql": 1}, True),
+        (("style",), None, True),  # the server's own are {"style": 1}
+        (("sql",), None, False),
+        (("sql",), {}, True),
+        (("sql",), {"sql": 0.5}, True),
+        (("sql",), {1: 0.5}, True),
+        (("sql",), {0: 0.5}, False),
+        (("sql",), {"style": 0, "sql": 1}, True),
+        ((), {"sql": 1}, False),
+        ((), {}, True),
+    ],
+)
+def test_adapters_that_are_not_for_the_key_are_refused(
+    of_key: tuple[str, ...] | None, lora: dict[str | int, float] | None, is_allowed: bool
+) -> None:
+    if is_allowed:
+        assert allowed(rules(adapters=of_key), lora=lora).lora == lora
+    else:
+        with pytest.raises(Forbidden, match="is not for this key") as refused:
+            allowed(rules(adapters=of_key), lora=lora)
+        assert refused.value.field == "lora"
+
+
+def test_a_model_is_for_the_key_under_any_of_its_names() -> None:
+    names = ("small-Q4_0", "small", "fast")
+    rules().check_model(names, "anything")
+    for asked in (None, *names):
+        rules(models=("small", "other")).check_model(names, asked)
+    for of_key, asked in ((("other",), None), (("other",), "small"), (("small",), "other"), ((), None)):
+        with pytest.raises(Forbidden, match="is not for this key"):
+            rules(models=of_key).check_model(names, asked)
+
+
+def test_rules_survive_in_the_record_of_a_batch() -> None:
+    key = rules(group="team", priority=3, requests_per_minute=5, models=("a",), adapters=())
+    assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(key))), KeyRules) == key
