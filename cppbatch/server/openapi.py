@@ -35,10 +35,12 @@ Json = dict[str, Any]
 _STATUS = {
     400: "The request is malformed, or asks for something impossible; `param` names the field",
     401: "The server requires an API key, and the request has no valid one",
+    403: "The rules of the API key do not allow the model, or an adapter",
     404: "There is no object of this name",
     409: "The request conflicts with the current state",
     413: "The body is larger than the server allows",
-    429: "The queue is full, or too many requests are being answered; Retry-After says when to try again",
+    429: "The queue is full, too many requests are being answered, or the rate of the API key is reached; Retry-After "
+    "says when to try again",
     500: "The engine could not finish the request",
     501: "The server was started without this route",
     503: "The model is still loading, the server is shutting down, the engine has failed, or no files are stored",

@@ -208,3 +208,16 @@ def test_the_help_names_the_variables() -> None:
     text = re.sub(r"\s+", " ", CliRunner().invoke(cli, ["serve", "--help"]).output)
     assert "env var: CPPBATCH_TEMPERATURE, LLAMA_ARG_TEMPERATURE" in text
     assert "env var: CPPBATCH_API_KEY, LLAMA_API_KEY" in text
+
+
+def test_the_keys_file_of_the_docs_is_read_and_a_mistake_in_it_stops_the_start(read: Read, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "keys.toml"
+    path.write_text(example)
+    rules = read("--api-key-file", str(path))[0].keys.rules_of("sk-alice-8c1f")
+    assert rules
+    assert (rules.name, rules.priority, rules.requests_per_minute) == ("alice", 20, 30)
+    path.write_text(example.replace("priority = 20", "priority = 2000"))
+    with pytest.raises(ConfigError, match=r"keys\.toml, line 2, tiers\.free\.priority"):
+        read("--api-key-file", str(path))

@@ -192,7 +192,7 @@ ENDPOINTS = {
     ("get", "/props"): query_endpoint("Returns the properties of the model, and the default settings", Props),
     ("get", "/slots"): _list_endpoint("Returns a slot for each sequence that can run at once", Slot, 501),
     ("post", "/props"): query_endpoint(
-        "Changes nothing, as in llama-server; 501 without --props", Success, (400, 401, 413, 501, 503)
+        "Changes nothing, as in llama-server; 501 without --props", Success, (400, 401, 403, 413, 429, 501, 503)
     )._replace(body=PropsChange),
     ("post", "/lora-adapters"): query_endpoint(
         "Sets the scales of adapters for requests without `lora`", Success, (400, 401, 403, 413, 429, 503)
