@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -12,7 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.engine.request import GenerationEvent, GenerationRequest
+from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import ErrorDetail, api_error, openai_error
 from cppbatch.server.endpoint import generation_endpoint
@@ -24,14 +22,14 @@ from cppbatch.server.generate.generate_endpoint import (
     has_content,
     text_result,
 )
+from cppbatch.server.key_rules import KeyRules
+from cppbatch.server.keys import KEY
 from cppbatch.server.parse import read_json
-from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, as_key_allows, respond
+from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.run_requests import run_requests
 from cppbatch.server.serving import SERVING, Serving, new_id
 
 routes = web.RouteTableDef()
-
-Allowed = Callable[[list[GenerationRequest]], list[GenerationRequest]]
 
 
 class BatchResult(GenerateChunk, frozen=True, kw_only=True):
@@ -75,8 +73,8 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
     """Completes many prompts, each in one or many ways. The failure of one does not affect the others."""
     body = await read_json(request, GenerateBatchRequest)
     serving = request.app[SERVING]
-    prepare = partial(prepare_batch, body, serving, partial(as_key_allows, request))
-    prepared = await asyncio.to_thread(prepare)  # 256 items with large fields take seconds
+    rules = request.get(KEY)
+    prepared = await asyncio.to_thread(prepare_batch, body, serving, rules)  # 256 items with large fields take seconds
     events = run_requests(serving.client, prepared.requests, wait_when_full=True, errors_as_events=True)
     return await respond(request, prepared, events)
 
@@ -90,19 +88,22 @@ ENDPOINTS = {
 }
 
 
-def prepare_batch(body: GenerateBatchRequest, serving: Serving, allowed: Allowed) -> PreparedRequest:
+def prepare_batch(body: GenerateBatchRequest, serving: Serving, rules: KeyRules | None) -> PreparedRequest:
     """Engine requests for the valid items, and a builder that holds the errors of the others.
 
-    `allowed`: makes engine requests those that the key allows, or raises `InvalidRequest`.
-    Raises `InvalidRequest` for errors that concern all items.
-    """
+    `rules`: those of the request's key. Raises `InvalidRequest` for errors that concern all items."""
     items = batch_items(body, serving.limits)
     checked_params(body, serving)
     builder, name = GenerateBatchBuilder(items), new_id("batch-")
     requests = []
     for i, item in enumerate(items):
         try:
-            requests += allowed([engine_request(item.body(), serving, f"{name}-{i}")])
+            fields = item.body()
+            request = engine_request(fields, serving, f"{name}-{i}")
+            if rules:
+                serving.check_key(rules, fields.model)
+                (request,) = rules.engine_requests([request], serving.info.adapters)
+            requests.append(request)
         except InvalidRequest as error:
             builder.set_error(i, error)
         else:
