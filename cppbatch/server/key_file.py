@@ -119,6 +119,7 @@ class _TomlFile:
                 message = f"there is no setting `{field}`; there are {', '.join(kind.__struct_fields__)}"
             elif "matching regex" in message:
                 message = "must have 1 to 64 letters, digits, or . _ @ -"
+            message = message.replace(" | null", "")  # a setting may be absent, but TOML has no null
             raise ConfigError(f"{self._at(where, field)}{message[:1].lower()}{message[1:]}") from error
 
     def _at(self, where: str | None, field: str) -> str:

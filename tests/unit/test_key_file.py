@@ -62,7 +62,7 @@ def test_a_key_has_the_rules_of_its_tier_and_its_own(tmp_path: Path) -> None:
     [
         ('tier = "free"', 'tier = "fre"', 14, r"keys\[0\]\.tier: there is no tier 'fre', only free, paid"),
         ("priority = 20", "priority = 200", 3, r"tiers\.free\.priority: expected `int` <= 100"),
-        ("priority = -10", 'priority = "high"', 9, r"tiers\.paid\.priority: expected `int.*`, got `str`"),
+        ("priority = -10", 'priority = "high"', 9, r"tiers\.paid\.priority: expected `int`, got `str`"),
         ("max_concurrent = 4", "max_concurrent = 0", 15, r"keys\[0\]\.max_concurrent: expected `int` >= 1"),
         ("max_concurrent = 4", "max_requests = 4", 15, r"no setting `max_requests`; there are .*requests_per_minute"),
         ('group = "team-a"', 'group = "team a"', 16, r"keys\[0\]\.group: must have 1 to 64 letters"),
