@@ -58,6 +58,8 @@ class ContextOverflow(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that one request may have, prompt and completion together."""
     advice: str = ""
     """How the context of this engine can be made longer; "": it is as long as the model allows."""
+    is_pooled: bool = False
+    """Whether the prompt was to become a vector or a score, and so must be computed whole."""
     is_least: bool = False
     """Whether the prompt has `n_prompt_tokens` or more: it was too long to be tokenised."""
 

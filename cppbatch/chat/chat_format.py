@@ -10,7 +10,7 @@ from cppbatch.chat.custom_tools import CustomCallParser, as_functions, callable_
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import OutputParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
-from cppbatch.chat.template import ChatTemplate, content_text
+from cppbatch.chat.template import ChatTemplate, content_text, join_parts
 from cppbatch.chat.tool_formats.detect import detect_tool_format
 from cppbatch.chat.tool_formats.generic import describe_tools_in_text
 from cppbatch.chat.tools import ToolChoice, argument_schemas, callable_tools, check_satisfiable
@@ -84,6 +84,9 @@ class ChatFormat:
         last = messages[-1]
         if continue_final_message is None:
             continue_final_message = last["role"] == "assistant" and not last.get("tool_calls")
+        if continue_final_message and isinstance(last.get("content"), list):
+            last = {**last, "content": join_parts(last["content"], "\n\n")}  # as in llama-server
+            messages = [*messages[:-1], last]
         prompt = self._render(messages, callable_, variables or {}, continue_final_message=continue_final_message)
         state = ReasoningState.of_prompt(prompt, self._tags, content_text(last) if continue_final_message else None)
         params: Json = {}

@@ -170,11 +170,11 @@ def content_text(message: ChatMessage) -> str:
     return join_parts(content)
 
 
-def join_parts(parts: list[dict[str, Any]]) -> str:
+def join_parts(parts: list[dict[str, Any]], separator: str = "\n") -> str:
     """The texts of a message's parts, each on lines of its own; an empty first text makes no line."""
     text = ""
     for part in parts:
-        text += ("\n" if text else "") + (part.get("text") or "")
+        text += (separator if text else "") + (part.get("text") or "")
     return text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -30,19 +30,24 @@ def option(*names: str, env: str, llama_env: str = "", **settings: Any) -> Optio
     return click.option(*names, envvar=variables, show_envvar=True, **{"show_default": True, **settings})
 
 
-class Switch(click.Choice[str]):
-    """A choice of auto, on and off, which takes llama.cpp's other words for them too."""
+class _WithOtherWords(click.Choice[str]):
+    """A choice that takes llama.cpp's words for its values too."""
 
-    _WORDS = {  # noqa: RUF012 (not a field)
-        "enabled": "on", "true": "on", "1": "on", "disabled": "off", "false": "off", "0": "off", "-1": "auto",
-    }  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__(("auto", "on", "off"))
+    def __init__(self, choices: Sequence[str], words: Mapping[str, str]) -> None:
+        super().__init__(choices)
+        self._words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """As in click."""
-        return super().convert(self._WORDS.get(value, value), param, ctx)
+        return super().convert(self._words.get(value, value), param, ctx)
+
+
+class Switch(_WithOtherWords):
+    """A choice of auto, on and off."""
+
+    def __init__(self) -> None:
+        words = {"enabled": "on", "true": "on", "1": "on", "disabled": "off", "false": "off", "0": "off", "-1": "auto"}
+        super().__init__(("auto", "on", "off"), words)
 
 
 class _Layers(click.types.IntParamType):
@@ -90,6 +95,18 @@ def _adapter(given: str) -> tuple[str, float]:
     return given, 1.0
 
 
+def _cache_ram(_context: object, _option: object, given: int) -> int:
+    """llama-server's -1 means no limit."""
+    return _NO_RAM_LIMIT if given == -1 else given
+
+
+_NO_RAM_LIMIT = 2**31 - 1  # MiB
+_SPEC_TYPES = {
+    "none": "off", "draft-simple": "draft",
+    **dict.fromkeys(("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"), "suffix"),
+}  # fmt: skip
+"""llama-server's --spec-type."""
+
 _MODEL = option(
     "-m", "--model", env="MODEL", llama_env="LLAMA_ARG_MODEL", metavar="FILE",
     help="GGUF file, or the name of one in the models folder (`cppbatch models list`). "
@@ -135,7 +152,11 @@ _SETTINGS = [
         default=_DEFAULTS.flash_attn, help="Flash attention.",
     ),
     option(
-        "--kv-layout", env="KV_LAYOUT", type=click.Choice(["auto", "unified", "per-sequence"]),
+        "--kv-layout", env="KV_LAYOUT", llama_env="LLAMA_ARG_KV_UNIFIED",
+        type=_WithOtherWords(
+            ("auto", "unified", "per-sequence"),
+            {"true": "unified", "1": "unified", "false": "per-sequence", "0": "per-sequence"},
+        ),
         default=_DEFAULTS.kv_layout,
         help="unified: all sequences share the KV cells; per-sequence: each has its own ctx-size / parallel cells; "
         "auto: switches while it runs, on a CPU.",
@@ -160,7 +181,8 @@ _SETTINGS = [
         help="Compute the same logits bit for bit, whatever else is in the batch. CPU only; prompts are slower.",
     ),
     option(
-        "--spec", env="SPEC", type=click.Choice(get_args(Speculation)), default=_DEFAULTS.spec,
+        "--spec", "--spec-type", "spec", env="SPEC", llama_env="LLAMA_ARG_SPEC_TYPE",
+        type=_WithOtherWords(get_args(Speculation), _SPEC_TYPES), default=_DEFAULTS.spec,
         help="Speculative decoding. suffix: drafts are text that occurred before; draft: a draft model makes them; "
         "auto: both, on a GPU only the draft model; off: none. Texts are the same.",
     ),
@@ -180,12 +202,14 @@ _SETTINGS = [
         help="Tokens at the beginning that a context shift does not drop; -1: the whole prompt.",
     ),
     option(
-        "--prefix-cache/--no-prefix-cache", env="PREFIX_CACHE", llama_env="LLAMA_ARG_CACHE_PROMPT",
+        "--prefix-cache/--no-prefix-cache", "--cache-prompt/--no-cache-prompt", "prefix_cache",
+        env="PREFIX_CACHE", llama_env="LLAMA_ARG_CACHE_PROMPT",
         default=_DEFAULTS.prefix_cache,
         help="Compute the common prefix of requests only once.",
     ),
     option(
-        "--prefix-cache-ram", env="PREFIX_CACHE_RAM", type=int, default=_DEFAULTS.prefix_cache_ram,
+        "--prefix-cache-ram", "-cram", "--cache-ram", "prefix_cache_ram", env="PREFIX_CACHE_RAM",
+        llama_env="LLAMA_ARG_CACHE_RAM", type=int, default=_DEFAULTS.prefix_cache_ram, callback=_cache_ram,
         help="MiB of host memory for cached prefixes that are evicted from their KV cells.",
     ),
     option(
@@ -252,7 +276,7 @@ def engine_options(command: Command, *, without: Collection[str] = ()) -> Comman
         EngineConfig(model_path="", **settings)  # raises for wrong values before a model is downloaded
         return command(config=EngineConfig(model_path=str(choose_model(model)), **settings), **arguments)
 
-    verbose = click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+    verbose = click.option("-v", "--verbose", "--log-verbose", "verbose", is_flag=True, help="Show llama.cpp's log.")
     wrapped = with_options(with_config, [_MODEL, *_SETTINGS, verbose])
     options: list[click.Parameter] = wrapped.__click_params__  # type: ignore[attr-defined]  # where click collects them
     options[:] = [each for each in options if each.name not in without]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cppbatch.cli.engine_options import deployment_options, engine_options, profile_and_memory_options
+from cppbatch.cli.llama_server_flags import LlamaServerCommand, unneeded_flags
 from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ModelError
@@ -20,13 +21,20 @@ if TYPE_CHECKING:
     from cppbatch.server.settings import ServerSettings
 
 
-@click.command(context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})  # as llama-server does
+@click.command(
+    cls=LlamaServerCommand,
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # as llama-server does
+)
 @server_options  # first, so that their errors come before a model is downloaded
 @deployment_options
 @engine_options
+@unneeded_flags  # where the log is set up
 @profile_and_memory_options
 def serve(config: EngineConfig, deployment: Deployment, settings: ServerSettings, address: Address) -> None:
-    """Serves a model over HTTP with an OpenAI-compatible API."""
+    """Serves a model over HTTP with an OpenAI-compatible API.
+
+    llama-server's flags mean the same; those that need nothing here are accepted (docs/llama-server.md).
+    """
     from cppbatch.server.run_server import run_server as run
 
     say(f"loading {config.model_path} ...")

@@ -129,7 +129,13 @@ class InputProcessor:
         overflow = None
         if field == "prompt":
             limit = self._info.max_sequence
-            overflow = ContextOverflow(n_prompt_tokens=n, n_ctx=limit, advice=self._advice(), is_least=is_least)
+            overflow = ContextOverflow(
+                n_prompt_tokens=n,
+                n_ctx=limit,
+                advice=self._advice(),
+                is_pooled=bool(self._info.pooling),
+                is_least=is_least,
+            )
         return InvalidRequest(field, f"{what}, and {self._limit_text()}{purpose}", overflow)
 
     def _limit_text(self) -> str:

@@ -174,6 +174,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     """Return log-probabilities of the sampled tokens, including the end token that ended the text, and of this many (0
     to 20) likeliest tokens at each position: those of the model itself, before temperature, penalties and filters."""
+    post_sampling_probs: bool = False
+    """These log-probabilities are instead those from which the token was drawn, after all samplers: only tokens that
+    the filters leave are listed, and a greedy token has 0.0. Those of an echoed prompt stay the model's own."""
 
     json_schema: str | dict[str, Any] | bool | None = None
     """The text is JSON of this schema, which is an object or its JSON text."""
@@ -192,7 +195,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, bounds in OPTIONAL_INTEGER_RANGES.items():
             if getattr(self, name) is not None:
                 number(self, name, *bounds, integer=True)
-        for name in ("ignore_eos", "speculate", "include_stop", "skip_special_tokens", "echo"):
+        for name in ("ignore_eos", "speculate", "include_stop", "skip_special_tokens", "echo", "post_sampling_probs"):
             instance(self, name, bool, "true or false")
         _set_tuple(self, "stop", str, "a string or a list of strings")
         _set_tuple(self, "visible_tokens", str, "a list of strings")

@@ -84,6 +84,9 @@ class StepOutput:
 class SamplerState(Protocol):
     """A sequence's own sampler chain, which remembers the tokens so far."""
 
+    left: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None
+    """With `post_sampling_probs`: the ids and logits of the tokens from which the last one was drawn."""
+
     def sample(self, row: npt.NDArray[np.float32], seed: int) -> int: ...
     def close(self) -> None: ...
 

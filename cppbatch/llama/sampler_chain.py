@@ -158,7 +158,11 @@ class SamplerChain:
                 C.llama_sampler_accept(sampler, token)
 
     def sample(self, logits: npt.NDArray[np.float32], seed: int = 0) -> int:
-        """Samples a token from float32[n_vocab], which is not changed, with 32 bits of `seed`.
+        """Samples a token from float32[n_vocab], which is not changed, with 32 bits of `seed`. Raises as `draw`."""
+        return self.draw(logits, seed)[0]
+
+    def draw(self, logits: npt.NDArray[np.float32], seed: int = 0) -> tuple[int, npt.NDArray[Any]]:
+        """The same, and the candidates that the samplers have left, with the fields `id` and `logit`.
 
         Raises `OutOfRange` for a row of another size, `LlamaError` when no token can be sampled (all logits are -inf,
         or one is NaN or +inf).
@@ -189,8 +193,7 @@ class SamplerChain:
         selected = array.data[array.selected]
         if not math.isfinite(selected.logit):
             raise LlamaError(f"no token can be sampled: the samplers have made this row's logits {selected.logit}")
-        token: int = selected.id
-        return token
+        return selected.id, _remaining(candidates, array)
 
     def _open(self) -> list[Any]:
         if self._samplers is None:
@@ -217,12 +220,17 @@ def _is_native(sampler: Any) -> bool:
 
 def _drop_impossible(candidates: npt.NDArray[Any], array: Any) -> None:
     """Removes candidates whose probability is 0 in float32: samplers that take its logarithm would sort by NaN."""
-    address = ctypes.addressof(array.data.contents)
-    first = (address - candidates.ctypes.data) // _CANDIDATE.itemsize
-    remaining = candidates[first : first + array.size]
+    remaining = _remaining(candidates, array)
     possible = remaining[remaining["logit"] > remaining["logit"].max() - _UNDERFLOW]
     remaining[: len(possible)] = possible
     array.size = len(possible)
+
+
+def _remaining(candidates: npt.NDArray[Any], array: Any) -> npt.NDArray[Any]:
+    """The part of `candidates` that the samplers have left in `array`, which may begin later."""
+    address = ctypes.addressof(array.data.contents)
+    first = (address - candidates.ctypes.data) // _CANDIDATE.itemsize
+    return candidates[first : first + array.size]
 
 
 def _apply(sampler: Any, array: Any, seed: int) -> None:

@@ -130,9 +130,10 @@ def _overflow_message(field: str, overflow: ContextOverflow) -> str:
     """In OpenAI's words and llama-server's: clients that shorten a conversation recognise either."""
     n, or_more = overflow.n_prompt_tokens, " or more" if overflow.is_least else ""
     advice = f", or {overflow.advice} on the server" if overflow.advice else ""
+    excess = "is too large to process" if overflow.is_pooled else "exceeds the available context size"
     return (
         f"This model's maximum context length is {overflow.n_ctx} tokens. However, your {field} resulted in {n} tokens"
-        f"{or_more}, which exceeds the available context size. Please reduce the length of the {field}{advice}."
+        f"{or_more}, which {excess}. Please reduce the length of the {field}{advice}."
     )
 
 

@@ -8,9 +8,16 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece, detokenize
+from cppbatch.engine.request import (
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    TokenLogprob,
+    TokenPiece,
+    detokenize,
+)
 from cppbatch.server.llama_settings import GenerationSettings, generation_settings
-from cppbatch.server.response_logprobs import LogprobEntry, logprob_entries
+from cppbatch.server.response_logprobs import CompletionProbability, completion_probabilities
 from cppbatch.server.sampling_fields import TimingFields
 from cppbatch.server.serving import Serving
 from cppbatch.server.timings import PromptProgress, Timings, timings
@@ -43,7 +50,7 @@ class LlamaResponse(msgspec.Struct, frozen=True, kw_only=True):
     tokens_cached: int
     """Tokens of prompt and completion whose keys and values the next request can use."""
     timings: Timings
-    completion_probabilities: list[LogprobEntry] | UnsetType = UNSET
+    completion_probabilities: list[CompletionProbability] | UnsetType = UNSET
     """With `n_probs`."""
 
 
@@ -61,7 +68,7 @@ class LlamaChunk(msgspec.Struct, frozen=True, kw_only=True):
     """With `timings_per_token`."""
     prompt_progress: PromptProgress | UnsetType = UNSET
     """With `return_progress`, before the first token."""
-    completion_probabilities: list[LogprobEntry] | UnsetType = UNSET
+    completion_probabilities: list[CompletionProbability] | UnsetType = UNSET
     """With `n_probs`."""
 
 
@@ -119,7 +126,7 @@ class LlamaResults:
             tokens_evaluated=len(self._prompts[index // self._n_candidates]),
             timings=timings,
             prompt_progress=prompt_progress,
-            completion_probabilities=logprob_entries(event.logprobs) if event.logprobs else UNSET,
+            completion_probabilities=_probabilities(self._requests[index], event.logprobs),
         )
 
     def response(self, index: int, last: GenerationEvent, events: Sequence[GenerationEvent]) -> LlamaResponse:
@@ -157,8 +164,14 @@ class LlamaResults:
             stopping_word=last.stop or "",
             tokens_cached=min(n_tokens, self._max_sequence) - (n_predicted > 0),  # the last token was not computed
             timings=timings(last.usage),
-            completion_probabilities=logprob_entries(logprobs) if logprobs else UNSET,
+            completion_probabilities=_probabilities(request, logprobs),
         )
+
+
+def _probabilities(request: GenerationRequest, logprobs: list[TokenLogprob]) -> list[CompletionProbability] | UnsetType:
+    if not logprobs:
+        return UNSET
+    return completion_probabilities(logprobs, post_sampling=request.params.post_sampling_probs)
 
 
 def _stop_type(last: GenerationEvent) -> Literal["eos", "limit", "word"]:

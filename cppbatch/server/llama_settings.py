@@ -50,6 +50,7 @@ class _SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
     adaptive_decay: float
     ignore_eos: bool
     stop: tuple[str, ...]
+    post_sampling_probs: bool
 
 
 class GenerationSettings(_SharedSettings, frozen=True, kw_only=True):
@@ -72,7 +73,6 @@ class GenerationSettings(_SharedSettings, frozen=True, kw_only=True):
     grammar: str
     samplers: list[str]
     timings_per_token: bool
-    post_sampling_probs: bool = False
 
 
 def generation_settings(

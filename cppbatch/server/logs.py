@@ -37,7 +37,7 @@ def set_up(log_format: LogFormat, *, verbose: bool) -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(_with_request_id)
     logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose else logging.WARNING, force=True)
-    for logger in (access_log, logging.getLogger("cppbatch.jobs")):
+    for logger in (access_log, *map(logging.getLogger, ("cppbatch.jobs", "cppbatch.flags"))):
         logger.setLevel(logging.INFO)
     logging.getLogger("aiohttp.server").addFilter(_shorten_http_errors)
 

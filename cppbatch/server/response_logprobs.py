@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.request import TokenLogprob
 
@@ -96,7 +99,7 @@ def _escaped(piece: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-# --- llama-server's API and /generate -------------------------------------------------------------------------------
+# --- /generate, and llama-server's API -------------------------------------------------------------------------------
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +132,49 @@ def logprob_entries(entries: list[TokenLogprob]) -> list[LogprobEntry]:
             logprob=entry.logprob,
             top_logprobs=[
                 TopLogprob(id=token, token=_text(piece), bytes=list(piece), logprob=logprob)
+                for token, piece, logprob in entry.top
+            ],
+        )
+        for entry in entries
+    ]
+
+
+class TopProb(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the likeliest tokens that the samplers left, with its id."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    prob: float
+
+
+class CompletionProbability(msgspec.Struct, frozen=True, kw_only=True):
+    """A token with its id, and `logprob` and `top_logprobs`, or `prob` and `top_probs` with `post_sampling_probs`."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float | UnsetType | None = UNSET
+    top_logprobs: list[TopLogprob] | UnsetType = UNSET
+    prob: float | UnsetType = UNSET
+    top_probs: list[TopProb] | UnsetType = UNSET
+
+
+def completion_probabilities(entries: list[TokenLogprob], *, post_sampling: bool) -> list[CompletionProbability]:
+    """The tokens as llama-server's `/completion` shows them."""
+    if not post_sampling:
+        return [
+            CompletionProbability(**{name: getattr(entry, name) for name in LogprobEntry.__struct_fields__})
+            for entry in logprob_entries(entries)
+        ]
+    return [
+        CompletionProbability(
+            id=entry.token,
+            token=_text(entry.piece),
+            bytes=list(entry.piece),
+            prob=math.exp(entry.logprob or 0.0),
+            top_probs=[
+                TopProb(id=token, token=_text(piece), bytes=list(piece), prob=math.exp(logprob))
                 for token, piece, logprob in entry.top
             ],
         )

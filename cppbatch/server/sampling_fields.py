@@ -90,6 +90,9 @@ class SamplingFields(StructuredFields, kw_only=True):
     include_stop: bool | None = None
     skip_special_tokens: bool | None = None
     visible_tokens: list[str] | None = None
+    post_sampling_probs: bool | None = None
+    """Log-probabilities after all samplers instead of the model's own; `/completion` and `/infill` show them as `prob`
+    and `top_probs`."""
 
     service_tier: str | None = None
     """One of OpenAI's or Anthropic's values. It has no effect: this server has one tier."""

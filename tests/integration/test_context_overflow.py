@@ -92,6 +92,17 @@ async def test_a_long_conversation_is_refused_as_anthropic_does(http: Http, stre
     assert n > N_CTX
 
 
+async def test_an_input_of_an_embedding_model_is_too_large_in_both_servers_words(tiny_encoder: Path) -> None:
+    async with (
+        LocalEngine(tiny_encoder, n_batch=64, n_ubatch=64, n_threads=1) as engine,
+        TestClient(TestServer(create_app(engine))) as client,
+    ):
+        error = await refusal(client, "/v1/embeddings", {"input": LONG})
+    assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == ("context_length_exceeded", 300, 64)
+    assert "maximum context length is 64 tokens" in error["message"]
+    assert "resulted in 300 tokens, which is too large to process" in error["message"]
+
+
 async def test_an_item_of_a_batch_that_is_too_long_has_the_same_error(http: Http) -> None:
     body = {"prompts": [[5, 6], {"prompt": LONG}], "max_tokens": 2}
     async with http.post("/generate/batch", json=body) as answer:

@@ -116,6 +116,32 @@ async def test_a_stream_is_chunks_and_then_the_answer_without_its_text(http: Htt
     assert {chunk["tokens_evaluated"] for chunk in chunks} == {last["tokens_evaluated"]} == {4}
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0}, {"temperature": 1.5}, {"temperature": 1, "typical_p": 0.8}, {"temperature": 1, "mirostat": 2}],
+    ids=["greedy", "vectorised", "chain", "mirostat"],
+)
+async def test_post_sampling_probs_are_those_that_the_token_was_drawn_from(http: Http, sampling: Json) -> None:
+    fields = {**sampling, "n_probs": 20, "post_sampling_probs": True, "seed": 1, "top_k": 6, "n_predict": 8}
+    answer = await complete(http, **fields)
+    assert answer["generation_settings"]["post_sampling_probs"] is True
+    entries = answer["completion_probabilities"]
+    assert len(entries) == 8
+    for entry in entries:
+        assert set(entry) == {"id", "token", "bytes", "prob", "top_probs"}
+        probs = {top["id"]: top["prob"] for top in entry["top_probs"]}
+        assert probs[entry["id"]] == pytest.approx(entry["prob"])
+        assert all(0 < prob <= 1 for prob in probs.values())
+        if len(probs) < 20:
+            assert sum(probs.values()) == pytest.approx(1)
+    n_listed = [len(entry["top_probs"]) for entry in entries]
+    assert n_listed == [1] * 8 if sampling == {"temperature": 0} else max(n_listed) > 1
+    *chunks, _ = await stream(http, **fields)
+    streamed = [chunk["completion_probabilities"][0] for chunk in chunks]
+    assert [entry["id"] for entry in streamed] == [entry["id"] for entry in entries]
+    assert [entry["prob"] for entry in streamed] == pytest.approx([entry["prob"] for entry in entries], abs=0.02)
+
+
 async def test_completions_without_v1_is_the_same_endpoint(http: Http) -> None:
     status, answer = await post(http, "/completions", {**GREEDY, "prompt": "abc"})
     assert (status, answer["content"]) == (200, (await complete(http))["content"])
@@ -276,7 +302,6 @@ BAD = {
     "n_predict below -1": ({"prompt": "a", "n_predict": -2}, "n_predict"),
     "too many probabilities": ({"prompt": "a", "n_probs": 21}, "n_probs"),
     "too many texts": ({"prompt": "a", "n_cmpl": 1000}, "n_cmpl"),
-    "probabilities after sampling": ({"prompt": "a", "n_probs": 1, "post_sampling_probs": True}, "post_sampling_probs"),
     "min_keep": ({"prompt": "a", "min_keep": 3}, "min_keep"),
     "n_indent": ({"prompt": "a", "n_indent": 4}, "n_indent"),
     "an unknown sampler": ({"prompt": "a", "samplers": ["top_k", "magic"]}, "samplers[1]"),

@@ -11,7 +11,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.engine.sampling.random_sampling import Filters
 from cppbatch.llama import SamplerChain
-from tests.distributions import DEFAULTS, N_DRAWS, assert_drawn_from, drawn, exact, keys, logits, tied
+from tests.distributions import DEFAULTS, N_DRAWS, assert_drawn_from, drawn, exact, keys, logits, softmax, tied
 
 Row = npt.NDArray[np.float32]
 
@@ -53,6 +53,18 @@ def test_a_top_k_of_many_hundreds_is_that_of_llama_cpp() -> None:
     row, filters = logits(700, 1.0), Filters(600, 0.95, 0.0, 1.3)
     assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
     assert_drawn_from(drawn_by_llama(row, filters), exact(row, filters))
+
+
+@pytest.mark.parametrize("filters", SMALL.values(), ids=SMALL)
+def test_what_a_chain_of_llama_cpp_leaves_is_that_distribution(filters: Filters) -> None:
+    row = logits(250)
+    with SamplerChain(len(row)) as chain:
+        chain.top_k(filters.top_k).top_p(filters.top_p).min_p(filters.min_p).temperature(filters.temperature).dist()
+        token, left = chain.draw(row, 3)
+    probabilities = np.zeros(len(row))
+    probabilities[left["id"]] = softmax(left["logit"].astype(np.float64))
+    assert probabilities == pytest.approx(exact(row, filters), abs=1e-6)
+    assert token in left["id"]
 
 
 # --- the support ----------------------------------------------------------------------------------------------------

@@ -9,26 +9,14 @@ import os
 import sys
 
 LEFT_OUT = {
-    "--cont-batching",  # always
-    "--embedding",  # the model's kind says it
-    "--reranking",
-    "--jinja",  # always
-    "--no-jinja",
-    "--offline",  # nothing is fetched for a file
-    "--swa-full",  # as the model needs it
-    "--no-ui",  # there is none
     "--no-models-autoload",  # there is no router
-    "--no-cache-idle-slots",
     "--ui-mcp-proxy",
-    "--no-mmproj",
 }
 """Flags without a value that cppbatch does not have."""
 
 LEFT_OUT_WITH_VALUE = {
     "--slot-save-path",
     "--reasoning-format",
-    "--spec-type",
-    "--spec-draft-n-min",
     "--spec-synth-len",
     "--spec-synth-rates",
     "--models-max",
@@ -43,12 +31,6 @@ LEFT_OUT_WITH_VALUE = {
 }
 """Flags with a value that cppbatch does not have."""
 
-OTHERWISE = {
-    "--kv-unified": ["--kv-layout", "unified"],
-    "--cache-ram": ["--prefix-cache-ram"],
-}
-"""Flags that cppbatch calls otherwise. A value follows as it is."""
-
 
 def cppbatch_flags(flags: list[str]) -> list[str]:
     """llama-server's flags as cppbatch takes them."""
@@ -58,7 +40,7 @@ def cppbatch_flags(flags: list[str]) -> list[str]:
         if flag in LEFT_OUT_WITH_VALUE:
             next(rest)
         elif flag not in LEFT_OUT:
-            translated += OTHERWISE.get(flag, [flag])
+            translated.append(flag)
     if "--kv-unified" not in flags:
         translated += ["--kv-layout", "per-sequence"]  # llama-server divides -c by -np then, as the tests expect
     if "--metrics" not in flags:

@@ -324,6 +324,11 @@ def test_after_a_thought_that_the_prompt_closed_comes_the_answer() -> None:
     assert message(its, "Hello").text == "Hello"
 
 
+def test_parts_of_a_message_that_goes_on_are_paragraphs_as_in_llama_server() -> None:
+    parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "ill"}]
+    assert turn("hermes", messages=[*QUESTION, {"role": "assistant", "content": parts}]).prompt.endswith("Wh\n\nill")
+
+
 @pytest.mark.parametrize(
     ("prefill", "written", "thought", "text"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from cppbatch.cli.llama_server_flags import UNNEEDED
 from cppbatch.cli.serve_command import serve
 from tests.llama_server.known import KnownFile, page_tables, read_known, surprises_of_cppbatch
 from tests.llama_server.ring import Outcome
@@ -20,6 +21,14 @@ def test_the_flags_that_mean_the_same_are_flags_of_the_command() -> None:
     (paragraph,) = re.findall(r"These mean the same in both: (.*?)and others", PAGE, re.DOTALL)
     known = {name for option in serve.params for name in (*option.opts, *option.secondary_opts)}
     assert set(re.findall(r"`(-[^`]+)`", paragraph)) <= known
+
+
+def test_the_page_lists_the_flags_that_need_nothing() -> None:
+    rows = ["| accepted | what applies |", "|---|---|"]
+    for flag in UNNEEDED:
+        names = ", ".join(f"`{name}`" for name in flag.names.split())
+        rows.append(f"| {names}{' ' + flag.value.replace('|', chr(92) + '|') if flag.value else ''} | {flag.instead} |")
+    assert "\n".join(rows) + "\n" in PAGE
 
 
 def test_a_run_complains_of_failures_that_are_not_known_and_of_exceptions_that_pass() -> None:

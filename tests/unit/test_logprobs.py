@@ -15,9 +15,11 @@ from cppbatch import Completion, SamplingParams
 from cppbatch.config import Sharing
 from cppbatch.engine.best_of import mean_logprob
 from cppbatch.engine.request import TokenLogprob
-from cppbatch.engine.sampling.token_logprobs import RowLogprobs
+from cppbatch.engine.sampling.random_sampling import Filters, filtered_logits
+from cppbatch.engine.sampling.token_logprobs import PostSamplingLogprobs, RowLogprobs
 from cppbatch.llama import Batch
 from tests import fakes
+from tests.distributions import DEFAULTS, exact, logits
 from tests.fakes import EOG, LOGITS, PIECES, FakeContext, drain, fake_engine, greedy, mood
 
 Rows = npt.NDArray[np.float64]
@@ -136,6 +138,52 @@ def test_asking_for_them_changes_no_text(temperature: float, n_top: int) -> None
         return [result.tokens for result in fake_engine().generate([[i, 2 * i, 3] for i in range(12)], params)]
 
     assert tokens(n_top) == tokens(None)
+
+
+# --- after sampling
+
+
+@pytest.mark.parametrize("n", [250, 3000])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        DEFAULTS,
+        Filters(0, 1.0, 0.0, 1.5),
+        Filters(0, 0.9, 0.0, 1.0),
+        Filters(0, 1.0, 0.1, 2.0),
+        Filters(7, 0.9, 0.0, 0.1),
+    ],
+)
+def test_after_sampling_they_are_the_distribution_that_the_filters_leave(filters: Filters, n: int) -> None:
+    row = logits(n)
+    its, expected = PostSamplingLogprobs(*filtered_logits(row, filters), 20), exact(row, filters)
+    left = np.flatnonzero(expected)
+    assert [np.exp(its.of(token)) for token in left.tolist()] == pytest.approx(expected[left].tolist(), rel=1e-5)
+    ids = [token for token, _ in its.top()]
+    assert ids == np.argsort(-expected, kind="stable")[: min(20, len(left))].tolist()
+
+
+def test_after_sampling_a_greedy_token_is_certain() -> None:
+    (result,) = fake_engine().generate([[1, 2]], greedy(4, ignore_eos=True, logprobs=5, post_sampling_probs=True))
+    assert [(entry.logprob, len(entry.top)) for entry in result.logprobs] == [(0.0, 1)] * 4
+    assert [entry.top[0][0] for entry in result.logprobs] == result.tokens
+
+
+def test_after_sampling_they_change_no_text_and_those_of_other_requests_stay_the_models() -> None:
+    def tokens(*, post_sampling_probs: bool) -> list[list[int]]:
+        params = [
+            SamplingParams(seed=i, top_k=4, max_tokens=8, logprobs=6, post_sampling_probs=post_sampling_probs and i > 0)
+            for i in range(3)
+        ]
+        results = fake_engine().generate([[i, 3] for i in range(3)], params)
+        for result in results[1:]:
+            for entry in result.logprobs:
+                total = sum(np.exp(logprob) for _, _, logprob in entry.top)
+                assert (len(entry.top) <= 4, total == pytest.approx(1)) == (post_sampling_probs, post_sampling_probs)
+        assert all(len(entry.top) == 6 for entry in results[0].logprobs)
+        return [result.tokens for result in results]
+
+    assert tokens(post_sampling_probs=True) == tokens(post_sampling_probs=False)
 
 
 @pytest.mark.parametrize("sharing", ["cells", "copy", "whole", "none"])

@@ -60,6 +60,7 @@ class _SequenceChain:
         self._chain = _build_chain(sequence, n_vocab)
         self._n_accepted = sequence.n_text - len(recent_tokens(sequence, penalty_window(sequence.params)))
         self._last = (-1, -1)  # number of tokens of the text before the last sample, and that sample
+        self.left: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None
 
     def sample(self, row: Row, seed: int) -> int:
         """Samples a token of float32[n_vocab] with 32 random bits."""
@@ -68,7 +69,10 @@ class _SequenceChain:
             for token in sequence.text_tokens(self._n_accepted).tolist():
                 self._n_accepted += 1
                 self._chain.accept(token)
-            self._last = sequence.n_text, self._chain.sample(row, seed)
+            token, candidates = self._chain.draw(row, seed)
+            self._last = sequence.n_text, token
+            if sequence.params.post_sampling_probs:
+                self.left = candidates["id"].astype(np.int64), candidates["logit"].astype(np.float64)
         return self._last[1]
 
     def close(self) -> None:

@@ -78,6 +78,22 @@ def _sample_all_columns(logits: Floats, settings: Doubles, keys: UInt64, ids: Id
     return np.where(is_possible, columns[np.arange(len(columns)), scores.argmax(axis=1)], NO_TOKEN)
 
 
+def filtered_logits(row: Floats, filters: Filters) -> tuple[Ids, Doubles]:
+    """The columns that the filters leave of float32[n_vocab], and their logits after temperature, up to a constant.
+
+    The row has a finite maximum. These are the logits that `random_sample` draws from.
+    """
+    settings = np.array([filters], np.float64)
+    maxima, bounds = _row_maxima(row[None], settings[:, 0].astype(np.int64))
+    floor, mass = _floor(row, float(maxima[0]), float(bounds[0]), filters)
+    columns = np.flatnonzero(row >= max(np.float32(floor), _LOWEST))
+    if len(columns) > _MAX_BATCHED_CANDIDATES and not filters.top_k and filters.top_p >= 1:
+        return columns, row[columns].astype(np.float64) / filters.temperature
+    scaled = _filter(row[columns].astype(np.float64)[None], settings, np.array([mass]))[0]
+    is_left = np.isfinite(scaled)
+    return columns[is_left], scaled[is_left]
+
+
 def _row_maxima(logits: Floats, top_k: Ids) -> tuple[Floats, Floats]:
     """Each row's largest logit, and a lower bound of its k-th largest (-inf where top-k is off or above 512)."""
     size = logits.shape[1] // _N_BLOCKS * _N_BLOCKS

@@ -10,11 +10,17 @@ import numpy.typing as npt
 from cppbatch.engine.request import TokenLogprob
 from cppbatch.engine.sampling.chain_sampling import ChainSampler
 from cppbatch.engine.sampling.logit_processing import apply_bans_and_biases, apply_penalties, run_logits_processors
-from cppbatch.engine.sampling.random_sampling import NO_TOKEN, random_sample
+from cppbatch.engine.sampling.random_sampling import NO_TOKEN, filtered_logits, random_sample
 from cppbatch.engine.sampling.randomness import UInt64, random_bits
 from cppbatch.engine.sampling.sampling_plan import SamplingType
 from cppbatch.engine.sampling.structured_output import GrammarMasks
-from cppbatch.engine.sampling.token_logprobs import PromptScorer, RowLogprobs, make_token_logprob
+from cppbatch.engine.sampling.token_logprobs import (
+    Logprobs,
+    PostSamplingLogprobs,
+    PromptScorer,
+    RowLogprobs,
+    make_token_logprob,
+)
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
@@ -52,7 +58,8 @@ class Sampler:
     """Samples one token for each sequence whose pending tokens a step has computed.
 
     Each row of logits passes through these stages, in this order: log-probabilities, the request's `logits_processor`,
-    bans and biases, the grammar mask, then penalties, filters and sampling. The last stage is done in numpy for all
+    bans and biases, the grammar mask, then penalties, filters and sampling (and log-probabilities, with
+    `post_sampling_probs`). The last stage is done in numpy for all
     rows together where it can be, else by llama.cpp's samplers row by row (`SamplingPlan.sampling_type`). With backend
     sampling, a row consists of the n largest logits only, which is enough for the same token.
     """
@@ -130,16 +137,21 @@ class Sampler:
         """Samples from whole rows: `logits` is float32[len(sequences), n_vocab] and is changed in place."""
         if outputs := _sample_all_greedily(sequences, logits):
             return outputs
-        row_logprobs = {
+        row_logprobs: dict[int, Logprobs] = {
             i: RowLogprobs(logits[i], sequence.params.logprobs)
             for i, sequence in enumerate(sequences)
-            if sequence.params.logprobs is not None
+            if sequence.params.logprobs is not None and not sequence.params.post_sampling_probs
         }
         errors = run_logits_processors(sequences, logits)
         for sequence, row in zip(sequences, logits, strict=True):
             apply_bans_and_biases(sequence, row)
         self._apply_grammars(sequences, logits, errors)
         tokens = self._select(sequences, logits, errors)
+        row_logprobs |= {
+            i: _post_sampling_logprobs(sequence, logits[i], tokens[i])
+            for i, sequence in enumerate(sequences)
+            if sequence.params.logprobs is not None and sequence.params.post_sampling_probs and i not in errors
+        }
         return [
             SamplerOutput(error=errors[i], error_field=field_at_fault(sequence, logits[i]))
             if i in errors
@@ -183,13 +195,25 @@ class Sampler:
             [(sequences[i], logits[i], seed) for i, seed in zip(rows, seeds, strict=True)]
         )
 
-    def _output(self, sequence: Seq, token: int, row_logprobs: RowLogprobs | None) -> SamplerOutput:
+    def _output(self, sequence: Seq, token: int, row_logprobs: Logprobs | None) -> SamplerOutput:
         logprob = make_token_logprob(row_logprobs, token, sequence, self._vocab) if row_logprobs else None
         return SamplerOutput(token, logprob)
 
     def close(self) -> None:
         """Ends the threads of the sampler chains."""
         self._chain_sampler.close()
+
+
+def _post_sampling_logprobs(sequence: Seq, row: Row, token: int) -> PostSamplingLogprobs:
+    """`row`: after all stages before the filters; `token`: drawn from it."""
+    n_top = sequence.params.logprobs or 0
+    if sequence.params.is_greedy:
+        return PostSamplingLogprobs(np.array([token]), np.zeros(1), n_top)
+    if sequence.sampling.sampling_type is SamplingType.RANDOM:
+        return PostSamplingLogprobs(*filtered_logits(row, sequence.sampling.filters), n_top)
+    assert sequence.sampler
+    assert sequence.sampler.left
+    return PostSamplingLogprobs(*sequence.sampler.left, n_top)
 
 
 def field_at_fault(sequence: Seq, row: Row) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,13 @@ from cppbatch.engine.vocabulary import Vocabulary
 
 Row = npt.NDArray[np.float32]
 Logits = npt.NDArray[np.float32]
+
+
+class Logprobs(Protocol):
+    """The log-probabilities of a row's tokens."""
+
+    def of(self, token: int) -> float: ...
+    def top(self) -> list[tuple[int, float]]: ...
 
 
 class RowLogprobs:
@@ -38,7 +46,29 @@ class RowLogprobs:
         return [(token, self.of(token)) for token in self._top.tolist()]
 
 
-def make_token_logprob(row_logprobs: RowLogprobs | None, token: int, sequence: Seq, vocab: Vocabulary) -> TokenLogprob:
+class PostSamplingLogprobs:
+    """The log-probabilities after the samplers: the log softmax of the logits that they leave.
+
+    `ids`, int64[n]: the tokens that are left; `logits`, float64[n]: theirs, after temperature.
+    """
+
+    def __init__(self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], n_top: int) -> None:
+        below = logits - logits.max()
+        logprobs = below - np.log(np.exp(below).sum())
+        self._logprobs: dict[int, float] = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        likeliest = np.argsort(-below, kind="stable")[:n_top]
+        self._top: list[int] = ids[likeliest[np.exp(logprobs[likeliest]) > 0]].tolist()
+
+    def of(self, token: int) -> float:
+        """The log-probability of a token that is left."""
+        return self._logprobs[token]
+
+    def top(self) -> list[tuple[int, float]]:
+        """As in `RowLogprobs`, without tokens whose probability is 0."""
+        return [(token, self.of(token)) for token in self._top]
+
+
+def make_token_logprob(row_logprobs: Logprobs | None, token: int, sequence: Seq, vocab: Vocabulary) -> TokenLogprob:
     """The report on one token. `row_logprobs`: None for the first token of a prompt, which has no logits."""
 
     def piece(other: int) -> bytes:

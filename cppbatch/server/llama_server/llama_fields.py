@@ -50,8 +50,6 @@ class LlamaFields(TimingFields, kw_only=True):
     """Completions of each prompt."""
     n_probs: int | None = None
     """Return the log-probabilities of this many of the likeliest tokens, up to 20."""
-    post_sampling_probs: bool | None = None
-    """true is not supported."""
     n_keep: int | None = None
     """With `--context-shift`: the first tokens that stay when the context is full; -1: the prompt. None: `--keep`."""
     n_discard: int | None = None
@@ -94,9 +92,6 @@ async def to_sampling_fields(body: Fields, serving: Serving) -> Fields:
 
 
 def _check_supported(body: LlamaFields) -> None:
-    if body.post_sampling_probs:
-        message = "is not supported: log-probabilities are those of the model itself, before any sampler"
-        raise InvalidRequest("post_sampling_probs", message)
     for name, most in (("min_keep", 1), ("n_indent", 0)):
         if (getattr(body, name) or 0) > most:
             raise InvalidRequest(name, f"is {getattr(body, name)}, which is not supported; leave it out")

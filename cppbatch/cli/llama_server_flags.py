@@ -1,0 +1,113 @@
+"""llama-server's flags that `cppbatch serve` has under other names, or needs nothing for: its launch scripts work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any, NamedTuple
+
+import click
+
+from cppbatch.cli.engine_options import Command, with_options
+
+flags_log = logging.getLogger("cppbatch.flags")
+
+
+class UnneededFlag(NamedTuple):
+    """A flag of llama-server that is accepted and changes nothing."""
+
+    names: str
+    """Its names, separated by spaces."""
+    instead: str
+    """What applies here."""
+    value: str = ""
+    """What the flag is followed by; "": it has no value."""
+
+
+RENAMED: Mapping[str, tuple[str, ...]] = {
+    "-kvu": ("--kv-layout", "unified"),
+    "--kv-unified": ("--kv-layout", "unified"),
+    "-no-kvu": ("--kv-layout", "per-sequence"),
+    "--no-kv-unified": ("--kv-layout", "per-sequence"),
+    "-nr": ("--repack", "off"),
+    "--no-repack": ("--repack", "off"),
+}
+"""Flags without a value, and what they mean here."""
+
+_STARTED = "the model is ready when the server answers"
+_TEMPLATE = "chat templates are always Jinja templates, or llama.cpp's own by name"
+_WEB_PAGE = "there is no web page"
+_LINES = "--log-format chooses between text and JSON"
+
+UNNEEDED = (
+    UnneededFlag("-cb --cont-batching -nocb --no-cont-batching", "batching is always continuous"),
+    UnneededFlag("--jinja --no-jinja", _TEMPLATE),
+    UnneededFlag("--embedding --embeddings --rerank --reranking", "the model's kind says what it returns; --pooling"),
+    UnneededFlag("--webui --no-webui --ui --no-ui", _WEB_PAGE),
+    UnneededFlag("--warmup --no-warmup", _STARTED),
+    UnneededFlag("--mmap --no-mmap --mlock", "the model's file is mapped into memory, and not locked there"),
+    UnneededFlag("-lm --load-mode", "the model's file is mapped into memory, and not locked there", "MODE"),
+    UnneededFlag("-fit --fit", "--memory-check refuses settings that do not fit", "on|off"),
+    UnneededFlag("-fitt --fit-target", "--memory-check refuses settings that do not fit", "MIB,..."),
+    UnneededFlag("-fitc --fit-ctx", "--memory-check refuses settings that do not fit", "N"),
+    UnneededFlag("-bs --backend-sampling", "--sampling auto, the default, has a GPU select tokens where it can"),
+    UnneededFlag("--offline", "a server fetches only the default model, if no model is named"),
+    UnneededFlag("--no-mmproj --no-mmproj-auto", "there is no image input"),
+    UnneededFlag("--swa-full", "sliding windows are kept as the model needs them"),
+    UnneededFlag("-ctxcp --ctx-checkpoints --swa-checkpoints", "the prefix cache keeps what a model needs", "N"),
+    UnneededFlag("-cms --checkpoint-min-step", "the prefix cache keeps what a model needs", "N"),
+    UnneededFlag("--cache-idle-slots --no-cache-idle-slots", "any request uses any cached prefix"),
+    UnneededFlag("--cache-reuse", "the prefix cache shares prefixes; other parts are computed again", "N"),
+    UnneededFlag("-sps --slot-prompt-similarity", "any request uses any cached prefix", "SIMILARITY"),
+    UnneededFlag("-dt --defrag-thold", "KV cells are never fragmented", "N"),
+    UnneededFlag("-tb --threads-batch", "--threads is for prefill and decode", "N"),
+    UnneededFlag("-td --threads-draft --spec-draft-threads", "--threads is for the draft model too", "N"),
+    UnneededFlag("-tbd --threads-batch-draft --spec-draft-threads-batch", "--threads is for the draft model too", "N"),
+    UnneededFlag("--threads-http", "one thread answers all connections", "N"),
+    UnneededFlag("--prio", "the system sets the priority of threads: nice, or a systemd unit", "N"),
+    UnneededFlag("--prio-batch", "the system sets the priority of threads: nice, or a systemd unit", "N"),
+    UnneededFlag("--poll", "OMP_WAIT_POLICY says how compute threads wait", "N"),
+    UnneededFlag("--poll-batch", "OMP_WAIT_POLICY says how compute threads wait", "N"),
+    UnneededFlag("-to --timeout", "--request-timeout limits a request, --idle-timeout a client that stops", "SECONDS"),
+    UnneededFlag("--perf --no-perf", "/metrics and timings are always measured"),
+    UnneededFlag("-lv --verbosity --log-verbosity", "--verbose shows llama.cpp's log", "N"),
+    UnneededFlag("--log-colors", _LINES, "on|off|auto"),
+    UnneededFlag("--log-prefix --no-log-prefix --log-timestamps --no-log-timestamps", _LINES),
+    UnneededFlag("--spec-draft-n-min", "the number of drafts follows their acceptance and the cost of a step", "N"),
+    UnneededFlag("--spec-draft-p-min --draft-p-min", "drafts follow their acceptance and the cost of a step", "P"),
+    UnneededFlag("--spec-draft-p-split --draft-p-split", "drafts follow their acceptance and the cost of a step", "P"),
+    UnneededFlag("--prefill-assistant", "a last message of the assistant is continued; continue_final_message"),
+)
+"""Flags that change no answer here."""
+
+
+class LlamaServerCommand(click.Command):
+    """A command that takes llama-server's names of its flags, with _ or - between the words, as there."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As in click, after `RENAMED`."""
+        return super().parse_args(ctx, [part for arg in args for part in RENAMED.get(arg.replace("_", "-"), (arg,))])
+
+
+def unneeded_flags(command: Command) -> Command:
+    """Adds the flags of `UNNEEDED`. Each that is given is a line in the log, which says what applies."""
+
+    @wraps(command)
+    def with_flags_logged(**arguments: Any) -> Any:
+        for i, flag in enumerate(UNNEEDED):
+            if arguments.pop(_variable(i)):
+                flags_log.info("%s has no effect: %s", flag.names.replace(" ", ", "), flag.instead)
+        return command(**arguments)
+
+    return with_options(
+        with_flags_logged,
+        [
+            click.option(*flag.names.split(), _variable(i), hidden=True, is_flag=not flag.value, default=None)
+            for i, flag in enumerate(UNNEEDED)
+        ],
+    )
+
+
+def _variable(i: int) -> str:
+    return f"unneeded_{i}"
