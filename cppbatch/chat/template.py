@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import resources
@@ -16,6 +17,8 @@ from cppbatch.chat.reasoning import ReasoningTags
 from cppbatch.chat.sandbox import compile_template, default_variables, render_template
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.json_bounds import excess
+
+log = logging.getLogger("cppbatch.chat")
 
 _TEMPLATE_FOLDER = resources.files("cppbatch.chat") / "templates"
 """Built-in templates. None of them writes the BOS token: the engine adds it if the model wants one."""
@@ -40,7 +43,8 @@ def builtin_names() -> list[str]:
 
 def find_template(value: str, llama_cpp_names: Callable[[], Sequence[str]] = tuple) -> str:
     """Returns the template that `--chat-template` names: a built-in name, the template's text, a file's path, or one of
-    llama.cpp's names, whose template is a call of llama.cpp.
+    llama.cpp's names, whose template is a call of llama.cpp. Words with spaces that are no path are a template too, as
+    in llama-server, with a warning: every prompt is these words.
 
     Raises `ConfigError` if it is none of these, or not a Jinja template.
     """
@@ -62,6 +66,9 @@ def _read_template(value: str, llama_cpp_names: Callable[[], Sequence[str]]) -> 
         others = llama_cpp_names()
         if value in others:
             return f"{{{{ {_NAMED}({value!r}, messages, add_generation_prompt) }}}}"
+        if " " in value and "/" not in value and not Path(value).suffix:
+            log.warning("--chat-template has no {{ }}, so every prompt of a chat is %r", value[:200])
+            return value
         names = ", ".join(sorted({*builtin_names(), *others}))
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(

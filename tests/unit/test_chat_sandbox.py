@@ -86,7 +86,14 @@ def test_a_template_is_found_by_name_by_text_or_in_a_file(tmp_path: Path) -> Non
     assert find_template("chatml") != "chatml"
 
 
-@pytest.mark.parametrize("value", ["nosuch", "x" * 5000, "a\0b", ".", ""])
+def test_words_are_a_template_with_a_warning_as_in_llama_server(caplog: pytest.LogCaptureFixture) -> None:
+    words = "This is not a chat template, it is"
+    assert find_template(words) == words
+    assert caplog.messages == [f"--chat-template has no {{{{ }}}}, so every prompt of a chat is {words!r}"]
+    assert template_of(words).render([{"role": "user", "content": "Hi"}]) == words
+
+
+@pytest.mark.parametrize("value", ["nosuch", "x" * 5000, "a\0b", ".", "", "my template.jinja", "a folder/template"])
 def test_what_is_no_template_is_refused_with_the_names(value: str) -> None:
     with pytest.raises(ConfigError, match=r"chatml, gemma, .*zephyr"):
         find_template(value)
