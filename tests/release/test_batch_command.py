@@ -194,7 +194,8 @@ def test_what_is_wrong_with_a_line_is_told_with_its_number_and_the_others_finish
     errors = {error["line"]: error for error in lines_of(tmp_path / "out.errors.jsonl")}
     told = {line: error["error"] or error["response"]["body"]["error"] for line, error in errors.items()}
     assert {line: error["code"] for line, error in told.items() if error["code"]} == {
-        2: "invalid_json", 3: "duplicate_id", 4: "invalid_url", 6: "missing_custom_id", 12: "invalid_json",
+        2: "invalid_json", 3: "duplicate_id", 4: "invalid_url", 5: "context_length_exceeded", 6: "missing_custom_id",
+        12: "invalid_json",
     }  # fmt: skip
     assert "line 1 has the custom_id" in told[3]["message"]
     assert "/v1/nowhere" in told[4]["message"]

@@ -43,10 +43,13 @@ CALL: dict[str, Any] = {"type": "function", "id": "a", "function": {"name": "f",
 VALID: dict[str, Json] = {
     "/v1/completions": {"prompt": "abc", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [USER], "max_tokens": 2},
+    "/v1/chat/completions/input_tokens": {"messages": [USER]},
     "/v1/responses": {"input": "abc", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "abc"},
     "/v1/messages": {"model": "tiny-llama", "messages": [USER], "max_tokens": 2},
     "/v1/messages/count_tokens": {"model": "tiny-llama", "messages": [USER]},
     "/v1/embeddings": {"input": "abc"},
+    "/embeddings": {"content": "abc"},
     "/v1/rerank": {"query": "abc", "documents": ["a", "b"]},
     "/generate": {"prompt": "abc", "max_tokens": 2},
     "/generate/batch": {"prompts": ["abc", {"prompt": "de"}], "max_tokens": 2},
@@ -57,7 +60,12 @@ VALID: dict[str, Json] = {
     "/apply-template": {"messages": [USER]},
     "/v1/batches": {"input_file_id": "a", "endpoint": "/v1/completions", "completion_window": "24h"},
 }
-VECTORS = ("/v1/embeddings", "/v1/rerank")
+VECTORS = ("/v1/embeddings", "/embeddings", "/v1/rerank")
+SAME = {
+    *("/completions", "/chat/completions", "/chat/completions/input_tokens", "/responses", "/responses/input_tokens"),
+    *("/embedding", "/rerank", "/reranking", "/v1/reranking"),
+}
+"""Other paths of the same endpoints."""
 OTHERS: dict[str, list[Place]] = {
     "/v1/completions": [
         ("prompt", 0),
@@ -185,7 +193,7 @@ N = pytest.mark.parametrize("n", [3, pytest.param(1000, marks=[pytest.mark.soak,
 @N
 async def test_integers_in_every_field_of_every_endpoint(tiny_llama: Path, n: int) -> None:
     assert {path for path, methods in DOCUMENT["paths"].items() if "requestBody" in methods.get("post", {})} == {
-        *VALID, "/v1/files", "/completions", "/chat/completions"
+        *VALID, *SAME, "/v1/files", "/lora-adapters", "/props"
     }  # fmt: skip
     async with serving(tiny_llama) as (engine, client):
         for path in VALID:
@@ -195,6 +203,10 @@ async def test_integers_in_every_field_of_every_endpoint(tiny_llama: Path, n: in
             for query in (f"/v1/files?limit={value}", f"/v1/batches?limit={value}", f"/slots?fail_on_no_slot={value}"):
                 async with client.get(query) as answer:
                     assert answer.status in (200, 400, 503), query
+            async with client.post(
+                "/lora-adapters", json=[{"id": value, "scale": 1}, {"id": 0, "scale": value}]
+            ) as answer:
+                assert answer.status == 400, value  # there are no adapters
         await assert_nothing_stays(engine)
 
 
@@ -204,6 +216,7 @@ async def test_integers_in_every_field_of_embeddings_and_reranking(
 ) -> None:
     async with serving(tiny_llama, pooling="mean") as (engine, client):
         await all_asked(client, "/v1/embeddings", n)
+        await all_asked(client, "/embeddings", n)
         await assert_nothing_stays(engine)
     async with serving(tiny_reranker, n_ctx=512, n_parallel=4) as (engine, client):
         await all_asked(client, "/v1/rerank", n)
