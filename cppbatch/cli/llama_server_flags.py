@@ -23,6 +23,8 @@ class UnneededFlag(NamedTuple):
     """What applies here."""
     value: str = ""
     """What the flag is followed by; "": it has no value."""
+    values: tuple[str, ...] = ()
+    """The only values that change nothing; others are refused. (): any."""
 
 
 RENAMED: Mapping[str, tuple[str, ...]] = {
@@ -77,6 +79,10 @@ UNNEEDED = (
     UnneededFlag("--spec-draft-n-min", "the number of drafts follows their acceptance and the cost of a step", "N"),
     UnneededFlag("--spec-draft-p-min --draft-p-min", "drafts follow their acceptance and the cost of a step", "P"),
     UnneededFlag("--spec-draft-p-split --draft-p-split", "drafts follow their acceptance and the cost of a step", "P"),
+    UnneededFlag(
+        "--reasoning-format", "reasoning is returned as reasoning_content", "auto or deepseek", ("auto", "deepseek")
+    ),
+    UnneededFlag("--reasoning-budget", "max_tokens limits reasoning and answer together", "-1", ("-1",)),
     UnneededFlag("--prefill-assistant", "a last message of the assistant is continued; continue_final_message"),
 )
 """Flags that change no answer here."""
@@ -97,13 +103,20 @@ def unneeded_flags(command: Command) -> Command:
     def with_flags_logged(**arguments: Any) -> Any:
         for i, flag in enumerate(UNNEEDED):
             if arguments.pop(_variable(i)):
-                flags_log.info("%s has no effect: %s", flag.names.replace(" ", ", "), flag.instead)
+                flags_log.info("%s: no effect; %s", flag.names.replace(" ", " or "), flag.instead)
         return command(**arguments)
 
     return with_options(
         with_flags_logged,
         [
-            click.option(*flag.names.split(), _variable(i), hidden=True, is_flag=not flag.value, default=None)
+            click.option(
+                *flag.names.split(),
+                _variable(i),
+                type=click.Choice(flag.values) if flag.values else None,
+                is_flag=not flag.value,
+                default=None,
+                hidden=True,
+            )
             for i, flag in enumerate(UNNEEDED)
         ],
     )
