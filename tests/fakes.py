@@ -106,6 +106,14 @@ class FakeState:
     n_bytes: int = 1 << 20
     adapters: tuple[AdapterSet, ...] = ()
 
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self.tokens, np.uint8)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        return {"adapters": self.adapters}
+
 
 class FakeContext:
     """Cells that hold the tokens themselves. Every decode asserts the engine's invariants.
@@ -288,6 +296,9 @@ class FakeContext:
         if seq_id in self.shifted:
             raise LlamaError("shifted after the last decode")
         return FakeState(bytes(self.cells[seq_id]), adapters=tuple(self.made_with[seq_id]))
+
+    def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> FakeState:
+        return FakeState(data.tobytes(), adapters=tuple(map(tuple, form["adapters"])))
 
     def restore_sequence(self, seq_id: int, state: FakeState) -> None:
         assert not self.cells[seq_id], f"seq_id {seq_id} holds tokens already"

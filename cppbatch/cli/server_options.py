@@ -142,6 +142,11 @@ _OPTIONS = [
     ),
     option("--slots/--no-slots", env="SLOTS", llama_env="LLAMA_ARG_ENDPOINT_SLOTS", default=True, help="Serve /slots."),
     option(
+        "--slot-save-path", env="SLOT_SAVE_PATH", metavar="DIR",
+        type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True, resolve_path=True), default=None,
+        help="Folder in which POST /slots/{id} saves the cached prefixes of slots. Without it: no such requests.",
+    ),
+    option(
         "--strict-model", env="STRICT_MODEL", is_flag=True,
         help="Refuse requests that name a model other than the loaded one and its aliases. Without it: the loaded "
         "model answers to any name.",
@@ -201,6 +206,7 @@ def server_options(command: Command) -> Command:
             tags=arguments.pop("tags"),
             metrics=arguments.pop("metrics"),
             slots=arguments.pop("slots"),
+            slot_save_path=arguments.pop("slot_save_path"),
             predict_path=_predict_path(),
             strict_model=arguments.pop("strict_model"),
             props=arguments.pop("props"),

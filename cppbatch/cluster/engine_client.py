@@ -9,10 +9,12 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import ConfigError, InvalidRequest
 
 Engine = TypeVar("Engine", bound="EngineClient")
@@ -80,6 +82,14 @@ class EngineClient(ABC):
         self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
         """A text's tokens, or the pieces of token ids; as `BatchInferenceEngine.tokens`. Raises as `check` does."""
+
+    @abstractmethod
+    async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
+        """Saves the cached prefix of a slot (`id_slot`) to a file, restores it from there, or erases it.
+
+        A restored file becomes a cached prefix, which any request with these tokens takes. Raises `InvalidRequest` for
+        a slot without a prefix, and for a file that cannot be used; else as `check` does.
+        """
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:

@@ -9,9 +9,11 @@ from collections.abc import AsyncGenerator, Sequence
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.prefix_affinity import PrefixAffinity
+from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.engine.slots import SlotReport
 
 _PREFIX_TOKENS_PER_REQUEST = 64  # a cached prefix of this length outweighs one more request in the worker
 
@@ -62,6 +64,13 @@ class EngineGroup(EngineClient):
         """As in `EngineClient`."""
         return await self._least_loaded().tokenize(text, add_special=add_special, parse_special=parse_special)
 
+    async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
+        """As in `EngineClient`. Each worker has `n_parallel` slots."""
+        return await self._of_slot(slot).slot_action(action, slot, path)
+
+    def _of_slot(self, slot: int) -> EngineProcess:
+        return self._engines[slot // self.config.n_parallel % len(self._engines)]
+
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
         if request.id in self._ids:
@@ -75,6 +84,8 @@ class EngineGroup(EngineClient):
             self._ids.discard(request.id)
 
     def _choose(self, request: GenerationRequest) -> EngineProcess:
+        if request.id_slot >= 0:
+            return self._of_slot(request.id_slot)
         chosen = self._least_loaded()
         if found := self._affinity.find(request):
             worker, n_tokens = found

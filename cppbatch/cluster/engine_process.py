@@ -17,13 +17,18 @@ from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id
 from cppbatch.cluster.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests
 from cppbatch.cluster.supervisor import Supervisor
 from cppbatch.cluster.worker_link import (
+    Answer,
     Cancel,
     Check,
     Checked,
     Events,
     FromWorker,
     GetStats,
+    Question,
     Refused,
+    SlotAction,
+    SlotActionName,
+    SlotDone,
     Stats,
     Tokenize,
     Tokenized,
@@ -32,6 +37,7 @@ from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:
@@ -123,7 +129,13 @@ class EngineProcess(EngineClient):
         pieces = {token.id: token for token in answer.pieces}
         return [pieces[token] for token in answer.ids]
 
-    async def _ask_worker(self, request: GenerationRequest, question: Check | Tokenize) -> Checked | Tokenized | None:
+    async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
+        """As in `EngineClient`."""
+        answer = await self._ask_worker(GenerationRequest(id="", prompt=""), SlotAction(0, action, slot, path))
+        assert isinstance(answer, SlotDone)
+        return answer.report
+
+    async def _ask_worker(self, request: GenerationRequest, question: Question) -> Answer | None:
         """Sends the question as a request, with crash recovery: preparing a text can crash a worker."""
         asked = self._start(request, question)
         try:
@@ -150,7 +162,7 @@ class EngineProcess(EngineClient):
             del self._by_id[request.id]
             self._release(submitted)
 
-    def _start(self, request: GenerationRequest, question: Check | Tokenize | None = None) -> InFlightRequest:
+    def _start(self, request: GenerationRequest, question: Question | None = None) -> InFlightRequest:
         if not self.health().takes_requests:
             raise EngineClosed(f"the engine takes no requests: it is {self.health().status}")
         if request.params.logits_processor is not None:
@@ -246,7 +258,7 @@ class EngineProcess(EngineClient):
         elif isinstance(message, Refused):
             if request := self._in_flight.get(message.number):
                 self._fail(request, InvalidRequest(message.field, message.message, message.overflow))
-        elif isinstance(message, (Checked, Tokenized)) and (request := self._in_flight.get(message.number)):
+        elif isinstance(message, (Checked, Tokenized, SlotDone)) and (request := self._in_flight.get(message.number)):
             request.answer = message
             self._end(request, FinishReason.STOP)
 

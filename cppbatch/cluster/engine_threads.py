@@ -134,13 +134,18 @@ class InputThreads:
     """Threads that prepare requests: tokenise the prompt, compile the grammar.
 
     Long texts and grammars have threads of their own, so that short texts do not wait for them: 2 threads for short
-    texts, 1 for long texts, 2 for grammars.
+    texts, 1 for long texts, 2 for grammars, and 1 for files of slots.
     """
 
     def __init__(self) -> None:
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-input")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-long-input")
         self._grammars = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-grammars")
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-files")
+
+    def for_files(self) -> ThreadPoolExecutor:
+        """The thread that reads and writes files of slots."""
+        return self._files
 
     def for_request(self, engine: BatchInferenceEngine, request: GenerationRequest) -> ThreadPoolExecutor:
         """The threads that prepare this request."""
@@ -154,5 +159,5 @@ class InputThreads:
 
     def close(self) -> None:
         """Waits for the requests being prepared and drops the queued ones."""
-        for threads in (self._quick, self._long_texts, self._grammars):
+        for threads in (self._quick, self._long_texts, self._grammars, self._files):
             threads.shutdown(cancel_futures=True)

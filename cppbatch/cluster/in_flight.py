@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 
 import msgspec
 
-from cppbatch.cluster.worker_link import Check, Checked, Submit, Tokenize, Tokenized
+from cppbatch.cluster.worker_link import Answer, Question, Submit
 from cppbatch.engine.params import actual_seed, replaced
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, RequestUsage, ResumeState, TokenLogprob
 
@@ -101,14 +101,14 @@ class OutputCollector:
 class InFlightRequest:
     """An unfinished request, with everything that the next worker needs to continue it."""
 
-    def __init__(self, number: int, request: GenerationRequest, question: Check | Tokenize | None = None) -> None:
+    def __init__(self, number: int, request: GenerationRequest, question: Question | None = None) -> None:
         """`question` is sent instead of running the request; the worker's reply to it becomes `answer`."""
         params = replaced(request.params, seed=actual_seed(request.params.seed))  # the same seed in every worker
         self.number = number
         """Identifies the request in the messages to and from the worker."""
         self.request = replaced(request, params=params)
         self._question = question
-        self.answer: Checked | Tokenized | None = None
+        self.answer: Answer | None = None
         self.outputs = OutputCollector(request.id)
         self.n_crashes = 0
         """Consecutive workers that died while they computed or prepared the request."""
@@ -117,7 +117,7 @@ class InFlightRequest:
         self._arrived_at = perf_counter()
         self._first_token_at = 0.0
 
-    def message(self) -> Check | Tokenize | Submit:
+    def message(self) -> Question | Submit:
         """The message that starts the request in a worker, or continues it after the tokens so far."""
         if self._question:
             return msgspec.structs.replace(self._question, number=self.number)
@@ -172,7 +172,7 @@ class InFlightRequests:
         """The request of this number; None if it has ended, or was given another number (`requeue`)."""
         return self._requests.get(number)
 
-    def add(self, request: GenerationRequest, question: Check | Tokenize | None = None) -> InFlightRequest:
+    def add(self, request: GenerationRequest, question: Question | None = None) -> InFlightRequest:
         """Adds a new request, not sent yet."""
         added = InFlightRequest(next(self._numbers), request, question)
         self._hold(added)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use, running_loop
 from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.in_flight import OutputCollector
+from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
@@ -26,6 +27,7 @@ from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import EngineClosed, QueueFull
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class LocalEngine(EngineClient):
         self._numbers = map(str, itertools.count())
         self._by_id: dict[str, _LocalRequest] = {}
         self._by_number: dict[str, _LocalRequest] = {}
-        self._stats_waiters: set[asyncio.Future[EngineStats]] = set()
+        self._waiters: set[asyncio.Future[Any]] = set()
         self._input_threads = InputThreads()
         # A daemon: a second Ctrl-C does not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
@@ -96,6 +98,34 @@ class LocalEngine(EngineClient):
         """As in `EngineClient`."""
         tokens = partial(self._ready().tokens, text, add_special=add_special, parse_special=parse_special)
         return await self._run_on(self._input_threads.for_text(text), tokens)
+
+    async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
+        """As in `EngineClient`."""
+        slots, files = self._ready().slots, self._input_threads.for_files()
+        if action == "erase":
+            return await self._between_steps(lambda: slots.erase(slot))
+        if action == "save":
+            prefix = await self._between_steps(lambda: slots.take(slot))
+            return await self._loop.run_in_executor(files, slots.write, Path(path), prefix)
+        prefix = await self._loop.run_in_executor(files, slots.read, Path(path))
+        return await self._between_steps(lambda: slots.put(slot, prefix))
+
+    async def _between_steps(self, change: Callable[[], Result]) -> Result:
+        """Runs `change` on the engine's thread. Raises what it raises; `EngineClosed` if the engine ends before."""
+        answer: asyncio.Future[Result] = self._loop.create_future()
+        self._waiters.add(answer)
+        answer.add_done_callback(self._waiters.discard)
+
+        def run(engine: BatchInferenceEngine) -> None:
+            try:
+                result = change()
+            except Exception as error:
+                self._call_on_loop(_reject, answer, error)
+            else:
+                self._call_on_loop(_resolve, answer, result)
+
+        self._step_loop.post(run)
+        return await answer
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
@@ -140,12 +170,7 @@ class LocalEngine(EngineClient):
 
     async def stats(self) -> EngineStats:
         """Counters and state."""
-        self._ready()
-        answer: asyncio.Future[EngineStats] = self._loop.create_future()
-        self._stats_waiters.add(answer)
-        answer.add_done_callback(self._stats_waiters.discard)
-        self._step_loop.post(lambda engine: self._call_on_loop(_resolve, answer, engine.stats()))
-        return await answer
+        return await self._between_steps(self._ready().stats)
 
     async def workers(self) -> list[WorkerState]:
         """The state of this one engine."""
@@ -181,11 +206,11 @@ class LocalEngine(EngineClient):
             request.outputs.fail(error)
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
-        """Ends all requests, and the callers that wait for statistics: the engine may never answer them."""
+        """Ends all requests, and the callers that wait for `_between_steps`: the engine may never answer them."""
         self._deliver(
             [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._by_number]
         )
-        for answer in list(self._stats_waiters):
+        for answer in list(self._waiters):
             _reject(answer, EngineClosed(f"the engine does not answer: it is {self._health.status}"))
 
     # --- on the engine's thread ---------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import zmq
@@ -18,12 +19,15 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState, TokenPiece
+from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import ContextOverflow
 
 _MAX_FOLDER_PATH = 100  # characters; a socket's path may have about 107
 _FLUSH_TIMEOUT_MS = 5000
 _FLUSH_S = 0.2
 _LOOPBACK = "tcp://127.0.0.1:*"
+
+SlotActionName = Literal["save", "restore", "erase"]
 
 Keys = tuple[str, str, str, str]
 """CURVE keys: the server's public and secret key, then the worker's."""
@@ -71,6 +75,16 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
     parse_special: bool
 
 
+class SlotAction(msgspec.Struct, frozen=True, tag=True):
+    """Save a slot's prefix to a file, restore it from there, or erase it; the answer is `SlotDone` or `Refused`."""
+
+    number: int
+    action: SlotActionName
+    slot: int
+    path: str
+    """Of the file; empty for erase."""
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Cancel a request or a question."""
 
@@ -81,7 +95,8 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     """The answer is `Stats`."""
 
 
-ToWorker = Submit | Check | Tokenize | Cancel | GetStats
+Question = Check | Tokenize | SlotAction
+ToWorker = Submit | Question | Cancel | GetStats
 
 # --- from the worker --------------------------------------------------------------------------------------------------
 
@@ -142,6 +157,13 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
     """Each distinct token once."""
 
 
+class SlotDone(msgspec.Struct, frozen=True, tag=True):
+    """A slot was saved, restored or erased."""
+
+    number: int
+    report: SlotReport
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """Counters and state."""
 
@@ -156,7 +178,8 @@ class Log(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Checked | Tokenized | Stats | Log
+Answer = Checked | Tokenized | SlotDone
+FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Answer | Stats | Log
 
 encode = msgspec.msgpack.Encoder().encode
 _for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -29,7 +29,10 @@ from cppbatch.cluster.worker_link import (
     LoadFailed,
     Loading,
     Log,
+    Question,
     Refused,
+    SlotAction,
+    SlotDone,
     Stats,
     Submit,
     Tokenize,
@@ -44,6 +47,7 @@ from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.slots import SlotPrefix, SlotReport
 from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
 
 log = logging.getLogger("cppbatch.worker")
@@ -89,9 +93,11 @@ class Worker:
             _crash(self._link, "a message could not be handled")
 
     def _handle(self, message: ToWorker) -> None:
-        if isinstance(message, (Submit, Check, Tokenize)):
+        if isinstance(message, (Submit, Check, Tokenize, SlotAction)):
             self._preparing.add(message.number)
-            if isinstance(message, Tokenize):
+            if isinstance(message, SlotAction):
+                threads = self._input_threads.for_files()
+            elif isinstance(message, Tokenize):
                 threads = self._input_threads.for_text(message.text)
             else:
                 threads = self._input_threads.for_request(self._engine, message.request)
@@ -106,7 +112,7 @@ class Worker:
 
     # --- on an input thread -----------------------------------------------------------------------------------------
 
-    def _prepare(self, message: Submit | Check | Tokenize) -> None:
+    def _prepare(self, message: Submit | Question) -> None:
         """Names the request in the shared status while it is prepared: some texts and grammars crash the process."""
         number = message.number
         thread = self._thread_numbers.current()
@@ -114,7 +120,7 @@ class Worker:
         try:
             command = self._prepared(message)
         except InvalidRequest as error:
-            refused = Refused(number, error.field, error.message, error.overflow)
+            refused = _refused(number, error)
             self._step_loop.post(lambda engine: self._answer(number, refused))
         except RequestCancelled:
             self._step_loop.post(lambda engine: self._answer(number, _cancelled_event(number)))
@@ -125,7 +131,7 @@ class Worker:
         finally:
             self._status.set_preparing(thread, -1)
 
-    def _prepared(self, message: Submit | Check | Tokenize) -> Callable[[BatchInferenceEngine], None]:
+    def _prepared(self, message: Submit | Question) -> Callable[[BatchInferenceEngine], None]:
         """Prepares a request and returns the command that adds or answers it between two steps.
 
         Raises `InvalidRequest` and `RequestCancelled`.
@@ -138,6 +144,8 @@ class Worker:
         if cancelled():
             raise RequestCancelled("cancelled before it was prepared")
         answer: FromWorker
+        if isinstance(message, SlotAction):
+            return self._slot_command(message)
         if isinstance(message, Submit):
             sequence = engine.prepare(message.request, message.resume, cancelled=cancelled)
             return lambda engine: self._add(engine, number, sequence)
@@ -151,7 +159,44 @@ class Worker:
             answer = Tokenized(number, [token.id for token in tokens], pieces)
         return lambda engine: self._answer(number, answer)
 
+    def _slot_command(self, message: SlotAction) -> Callable[[BatchInferenceEngine], None]:
+        """Reads the file of a slot that is to be restored. Raises `InvalidRequest`."""
+        number, path, slots = message.number, Path(message.path), self._engine.slots
+        if message.action == "restore":
+            prefix = slots.read(path)
+            return lambda engine: self._answer_slot(number, lambda: slots.put(message.slot, prefix))
+        if message.action == "erase":
+            return lambda engine: self._answer_slot(number, lambda: slots.erase(message.slot))
+
+        def take(engine: BatchInferenceEngine) -> None:
+            try:
+                prefix = slots.take(message.slot)
+            except InvalidRequest as error:
+                self._answer(number, _refused(number, error))
+            else:
+                self._input_threads.for_files().submit(write, prefix)
+
+        def write(prefix: SlotPrefix) -> None:
+            try:
+                report = slots.write(path, prefix)
+            except InvalidRequest as error:
+                refused = _refused(number, error)
+                self._step_loop.post(lambda engine: self._answer(number, refused))
+            except Exception:
+                _crash(self._link, "saving a slot failed")
+            else:
+                self._step_loop.post(lambda engine: self._answer(number, SlotDone(number, report)))
+
+        return take
+
     # --- between two steps ------------------------------------------------------------------------------------------
+
+    def _answer_slot(self, number: int, change: Callable[[], SlotReport]) -> None:
+        try:
+            answer: FromWorker = SlotDone(number, change())
+        except InvalidRequest as error:
+            answer = _refused(number, error)
+        self._answer(number, answer)
 
     def _add(self, engine: BatchInferenceEngine, number: int, sequence: Seq) -> None:
         self._preparing.discard(number)
@@ -169,6 +214,10 @@ class Worker:
         engine.cancel(str(number))
         if number not in self._preparing:  # the request is in the engine now, or has ended
             self._cancelled.discard(number)
+
+
+def _refused(number: int, error: InvalidRequest) -> Refused:
+    return Refused(number, error.field, error.message, error.overflow)
 
 
 def _cancelled_event(number: int) -> Events:

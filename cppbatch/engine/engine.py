@@ -44,6 +44,7 @@ from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Sampler, SamplerOutput
 from cppbatch.engine.scheduler import PoolingScheduler, Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.slots import Slots
 from cppbatch.engine.speculation.speculator import Speculator
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.turns import Turns
@@ -134,6 +135,8 @@ class BatchInferenceEngine:
         """The queue of step outputs. After `compute` another thread may make events of them (`StepLoop`)."""
         self.turns = Turns()
         """All methods that change the engine take one, except `compute`."""
+        self.slots = Slots(self.kv, self.info, config)
+        """Saves the cached prefixes of slots to files, and restores them."""
         self._sequences: dict[str, Seq] = {}
         self._numbers = itertools.count(1)
         self._closed = False

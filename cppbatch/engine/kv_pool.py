@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.cells import Cells, n_held, n_shared
 from cppbatch.engine.kv_invariants import check_invariants, dump_cells, require
 from cppbatch.engine.padding_rows import PaddingRow
-from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache
+from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache, Salt
+from cppbatch.engine.radix_tree import Tokens
 from cppbatch.engine.save_cost import SaveCost
 from cppbatch.engine.sequence import SavedState, Seq
 from cppbatch.errors import LlamaError
@@ -50,6 +54,7 @@ class Memory(Protocol):
     def share_prefix(self, source: int, target: int, n: int) -> None: ...
     def save_sequence(self, seq_id: int) -> SavedState: ...
     def restore_sequence(self, seq_id: int, state: Any) -> None: ...  # a state that `save_sequence` returned
+    def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SavedState: ...
 
 
 class KVPool:
@@ -295,6 +300,8 @@ class KVPool:
         source = match.source
         if not isinstance(source, CachedPrefix) or source.seq_id < 0:
             return False
+        if match.of_slot and self.cache.sharing == "copy":
+            return True
         if not self._free_ids and (len(self.cache.in_cells) == 1 or self.cache.sharing == "whole"):
             return True  # the only way to a seq_id, or the only one that evicts no other prefix
         return self.cache.continues_in_place(source, match.n)
@@ -453,6 +460,8 @@ class KVPool:
 
     def _keep_as_prefix(self, sequence: Seq) -> None:
         tokens = sequence.tokens[: sequence.n_computed].copy()
+        if sequence.request.id_slot >= 0:
+            self.cache.slots[sequence.request.id_slot] = tokens, sequence.salt
         cached = CachedPrefix(tokens, sequence.salt, sequence.seq_id, sequence.cells)
         self.cache.forget(sequence)
         del self._running[sequence.seq_id]
@@ -495,6 +504,35 @@ class KVPool:
             self._memory.remove(cached.seq_id)
             self._cells.free(cached.cells)
             self._free_id(cached.seq_id)
+
+    # --- slots ----------------------------------------------------------------------------------------------------
+
+    def state_of_slot(self, slot: int) -> tuple[CachedPrefix, SavedState] | None:
+        """The cached prefix of a slot's last request, which may have more tokens behind, and its state; None if it was
+        evicted. Raises `LlamaError` if memory for the copy runs out."""
+        cached = self.cache.of_slot(slot)
+        if cached is None:
+            return None
+        return cached, cached.saved or self._memory.save_sequence(cached.seq_id)
+
+    def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SavedState:
+        """The state of a context of this model, of which these were kept."""
+        return self._memory.read_state(data, form)
+
+    def restore_slot(self, slot: int, tokens: Tokens, salt: Salt, state: SavedState) -> bool:
+        """Adds a state as a cached prefix in host memory, and gives it to a slot. False if it does not fit there."""
+        self.cache.slots[slot] = tokens, salt
+        if self.cache.of_slot(slot) is None:
+            self.cache.add_to_host(CachedPrefix(tokens, salt, -1, None), state)
+        return self.cache.of_slot(slot) is not None
+
+    def erase_slot(self, slot: int) -> int:
+        """Removes the cached prefixes that begin with the tokens of a slot's last request. Returns their number."""
+        n_tokens = len(self.cache.slots[slot][0]) if slot in self.cache.slots else 0
+        while cached := self.cache.of_slot(slot):
+            self._drop(cached)
+        self.cache.slots.pop(slot, None)
+        return n_tokens
 
     def clear_cache(self) -> None:
         """Removes all cached prefixes, in cells and in host memory."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from cppbatch.config import Sharing
 from cppbatch.engine.cells import Span
+from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.radix_tree import RadixTree, Tokens
 from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 
@@ -15,12 +15,16 @@ _COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # the time to share, or to copy, a pr
 _COPIED_AT_ONCE = 100  # tokens copied in the time of computing one; about 200 were measured
 
 
+Salt = tuple[str, AdapterSet]
+"""A request's `cache_salt` and the LoRA adapters that compute it: only prefixes of an equal salt are shared."""
+
+
 class CachedPrefix:
     """The computed tokens of a finished sequence: in cells (`seq_id` >= 0) or saved in host memory (`saved`)."""
 
     __slots__ = ("cells", "is_taken", "salt", "saved", "seq_id", "tokens")
 
-    def __init__(self, tokens: Tokens, salt: Hashable, seq_id: int, cells: Span | None) -> None:
+    def __init__(self, tokens: Tokens, salt: Salt, seq_id: int, cells: Span | None) -> None:
         self.tokens = tokens
         self.salt = salt
         self.seq_id = seq_id
@@ -41,6 +45,8 @@ class Match:
 
     source: Seq | CachedPrefix
     n: int
+    of_slot: bool = False
+    """The source is the prefix of the slot that the request asks for (`id_slot`): it may be truncated."""
 
 
 class PrefixCache:
@@ -60,6 +66,8 @@ class PrefixCache:
         # Both have the least recently used prefix first: it is evicted first.
         self.in_cells: dict[CachedPrefix, None] = {}
         self.in_host: dict[CachedPrefix, None] = {}
+        self.slots: dict[int, tuple[Tokens, Salt]] = {}
+        """The computed tokens and the salt of the last request of each slot (`id_slot`)."""
 
     # --- running sequences --------------------------------------------------------------------------------------
 
@@ -91,13 +99,14 @@ class PrefixCache:
         if not self.wants(sequence) or sequence.is_scored:
             return None, False
         tokens = sequence.tokens[: sequence.n_tokens - 1]
+        own = self.of_slot(sequence.request.id_slot)
         for source, n in self._tree.matches(tokens, sequence.salt):
             if n <= best_gain:
                 break
             usable = self._usable(source, n)
-            gain = usable - self._cost(source, usable)
+            gain = usable - (_COST_OF_TAKING if source is own else self._cost(source, usable))
             if gain > best_gain:
-                best, best_gain = Match(source, usable), gain
+                best, best_gain = Match(source, usable, source is own), gain
             if isinstance(source, Seq) and n > max(coming, source.n_computed) and self._comes_first(source, sequence):
                 ahead, coming = source, n
         best_is_ahead = best is not None and best.source is ahead
@@ -182,6 +191,22 @@ class PrefixCache:
         covered = [other for other in self._tree.covered_by(cached) if isinstance(other, CachedPrefix)]
         return [other for other in covered if not only_whole or len(other.tokens) == len(cached.tokens)]
 
+    def of_slot(self, slot: int) -> CachedPrefix | None:
+        """The cached prefix that begins with all tokens of a slot's last request: the shortest, if there are several.
+        None if it was evicted, or if the slot had no request."""
+        if slot not in self.slots:
+            return None
+        tokens, salt = self.slots[slot]
+        matches = [source for source, n in self._tree.matches(tokens, salt) if n == len(tokens)]
+        prefixes = [cached for cached in matches if isinstance(cached, CachedPrefix)]
+        return min(prefixes, key=lambda cached: len(cached.tokens), default=None)
+
+    def add_to_host(self, cached: CachedPrefix, saved: SavedState) -> None:
+        """Adds a prefix whose state is in host memory, if that holds it."""
+        self._tree.insert(cached, cached.tokens, cached.salt)
+        self.in_host[cached] = None
+        self.keep_in_host(cached, saved)
+
     def drop(self, cached: CachedPrefix) -> None:
         """Removes a cached prefix. The caller frees its cells."""
         self._tree.discard(cached)
@@ -220,3 +245,4 @@ class PrefixCache:
         self.used_host_bytes = 0
         self._tree = RadixTree()
         self.in_cells, self.in_host = {}, {}
+        self.slots = {}

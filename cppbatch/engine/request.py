@@ -18,6 +18,7 @@ OPTION_RANGES = {
     "priority": (-100, 100),
     "timeout": (0, _MAX_TIMEOUT),
     "queue_timeout": (0, _MAX_TIMEOUT),
+    "id_slot": (-1, INT32_MAX),
     "n_keep": (-1, INT32_MAX),
     "n_discard": (0, INT32_MAX),
 }
@@ -91,6 +92,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Take a prefix from the prefix cache, and keep this request's tokens there for others."""
     cache_salt: str = ""
     """Requests with different salts never share a prefix, whose presence the duration of a request would show."""
+    id_slot: int = -1
+    """A number for the cached prefix that the request leaves, by which it can be saved to a file or erased. A later
+    request of this slot prefers that prefix. -1: none."""
     n_keep: int | None = None
     """With a context shift: the first tokens, a BOS not counted, that stay when the context is full; -1: the prompt.
     None: `EngineConfig.n_keep`."""
@@ -116,6 +120,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
                 number(self, name, *OPTION_RANGES[name])
         if self.n_keep is not None:
             number(self, "n_keep", *OPTION_RANGES["n_keep"], integer=True)
+        number(self, "id_slot", *OPTION_RANGES["id_slot"], integer=True)
         number(self, "n_discard", *OPTION_RANGES["n_discard"], integer=True)
         for name in ("fit", "cache_prompt"):
             instance(self, name, bool, "true or false")
@@ -163,6 +168,7 @@ class RequestOptions(TypedDict, total=False):
     fit: bool
     cache_prompt: bool
     cache_salt: str
+    id_slot: int
     n_keep: int | None
     n_discard: int
     prediction: str | list[int] | None

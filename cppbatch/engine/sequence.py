@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +95,10 @@ class SavedState(Protocol):
 
     @property
     def n_bytes(self) -> int: ...
+    @property
+    def data(self) -> npt.NDArray[np.uint8]: ...
+    @property
+    def form(self) -> dict[str, Any]: ...
 
 
 class Seq:
@@ -224,7 +227,7 @@ class Seq:
         return self.request.id
 
     @property
-    def salt(self) -> Hashable:
+    def salt(self) -> tuple[str, AdapterSet]:
         """Only sequences with an equal salt can share a prefix: the same `cache_salt` and the same adapters."""
         return self.request.cache_salt, self.adapters
 

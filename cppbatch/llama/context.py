@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -409,6 +410,10 @@ class Context:
         if C.llama_state_seq_set_data(self.handle, _bytes_pointer(data), data.size, native) != data.size:
             self.remove(seq_id)
             raise LlamaError(f"no free cells to restore {state.n_tokens} tokens into sequence {seq_id}")
+
+    def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SequenceState:
+        """The state that had this `data` and `form`. The caller knows that it is of this model."""
+        return SequenceState(data, model_key=self._model_key, **form)
 
     @property
     def _model_key(self) -> tuple[object, ...]:

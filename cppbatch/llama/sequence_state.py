@@ -53,6 +53,17 @@ class SequenceState:
         """Size in host memory."""
         return self.data.nbytes
 
+    @property
+    def form(self) -> dict[str, object]:
+        """What `Context.read_state` must know besides `data`."""
+        return {
+            "n_tokens": self.n_tokens,
+            "n_streams": self.n_streams,
+            "stream": self.stream,
+            "n_window_bytes": self.n_window_bytes,
+            "flash_attn": self.flash_attn,
+        }
+
     def for_context(self, n_streams: int, flash_attn: FlashAttention) -> Bytes:
         """The state as a context with so many streams would have written it.
 

@@ -25,6 +25,7 @@ from cppbatch.server.llama_server import (
     llama_embeddings,
     llama_infill,
     llama_paths,
+    llama_slots,
     llama_status,
     llama_tokenize,
 )
@@ -57,6 +58,7 @@ _ROUTES = (
     llama_tokenize.routes,
     llama_embeddings.routes,
     llama_status.routes,
+    llama_slots.routes,
     llama_paths.routes,
     files_endpoint.routes,
     batches_endpoint.routes,

@@ -22,6 +22,7 @@ from cppbatch.server.llama_server import (
     llama_embeddings,
     llama_infill,
     llama_paths,
+    llama_slots,
     llama_status,
     llama_tokenize,
 )
@@ -76,6 +77,7 @@ ENDPOINTS = {
     **llama_tokenize.ENDPOINTS,
     **llama_embeddings.ENDPOINTS,
     **llama_status.ENDPOINTS,
+    **llama_slots.ENDPOINTS,
     **llama_paths.ENDPOINTS,
 }
 """All routes by method and path. tests/integration/test_openapi.py compares them with the application's routes."""

@@ -101,6 +101,7 @@ class SamplingFields(StructuredFields, kw_only=True):
     queue_timeout: float | None = None
     cache_prompt: bool | None = None
     cache_salt: str | None = None
+    id_slot: int | None = None
     lora: dict[str, float] | list[LoraScale] | None = None
     """LoRA adapters with their scales: {"name": 0.5}, or llama-server's [{"id": 0, "scale": 0.5}]. Others are off.
     None: the server's scales (--lora)."""

@@ -33,6 +33,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `/metrics` is served."""
     slots: bool = True
     """Whether `/slots` is served."""
+    slot_save_path: Path | None = None
+    """The folder for files of slots; None: slots are not saved, restored or erased."""
     predict_path: str | None = None
     """The path of Vertex AI's predictions; None: not served."""
     props: bool = False

@@ -154,7 +154,7 @@ _TEXT_WORDS = re.compile(
 _NO_TEXT = frozenset(
     {
         "model", "user", "metadata", "stream", "stream_options", "priority", "timeout", "queue_timeout", "cache_prompt",
-        "cache_salt", "service_tier", "timings_per_token", "return_tokens", "response_fields", "speculate",
+        "cache_salt", "id_slot", "service_tier", "timings_per_token", "return_tokens", "response_fields", "speculate",
         "speculative.n_max",
     }
 )  # fmt: skip

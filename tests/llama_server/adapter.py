@@ -15,7 +15,6 @@ LEFT_OUT = {
 """Flags without a value that cppbatch does not have."""
 
 LEFT_OUT_WITH_VALUE = {
-    "--slot-save-path",
     "--reasoning-format",
     "--spec-synth-len",
     "--spec-synth-rates",

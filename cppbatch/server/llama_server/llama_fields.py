@@ -31,10 +31,8 @@ _MAX_BIAS_TEXTS = 1000  # in logit_bias: each is tokenised
 
 
 class LlamaFields(TimingFields, kw_only=True):
-    """The fields of `/completion` and `/infill`, except the prompt. Unknown fields are ignored, and so are:
-
-    `n_cache_reuse`, because parts of a prompt are never moved to other positions; `id_slot`, because any request can
-    use any cached prefix.
+    """The fields of `/completion` and `/infill`, except the prompt. Unknown fields are ignored, and so is
+    `n_cache_reuse`, because parts of a prompt are never moved to other positions.
     """
 
     _ALIASES: ClassVar[dict[str, str]] = {

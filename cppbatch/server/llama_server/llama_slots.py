@@ -1,0 +1,126 @@
+"""`POST /slots/{id}?action=save|restore|erase`."""
+
+from __future__ import annotations
+
+import re
+from time import perf_counter
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.cluster.worker_link import SlotActionName
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.api_errors import SwitchedOff, json_response
+from cppbatch.server.endpoint import Endpoint, json_content, schema_ref
+from cppbatch.server.parse import convert, parse
+from cppbatch.server.serving import SERVING
+
+routes = web.RouteTableDef()
+
+_FILE_NAME = re.compile(r"(?!\.)[^/\\:\x00-\x1f\x7f]{1,64}")
+"""Within the folder, whatever the system makes of it, and no temporary file."""
+
+
+class SlotQuery(msgspec.Struct, kw_only=True):
+    """The query string."""
+
+    action: SlotActionName
+
+
+class SlotFileRequest(msgspec.Struct, kw_only=True):
+    """The body for save and restore."""
+
+    filename: str
+    """Without a folder: 1 to 64 characters, no / or \\ or :, not beginning with a dot."""
+
+
+class SaveTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a saved slot."""
+
+    save_ms: float
+
+
+class RestoreTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a restored slot."""
+
+    restore_ms: float
+
+
+class SlotSaved(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to save."""
+
+    id_slot: int
+    filename: str
+    n_saved: int
+    """Tokens."""
+    n_written: int
+    """Bytes."""
+    timings: SaveTimings
+
+
+class SlotRestored(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to restore."""
+
+    id_slot: int
+    filename: str
+    n_restored: int
+    """Tokens."""
+    n_read: int
+    """Bytes."""
+    timings: RestoreTimings
+
+
+class SlotErased(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to erase."""
+
+    id_slot: int
+    n_erased: int
+    """Tokens."""
+
+
+@routes.post("/slots/{id}")
+async def slot_action(request: web.Request) -> web.Response:
+    """Saves, restores or erases the cached prefix of a slot. Raises `SwitchedOff` and `InvalidRequest`."""
+    serving = request.app[SERVING]
+    folder = serving.settings.slot_save_path
+    if folder is None:
+        raise SwitchedOff("slots are not saved, restored or erased here: start the server with --slot-save-path DIR")
+    action = convert(dict(request.query), SlotQuery, from_text=True).action
+    slot = await _slot(request)
+    if action == "erase":
+        report = await serving.client.slot_action(action, slot)
+        return json_response(SlotErased(id_slot=slot, n_erased=report.n_tokens))
+    name = parse(await request.read(), SlotFileRequest).filename
+    if not _FILE_NAME.fullmatch(name):
+        message = f"is {name!r:.80}; it must be 1 to 64 characters without / \\ : and without a dot at the beginning"
+        raise InvalidRequest("filename", message)
+    began = perf_counter()
+    report = await serving.client.slot_action(action, slot, str(folder / name))
+    ms, n, n_bytes = (perf_counter() - began) * 1000, report.n_tokens, report.n_bytes
+    if action == "save":
+        timings = SaveTimings(save_ms=ms)
+        return json_response(SlotSaved(id_slot=slot, filename=name, n_saved=n, n_written=n_bytes, timings=timings))
+    restored = RestoreTimings(restore_ms=ms)
+    return json_response(SlotRestored(id_slot=slot, filename=name, n_restored=n, n_read=n_bytes, timings=restored))
+
+
+async def _slot(request: web.Request) -> int:
+    given, client = request.match_info["id"], request.app[SERVING].client
+    n_slots = client.config.n_parallel * len(await client.workers())
+    if not re.fullmatch("[0-9]{1,9}", given) or int(given) >= n_slots:
+        raise InvalidRequest("id_slot", f"is {given!r:.40}; this server has slots 0 to {n_slots - 1}")
+    return int(given)
+
+
+_ANSWERS = (SlotSaved, SlotRestored, SlotErased)
+
+ENDPOINTS = {
+    ("post", "/slots/{id}"): Endpoint(
+        "Saves the cached prefix of a slot to a file, restores it, or erases it; 501 without --slot-save-path",
+        json_content({"anyOf": [schema_ref(kind) for kind in _ANSWERS]}),
+        (400, 401, 413, 429, 500, 501, 503),
+        types=_ANSWERS,
+        query=SlotQuery,
+        body=SlotFileRequest,
+    ),
+}

@@ -1,0 +1,125 @@
+"""Slots: which cached prefix a slot has, and the file that it is saved to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from cppbatch import BatchInferenceEngine
+from cppbatch.engine.slot_file import Footer, checksum, file_digest, read_slot_file, write_slot_file
+from cppbatch.errors import InvalidRequest
+from tests.fakes import drain, fake_engine, greedy
+
+TOKENS = np.arange(40, dtype=np.int32)
+CELLS: Any = {"n_ctx": 256, "sharing": "cells"}
+STATE = np.arange(200, dtype=np.uint8)
+FOOTER = Footer(
+    model="m",
+    digest="d",
+    cache_types=("f16", "f16"),
+    cache_salt="",
+    adapters=[("a", 0.5)],
+    form={"n": 1},
+    checksum=checksum(TOKENS, STATE),
+)
+
+
+def ask(engine: BatchInferenceEngine, prompt: list[int], id_slot: int = -1) -> int:
+    """How many tokens of the prompt came from the cache."""
+    engine.add_request(prompt, greedy(1), id_slot=id_slot)
+    usage = drain(engine)[-1].usage
+    assert usage
+    return usage.cached_tokens
+
+
+def test_a_slot_has_the_tokens_of_its_last_request_as_long_as_they_are_cached() -> None:
+    with fake_engine(**CELLS) as engine:
+        ask(engine, [1] * 30, id_slot=3)
+        assert engine.slots.take(3).tokens.tolist() == [1] * 30
+        ask(engine, [2] * 40, id_slot=3)
+        assert engine.slots.take(3).tokens.tolist() == [2] * 40
+        with pytest.raises(InvalidRequest, match="slot 2 has no cached prefix"):
+            engine.slots.take(2)
+        engine.clear_prefix_cache()
+        with pytest.raises(InvalidRequest, match="slot 3 has no cached prefix"):
+            engine.slots.take(3)
+
+
+def test_an_erased_slot_leaves_no_prefix_and_no_memory() -> None:
+    with fake_engine(**CELLS) as engine:
+        ask(engine, [1] * 30, id_slot=0)
+        ask(engine, [2] * 30)
+        assert engine.slots.erase(0).n_tokens == 30
+        assert (ask(engine, [1] * 30), ask(engine, [2] * 30)) == (0, 29)
+        engine.clear_prefix_cache()
+        assert engine.kv.n_free == engine.kv.n_ctx
+
+
+def test_a_prefix_that_is_put_back_is_taken_and_bounded() -> None:
+    with fake_engine(**CELLS) as engine:
+        ask(engine, [1] * 30, id_slot=0)
+        prefix = engine.slots.take(0)
+    with fake_engine(**CELLS, prefix_cache_ram=1) as engine:
+        engine.slots.put(1, prefix)
+        assert engine.stats().prefix_cache_bytes == prefix.state.n_bytes
+        assert ask(engine, [1] * 30) == 29
+    with fake_engine(**CELLS, prefix_cache_ram=0) as engine, pytest.raises(InvalidRequest, match="--prefix-cache-ram"):
+        engine.slots.put(1, prefix)
+
+
+def test_a_file_is_read_as_it_was_written_and_the_older_form_too(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    n_bytes = write_slot_file(path, TOKENS, STATE, FOOTER)
+    data = path.read_bytes()
+    assert n_bytes == len(data)
+    n_words = np.uint32(len(TOKENS)).tobytes()
+    for content in (data, data[:8] + n_words + data[24:]):  # without the words before the tokens
+        path.write_bytes(content)
+        tokens, state, footer, n = read_slot_file(path)
+        assert (tokens.tolist(), state.tolist(), footer, n) == (TOKENS.tolist(), STATE.tolist(), FOOTER, len(content))
+
+
+def test_any_changed_or_missing_byte_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    write_slot_file(path, TOKENS, STATE, msgspec.structs.replace(FOOTER, form={}))
+    data = path.read_bytes()
+    note = data.index(b"{")
+    for at in [*range(note), *range(len(data) - 8, len(data))]:
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+        with pytest.raises(InvalidRequest, match="no whole file"):
+            read_slot_file(path)
+    for n in range(len(data)):
+        path.write_bytes(data[:n])
+        with pytest.raises(InvalidRequest, match="no whole file"):
+            read_slot_file(path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    path.write_text("old")
+
+    def fail(_from: object, _to: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_slot_file(path, TOKENS, STATE, FOOTER)
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert path.read_text() == "old"
+
+
+def test_a_digest_sees_changes_all_over_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    data = bytearray(np.random.default_rng(1).bytes(4 << 20))
+    path.write_bytes(data)
+    digests = {file_digest(path)}
+    for at in (0, 1 << 20, 2 << 20, len(data) - 1):
+        changed = data.copy()
+        changed[at : at + (1 << 18)] = bytes(len(changed[at : at + (1 << 18)]))
+        path.write_bytes(changed)
+        digests.add(file_digest(path))
+    assert len(digests) == 5
