@@ -54,7 +54,8 @@ EXAMPLES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppThread]:
-    settings, data = ServerSettings(props=True, limits=Limits(max_tokens=8, max_n=4)), tmp_path_factory.mktemp("data")
+    data, slots = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("slots")
+    settings = ServerSettings(props=True, slot_save_path=slots, limits=Limits(max_tokens=8, max_n=4))
     engine = {"model": tiny_llama, "n_ctx": 2048, "n_parallel": 8, "n_threads": 1}
     app = AppThread(engine, lambda client: create_app(client, settings, open_storage(data, URLS)))
     yield app
