@@ -28,7 +28,7 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.slots import SlotReport
-from cppbatch.errors import EngineClosed, QueueFull
+from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -111,7 +111,7 @@ class LocalEngine(EngineClient):
         return await self._between_steps(lambda: slots.put(slot, prefix))
 
     async def _between_steps(self, change: Callable[[], Result]) -> Result:
-        """Runs `change` on the engine's thread. Raises what it raises; `EngineClosed` if the engine ends before."""
+        """Runs `change` on the engine's thread. Raises its `InvalidRequest`; `EngineClosed` if the engine ends before."""
         answer: asyncio.Future[Result] = self._loop.create_future()
         self._waiters.add(answer)
         answer.add_done_callback(self._waiters.discard)
@@ -119,7 +119,7 @@ class LocalEngine(EngineClient):
         def run(engine: BatchInferenceEngine) -> None:
             try:
                 result = change()
-            except Exception as error:
+            except InvalidRequest as error:
                 self._call_on_loop(_reject, answer, error)
             else:
                 self._call_on_loop(_resolve, answer, result)
