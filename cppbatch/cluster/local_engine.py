@@ -111,7 +111,7 @@ class LocalEngine(EngineClient):
         return await self._between_steps(lambda: slots.put(slot, prefix))
 
     async def _between_steps(self, change: Callable[[], Result]) -> Result:
-        """Runs `change` on the engine's thread. Raises its `InvalidRequest`; `EngineClosed` if the engine ends before."""
+        """Runs `change` on the engine's thread. Raises its `InvalidRequest`, and `EngineClosed` if the engine ends."""
         answer: asyncio.Future[Result] = self._loop.create_future()
         self._waiters.add(answer)
         answer.add_done_callback(self._waiters.discard)
