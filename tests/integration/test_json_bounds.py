@@ -25,7 +25,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
     "pairs": ("/completion", {"prompt": "a", "logit_bias": [[1, 1]] * 90_000}, "logit_bias"),
     "messages": ("/v1/chat/completions", {"messages": [USER] * 350_000}, "body"),
     "some messages": ("/v1/chat/completions", {"messages": [USER] * 40_000}, "messages"),
-    "blocks": ("/v1/messages", {"model": "tiny-llama", "max_tokens": 1, "messages": [USER] * 30_000}, "prompt is too long"),
+    "blocks": ("/v1/messages", {"model": "tiny-llama", "max_tokens": 1, "messages": [USER] * 30_000}, "too long"),
     "items": ("/v1/responses", {"input": [USER] * 30_000}, "input"),
     "tools": ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL] * 180_000}, "body"),
     "some tools": ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL] * 20_000}, "tools"),
