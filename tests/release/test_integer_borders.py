@@ -193,7 +193,7 @@ N = pytest.mark.parametrize("n", [3, pytest.param(1000, marks=[pytest.mark.soak,
 @N
 async def test_integers_in_every_field_of_every_endpoint(tiny_llama: Path, n: int) -> None:
     assert {path for path, methods in DOCUMENT["paths"].items() if "requestBody" in methods.get("post", {})} == {
-        *VALID, *SAME, "/v1/files", "/lora-adapters", "/props"
+        *VALID, *SAME, "/v1/files", "/lora-adapters", "/props", "/slots/{id}"
     }  # fmt: skip
     async with serving(tiny_llama) as (engine, client):
         for path in VALID:
