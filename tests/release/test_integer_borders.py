@@ -203,6 +203,8 @@ async def test_integers_in_every_field_of_every_endpoint(tiny_llama: Path, n: in
             for query in (f"/v1/files?limit={value}", f"/v1/batches?limit={value}", f"/slots?fail_on_no_slot={value}"):
                 async with client.get(query) as answer:
                     assert answer.status in (200, 400, 503), query
+            async with client.post(f"/slots/{value}?action=save", json={"filename": "a.bin"}) as answer:
+                assert answer.status in (400, 404, 501), value
             async with client.post(
                 "/lora-adapters", json=[{"id": value, "scale": 1}, {"id": 0, "scale": value}]
             ) as answer:
