@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +43,11 @@ def default_model() -> Path:
 
 
 def serve(*args: str | Path) -> Iterator[Serving]:
-    with ServerProcess("--api-key", KEY, *args, python=PYTHON) as process:
+    # One data folder each: a folder serves one server.
+    with (
+        tempfile.TemporaryDirectory() as data,
+        ServerProcess("--api-key", KEY, "--data-dir", data, *args, python=PYTHON) as process,
+    ):
         yield Serving(process.wait_ready())
 
 

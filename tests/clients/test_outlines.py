@@ -54,7 +54,7 @@ def test_16_at_once_fill_a_class(model: Any) -> None:
 
 def test_a_stream_of_json_is_json(model: Any) -> None:
     parts = list(model.stream("The weather in Oslo?", Forecast, max_tokens=96, temperature=0))
-    assert len(parts) > 2
+    assert parts  # one or several: drafts send many tokens in one part
     assert set(json.loads("".join(parts))) == {"city", "days"}
 
 
