@@ -30,8 +30,8 @@ class BackendSampling:
 
     Only top-k: it has no state and no random numbers, and is the same for all requests. The engine samples from the
     candidates, so a text does not depend on where they were computed. Attaching or detaching a chain makes llama.cpp
-    reserve its compute buffers again in the next decode, which takes tens of milliseconds: every seq_id has a chain
-    from the start, and loses it only for requests that need whole rows.
+    reserve its compute buffers again in the next decode: every seq_id has a chain from the start, and loses it only for
+    requests that need whole rows.
 
     A decode computes one row of each sequence at most, so there are no drafts. llama.cpp 0.5 can compute more
     (`n_outputs_max_per_seq`), but the ids of rows are then overwritten where another seq_id has no row: its graph
