@@ -8,27 +8,21 @@ from collections.abc import AsyncGenerator, Sequence
 
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
 from cppbatch.cluster.engine_process import EngineProcess
-from cppbatch.cluster.prefix_affinity import PrefixAffinity
+from cppbatch.cluster.prefix_router import PrefixRouter, prompt_prefixes
 from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.slots import SlotReport
 
-_PREFIX_TOKENS_PER_REQUEST = 64  # a cached prefix of this length outweighs one more request in the worker
-
 
 class EngineGroup(EngineClient):
-    """Sends a request to the worker with the fewest requests, or to the one that has its prefix.
-
-    The worker with the prefix may have one more request for every 64 tokens of the prefix, at most n_parallel / 4 more.
-    """
+    """Sends a request to the worker with the fewest requests, or to one that has its prefix (`PrefixRouter`)."""
 
     def __init__(self, engines: Sequence[EngineProcess]) -> None:
         self.config = engines[0].config
         self._engines = engines
-        self._affinity = PrefixAffinity()
-        self._max_extra_requests = max(1, self.config.n_parallel // 4)
+        self._router: PrefixRouter[EngineProcess] = PrefixRouter(self.config.n_parallel)
         self._ids: set[str] = set()
 
     @property
@@ -86,25 +80,26 @@ class EngineGroup(EngineClient):
     def _choose(self, request: GenerationRequest) -> EngineProcess:
         if request.id_slot >= 0:
             return self._of_slot(request.id_slot)
-        chosen = self._least_loaded()
-        if found := self._affinity.find(request):
-            worker, n_tokens = found
-            engine = self._engines[worker]
-            n_extra = min(self._max_extra_requests, n_tokens // _PREFIX_TOKENS_PER_REQUEST)
-            if engine.health().takes_requests and engine.in_flight <= chosen.in_flight + n_extra:
-                chosen = engine
-        self._affinity.note(request, self._engines.index(chosen))
+        prefixes = prompt_prefixes(request)
+        chosen = self._router.choose(prefixes, self._loads())
+        self._router.note(prefixes, chosen)
         return chosen
 
     def _least_loaded(self) -> EngineProcess:
-        """Prefers workers that accept requests. Wakes a sleeping one only if all others have `n_parallel` requests."""
+        return self._router.choose((), self._loads())
 
-        def load(engine: EngineProcess) -> tuple[bool, int]:
+    def _loads(self) -> dict[EngineProcess, int]:
+        """The unfinished requests of each worker that accepts requests, of all workers if none does.
+
+        A sleeping worker counts as one with `n_parallel` requests: it is woken only if all others have as many.
+        """
+        loads = {}
+        for engine in self._engines:
             health = engine.health()
-            must_wake = health.status == "sleeping" and engine.in_flight == 0
-            return not health.takes_requests, self.config.n_parallel if must_wake else engine.in_flight
-
-        return min(self._engines, key=load)
+            if health.takes_requests:
+                must_wake = health.status == "sleeping" and engine.in_flight == 0
+                loads[engine] = self.config.n_parallel if must_wake else engine.in_flight
+        return loads or {engine: engine.in_flight for engine in self._engines}
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""

@@ -12,7 +12,6 @@ from cppbatch import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engine_client import Health
 from cppbatch.cluster.engine_group import EngineGroup
-from cppbatch.cluster.prefix_affinity import PrefixAffinity
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.request import Prompt
 from cppbatch.errors import ConfigError, InvalidRequest
@@ -94,7 +93,6 @@ async def test_a_request_follows_its_prefix_until_that_queue_is_longer_by_a_marg
     for i in range(4):
         await fleet.send(LONG + str(i))
     assert fleet.loads == [1, 5, 0]
-    assert fleet.group._max_extra_requests == 4
     await fleet.send(LONG + "one too many")
     assert fleet.loads == [1, 5, 1]
 
@@ -156,15 +154,6 @@ async def test_an_id_is_used_by_one_request_at_a_time(fleet: Fleet) -> None:
         await anext(fleet.group.submit(request))
     fleet.workers[0].go.set()
     await running
-
-
-def test_what_is_remembered_of_prefixes_is_bounded() -> None:
-    affinity = PrefixAffinity()
-    for i in range(5000):
-        affinity.note(GenerationRequest(id="a", prompt=f"{i} {LONG}"), i)
-    assert len(affinity._workers) <= 16384
-    assert affinity.find(GenerationRequest(id="a", prompt=f"4999 {LONG}"))
-    assert affinity.find(GenerationRequest(id="a", prompt=f"0 {LONG}")) is None
 
 
 CONFIG = EngineConfig(model_path="m.gguf")
