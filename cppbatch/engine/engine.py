@@ -45,7 +45,7 @@ from cppbatch.engine.sampling import Sampler, SamplerOutput
 from cppbatch.engine.scheduler import PoolingScheduler, Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.slots import Slots
-from cppbatch.engine.speculation.speculator import Speculator
+from cppbatch.engine.speculation.speculator import Speculator, max_draft_rows
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.turns import Turns
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger("cppbatch.engine")
-
-
-_DRAFT_LOGITS_BYTES = 32 << 20  # for the logits of a step with drafts: 170 rows with a vocabulary of 49,152
 
 
 class BatchInferenceEngine:
@@ -123,7 +120,7 @@ class BatchInferenceEngine:
             min_rows=self._runtime.min_rows,
             rows_s=[(rows, ms / 1000) for rows, ms in config.step_ms],
             speculator=self._speculator,
-            max_draft_rows=_DRAFT_LOGITS_BYTES // (4 * max(1, self.info.n_vocab)),
+            max_draft_rows=max_draft_rows(self.info.n_vocab),
         )
         self._sampler = (
             Pooler(context, each_token=self.info.pooling == "none")

@@ -29,6 +29,11 @@ def test_the_length_of_a_sequence_takes_the_place_of_the_cells(tiny_llama: Path,
     assert by_length == pytest.approx(2 * cells_mib(tiny_llama, tmp_path, "-np", "4", "--seq-len", "512"))
 
 
+def test_the_logits_of_draft_tokens_are_counted_where_there_are_drafts(tiny_llama: Path) -> None:
+    assert "logits of drafts" in run("memory", "-m", tiny_llama).output
+    assert "logits of drafts" not in run("memory", "-m", tiny_llama, "--spec", "off").output
+
+
 def test_a_margin_is_shown_with_the_verdict(tiny_llama: Path) -> None:
     assert "of which 10% must stay free: will fit" in run("memory", "-m", tiny_llama, "--margin", "10").output
     assert "must stay free" not in run("memory", "-m", tiny_llama).output

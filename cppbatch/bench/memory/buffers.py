@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["weights", "adapters", "cells", "states", "compute", "output", "process", "engine"]
+Kind = Literal["weights", "adapters", "cells", "states", "compute", "output", "process", "engine", "drafts"]
 """cells: the KV cache. states: the state of recurrent layers. output: rows of logits or embeddings. process: the
 interpreter, libraries and vocabulary. engine: the engine's copies of output rows."""
 

@@ -16,8 +16,9 @@ from cppbatch.bench.memory.buffers import Buffer, read_buffers
 from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import weight_buffers
 from cppbatch.config import EngineConfig
-from cppbatch.engine.runtime import load_model, make_context, repacks, switches
+from cppbatch.engine.runtime import load_model, make_context, may_draft, repacks, switches
 from cppbatch.engine.speculation.draft_runtime import check_draft_model, draft_config, make_draft_context
+from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, Model
 from cppbatch.llama.gguf_header import list_tensors
@@ -156,6 +157,11 @@ def _output_rows(config: EngineConfig, model: Model, context: Context) -> Iterat
     if on_device:  # candidates, logits and probabilities: a row each
         yield Buffer("output", "CPU", 3 * config.n_parallel * row)
     yield Buffer("engine", "CPU", config.n_parallel * row)
+    if may_draft(config) and (not model.is_recurrent or model.has_snapshots):
+        n_drafted = min(
+            config.n_ubatch, config.n_parallel * (1 + config.draft_max), max_draft_rows(model.vocab.n_tokens)
+        )
+        yield Buffer("drafts", "CPU", max(0, n_drafted - config.n_parallel) * row)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _NAMES = {
     "weights": "weights", "adapters": "LoRA adapters", "cells": "KV cells", "states": "recurrent states",
-    "compute": "compute buffers", "output": "rows of logits", "engine": "their copies", "process": "process",
+    "compute": "compute buffers", "output": "rows of logits", "engine": "their copies", "drafts": "logits of drafts",
+    "process": "process",
 }  # fmt: skip
-_NOT_LOGGED = ("process", "engine")  # not in llama.cpp's log
+_NOT_LOGGED = ("process", "engine", "drafts")  # not in llama.cpp's log
 
 
 def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:

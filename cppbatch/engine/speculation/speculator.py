@@ -26,6 +26,8 @@ _SLOWDOWN = 2.5  # times the step without drafts: tokens of other sequences come
 _SHORT_S = 0.05  # a step that is shorter may have drafts in any case
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
 
+_LOGITS_BYTES = 32 << 20  # of a step with drafts: 170 rows with a vocabulary of 49,152
+
 _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
 """Of drafts, where sequences have streams: the lengths to choose from."""
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -191,6 +193,11 @@ class Speculator:
         """Frees what the proposers hold."""
         for proposer in self._proposers:
             proposer.close()
+
+
+def max_draft_rows(n_vocab: int) -> int:
+    """How many rows a step with drafts may have, for the memory of their logits. `n_vocab`: logits of a row."""
+    return _LOGITS_BYTES // (4 * max(1, n_vocab))
 
 
 class _Step:
