@@ -136,8 +136,13 @@ class Backend:
 
     @property
     def supports_gpu(self) -> bool:
-        """Whether this build can offload layers to a GPU."""
-        return bool(C.llama_supports_gpu_offload())
+        """Whether this machine has a GPU that this build computes on.
+
+        llama.cpp's own `llama_supports_gpu_offload` is true for every build with RPC.
+        """
+        lib = ggml()
+        devices = map(lib.ggml_backend_dev_get, range(lib.ggml_backend_dev_count()))
+        return any("GPU" in _DEVICE_TYPES.get(lib.ggml_backend_dev_type(device), "") for device in devices)
 
     def offloads(self, n_gpu_layers: int) -> bool:
         """Whether a model with this setting computes on a GPU."""

@@ -22,7 +22,7 @@ REINSTALL = (
 """The command that rebuilds the library for this CPU (GCC on x86-64 needs -fno-dse: llama.cpp PR #26954)."""
 
 _NEEDED = """
-    llama_backend_init llama_log_set llama_print_system_info llama_version llama_supports_gpu_offload
+    llama_backend_init llama_log_set llama_print_system_info llama_version
     llama_max_parallel_sequences llama_model_default_params llama_model_load_from_file llama_model_free
     llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_layer llama_model_n_head
     llama_model_n_ctx_train llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label
