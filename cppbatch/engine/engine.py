@@ -483,7 +483,7 @@ class BatchInferenceEngine:
             metrics.drafted_tokens += len(sequence.draft)
             self.kv.computed(sequence, min(n, sequence.n_pending))
         reasons: dict[Seq, FinishReason | None] = {}
-        going_on = outputs
+        going_on, began = outputs, 0.0
         while going_on:
             following: list[Seq] = []
             next_rows: list[int] = []
@@ -499,12 +499,14 @@ class BatchInferenceEngine:
             going_on, rows = following, next_rows
             if going_on:
                 assert isinstance(self._sampler, Sampler)
+                began = began or perf_counter()
                 sampled = self._sampler.sample_rows(going_on, rows, n_outputs)
+        seconds = perf_counter() - began if began else 0.0
         for sequence, n in in_cache.items():
             if n > sequence.n_computed:
                 self.kv.drop_draft(sequence)
         assert self._speculator
-        self._speculator.verified(metrics.accepted_tokens - n_accepted_before)
+        self._speculator.verified(metrics.accepted_tokens - n_accepted_before, seconds)
         return [reasons[sequence] for sequence in outputs]
 
     def _finish(self, sequence: Seq, reason: FinishReason) -> None:

@@ -36,6 +36,7 @@ _KEPT = 0.95  # of what earlier drafts say about the estimates, for each new ste
 _REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong drafts must not be the last ones
 _PRIOR = 8.0  # accepted tokens that are expected right before anything is known
 _NEW = 0.2  # weight of a new draft in what is usual of the draft model
+_NEW_VERIFIED = 0.1  # weight of a new time in that of an accepted token
 
 Probabilities = npt.NDArray[np.float64]
 
@@ -48,6 +49,8 @@ class DraftPlan:
     """For each row, in the order of the rows; those without a draft of this length get filling tokens."""
     groups: Groups
     """As `StepPlan.row_groups`, with the draft tokens."""
+    expected: float
+    """How many draft tokens may be expected to be accepted."""
     n_padding: int = 0
     """Draft tokens of each padding row."""
 
@@ -104,6 +107,7 @@ class Speculator:
         self._expected = self._accepted = 0.0  # tokens of the latest drafts: the estimates may be too high
         self._usual: dict[Seq, Likely] = {}  # drafts of the draft model
         self._usual_of_all = _FIRST_GUESS
+        self._accepted_s = 0.0  # time that an accepted token takes beside its row: its sampling
 
     def plan(self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits) -> DraftPlan | None:
         """Sets the drafts of these decoding sequences (`Seq.set_draft`) if that makes tokens faster, else returns None.
@@ -121,7 +125,9 @@ class Speculator:
         drafts: list[Draft | None] = [None] * len(rows)
         for proposer in self._lookups:
             _take_better(drafts, proposer.propose(rows, most))
-        step = _Step(rows, groups, cost, limits, equal_only=self._equal_only, trust=self._trust)
+        step = _Step(
+            rows, groups, cost, limits, equal_only=self._equal_only, trust=self._trust, accepted_s=self._accepted_s
+        )
         if self._model:
             self._ask_model(self._model, step, drafts, most)
         plan, rate = step.best([_likely(draft) for draft in drafts])
@@ -129,12 +135,11 @@ class Speculator:
         if plan is None:
             return None
         if rate < _WORTH * step.rate_without:
-            seconds = cost.rows_s(plan.groups) - step.seconds
+            seconds = (len(rows) + plan.expected) / rate - step.seconds
             if rate < _TRIED * step.rate_without or seconds > _TRY_SHARE * self._untried_s:
                 return None
         self._untried_s = 0.0
-        expected = rate * cost.rows_s(plan.groups) - len(rows)
-        self._expected = _KEPT * self._expected + expected / self._trust
+        self._expected = _KEPT * self._expected + plan.expected / self._trust
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
             if n:
                 sequence.set_draft(draft.tokens[:n].tolist() if draft else [], n)
@@ -145,9 +150,12 @@ class Speculator:
         """How many of the tokens expected to be accepted are accepted: estimates that are too high are chosen first."""
         return min(1.0, (self._accepted + _PRIOR) / (self._expected + _PRIOR))
 
-    def verified(self, n_accepted: int) -> None:
-        """The step of the last plan has accepted so many draft tokens."""
+    def verified(self, n_accepted: int, seconds: float) -> None:
+        """The step of the last plan has accepted so many draft tokens. `seconds`: what verifying them took, beside the
+        first row of each sequence."""
         self._accepted = _KEPT * self._accepted + n_accepted
+        if n_accepted:
+            self._accepted_s += _NEW_VERIFIED * (seconds / n_accepted - self._accepted_s)
 
     def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> None:
         """Takes drafts of the draft model if its usual ones are worth their time."""
@@ -169,8 +177,8 @@ class Speculator:
             for sequence, guess, n in zip(step.rows, guesses, asked, strict=True)
             if n
         )
-        rows_s = step.cost.rows_s(plan.groups)
-        rate *= rows_s / (rows_s + seconds)
+        n_tokens = len(step.rows) + plan.expected
+        rate = n_tokens / (n_tokens / rate + seconds)
         is_worth = rate > _WORTH * max(step.rate_without, step.best(before)[1])
         self._unasked_s += step.seconds
         if not is_worth and seconds > _TRY_SHARE * self._unasked_s:
@@ -212,8 +220,10 @@ class _Step:
         *,
         equal_only: bool,
         trust: float,
+        accepted_s: float,
     ) -> None:
         self._trust = trust
+        self._accepted_s = accepted_s
         self.rows = rows
         self.groups = groups
         self.cost = cost
@@ -242,11 +252,11 @@ class _Step:
         if n_most <= 0:
             return None, 0.0
         order = np.argsort(-expected, axis=None, kind="stable")[:n_most]
-        total = n_rows + np.cumsum(expected.ravel()[order])
+        total = np.cumsum(expected.ravel()[order])
         counts = {n for tile in TILES for n in range(tile - n_rows % tile, n_most + 1, tile)} | {n_most}
         rate, n = max((self._rate(float(total[n - 1]), (n_rows + n,)), n) for n in counts)
         lengths = np.bincount(order[:n] // expected.shape[1], minlength=n_rows)
-        return DraftPlan(lengths.tolist(), (n_rows + n,)), rate
+        return DraftPlan(lengths.tolist(), (n_rows + n,), float(total[n - 1])), rate
 
     def _best_in_streams(self, expected: Probabilities) -> Choice:
         """The same number of tokens for every row, or for the rows with the best drafts.
@@ -265,9 +275,9 @@ class _Step:
             gain = gains[:, n - 1]
             if n <= least and n * n_computed <= n_most:
                 equal = tuple(size * (1 + n) for size in self.groups)
-                rate = self._rate(n_rows + float(gain.sum()), equal)
+                rate = self._rate(total := float(gain.sum()), equal)
                 if rate > best_rate:
-                    best, best_rate = DraftPlan([n] * n_rows, equal, n_padding=n), rate
+                    best, best_rate = DraftPlan([n] * n_rows, equal, total, n_padding=n), rate
             if self._equal_only:
                 continue
             order = np.argsort(-gain, kind="stable")
@@ -277,18 +287,20 @@ class _Step:
                 chosen = np.sort(order[:m]).tolist()
                 runs = _neighbours([self.rows[i].seq_id for i in chosen])
                 ragged = (*self.groups, *(size * n for size in runs))
-                rate = self._rate(n_rows + float(totals[m - 1]), ragged)
+                rate = self._rate(total := float(totals[m - 1]), ragged)
                 if rate > best_rate:
                     lengths = [0] * n_rows
                     for i in chosen:
                         lengths[i] = n
-                    best, best_rate = DraftPlan(lengths, ragged), rate
+                    best, best_rate = DraftPlan(lengths, ragged, total), rate
         return best, best_rate
 
-    def _rate(self, n_tokens: float, groups: Groups) -> float:
-        """Tokens/s of a step that gives so many; 0 if it would take too long."""
+    def _rate(self, accepted: float, groups: Groups) -> float:
+        """Tokens/s of a step in which so many draft tokens are accepted; 0 if it would take too long."""
         seconds = self.cost.rows_s(groups)
-        return n_tokens / seconds if seconds <= self.max_seconds else 0.0
+        if seconds > self.max_seconds:
+            return 0.0
+        return (len(self.rows) + accepted) / (seconds + self._accepted_s * accepted)
 
 
 def _gain(draft: Likely) -> float:
