@@ -1,0 +1,1 @@
+"""Ring of its own: real Ray. `./scripts/test ray`."""
