@@ -36,7 +36,7 @@ from cppbatch.cluster.worker_link import (
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState, TokenPiece
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 
@@ -148,13 +148,18 @@ class EngineProcess(EngineClient):
         finally:
             self._release(asked)
 
-    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
-        """Runs a request, yielding its events; see `EngineClient.submit`."""
+    async def submit(
+        self, request: GenerationRequest, *, resume: ResumeState | None = None
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Runs a request, yielding its events; see `EngineClient.submit`.
+
+        `resume`: its progress in another engine, which has died; the events continue behind these tokens.
+        """
         if request.id in self._by_id:
             raise id_in_use(request.id)
         if self.in_flight >= self._max_in_flight:
             raise QueueFull(self.config.max_queue, self._seconds_per_request())
-        submitted = self._by_id[request.id] = self._start(request)
+        submitted = self._by_id[request.id] = self._start(request, resume=resume)
         try:
             while not submitted.outputs.finished:
                 yield await submitted.outputs.get()
@@ -162,13 +167,15 @@ class EngineProcess(EngineClient):
             del self._by_id[request.id]
             self._release(submitted)
 
-    def _start(self, request: GenerationRequest, question: Question | None = None) -> InFlightRequest:
+    def _start(
+        self, request: GenerationRequest, question: Question | None = None, resume: ResumeState | None = None
+    ) -> InFlightRequest:
         if not self.health().takes_requests:
             raise EngineClosed(f"the engine takes no requests: it is {self.health().status}")
         if request.params.logits_processor is not None:
             message = "is a function of this process, and the engine is another one; use LocalEngine"
             raise InvalidRequest("logits_processor", message)
-        started = self._in_flight.add(request, question)
+        started = self._in_flight.add(request, question, resume)
         self._supervisor.wake()
         self._send_requests()
         return started

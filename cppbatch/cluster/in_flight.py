@@ -101,8 +101,15 @@ class OutputCollector:
 class InFlightRequest:
     """An unfinished request, with everything that the next worker needs to continue it."""
 
-    def __init__(self, number: int, request: GenerationRequest, question: Question | None = None) -> None:
-        """`question` is sent instead of running the request; the worker's reply to it becomes `answer`."""
+    def __init__(
+        self,
+        number: int,
+        request: GenerationRequest,
+        question: Question | None = None,
+        resume: ResumeState | None = None,
+    ) -> None:
+        """`question` is sent instead of running the request; the worker's reply to it becomes `answer`. `resume`: the
+        progress of the request in another engine."""
         params = replaced(request.params, seed=actual_seed(request.params.seed))  # the same seed in every worker
         self.number = number
         """Identifies the request in the messages to and from the worker."""
@@ -113,20 +120,23 @@ class InFlightRequest:
         self.n_crashes = 0
         """Consecutive workers that died while they computed or prepared the request."""
         self.cancelled = False
-        self._tokens = array("i")
-        self._arrived_at = perf_counter()
-        self._first_token_at = 0.0
+        self._tokens = array("i", resume.tokens if resume else ())
+        self._arrived_at = perf_counter() - (resume.age if resume else 0.0)
+        self._first_token_at = self._arrived_at + resume.first_token_seconds if resume else 0.0
 
     def message(self) -> Question | Submit:
         """The message that starts the request in a worker, or continues it after the tokens so far."""
         if self._question:
             return msgspec.structs.replace(self._question, number=self.number)
-        resume = ResumeState(
+        return Submit(self.number, replaced(self.request, id=str(self.number)), self.resume_state())
+
+    def resume_state(self) -> ResumeState:
+        """The progress so far."""
+        return ResumeState(
             tokens=self._tokens.tolist(),
             age=perf_counter() - self._arrived_at,
             first_token_seconds=max(0.0, self._first_token_at - self._arrived_at),
         )
-        return Submit(self.number, replaced(self.request, id=str(self.number)), resume)
 
     def put(self, event: GenerationEvent) -> None:
         """Keeps the event's tokens for the next worker and passes the event to the reader."""
@@ -172,9 +182,11 @@ class InFlightRequests:
         """The request of this number; None if it has ended, or was given another number (`requeue`)."""
         return self._requests.get(number)
 
-    def add(self, request: GenerationRequest, question: Question | None = None) -> InFlightRequest:
-        """Adds a new request, not sent yet."""
-        added = InFlightRequest(next(self._numbers), request, question)
+    def add(
+        self, request: GenerationRequest, question: Question | None = None, resume: ResumeState | None = None
+    ) -> InFlightRequest:
+        """Adds a new request, or one that another engine began; not sent yet."""
+        added = InFlightRequest(next(self._numbers), request, question, resume)
         self._hold(added)
         return added
 

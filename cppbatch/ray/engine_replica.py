@@ -1,0 +1,117 @@
+"""A replica: the class that Ray Serve runs in a process of its own, with an engine in a worker process beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+
+from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.worker_link import Check, Checked, Refused, SlotDone, Tokenize, Tokenized
+from cppbatch.config import EngineConfig
+from cppbatch.engine.params import INT32_MAX
+from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
+from cppbatch.ray.ray_messages import (
+    Answer,
+    NotRun,
+    NotValid,
+    ReplicaReport,
+    Submission,
+    decode_question,
+    decode_submission,
+    encode,
+)
+from cppbatch.ray.stream_group import StreamGroup
+
+log = logging.getLogger("cppbatch.ray")
+
+_MAX_IDLE_GROUPS = 256  # of fronts that have ended, or have lost the group
+
+
+class EngineReplica:
+    """Runs the requests of all fronts in one `EngineProcess`. Its methods take and return MessagePack
+    (`ray_messages`), because Ray would pickle objects."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it: the replica is ready when the model is loaded
+        self, config: EngineConfig, *, step_timeout: float = 300.0, **options: Any
+    ) -> None:
+        """Loads the model. `options` as in `EngineProcess`. Raises what loading raises."""
+        self._name = uuid.uuid4().hex[:8]
+        unlimited = msgspec.structs.replace(config, max_queue=INT32_MAX - config.n_parallel)  # the fronts limit it
+        self._engine = EngineProcess(unlimited, name=self._name, step_timeout=step_timeout, **options)
+        self._groups: dict[str, StreamGroup] = {}
+        try:
+            await self._engine.loaded()
+        except BaseException:
+            await self._engine.close()
+            raise
+
+    async def run(self, message: bytes) -> AsyncGenerator[bytes, None]:
+        """Runs a `Submission`. Yields a `StreamOpened`, then the messages of its stream group while it carries them."""
+        submission = decode_submission(message)
+        group = self._group(submission.front)
+        async with contextlib.aclosing(group.stream(lambda: self._run(submission, group))) as messages:
+            async for data in messages:
+                yield data
+
+    def _group(self, front: str) -> StreamGroup:
+        group = self._groups.pop(front, None) or StreamGroup(self._name, front)
+        self._groups[front] = group  # the last used one is the last
+        for name in [name for name, other in self._groups.items() if other.is_idle][:-_MAX_IDLE_GROUPS]:
+            del self._groups[name]
+        return group
+
+    async def _run(self, submission: Submission, group: StreamGroup) -> None:
+        request = submission.request
+        try:
+            async with contextlib.aclosing(self._engine.submit(request, resume=submission.resume)) as events:
+                async for event in events:
+                    group.put(event)
+        except InvalidRequest as error:
+            group.put(NotValid(request.id, Refused(0, error.field, error.message, error.overflow)))
+        except (EngineClosed, QueueFull) as error:
+            group.put(NotRun(request.id, str(error)))
+        except Exception as error:
+            log.exception("a request could not be run")
+            group.put(NotRun(request.id, f"{type(error).__name__}: {error}"))
+
+    async def cancel(self, request_ids: list[str]) -> None:
+        """Ends requests within a step; unknown ids are ignored."""
+        for request_id in request_ids:
+            await self._engine.cancel(request_id)
+
+    async def ask(self, message: bytes) -> bytes:
+        """Answers a `Check`, `Tokenize` or `SlotAction` with `Checked`, `Tokenized` or `SlotDone`; or `Refused`."""
+        question = decode_question(message)
+        answer: Answer
+        try:
+            if isinstance(question, Check):
+                await self._engine.check(question.request)
+                answer = Checked(0)
+            elif isinstance(question, Tokenize):
+                pieces = await self._engine.tokenize(
+                    question.text, add_special=question.add_special, parse_special=question.parse_special
+                )
+                distinct = list({piece.id: piece for piece in pieces}.values())
+                answer = Tokenized(0, [piece.id for piece in pieces], distinct)
+            else:
+                answer = SlotDone(0, await self._engine.slot_action(question.action, question.slot, question.path))
+        except InvalidRequest as error:
+            answer = Refused(0, error.field, error.message, error.overflow)
+        return encode(answer)
+
+    async def report(self) -> bytes:
+        """A `ReplicaReport`."""
+        workers = await self._engine.workers()
+        return encode(ReplicaReport(replica=self._name, node=platform.node(), info=self._engine.info, workers=workers))
+
+    async def check_health(self) -> None:
+        """Called by Serve. Raises `CppBatchError` if the engine has failed: Serve then replaces the replica."""
+        health = self._engine.health()
+        if health.status in ("failed", "closed"):
+            raise CppBatchError(f"the engine has {health.status}: {health.error}")

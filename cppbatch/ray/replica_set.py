@@ -1,0 +1,46 @@
+"""What a `RayEngine` needs of a cluster: an interface, which tests implement without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Literal, Protocol
+
+import msgspec
+
+
+class ReplicaLost(Exception):
+    """The replica of a call has died, or cannot be reached. The message says how."""
+
+
+class ReplicaSetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of all replicas."""
+
+    status: Literal["starting", "running", "failed"]
+    """starting: no replica runs yet, or none any more. failed: none will."""
+    n_running: int = 0
+    n_wanted: int = 0
+    progress: float = 0.0
+    """0.0 to 1.0 while starting."""
+    message: str | None = None
+    """Why none runs, for a reader who does not know Ray."""
+    error_kind: str | None = None
+    """The name of the exception in `cppbatch.errors` that loading raised, if that is why."""
+
+
+class ReplicaSet(Protocol):
+    """All replicas of a deployment."""
+
+    def run(self, message: bytes) -> AsyncGenerator[bytes, None]:
+        """Calls `EngineReplica.run` in one replica; waits until there is one. Raises `ReplicaLost`."""
+
+    async def ask(self, message: bytes) -> bytes:
+        """Calls `EngineReplica.ask` in one replica; waits until there is one. Raises `ReplicaLost`."""
+
+    async def cancel(self, request_ids: list[str]) -> None:
+        """Calls `EngineReplica.cancel` in all replicas that can be reached."""
+
+    async def reports(self) -> list[bytes]:
+        """`EngineReplica.report` of all replicas that answer."""
+
+    async def status(self) -> ReplicaSetStatus:
+        """The state of all replicas."""

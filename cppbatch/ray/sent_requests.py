@@ -1,0 +1,58 @@
+"""A front's requests that replicas run: the messages of each stream group in order, and whom the end of a replica
+concerns."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from cppbatch.cluster.in_flight import InFlightRequest
+from cppbatch.engine.request import GenerationRequest
+from cppbatch.ray.ray_messages import GroupEvents
+
+_MAX_GROUPS = 4096  # more than a cluster has replicas at once
+
+
+class SentRequest(InFlightRequest):
+    """An unfinished request of a front."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        super().__init__(0, request)
+        self.sent_as = ""
+        """Its id in the replica; another one each time it is sent."""
+        self.group: SentGroup | None = None
+        """The group that carries its events; None until a replica runs it."""
+
+
+class SentGroup:
+    """The front's side of a stream group. A stream that breaks may take messages with it: then the group has a hole,
+    and none of its later messages may be used."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self.requests: dict[str, SentRequest] = {}
+        """The unfinished requests of the group, by the id that the replica knows."""
+        self._n_received = 0
+        self._early: dict[int, GroupEvents] = {}  # overtook a message on the stream of an earlier carrier
+
+    def in_order(self, message: GroupEvents) -> Iterator[GroupEvents]:
+        """Yields this message and those that waited for it; nothing if it must wait for another one."""
+        self._early[message.number] = message
+        while not self.is_lost and (following := self._early.pop(self._n_received, None)):
+            self._n_received += 1
+            yield following
+
+
+class SentGroups:
+    """The stream groups by name. A group without open streams is kept: its next message may already be on the way."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[str, SentGroup] = OrderedDict()
+
+    def get(self, name: str) -> SentGroup:
+        """The group of this name."""
+        group = self._groups.setdefault(name, SentGroup())
+        self._groups.move_to_end(name)
+        while len(self._groups) > _MAX_GROUPS:
+            self._groups.popitem(last=False)
+        return group

@@ -1,0 +1,89 @@
+"""A `ReplicaSet` of a Ray Serve deployment: the only module that calls Serve handles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
+
+import ray
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.schema import ApplicationStatus, ReplicaState
+
+from cppbatch.ray.replica_set import ReplicaLost, ReplicaSetStatus
+
+Result = TypeVar("Result")
+
+DEPLOYMENT = "engine"
+"""The name of the Serve deployment whose replicas are `EngineReplica`s."""
+
+_REPORT_TIMEOUT_S = 2.0
+
+
+class ServeReplicas:
+    """The replicas of an application, over a `DeploymentHandle`. Ray must be initialised."""
+
+    def __init__(self, application: str, deployment: str = DEPLOYMENT) -> None:
+        """Raises `ray.serve.exceptions.RayServeException` if there is no such application."""
+        self._application, self._deployment = application, deployment
+        self._handle = serve.get_deployment_handle(deployment, application)
+        self._run = self._handle.options(method_name="run", stream=True)
+        self._ask = self._handle.options(method_name="ask")
+
+    async def run(self, message: bytes) -> AsyncGenerator[bytes, None]:
+        """As in `ReplicaSet`."""
+        response = self._run.remote(message)
+        try:
+            while True:
+                yield await _reached(response.__anext__())
+        except StopAsyncIteration:
+            return
+
+    async def ask(self, message: bytes) -> bytes:
+        """As in `ReplicaSet`."""
+        answer: bytes = await _reached(self._ask.remote(message))
+        return answer
+
+    async def cancel(self, request_ids: list[str]) -> None:
+        """As in `ReplicaSet`."""
+        await self._broadcast("cancel", request_ids)
+
+    async def reports(self) -> list[bytes]:
+        """As in `ReplicaSet`."""
+        return [report for report in await self._broadcast("report") if isinstance(report, bytes)]
+
+    async def _broadcast(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers: list[Any] = await self._handle.broadcast(method, *args).results_async(
+                timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True
+            )
+        except (TimeoutError, DeploymentUnavailableError):
+            return []
+        return answers
+
+    async def status(self) -> ReplicaSetStatus:
+        """As in `ReplicaSet`."""
+        found = (await asyncio.to_thread(serve.status)).applications.get(self._application)
+        deployment = found and found.deployments.get(self._deployment)
+        if found is None or found.status == ApplicationStatus.DELETING:
+            return ReplicaSetStatus(status="failed", message=f"the Serve application {self._application!r} was deleted")
+        states = deployment.replica_states if deployment else {}
+        n_running = states.get(ReplicaState.RUNNING, 0)
+        n_wanted = sum(states.values()) - states.get(ReplicaState.STOPPING, 0)
+        message = (deployment.message if deployment else "") or found.message or None
+        if found.status == ApplicationStatus.DEPLOY_FAILED and not n_running:
+            return ReplicaSetStatus(status="failed", message=message)
+        if n_running:
+            return ReplicaSetStatus(status="running", n_running=n_running, n_wanted=n_wanted, progress=1.0)
+        return ReplicaSetStatus(status="starting", n_wanted=n_wanted, message=message)
+
+
+async def _reached(call: Awaitable[Result]) -> Result:
+    """The result of a call. Raises `ReplicaLost` if the replica could not finish it."""
+    try:
+        return await call
+    except ray.exceptions.RayTaskError as error:
+        raise ReplicaLost(str(error).rstrip().rpartition("\n")[2]) from error  # the line below the traceback
+    except (ray.exceptions.RayError, RayServeException) as error:
+        raise ReplicaLost(str(error).partition("\n")[0]) from error
