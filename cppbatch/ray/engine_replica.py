@@ -1,4 +1,4 @@
-"""A replica: the class that Ray Serve runs in a process of its own, with an engine in a worker process beside it."""
+"""A replica: Ray Serve runs it in a process of its own. Its engine is a worker process beside it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 import platform
 import uuid
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import msgspec
 
 from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.cluster.worker_link import Check, Checked, Refused, SlotDone, Tokenize, Tokenized
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import INT32_MAX
@@ -33,26 +33,20 @@ log = logging.getLogger("cppbatch.ray")
 _MAX_IDLE_GROUPS = 256  # of fronts that have ended, or have lost the group
 
 
-class EngineReplica:
-    """Runs the requests of all fronts in one `EngineProcess`. Its methods take and return MessagePack
-    (`ray_messages`), because Ray would pickle objects."""
+class ReplicaEngine:
+    """Runs the requests of all fronts in one engine. Its methods take and return MessagePack (`ray_messages`): Ray
+    would pickle objects."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it: the replica is ready when the model is loaded
-        self, config: EngineConfig, *, step_timeout: float = 300.0, **options: Any
-    ) -> None:
-        """Loads the model. `options` as in `EngineProcess`. Raises what loading raises."""
-        self._name = uuid.uuid4().hex[:8]
-        unlimited = msgspec.structs.replace(config, max_queue=INT32_MAX - config.n_parallel)  # the fronts limit it
-        self._engine = EngineProcess(unlimited, name=self._name, step_timeout=step_timeout, **options)
+    def __init__(self, engine: EngineProcess, name: str) -> None:
+        self._engine = engine
+        self._name = name
         self._groups: dict[str, StreamGroup] = {}
-        try:
-            await self._engine.loaded()
-        except BaseException:
-            await self._engine.close()
-            raise
 
-    async def run(self, message: bytes) -> AsyncGenerator[bytes, None]:
-        """Runs a `Submission`. Yields a `StreamOpened`, then the messages of its stream group while it carries them."""
+    async def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
+        """Runs a `Submission`. Yields a `StreamOpened`, then the messages of its stream group while it carries them.
+
+        `prefixes` are for the request router (`PrefixRequestRouter`).
+        """
         submission = decode_submission(message)
         group = self._group(submission.front)
         async with contextlib.aclosing(group.stream(lambda: self._run(submission, group))) as messages:
@@ -115,3 +109,21 @@ class EngineReplica:
         health = self._engine.health()
         if health.status in ("failed", "closed"):
             raise CppBatchError(f"the engine has {health.status}: {health.error}")
+
+
+class EngineReplica(ReplicaEngine):
+    """The class of the deployment."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it: the replica takes calls when the model is loaded
+        self, config: EngineConfig, *, step_timeout: float = 300.0
+    ) -> None:
+        """Starts a worker process and waits until it has loaded the model. Raises what loading raises."""
+        name = uuid.uuid4().hex[:8]
+        unlimited = msgspec.structs.replace(config, max_queue=INT32_MAX - config.n_parallel)  # the fronts limit it
+        engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout)
+        try:
+            await engine.loaded()
+        except BaseException:
+            await engine.close()
+            raise
+        super().__init__(engine, name)

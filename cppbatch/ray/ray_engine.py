@@ -13,6 +13,7 @@ from typing import Any
 
 from cppbatch import errors
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use, running_loop
+from cppbatch.cluster.prefix_router import prompt_prefixes
 from cppbatch.cluster.worker_link import (
     Check,
     Question,
@@ -207,9 +208,10 @@ class RayEngine(EngineClient):
 
     async def _read(self, request: SentRequest, sent_as: str, message: bytes) -> None:
         """Reads one stream to its end, even if its own request ends before: it may carry events of others."""
+        prefixes = prompt_prefixes(request.request)
         group: SentGroup | None = None
         try:
-            async with contextlib.aclosing(self._replicas.run(message)) as messages:
+            async with contextlib.aclosing(self._replicas.run(prefixes, message)) as messages:
                 async for data in messages:
                     received = decode_to_front(data)
                     if isinstance(received, StreamOpened):

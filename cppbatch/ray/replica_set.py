@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from cppbatch.cluster.prefix_router import Prefix
+
 
 class ReplicaLost(Exception):
     """The replica of a call has died, or cannot be reached. The message says how."""
@@ -30,7 +32,7 @@ class ReplicaSetStatus(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaSet(Protocol):
     """All replicas of a deployment."""
 
-    def run(self, message: bytes) -> AsyncGenerator[bytes, None]:
+    def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
         """Calls `EngineReplica.run` in one replica; waits until there is one. Raises `ReplicaLost`."""
 
     async def ask(self, message: bytes) -> bytes:

@@ -11,6 +11,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
+from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.ray.replica_set import ReplicaLost, ReplicaSetStatus
 
 Result = TypeVar("Result")
@@ -31,9 +32,9 @@ class ServeReplicas:
         self._run = self._handle.options(method_name="run", stream=True)
         self._ask = self._handle.options(method_name="ask")
 
-    async def run(self, message: bytes) -> AsyncGenerator[bytes, None]:
+    async def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
         """As in `ReplicaSet`."""
-        response = self._run.remote(message)
+        response = self._run.remote(prefixes, message)
         try:
             while True:
                 yield await _reached(response.__anext__())

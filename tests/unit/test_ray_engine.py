@@ -1,0 +1,402 @@
+"""Requests over several replicas: batched events in order, lost replicas, cancels. Without Ray: the cluster is fake."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
+from cppbatch.ray.ray_engine import RayEngine
+from cppbatch.ray.replica_set import ReplicaSetStatus
+from tests.fake_replicas import FakeReplicas, settle, text_of
+
+
+def request(name: str, n: int = 10, prompt: str | None = None) -> GenerationRequest:
+    return GenerationRequest(id=name, prompt=prompt or name, params=SamplingParams(max_tokens=n))
+
+
+class Reader:
+    """Reads the events of a request as they come."""
+
+    def __init__(self, engine: RayEngine, asked: GenerationRequest) -> None:
+        self.asked = asked
+        self.events: list[GenerationEvent] = []
+        self.task = asyncio.ensure_future(self._read(engine))
+
+    async def _read(self, engine: RayEngine) -> None:
+        async for event in engine.submit(self.asked):
+            self.events.append(event)
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        reasons = [event.finish_reason for event in self.events if event.finish_reason]
+        assert len(reasons) <= 1, "exactly one last event"
+        return reasons[0] if reasons else None
+
+    def assert_complete(self) -> None:
+        assert self.task.done()
+        self.task.result()
+        assert self.text == text_of(self.asked)
+        assert self.finish_reason is FinishReason.LENGTH
+        assert [token for event in self.events for token in event.tokens] == list(
+            range(self.asked.params.max_tokens or 0)
+        )
+
+
+@contextlib.asynccontextmanager
+async def opened(cluster: FakeReplicas, **settings: Any) -> AsyncIterator[RayEngine]:
+    engine = cluster.engine(**settings)
+    await settle()
+    async with engine:
+        yield engine
+
+
+async def start(engine: RayEngine, n: int, tokens: int = 10) -> list[Reader]:
+    readers = [Reader(engine, request(f"r{i}", tokens + i)) for i in range(n)]
+    await settle()
+    return readers
+
+
+async def test_each_request_gets_its_own_text_in_order() -> None:
+    cluster = FakeReplicas(3)
+    async with opened(cluster) as engine:
+        readers = await start(engine, 12)
+        await cluster.step(30)
+        for reader in readers:
+            reader.assert_complete()
+
+
+async def test_a_replica_sends_one_message_a_step_for_all_requests() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        readers = await start(engine, 8, tokens=20)
+        before = cluster.replicas[0].n_messages
+        await cluster.step(15)
+        assert cluster.replicas[0].n_messages - before == 15
+        await cluster.step(20)  # requests end one after the other, the carrier first
+        assert cluster.replicas[0].n_messages - before == 27
+        for reader in readers:
+            reader.assert_complete()
+
+
+async def test_messages_of_two_carriers_that_overtake_each_other_are_put_in_order() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        first, second = Reader(engine, request("a", 3)), Reader(engine, request("b", 6))
+        await settle()
+        carrier = cluster.replicas[0].streams[0]
+        carrier.go.clear()
+        await cluster.step(6)  # the second stream carries from the fourth message on
+        assert not first.events
+        assert not second.events
+        carrier.go.set()
+        await settle()
+        first.assert_complete()
+        second.assert_complete()
+
+
+@pytest.mark.parametrize("unread", [True, False], ids=["last messages arrive", "last messages are lost"])
+async def test_the_requests_of_a_killed_replica_continue_elsewhere(unread: bool) -> None:
+    cluster = FakeReplicas(3)
+    async with opened(cluster) as engine:
+        readers = await start(engine, 12, tokens=20)
+        await cluster.step(7)
+        for stream in cluster.replicas[0].streams:
+            stream.go.clear()
+        await cluster.step(3)  # these events of the first replica are on the way
+        cluster.replicas[0].kill(unread=unread)
+        await settle()
+        await cluster.step(40)
+        for reader in readers:
+            reader.assert_complete()
+
+
+async def test_a_request_waits_until_there_is_a_replica() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        readers = await start(engine, 3)
+        await cluster.step(4)
+        cluster.replicas[0].kill()
+        await settle()
+        cluster.add()
+        await settle()
+        await cluster.step(12)
+        for reader in readers:
+            reader.assert_complete()
+
+
+async def test_a_broken_stream_of_a_living_replica_leaves_no_hole() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        readers = await start(engine, 4, tokens=20)
+        await cluster.step(5)
+        carrier = cluster.replicas[0].streams[0]
+        carrier.go.clear()
+        await cluster.step(2)
+        carrier.break_off(keep=False)  # its messages are lost; the other streams go on
+        await settle()
+        assert len(cluster.replicas[0].engine.running) == 4, "the requests of the lost group are cancelled"
+        late = Reader(engine, request("late", 20))
+        await settle()
+        await cluster.step(30)
+        for reader in [*readers, late]:
+            reader.assert_complete()
+
+
+async def test_a_request_on_the_way_into_a_lost_group_is_sent_again() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        first = (await start(engine, 1, tokens=20))[0]
+        second = Reader(engine, request("second", 20))
+        replica = cluster.replicas[0]
+        await _until(lambda: len(replica.streams) == 2)
+        replica.streams[1].go.clear()  # the front does not know yet in which group the request is
+        await cluster.step(3)
+        replica.streams[0].break_off(keep=False)
+        await settle()
+        replica.streams[0].go.set()
+        await settle()
+        await cluster.step(30)
+        first.assert_complete()
+        second.assert_complete()
+
+
+async def test_a_request_fails_after_five_lost_replicas_in_a_row() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        reader = Reader(engine, request("a"))
+        for _ in range(5):
+            await settle()
+            cluster.add()
+            cluster.replicas[-2].kill()
+        await settle()
+        assert reader.finish_reason is FinishReason.ERROR
+        assert reader.events[-1].error == (
+            "5 replicas in a row were lost while they worked on this request, the last one: killed"
+        )
+
+
+async def test_a_token_resets_the_count_of_lost_replicas() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        reader = Reader(engine, request("a", 20))
+        for _ in range(12):
+            await settle()
+            await cluster.step()
+            cluster.add()
+            cluster.replicas[-2].kill()
+        await settle()
+        await cluster.step(8)
+        reader.assert_complete()
+
+
+async def test_a_replica_whose_engine_has_failed_passes_its_requests_on() -> None:
+    cluster = FakeReplicas(2)
+    async with opened(cluster) as engine:
+        failed, other = cluster.replicas
+        failed.engine.failed = "the engine takes no requests: it is failed"
+        cluster.choose = iter([failed, other]).__next__
+        reader = Reader(engine, request("a"))
+        await settle()
+        await cluster.step(10)
+        reader.assert_complete()
+
+
+async def test_closing_the_iterator_cancels_in_the_replica() -> None:
+    cluster = FakeReplicas(2)
+    async with opened(cluster) as engine:
+        readers = await start(engine, 6)
+        await cluster.step(2)
+        carriers = [replica.streams[0] for replica in cluster.replicas]
+        readers[0].task.cancel()
+        readers[1].task.cancel()
+        await settle()
+        assert sum(len(replica.engine.running) for replica in cluster.replicas) == 4
+        assert len(cluster.cancels) == 2
+        assert not any(stream in replica.streams for replica in cluster.replicas for stream in carriers)
+        await cluster.step(20)
+        for reader in readers[2:]:
+            reader.assert_complete()
+
+
+async def test_a_cancelled_request_gets_a_last_event() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        reader = Reader(engine, request("a"))
+        await settle()
+        await cluster.step(3)
+        await engine.cancel("a")
+        await engine.cancel("unknown")
+        await settle()
+        assert reader.finish_reason is FinishReason.CANCELLED
+        assert reader.text == "a0 a1 a2 "
+
+
+async def test_a_request_that_no_replica_runs_yet_is_cancelled_here_and_when_one_opens_its_stream() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        cluster.replicas[0].is_alive = False
+        reader = Reader(engine, request("a"))
+        await settle()
+        await engine.cancel("a")
+        await settle()
+        assert reader.finish_reason is FinishReason.CANCELLED
+        replica = cluster.add()
+        await settle()
+        assert not replica.engine.running
+
+
+async def test_a_cancelled_request_does_not_outlive_its_replica() -> None:
+    cluster = FakeReplicas(2)
+    async with opened(cluster) as engine:
+        cluster.choose = lambda: cluster.alive[0]
+        reader = Reader(engine, request("a"))
+        await settle()
+        cluster.replicas[0].streams[0].go.clear()
+        await engine.cancel("a")
+        await settle()
+        cluster.replicas[0].kill(unread=False)
+        await settle()
+        assert reader.finish_reason is FinishReason.CANCELLED
+        assert not cluster.replicas[1].engine.running
+
+
+async def test_an_id_is_in_use_until_its_iterator_ends() -> None:
+    async with opened(FakeReplicas(1)) as engine:
+        Reader(engine, request("a"))
+        await settle()
+        with pytest.raises(InvalidRequest, match="'a' is the id of a request that is still running"):
+            await anext(engine.submit(request("a")))
+
+
+async def test_more_requests_than_all_replicas_run_wait_up_to_max_queue() -> None:
+    cluster = FakeReplicas(2)
+    async with opened(cluster, n_parallel=3, max_queue=4) as engine:
+        readers = await start(engine, 2 * 3 + 4)
+        with pytest.raises(QueueFull):
+            await anext(engine.submit(request("one more")))
+        await cluster.step(10)
+        assert readers[0].task.done()
+        late = Reader(engine, request("late", 3))
+        await settle()
+        await cluster.step(20)
+        late.assert_complete()
+
+
+async def test_what_a_replica_refuses_is_an_invalid_request() -> None:
+    async with opened(FakeReplicas(1)) as engine:
+        with pytest.raises(InvalidRequest, match="prompt: is invalid") as refused:
+            await anext(engine.submit(request("a", prompt="invalid")))
+        assert refused.value.field == "prompt"
+        with pytest.raises(InvalidRequest, match="prompt: is invalid"):
+            await engine.check(request("a", prompt="invalid"))
+        await engine.check(request("a"))
+        assert [token.id for token in await engine.tokenize("aba")] == [97, 98, 97]
+
+
+async def test_a_function_cannot_go_to_another_process() -> None:
+    async with opened(FakeReplicas(1)) as engine:
+        params = SamplingParams(logits_processor=lambda *_: None)
+        asked = GenerationRequest(id="a", prompt="a", params=params)
+        with pytest.raises(InvalidRequest, match="use LocalEngine"):
+            await anext(engine.submit(asked))
+        with pytest.raises(InvalidRequest, match="use LocalEngine"):
+            await engine.check(asked)
+
+
+async def test_a_slow_reader_gets_merged_events() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        events = engine.submit(request("a"))
+        first = asyncio.ensure_future(anext(events))
+        await settle()
+        await cluster.step()
+        assert (await first).text == "a0 "
+        await cluster.step(9)
+        rest = await anext(events)
+        assert rest.tokens == list(range(1, 10))
+        assert rest.finish_reason is FinishReason.LENGTH
+        assert rest.request_id == "a"
+        await events.aclose()
+
+
+async def test_closing_ends_requests_here_and_in_the_replicas() -> None:
+    cluster = FakeReplicas(1)
+    engine = cluster.engine()
+    await settle()
+    reader = Reader(engine, request("a"))
+    await settle()
+    await engine.close()
+    await settle()
+    assert reader.finish_reason is FinishReason.CANCELLED
+    assert not cluster.replicas[0].engine.running
+    assert engine.health().status == "closed"
+    with pytest.raises(EngineClosed, match="it is closed"):
+        await anext(engine.submit(request("b")))
+
+
+async def test_health_tells_what_the_replicas_do() -> None:
+    cluster = FakeReplicas(0)
+    cluster.state = ReplicaSetStatus(status="starting", n_wanted=1, progress=0.25)
+    engine = cluster.engine()
+    await settle()
+    assert (engine.health().status, engine.health().progress) == ("loading", 0.25)
+    with pytest.raises(EngineClosed, match="it is loading"):
+        await anext(engine.submit(request("a")))
+    cluster.add()
+    cluster.state = None
+    await asyncio.wait_for(engine.loaded(), 5)
+    assert engine.health().status == "ok"
+    assert engine.info.n_vocab == 256
+    cluster.state = ReplicaSetStatus(status="starting", n_wanted=1, message="no node has 8 free CPUs")
+    await _until(lambda: engine.health().status == "restarting")
+    assert engine.health().takes_requests
+    assert engine.health().error == "no node has 8 free CPUs"
+    await engine.close()
+
+
+async def test_loading_fails_with_the_error_of_the_replica() -> None:
+    cluster = FakeReplicas(0)
+    cluster.state = ReplicaSetStatus(status="failed", message="no such file: x.gguf", error_kind="ModelError")
+    engine = cluster.engine()
+    with pytest.raises(ModelError, match=r"no such file: x\.gguf"):
+        await engine.loaded()
+    assert engine.health().status == "failed"
+    await engine.close()
+
+
+async def test_requests_end_when_the_deployment_has_failed() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        reader = Reader(engine, request("a"))
+        await settle()
+        cluster.state = ReplicaSetStatus(status="failed", message="the application was deleted")
+        await _until(reader.task.done)
+        assert reader.finish_reason is FinishReason.ERROR
+        assert reader.events[-1].error == "the application was deleted"
+
+
+async def test_workers_of_all_replicas_are_listed() -> None:
+    cluster = FakeReplicas(3)
+    async with opened(cluster) as engine:
+        await start(engine, 3)
+        assert [worker.in_flight for worker in await engine.workers()] == [1, 1, 1]
+        with pytest.raises(EngineClosed, match="no replica answers"):  # these workers have no stats
+            await engine.stats()
+
+
+async def _until(condition: Any) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + 5
+        await asyncio.sleep(0)
