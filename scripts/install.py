@@ -1,6 +1,6 @@
 """Makes .venv ready: builds llama-cpp-python once for this machine, then installs cppbatch (editable).
 
-Usage: python3 scripts/install.py [--dev]      (on Windows: py scripts\\install.py)
+Usage: python3 scripts/install.py [--dev] [--ray]      (on Windows: py scripts\\install.py)
 Environment: CPPBATCH_BACKEND=cuda|metal|vulkan|cpu, CPPBATCH_WHEELS, CMAKE_ARGS, CXX.
 Standard library only, and no syntax newer than Python 3.8, so that an old Python gets a clear message.
 """
@@ -264,20 +264,22 @@ def make_venv() -> None:
     run(sys.executable, "-m", "venv", "--clear", str(VENV))
 
 
-def stamp_text(build: Build, dev: bool) -> str:
+def stamp_text(build: Build, extras: list[str]) -> str:
     """What an install depends on. A .venv survives neither a move nor another Python, so they count too."""
     pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     python = os.path.realpath(PYTHON)
-    extras = "dev" if dev else "none"
-    return f"folder {ROOT}\npython {python}\npyproject {pyproject}\nwheel {build.key}\nextras {extras}\n"
+    names = " ".join(extras) or "none"
+    return f"folder {ROOT}\npython {python}\npyproject {pyproject}\nwheel {build.key}\nextras {names}\n"
 
 
-def install(dev: bool) -> None:
+def install(extras: list[str]) -> None:
+    """`extras`: those of pyproject.toml, beside those that the .venv has already."""
     backend, remark = pick_backend()
     build = plan_build(backend)
     have = STAMP.read_text("utf-8") if STAMP.exists() else ""
-    dev = dev or "\nextras dev\n" in have  # a dev install stays one
-    if have == stamp_text(build, dev) and PYTHON.exists() and any(BIN.glob("cppbatch*")):
+    installed = re.search(r"^extras (.*)$", have, re.MULTILINE)
+    extras = sorted({*extras, *(installed[1].split() if installed else [])} - {"none"})
+    if have == stamp_text(build, extras) and PYTHON.exists() and any(BIN.glob("cppbatch*")):
         return
     if remark:
         say(remark)
@@ -290,8 +292,8 @@ def install(dev: bool) -> None:
     pip_install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if f"\nwheel {build.key}\n" not in have:
         run(*pip_install, "--force-reinstall", "--no-deps", str(wheel))
-    run(*pip_install, "-e", f"{ROOT}[llama,dev]" if dev else f"{ROOT}[llama]")
-    STAMP.write_text(stamp_text(build, dev), "utf-8")
+    run(*pip_install, "-e", f"{ROOT}[{','.join(['llama', *extras])}]")
+    STAMP.write_text(stamp_text(build, extras), "utf-8")
     say(f"Ready: {(BIN / 'cppbatch').relative_to(ROOT)} serve")
 
 
@@ -300,10 +302,11 @@ def main() -> None:
         fail(f"cppbatch needs Python 3.10 or newer; {sys.executable} is {platform.python_version()}.")
     parser = argparse.ArgumentParser(description="Make .venv ready to run cppbatch.")
     parser.add_argument("--dev", action="store_true", help="with the tools that scripts/test runs")
-    dev = parser.parse_args().dev
+    parser.add_argument("--ray", action="store_true", help="with Ray, for several machines (docs/ray.md)")
+    wanted = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as for Ctrl-C
     try:
-        install(dev)
+        install([name for name in ("dev", "ray") if getattr(wanted, name)])
     except KeyboardInterrupt:
         fail("\nInterrupted; run it again to continue.", 130)
     except subprocess.CalledProcessError as error:

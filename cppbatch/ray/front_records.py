@@ -1,0 +1,76 @@
+"""What every `cppbatch serve --ray` of this user and machine has started, in files that outlive a killed process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import platformdirs
+import psutil
+
+
+class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A front, its cluster, and the Serve application that it has deployed."""
+
+    pid: int
+    created: float
+    """When the process started, in seconds since 1970: tells it from a later process with the same number."""
+    cluster: str
+    """The address of the cluster, HOST:PORT."""
+    owns_cluster: bool
+    application: str
+    """The name of the application in Ray Serve."""
+    model: str
+    replicas: str
+    """`2` or `1..8`."""
+    log_file: str
+    session_logs: str
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the front runs."""
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.created) < 1
+        except psutil.Error:
+            return False
+
+
+@contextlib.contextmanager
+def recorded(record: FrontRecord) -> Iterator[None]:
+    """Keeps the record in a file until the front has ended what it started."""
+    file = _folder() / f"{record.pid}.json"
+    file.write_bytes(msgspec.json.encode(record))
+    yield
+    file.unlink(missing_ok=True)
+
+
+def this_process() -> tuple[int, float]:
+    """The pid of this process and when it started, for a `FrontRecord`."""
+    return os.getpid(), psutil.Process().create_time()
+
+
+def records() -> list[FrontRecord]:
+    """All records, by pid. Those of a dead front with a cluster of its own are deleted: the cluster ended with it."""
+    found = []
+    for file in sorted(_folder().glob("*.json"), key=lambda file: int(file.stem)):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            record = msgspec.json.decode(file.read_bytes(), type=FrontRecord)
+            if record.is_alive or not record.owns_cluster:
+                found.append(record)
+            else:
+                forget(record)
+    return found
+
+
+def forget(record: FrontRecord) -> None:
+    """Deletes the record."""
+    (_folder() / f"{record.pid}.json").unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    folder = Path(platformdirs.user_state_dir("cppbatch")) / "ray"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

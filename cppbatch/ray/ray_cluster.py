@@ -1,0 +1,229 @@
+"""The Ray cluster of a front: started on this machine or joined, with Ray's own log in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import platformdirs
+
+from cppbatch.errors import ConfigError
+
+log = logging.getLogger("cppbatch.ray")
+
+LOCAL = "local"
+"""`--ray` without an address."""
+INSTALL = "install it with `pip install 'cppbatch[ray]'`, or in a checkout with `python3 scripts/install.py --ray`"
+
+_OBJECT_STORE_BYTES = 256 * 2**20  # for messages above 100 KB, such as long prompts; Ray's default is 30% of the memory
+_CONNECT_SECONDS = 5.0
+_AUTO = "auto"
+_ADDRESS_VARIABLE = "RAY_ADDRESS"
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A machine of the cluster that is alive."""
+
+    address: str
+    cpus: float
+    gpus: float
+
+
+class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster that this process is connected to."""
+
+    address: str
+    """Where its first node, the head, listens: HOST:PORT."""
+    is_own: bool
+    """Whether this process started it; then it ends with this process."""
+    log_file: str
+    """Ray's messages to this process."""
+    session_logs: str
+    """The folder with the logs of Ray's processes and of the replicas on this machine."""
+
+    def nodes(self) -> list[Node]:
+        """The machines that are alive."""
+        import ray
+
+        return [
+            Node(node["NodeManagerAddress"], node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0))
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+
+def check_installed() -> None:
+    """Raises `ConfigError` with the command that installs Ray, if it is missing."""
+    if not (importlib.util.find_spec("ray") and importlib.util.find_spec("ray.serve")):
+        raise ConfigError(f"--ray needs Ray with Ray Serve: {INSTALL}")
+
+
+@contextlib.contextmanager
+def connect(address: str, *, num_cpus: int | None = None, own_token: bool = False) -> Iterator[RayCluster]:
+    """Starts a cluster on this machine or joins one; at the end leaves it, or ends it if it was started here.
+
+    `address`: `LOCAL` joins the cluster of RAY_ADDRESS, or one that `ray start` has started on this machine, and else
+    starts one. `auto` joins one that runs on this machine; HOST:PORT joins that one. `num_cpus`: the logical CPUs of a
+    cluster that is started; None: those of the machine. `own_token`: the cluster was started by this user's
+    `cppbatch serve`, so it expects this user's token. Raises `ConfigError`.
+    """
+    check_installed()
+    log_file = _prepare(address)
+    if own_token:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        _stay_here()
+    found = _find(address)
+    if not found:
+        _stay_here()
+    _log_to(log_file)
+    import ray
+
+    try:
+        info = _init(found, num_cpus)
+    except Exception as error:
+        raise ConfigError(_connection_error(found, error, log_file)) from error
+    _log_to(log_file)  # Ray and Ray Serve have set up their own handlers
+    try:
+        yield RayCluster(
+            address=str(info["gcs_address"]),
+            is_own=not found,
+            log_file=str(log_file),
+            session_logs=str(Path(info["session_dir"]) / "logs"),
+        )
+    finally:
+        ray.shutdown()
+
+
+def _prepare(address: str) -> Path:
+    """Sets what Ray reads from the environment when it is imported. Returns the file for its messages."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if "://" in address:
+        raise ConfigError(
+            f"--ray {address}: the address is a host and a port without a protocol, like 10.0.0.5:6379, and this "
+            "machine must be a node of that cluster (`ray start --address=HOST:PORT`)"
+        )
+    folder = Path(platformdirs.user_log_dir("cppbatch"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"ray-{os.getpid()}.log"
+
+
+def _stay_here() -> None:
+    """The processes of the cluster listen on 127.0.0.1 only. Without effect once Ray is imported."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: take the loopback address as the node's
+
+
+def _find(address: str) -> str:
+    """What `ray.init` gets to join a cluster that runs; "": start one. Raises `ConfigError` if none answers where one
+    should."""
+    name = f"--ray {address}"
+    if address == LOCAL:
+        address = os.environ.get(_ADDRESS_VARIABLE, "")
+        name = f"{_ADDRESS_VARIABLE}={address}"
+        if not address:
+            return _AUTO if _runs_here() else ""
+    if address == _AUTO:
+        if not (_runs_here() or _any_here()):
+            raise ConfigError(
+                f"{name}: no Ray cluster runs on this machine. Start one with `ray start --head`, or use --ray without "
+                "an address, which starts one"
+            )
+        return _AUTO
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{name} is not an address like 10.0.0.5:6379; without an address, --ray starts a cluster")
+    if why := _refuses(_as_ray_resolves(address)):
+        raise ConfigError(
+            f"{name}: no Ray cluster answers there ({why}). `ray start --head` starts one on that machine and prints "
+            "its address; without an address, --ray starts one on this machine"
+        )
+    return address
+
+
+def _runs_here() -> bool:
+    """Whether `ray start` has started a cluster on this machine. Found without importing Ray: see `_stay_here`."""
+    folder = os.environ.get("RAY_TMPDIR") or ("/tmp" if sys.platform == "darwin" else tempfile.gettempdir())
+    try:
+        address = Path(folder, "ray", "ray_current_cluster").read_text().strip()
+    except OSError:
+        return False
+    return not _refuses(address)
+
+
+def _any_here() -> bool:
+    from ray._private.services import find_gcs_addresses
+
+    return bool(find_gcs_addresses())
+
+
+def _as_ray_resolves(address: str) -> str:
+    """Ray replaces loopback addresses by the machine's own."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    return str(canonicalize_bootstrap_address(address))
+
+
+def _refuses(address: str) -> str:
+    """Why nothing can be reached there; "": something listens."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _init(found: str, num_cpus: int | None) -> dict[str, Any]:
+    import ray
+
+    settings: dict[str, Any] = {"logging_level": logging.INFO, "log_to_driver": False, "namespace": "cppbatch"}
+    if not found:
+        settings |= {
+            "num_cpus": num_cpus,
+            "include_dashboard": False,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        }
+    return dict(ray.init(found or LOCAL, **settings).address_info)
+
+
+def _log_to(file: Path) -> None:
+    """Sends the messages of Ray and Ray Serve in this process to a file, and not to the terminal."""
+    handler = logging.FileHandler(file, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("ray", "ray.serve"):
+        logger = logging.getLogger(name)
+        for old in logger.handlers:
+            old.close()
+        logger.handlers = [handler]
+        logger.propagate = False
+
+
+def _connection_error(address: str, error: Exception, log_file: Path) -> str:
+    text = " ".join(f"{error} {error.__cause__ or ''}".split())
+    more = f"Ray's messages are in {log_file}"
+    if not address:
+        return f"Ray could not be started on this machine: {text[:500]}. {more}"
+    if "token" in text.lower() or "auth" in type(error).__name__.lower():
+        return (
+            f"the Ray cluster at {address} expects a token: copy ~/.ray/auth_token from its head node to this machine "
+            "and set RAY_AUTH_MODE=token"
+        )
+    if "ersion mismatch" in text:
+        return f"the Ray cluster at {address} has other versions than this process: {text[:500]}"
+    if "No node info found" in text:
+        return (
+            f"this machine is no node of the Ray cluster at {address}: run `ray start --address={address}` here first "
+            f"(with --num-cpus=0, if no replica shall run here). {more}"
+        )
+    return f"the Ray cluster at {address} cannot be joined: {text[:500]}. {more}"
