@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -303,6 +304,25 @@ def _set_up_logs(verbose: bool, log_format: Literal["text", "json"] | None) -> N
 
 
 # --- where it runs ----------------------------------------------------------------------------------------------------
+
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+class CountRange(click.ParamType):  # type: ignore[type-arg]
+    """`2`, or `1..4`: a number, and the number up to which it grows with the load, None if it is fixed."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int | None]:
+        """As in click."""
+        if isinstance(value, tuple):
+            return value
+        if found := _RANGE.fullmatch(str(value)):
+            return int(found[1]), int(found[2])
+        if re.fullmatch(r"-?\d+", str(value)):
+            return int(value), None
+        return self.fail(f"{value!r} is neither a number like 2 nor a range like 1..4", param, ctx)
+
 
 _DEPLOYMENT = [
     option(

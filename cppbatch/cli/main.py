@@ -13,6 +13,7 @@ from cppbatch.cli.doctor_command import doctor
 from cppbatch.cli.generate_command import generate
 from cppbatch.cli.memory_command import memory
 from cppbatch.cli.models_command import models
+from cppbatch.cli.ray_command import ray
 from cppbatch.cli.serve_command import serve
 from cppbatch.cli.tune_command import tune
 from cppbatch.errors import CppBatchError
@@ -32,6 +33,7 @@ cli.add_command(memory)
 cli.add_command(tune)
 cli.add_command(bench)
 cli.add_command(doctor)
+cli.add_command(ray)
 
 
 def main() -> None:

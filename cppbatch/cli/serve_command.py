@@ -11,12 +11,13 @@ import click
 
 from cppbatch.cli.engine_options import deployment_options, engine_options, profile_and_memory_options
 from cppbatch.cli.llama_server_flags import LlamaServerCommand, unneeded_flags
+from cppbatch.cli.ray_options import RayTarget, ray_options
 from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ModelError
 
 if TYPE_CHECKING:
-    from cppbatch.cluster.deployment import Deployment
+    from cppbatch.cluster.deployment import Deployment, EngineStarter
     from cppbatch.server.listener import Address
     from cppbatch.server.settings import ServerSettings
 
@@ -27,18 +28,30 @@ if TYPE_CHECKING:
 )
 @server_options  # first, so that their errors come before a model is downloaded
 @deployment_options
+@ray_options
 @engine_options
 @unneeded_flags  # where the log is set up
 @profile_and_memory_options
-def serve(config: EngineConfig, deployment: Deployment, settings: ServerSettings, address: Address) -> None:
+def serve(
+    config: EngineConfig, deployment: Deployment, ray: RayTarget | None, settings: ServerSettings, address: Address
+) -> None:
     """Serves a model over HTTP with an OpenAI-compatible API.
 
     llama-server's flags mean the same; those that need nothing here are accepted (docs/llama-server.md).
     """
     from cppbatch.server.run_server import run_server as run
 
-    say(f"loading {config.model_path} ...")
-    asyncio.run(run(config, deployment, settings, address, say=say, find_advice=lambda: find_advice(config)))
+    def run_until_stopped(config: EngineConfig, starter: EngineStarter) -> None:
+        say(f"loading {config.model_path} ...")
+        asyncio.run(run(config, starter, settings, address, say=say, find_advice=lambda: find_advice(config)))
+
+    if ray is None:
+        run_until_stopped(config, deployment)
+        return
+    from cppbatch.ray.ray_deployment import deployed
+
+    with deployed(ray.address, config, ray.options, step_timeout=deployment.step_timeout, say=say) as replicas:
+        run_until_stopped(replicas.config, replicas)
 
 
 def find_advice(config: EngineConfig) -> str | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.cluster.engine_group import EngineGroup
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.config import EngineConfig, available_threads
@@ -15,8 +16,16 @@ from cppbatch.errors import ConfigError
 if TYPE_CHECKING:
     from cppbatch.cluster.local_engine import LocalEngine
 
-_MAX_WORKERS = 64
+MAX_WORKERS = 64
+"""Of one server."""
 _MIN_STEP_TIMEOUT_S = 2.0  # an idle worker has one heartbeat a second
+
+
+class EngineStarter(Protocol):
+    """Starts the engines of a server."""
+
+    def start(self, config: EngineConfig) -> EngineClient:
+        """Starts the engines, which load the model. Must run inside an event loop. Raises `ConfigError`."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +42,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without a request after which a worker ends until the next one; -1: never."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.workers <= _MAX_WORKERS:
-            raise ConfigError(f"--workers is {self.workers}; it must be from 1 to {_MAX_WORKERS}")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(f"--workers is {self.workers}; it must be from 1 to {MAX_WORKERS}")
         if any(device < 0 for device in self.devices):
             raise ConfigError(f"--devices has {min(self.devices)}; devices are numbered from 0")
         if self.step_timeout < _MIN_STEP_TIMEOUT_S:

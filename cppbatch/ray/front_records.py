@@ -33,7 +33,7 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
     def is_alive(self) -> bool:
         """Whether the front runs."""
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.created) < 1
+            return bool(abs(psutil.Process(self.pid).create_time() - self.created) < 1)
         except psutil.Error:
             return False
 

@@ -151,6 +151,11 @@ def _find(address: str) -> str:
     return address
 
 
+def starts_own(address: str) -> bool:
+    """Whether `connect` would start a cluster. Does not import Ray."""
+    return address == LOCAL and not os.environ.get(_ADDRESS_VARIABLE) and not _runs_here()
+
+
 def _runs_here() -> bool:
     """Whether `ray start` has started a cluster on this machine. Found without importing Ray: see `_stay_here`."""
     folder = os.environ.get("RAY_TMPDIR") or ("/tmp" if sys.platform == "darwin" else tempfile.gettempdir())

@@ -9,8 +9,6 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
-
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError
 from cppbatch.ray import front_records, ray_cluster
@@ -85,8 +83,8 @@ def _about(cluster: RayCluster, nodes: list[ray_cluster.Node]) -> Iterator[str]:
         yield f"Ray cluster: started on this machine, {cluster.address}; it ends with this command (Ctrl-C)"
     else:
         yield (
-            f"Ray cluster: joined {cluster.address}, {machines}; it goes on after this command (Ctrl-C), which ends only "
-            "its own replicas"
+            f"Ray cluster: joined {cluster.address}, {machines}; it goes on after this command (Ctrl-C), which "
+            "ends only its own replicas"
         )
     yield f"Ray's logs: {cluster.session_logs} (replicas), {cluster.log_file} (this process)"
 
@@ -173,5 +171,3 @@ def delete_application(name: str) -> None:
     from ray import serve
 
     serve.delete(name)
-
-

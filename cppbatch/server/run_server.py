@@ -11,7 +11,7 @@ from functools import partial
 
 from aiohttp import web
 
-from cppbatch.cluster.deployment import Deployment
+from cppbatch.cluster.deployment import EngineStarter
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.config import EngineConfig
 from cppbatch.server.admission import IN_FLIGHT
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 async def run_server(
     config: EngineConfig,
-    deployment: Deployment,
+    deployment: EngineStarter,
     settings: ServerSettings,
     address: Address,
     *,

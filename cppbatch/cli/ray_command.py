@@ -1,0 +1,67 @@
+"""`cppbatch ray`: what `cppbatch serve --ray` of this user runs on this machine, and ending it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from cppbatch.ray.front_records import FrontRecord
+
+
+@click.group()
+def ray() -> None:
+    """Shows or ends what `cppbatch serve --ray` has started on this machine (docs/ray.md)."""
+
+
+@ray.command()
+def status() -> None:
+    """Shows each server with its cluster and its replicas: state, process, machine, requests."""
+    found = _records()
+    if not found:
+        return
+    from cppbatch.ray.front_status import state_of
+
+    for record in found:
+        whose = "its own Ray cluster" if record.owns_cluster else "the Ray cluster that it joined,"
+        state = "" if record.is_alive else "  (killed: `cppbatch ray down` stops its replicas)"
+        click.echo(f"cppbatch serve, pid {record.pid}, on {whose} at {record.cluster}{state}")
+        click.echo(f"model {record.model}, replicas {record.replicas}, logs {record.session_logs}")
+        front = state_of(record)
+        table = Table(box=None, pad_edge=False)
+        for column in ("replica", "state", "pid", "machine", "CPUs", "requests"):
+            table.add_column(column)
+        for each in front.replicas:
+            pid, requests = ("-" if number is None else str(number) for number in (each.pid, each.in_flight))
+            table.add_row(each.name, each.state, pid, each.machine or "-", f"{each.num_cpus:g}", requests)
+        Console(soft_wrap=True).print(table)
+        if front.message:
+            click.echo(front.message)
+
+
+@ray.command()
+def down() -> None:
+    """Ends each server (its running requests finish first), its replicas, and the cluster if it has started one."""
+    found = _records()
+    if not found:
+        return
+    from cppbatch.ray.front_status import end
+
+    ended = [end(record, say=click.echo) for record in found]
+    sys.exit(0 if all(ended) else 1)
+
+
+def _records() -> list[FrontRecord]:
+    from cppbatch.ray.front_records import records
+    from cppbatch.ray.ray_cluster import check_installed
+
+    found = records()
+    if found:
+        check_installed()
+    else:
+        click.echo("no `cppbatch serve --ray` of this user runs on this machine")
+    return found

@@ -1,0 +1,108 @@
+"""The state of the fronts of this machine, asked from their clusters, and ending them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+import psutil
+
+from cppbatch.errors import ConfigError
+from cppbatch.ray import ray_cluster
+from cppbatch.ray.front_records import FrontRecord, forget, records
+from cppbatch.ray.ray_deployment import delete_left_behind
+from cppbatch.ray.serve_details import deployment_details
+
+_REPORT_SECONDS = 5.0
+_END_SECONDS = 120.0  # beyond the drain timeout; then the front is killed
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica of a front."""
+
+    name: str
+    state: str
+    """Ray Serve's word: STARTING, RUNNING, STOPPING ..."""
+    num_cpus: float
+    pid: int | None = None
+    """The replica's process; None while it has none."""
+    machine: str | None = None
+    in_flight: int | None = None
+    """Unfinished requests; None while it does not answer."""
+
+
+class FrontState(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas of a front."""
+
+    replicas: list[ReplicaState]
+    message: str = ""
+    """What is wrong, if anything is."""
+
+
+def state_of(record: FrontRecord) -> FrontState:
+    """Asks the cluster of a front. A cluster that does not answer is said in `message`."""
+    try:
+        with ray_cluster.connect(record.cluster, own_token=record.owns_cluster):
+            return _ask(record.application)
+    except ConfigError as error:
+        return FrontState(replicas=[], message=str(error))
+
+
+def _ask(application: str) -> FrontState:
+    from ray import serve
+
+    from cppbatch.ray.ray_messages import decode_report
+    from cppbatch.ray.serve_replicas import DEPLOYMENT
+
+    details = deployment_details(application)
+    if details is None:
+        return FrontState(replicas=[], message=f"its application {application} is not in the cluster")
+    in_flight: dict[str, int] = {}
+    with contextlib.suppress(TimeoutError):
+        handle = serve.get_deployment_handle(DEPLOYMENT, application)
+        for data in handle.broadcast("report").results(timeout_s=_REPORT_SECONDS, return_exceptions=True):
+            if isinstance(data, bytes):
+                report = decode_report(data)
+                in_flight[report.replica] = sum(worker.in_flight for worker in report.workers)
+    num_cpus = details.required_resources.get("CPU", 0)
+    return FrontState(
+        replicas=[
+            ReplicaState(
+                name=each.replica_id,
+                state=each.state.value,
+                num_cpus=num_cpus,
+                pid=each.pid,
+                machine=each.node_ip,
+                in_flight=in_flight.get(each.replica_id),
+            )
+            for each in details.replicas
+        ],
+        message=details.message,
+    )
+
+
+def end(record: FrontRecord, *, say: Callable[[str], None]) -> bool:
+    """Ends a front, which stops its replicas; or the replicas of a killed one. Returns whether all have ended."""
+    if record.is_alive:
+        say(f"ending cppbatch serve, pid {record.pid}: its running requests finish first ...")
+        process = psutil.Process(record.pid)
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except psutil.TimeoutExpired:
+            say(f"it did not end within {_END_SECONDS:g} s; `kill -9 {record.pid}` and `cppbatch ray down` again do")
+            return False
+        record = next((left for left in records() if left.pid == record.pid), record)
+    if not record.owns_cluster and record in records():
+        try:
+            with ray_cluster.connect(record.cluster):
+                delete_left_behind(record.cluster)
+        except ConfigError as error:
+            say(f"{error}. Its replicas have ended if the cluster has; the server is forgotten")
+            forget(record)
+            return True
+    cluster = "and its Ray cluster have" if record.owns_cluster else "have"
+    goes_on = "" if record.owns_cluster else f"; the Ray cluster at {record.cluster} goes on"
+    say(f"the replicas {cluster} ended{goes_on}")
+    return True
