@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
-import logging
+import logging.handlers
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -18,14 +20,14 @@ import platformdirs
 
 from cppbatch.errors import ConfigError
 
-log = logging.getLogger("cppbatch.ray")
-
 LOCAL = "local"
 """`--ray` without an address."""
-INSTALL = "install it with `pip install 'cppbatch[ray]'`, or in a checkout with `python3 scripts/install.py --ray`"
+_INSTALL = "install it with `pip install 'cppbatch[ray]'`, or in a checkout with `python3 scripts/install.py --ray`"
 
+_OLDEST = (2, 60)
 _OBJECT_STORE_BYTES = 256 * 2**20  # for messages above 100 KB, such as long prompts; Ray's default is 30% of the memory
 _CONNECT_SECONDS = 5.0
+_MAX_LOG_BYTES = 5 * 2**20
 _AUTO = "auto"
 _ADDRESS_VARIABLE = "RAY_ADDRESS"
 
@@ -62,9 +64,15 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_installed() -> None:
-    """Raises `ConfigError` with the command that installs Ray, if it is missing."""
-    if not (importlib.util.find_spec("ray") and importlib.util.find_spec("ray.serve")):
-        raise ConfigError(f"--ray needs Ray with Ray Serve: {INSTALL}")
+    """Raises `ConfigError` with the command that installs Ray, if it is missing or older. Does not import Ray."""
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"--ray needs Ray: {_INSTALL}") from None
+    if not importlib.util.find_spec("fastapi"):
+        raise ConfigError(f"--ray needs Ray with its part Ray Serve: {_INSTALL}")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST:
+        raise ConfigError(f"--ray needs Ray {'.'.join(map(str, _OLDEST))} or newer, and this is {version}: {_INSTALL}")
 
 
 @contextlib.contextmanager
@@ -84,14 +92,16 @@ def connect(address: str, *, num_cpus: int | None = None, own_token: bool = Fals
     found = _find(address)
     if not found:
         _stay_here()
-    _log_to(log_file)
     import ray
+    import ray.serve
 
+    _log_to(log_file)
     try:
-        info = _init(found, num_cpus)
+        with _stderr_to(log_file):
+            info = _init(found, num_cpus)
     except Exception as error:
         raise ConfigError(_connection_error(found, error, log_file)) from error
-    _log_to(log_file)  # Ray and Ray Serve have set up their own handlers
+    _log_to(log_file)  # Ray has removed the handler
     try:
         yield RayCluster(
             address=str(info["gcs_address"]),
@@ -116,7 +126,7 @@ def _prepare(address: str) -> Path:
         )
     folder = Path(platformdirs.user_log_dir("cppbatch"))
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"ray-{os.getpid()}.log"
+    return folder / "ray.log"
 
 
 def _stay_here() -> None:
@@ -192,7 +202,7 @@ def _refuses(address: str) -> str:
 def _init(found: str, num_cpus: int | None) -> dict[str, Any]:
     import ray
 
-    settings: dict[str, Any] = {"logging_level": logging.INFO, "log_to_driver": False, "namespace": "cppbatch"}
+    settings: dict[str, Any] = {"configure_logging": False, "log_to_driver": False, "namespace": "cppbatch"}
     if not found:
         settings |= {
             "num_cpus": num_cpus,
@@ -204,14 +214,27 @@ def _init(found: str, num_cpus: int | None) -> dict[str, Any]:
 
 def _log_to(file: Path) -> None:
     """Sends the messages of Ray and Ray Serve in this process to a file, and not to the terminal."""
-    handler = logging.FileHandler(file, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler = logging.handlers.RotatingFileHandler(file, maxBytes=_MAX_LOG_BYTES, backupCount=1, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
     for name in ("ray", "ray.serve"):
         logger = logging.getLogger(name)
-        for old in logger.handlers:
-            old.close()
         logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
         logger.propagate = False
+
+
+@contextlib.contextmanager
+def _stderr_to(file: Path) -> Iterator[None]:
+    """Sends what Ray's C++ code prints, which no logger sees, to the file."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(file, "ab") as log_file:
+        os.dup2(log_file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _connection_error(address: str, error: Exception, log_file: Path) -> str:

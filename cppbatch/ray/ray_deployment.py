@@ -47,10 +47,10 @@ def deployed(
     cluster that was started. `say` prints a line. Raises `ConfigError`."""
     own_options, own_config = for_own_machine(options, config, available_threads())
     num_cpus = max(os.cpu_count() or 1, int(own_options.num_cpus * options.max_replicas))
-    if address == ray_cluster.LOCAL:
-        say("starting or joining a Ray cluster on this machine ...")
+    if ray_cluster.starts_own(address):
+        say("starting a Ray cluster on this machine ...")
     else:
-        say(f"joining the Ray cluster at {address} ...")
+        say("joining the Ray cluster ...")
     with ray_cluster.connect(address, num_cpus=num_cpus) as cluster:
         nodes = cluster.nodes()
         if cluster.is_own:
