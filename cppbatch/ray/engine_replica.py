@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
-import uuid
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -118,7 +117,9 @@ class EngineReplica(ReplicaEngine):
         self, config: EngineConfig, *, step_timeout: float = 300.0
     ) -> None:
         """Starts a worker process and waits until it has loaded the model. Raises what loading raises."""
-        name = uuid.uuid4().hex[:8]
+        from ray import serve
+
+        name = serve.get_replica_context().replica_id.unique_id
         unlimited = msgspec.structs.replace(config, max_queue=INT32_MAX - config.n_parallel)  # the fronts limit it
         engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout)
         try:

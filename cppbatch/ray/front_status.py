@@ -55,7 +55,7 @@ def _ask(application: str) -> FrontState:
     from cppbatch.ray.ray_messages import decode_report
     from cppbatch.ray.serve_replicas import DEPLOYMENT
 
-    details = deployment_details(application)
+    details = deployment_details(application, DEPLOYMENT)
     if details is None:
         return FrontState(replicas=[], message=f"its application {application} is not in the cluster")
     in_flight: dict[str, int] = {}

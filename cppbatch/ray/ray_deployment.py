@@ -142,7 +142,15 @@ def _application(
 
 
 def _routing(config: EngineConfig) -> dict[str, Any]:
-    return {}
+    from ray.serve.config import RequestRouterConfig
+
+    from cppbatch.ray.request_router import PrefixRequestRouter
+
+    return {
+        "request_router_config": RequestRouterConfig(
+            request_router_class=PrefixRequestRouter, request_router_kwargs={"n_parallel": config.n_parallel}
+        )
+    }
 
 
 def _serve_runs() -> bool:
