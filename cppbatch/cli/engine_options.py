@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
+import msgspec
 from click.core import ParameterSource
 
 from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation
@@ -326,8 +327,13 @@ class CountRange(click.ParamType):  # type: ignore[type-arg]
 
 _DEPLOYMENT = [
     option(
-        "--workers", env="WORKERS", type=int, default=1,
-        help="Worker processes, each with its own copy of the model and its own KV cache.",
+        "--workers", env="WORKERS", type=CountRange(), default="1", metavar="N or MIN..MAX",
+        help="Worker processes, each with its own copy of the model and its own KV cache. 1..4: one at the start, more "
+        "while requests wait and the memory suffices, and fewer again later.",
+    ),
+    option(
+        "--downscale-delay", env="DOWNSCALE_DELAY", type=float, default=60,
+        help="With --workers MIN..MAX: seconds for which fewer workers must have been enough before one ends.",
     ),
     option(
         "--devices", env="DEVICES", metavar="0,1,...", default=None,
@@ -354,7 +360,9 @@ def deployment_options(command: Command) -> Command:
 
     @wraps(command)
     def with_deployment(
-        workers: int,
+        *,
+        workers: tuple[int, int | None],
+        downscale_delay: float,
         devices: str | None,
         step_timeout: float,
         sleep_idle_seconds: float,
@@ -364,7 +372,9 @@ def deployment_options(command: Command) -> Command:
         from cppbatch.cluster.deployment import Deployment
 
         deployment = Deployment(
-            workers=workers,
+            workers=workers[0],
+            max_workers=workers[1],
+            downscale_delay=downscale_delay,
             devices=_device_numbers(devices),
             step_timeout=step_timeout,
             sleep_idle_seconds=sleep_idle_seconds,
@@ -405,7 +415,10 @@ def profile_and_memory_options(command: Command) -> Command:
         if use_profile:
             config = _with_profile(config)
         if memory_check:
-            _check_memory(config, arguments.get("deployment"))
+            deployment: Deployment | None = arguments.get("deployment")
+            _check_memory(config, deployment)
+            if deployment and deployment.is_autoscaled:
+                arguments["deployment"] = _with_memory_check(deployment)
         return command(config=config, **arguments)
 
     return with_options(with_checked_config, _PROFILE_AND_MEMORY)
@@ -418,6 +431,12 @@ def _with_profile(config: EngineConfig) -> EngineConfig:
     if line:
         click.echo(line, err=True)
     return changed
+
+
+def _with_memory_check(deployment: Deployment) -> Deployment:
+    from cppbatch.bench.memory.memory_check import memory_shortage
+
+    return msgspec.structs.replace(deployment, memory_shortage=memory_shortage)
 
 
 def _check_memory(config: EngineConfig, deployment: Deployment | None) -> None:

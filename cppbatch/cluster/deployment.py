@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from cppbatch.cluster.autoscaled_group import AutoscaledGroup
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.cluster.engine_group import EngineGroup
 from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.scaling_rule import ScalingRule
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError
 
@@ -34,6 +38,13 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     in_process: bool = False
     """For debugging: one engine on a thread of the server's process; a crash ends both."""
     workers: int = 1
+    max_workers: int | None = None
+    """More than `workers`: their number follows the load, from `workers` to this (`ScalingRule`). None: it is fixed."""
+    downscale_delay: float = 60.0
+    """Seconds for which fewer workers must have been enough before one is drained."""
+    memory_shortage: Callable[[EngineConfig], str | None] | None = None
+    """Why an engine does not fit into the free memory now, None if it does: asked on a thread before another worker is
+    started. `cppbatch.bench.memory.memory_check.memory_shortage` computes it; None: every worker is started."""
     devices: tuple[int, ...] = ()
     """llama.cpp's numbers of GPUs, at least one worker for each; more workers are assigned to them in turn."""
     step_timeout: float = 300.0
@@ -44,6 +55,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ConfigError(f"--workers is {self.workers}; it must be from 1 to {MAX_WORKERS}")
+        self._check_scaling()
         if any(device < 0 for device in self.devices):
             raise ConfigError(f"--devices has {min(self.devices)}; devices are numbered from 0")
         if self.step_timeout < _MIN_STEP_TIMEOUT_S:
@@ -54,8 +66,22 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.in_process and self.sleep_idle_seconds != -1:
             raise ConfigError("--in-process has no worker that could end; leave out --sleep-idle-seconds")
-        if self.in_process and (self.workers > 1 or self.devices):
+        if self.in_process and (self.workers > 1 or self.max_workers is not None or self.devices):
             raise ConfigError("--in-process has one engine; leave out --workers and --devices")
+
+    def _check_scaling(self) -> None:
+        if not 0 < self.downscale_delay < math.inf:
+            raise ConfigError(f"--downscale-delay is {self.downscale_delay:g}; it must be more than 0 seconds")
+        if self.max_workers is None:
+            return
+        given = f"--workers is {self.workers}..{self.max_workers}"
+        if not self.workers <= self.max_workers <= MAX_WORKERS:
+            raise ConfigError(f"{given}; the second number must be from {self.workers} to {MAX_WORKERS}")
+        if self.max_workers < len(self.devices):
+            raise ConfigError(
+                f"{given}, fewer than the {len(self.devices)} devices of --devices: each needs a worker. Raise the "
+                "second number, or name fewer devices"
+            )
 
     def start(self, config: EngineConfig) -> EngineProcess | EngineGroup | LocalEngine:
         """Starts the engines, which load the model. Must run inside an event loop. Raises `ConfigError`."""
@@ -63,20 +89,46 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
             from cppbatch.cluster.local_engine import LocalEngine  # loads llama.cpp into this process
 
             return LocalEngine(config)
-        engines = [
-            EngineProcess(
-                worker_config,
-                name=str(i),
-                step_timeout=self.step_timeout,
-                sleep_idle_seconds=self.sleep_idle_seconds,
-            )
-            for i, worker_config in enumerate(self.configs(config))
-        ]
+        if self.is_autoscaled:
+            return self._start_autoscaled(config)
+        engines = [self._start_worker(each, i) for i, each in enumerate(self.configs(config))]
         return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
+    @property
+    def is_autoscaled(self) -> bool:
+        """Whether the number of workers follows the load."""
+        return self.max_workers is not None and self.max_workers > self.workers
+
+    def _start_autoscaled(self, config: EngineConfig) -> AutoscaledGroup:
+        def config_of(number: int) -> EngineConfig:
+            return msgspec.structs.replace(config, device=self._device(config, number))
+
+        async def shortage(number: int) -> str | None:
+            if self.memory_shortage is None:
+                return None
+            return await asyncio.to_thread(self.memory_shortage, config_of(number))
+
+        rule = ScalingRule(
+            min_workers=self.workers,
+            max_workers=self.max_workers or self.workers,
+            n_parallel=config.n_parallel,
+            downscale_delay=self.downscale_delay,
+        )
+        return AutoscaledGroup(lambda i: self._start_worker(config_of(i), i), rule, shortage=shortage)
+
+    def _start_worker(self, config: EngineConfig, number: int) -> EngineProcess:
+        return EngineProcess(
+            config, name=str(number), step_timeout=self.step_timeout, sleep_idle_seconds=self.sleep_idle_seconds
+        )
+
     def configs(self, config: EngineConfig) -> list[EngineConfig]:
-        """The settings of each worker. They divide the cores: more compute threads than cores only spin."""
-        n = max(self.workers, len(self.devices))
-        threads = config.n_threads or (max(1, available_threads() // n) if n > 1 else 0)
-        devices = [self.devices[i % len(self.devices)] if self.devices else None for i in range(n)]
-        return [msgspec.structs.replace(config, n_threads=threads, device=device) for device in devices]
+        """The settings of each worker at the start. A fixed number of them divides the cores: more compute threads than
+        cores only spin. An `AutoscaledGroup` divides the cores itself, as workers come and go."""
+        n = self.workers if self.is_autoscaled else max(self.workers, len(self.devices))
+        threads = config.n_threads
+        if not threads and n > 1 and not self.is_autoscaled:
+            threads = max(1, available_threads() // n)
+        return [msgspec.structs.replace(config, n_threads=threads, device=self._device(config, i)) for i in range(n)]
+
+    def _device(self, config: EngineConfig, number: int) -> int | None:
+        return self.devices[number % len(self.devices)] if self.devices else config.device

@@ -50,8 +50,28 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     device: int | None = None
     """The GPU it was assigned, if any."""
     restarts: int = 0
+    draining: bool = False
+    """It gets no new requests, and ends when its last request has ended (autoscaling)."""
     stats: EngineStats | None = None
     """None while it does not answer."""
+
+
+class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers there are, where their number follows the load."""
+
+    min_workers: int
+    max_workers: int
+    running: int
+    """Workers that take requests."""
+    starting: int
+    draining: int
+    """Workers that get no new requests and still compute earlier ones."""
+    scale_ups: int
+    """Workers that were started because requests waited."""
+    scale_downs: int
+    """Workers that were drained because fewer were enough."""
+    held_back: str | None = None
+    """Why the last worker that the load asks for was not started."""
 
 
 class EngineClient(ABC):
@@ -72,6 +92,15 @@ class EngineClient(ABC):
     @abstractmethod
     def health(self) -> Health:
         """The state of the engine now."""
+
+    def scaling(self) -> ScalingState | None:
+        """The number of workers, if it follows the load; None: it is fixed."""
+        return None
+
+    @property
+    def max_parallel(self) -> int:
+        """Requests that can be computed at the same time, with as many workers as may be started."""
+        return self.config.n_parallel
 
     @abstractmethod
     async def check(self, request: GenerationRequest) -> None:

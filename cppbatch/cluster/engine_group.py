@@ -21,9 +21,18 @@ class EngineGroup(EngineClient):
 
     def __init__(self, engines: Sequence[EngineProcess]) -> None:
         self.config = engines[0].config
-        self._engines = engines
+        self._engines = list(engines)
+        """Those that get requests."""
         self._router: PrefixRouter[EngineProcess] = PrefixRouter(self.config.n_parallel)
         self._ids: set[str] = set()
+
+    def _all_engines(self) -> list[EngineProcess]:
+        return self._engines
+
+    @property
+    def max_parallel(self) -> int:
+        """As in `EngineClient`."""
+        return self.config.n_parallel * len(self._engines)
 
     @property
     def info(self) -> ModelInfo:
@@ -71,11 +80,14 @@ class EngineGroup(EngineClient):
             raise id_in_use(request.id)
         self._ids.add(request.id)
         try:
-            async with contextlib.aclosing(self._choose(request).submit(request)) as events:
+            async with contextlib.aclosing(self._run(request)) as events:
                 async for event in events:
                     yield event
         finally:
             self._ids.discard(request.id)
+
+    def _run(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        return self._choose(request).submit(request)
 
     def _choose(self, request: GenerationRequest) -> EngineProcess:
         if request.id_slot >= 0:
@@ -103,18 +115,18 @@ class EngineGroup(EngineClient):
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
-        for engine in self._engines:  # workers without this request ignore its id
+        for engine in self._all_engines():  # workers without this request ignore its id
             await engine.cancel(request_id)
 
     async def stats(self) -> EngineStats:
         """The sum over all workers. Raises `EngineClosed` before their first reports."""
-        return add_up(await asyncio.gather(*(engine.stats() for engine in self._engines)))
+        return add_up(await asyncio.gather(*(engine.stats() for engine in self._all_engines())))
 
     async def workers(self) -> list[WorkerState]:
         """The state of each worker."""
-        each = await asyncio.gather(*(engine.workers() for engine in self._engines))
+        each = await asyncio.gather(*(engine.workers() for engine in self._all_engines()))
         return [state for states in each for state in states]
 
     async def close(self) -> None:
         """Kills all workers; unfinished requests get a last event (cancelled)."""
-        await asyncio.gather(*(engine.close() for engine in self._engines))
+        await asyncio.gather(*(engine.close() for engine in self._all_engines()))

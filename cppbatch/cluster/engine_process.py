@@ -24,6 +24,7 @@ from cppbatch.cluster.worker_link import (
     Events,
     FromWorker,
     GetStats,
+    LimitThreads,
     Question,
     Refused,
     SlotAction,
@@ -44,6 +45,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger("cppbatch.cluster")
+
+
+class Withdrawn(Exception):
+    """The request was taken back (`EngineProcess.withdraw`): it continues elsewhere with `resume`."""
+
+    def __init__(self, resume: ResumeState) -> None:
+        super().__init__("withdrawn")
+        self.resume = resume
+
 
 _UNLIMITED = 2**31 - 1
 _MAX_FINISH_TIMES = 64
@@ -87,6 +97,7 @@ class EngineProcess(EngineClient):
         self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
         self._stats_waiters: list[asyncio.Future[None]] = []
         self._last_stats: EngineStats | None = None
+        self._max_threads = 0
         self._closed = False
         self._task = asyncio.ensure_future(self._supervise())
         self._loaded: asyncio.Future[None] = loop.create_future()
@@ -157,7 +168,7 @@ class EngineProcess(EngineClient):
         """
         if request.id in self._by_id:
             raise id_in_use(request.id)
-        if self.in_flight >= self._max_in_flight:
+        if resume is None and self.in_flight >= self._max_in_flight:
             raise QueueFull(self.config.max_queue, self._seconds_per_request())
         submitted = self._by_id[request.id] = self._start(request, resume=resume)
         try:
@@ -194,6 +205,18 @@ class EngineProcess(EngineClient):
             if not self._send_cancel(request):  # otherwise the worker sends the last event
                 self._end(request, FinishReason.CANCELLED)
 
+    def withdraw(self, request_id: str) -> bool:
+        """Takes a request back, if it has no output yet and no crash is blamed on it. Returns whether it did.
+
+        The iterator of `submit` then raises `Withdrawn`.
+        """
+        request = self._by_id.get(request_id)
+        if request is None or request not in self._in_flight or request.cancelled or not request.is_untouched:
+            return False
+        self._send_cancel(request)
+        self._fail(request, Withdrawn(request.resume_state()))
+        return True
+
     def _send_cancel(self, request: InFlightRequest) -> bool:
         """Tells the worker to cancel the request. Returns False if no worker has it."""
         worker = self._supervisor.worker
@@ -224,6 +247,15 @@ class EngineProcess(EngineClient):
             return 1.0
         return min(60.0, max(1.0, (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)))
 
+    def limit_threads(self, n: int) -> None:
+        """The worker uses at most `n` compute threads from its next step on. No effect on a GPU or with `n_threads`."""
+        self._max_threads = n
+        self._send_thread_limit()
+
+    def _send_thread_limit(self) -> None:
+        if self._max_threads and (worker := self._supervisor.worker):
+            worker.send(LimitThreads(self._max_threads))
+
     # --- called by the supervisor -------------------------------------------------------------------------------
 
     @property
@@ -251,6 +283,7 @@ class EngineProcess(EngineClient):
         self._last_stats = stats
         if not self._loaded.done():
             self._loaded.set_result(None)
+        self._send_thread_limit()
         self._send_requests()
 
     def on_worker_message(self, message: FromWorker) -> None:

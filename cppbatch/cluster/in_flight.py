@@ -120,6 +120,7 @@ class InFlightRequest:
         self.n_crashes = 0
         """Consecutive workers that died while they computed or prepared the request."""
         self.cancelled = False
+        self._has_output = False
         self._tokens = array("i", resume.tokens if resume else ())
         self._arrived_at = perf_counter() - (resume.age if resume else 0.0)
         self._first_token_at = self._arrived_at + resume.first_token_seconds if resume else 0.0
@@ -138,8 +139,14 @@ class InFlightRequest:
             first_token_seconds=max(0.0, self._first_token_at - self._arrived_at),
         )
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether it had no event yet, and no worker has died while it worked on it."""
+        return not self._has_output and self.n_crashes == 0
+
     def put(self, event: GenerationEvent) -> None:
         """Keeps the event's tokens for the next worker and passes the event to the reader."""
+        self._has_output = True
         if event.tokens and not self._tokens:
             self._first_token_at = perf_counter()
         self._tokens.extend(event.tokens)

@@ -95,8 +95,14 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     """The answer is `Stats`."""
 
 
+class LimitThreads(msgspec.Struct, frozen=True, tag=True):
+    """Use at most so many compute threads, from the next step on."""
+
+    n: int
+
+
 Question = Check | Tokenize | SlotAction
-ToWorker = Submit | Question | Cancel | GetStats
+ToWorker = Submit | Question | Cancel | GetStats | LimitThreads
 
 # --- from the worker --------------------------------------------------------------------------------------------------
 

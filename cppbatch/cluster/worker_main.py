@@ -25,6 +25,7 @@ from cppbatch.cluster.worker_link import (
     Events,
     FromWorker,
     GetStats,
+    LimitThreads,
     Loaded,
     LoadFailed,
     Loading,
@@ -109,6 +110,9 @@ class Worker:
             self._step_loop.post(lambda engine: self._cancel(engine, number))
         elif isinstance(message, GetStats):
             self._step_loop.post(lambda engine: self._link.send(Stats(engine.stats())))
+        elif isinstance(message, LimitThreads):
+            limit = message.n
+            self._step_loop.post(lambda engine: engine.limit_threads(limit))
 
     # --- on an input thread -----------------------------------------------------------------------------------------
 

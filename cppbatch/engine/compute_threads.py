@@ -42,12 +42,16 @@ class ComputeThreads:
         read: Callable[[], CpuTimes] | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`most`: threads on an idle machine. `n_cpus`: logical CPUs that this process may use. `read`, `clock`: for
-        tests."""
+        """`most`: threads on an idle machine, until `limit` changes it. `n_cpus`: logical CPUs that this
+        process may use. `read`, `clock`: for tests."""
         self._most, self._n_cpus = most, n_cpus
         self._read, self._clock = read or read_cpu_times, clock
         self._now = most
         self._at, self._times = clock(), self._read()
+
+    def limit(self, most: int) -> None:
+        """Steps use at most so many threads from now on."""
+        self._most, self._now = most, min(most, self._now)
 
     def now(self) -> int:
         """The number for a step that begins now."""

@@ -258,6 +258,11 @@ class BatchInferenceEngine:
             self._finish(sequence, FinishReason.CANCELLED)
         return True
 
+    def limit_threads(self, n: int) -> None:
+        """Steps use at most `n` compute threads from now on. No effect on a GPU, or where `n_threads` is given."""
+        if self._runtime.threads:
+            self._runtime.threads.limit(n)
+
     # --- the step loop ------------------------------------------------------------------------------------------
 
     @property

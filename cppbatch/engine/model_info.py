@@ -43,6 +43,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """unified, per-sequence, or auto: the engine switches between these two, and `EngineStats` has the present one."""
     sampling: str
     """Where the likeliest tokens are found: "host" (the CPU) or "backend" (the device)."""
+    on_gpu: bool = False
+    """Whether layers compute on a GPU."""
     not_repacked: str | None = None
     """One sentence, if the engine found that the weights are faster as they are in the file."""
     n_ctx_train: int

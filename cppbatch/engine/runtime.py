@@ -426,6 +426,7 @@ def _info(
         n_ctx=n_ctx,
         kv_layout="auto" if is_switching else _layout(context),
         not_repacked=None if model.repack else _why_not_repacked(config),
+        on_gpu=_on_gpu(config),
         sampling="backend" if context.backend_sampling else "host",
         n_ctx_train=model.n_ctx_train,
         max_sequence=min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take cells behind it

@@ -91,9 +91,10 @@ async def run_requests(
 
 async def target_concurrency(client: EngineClient) -> int:
     """The number of requests that keeps the engine busy: all that can run, and up to as many waiting ones, which take
-    at most half of the queue."""
+    at most half of the queue. Where more workers may be started, as many wait as makes all of them start."""
     running = client.config.n_parallel * len(await client.workers())
-    return running + min(running, client.config.max_queue // 2)
+    most = max(running, client.max_parallel)
+    return running + min(2 * most - running, client.config.max_queue // 2)
 
 
 async def _check(client: EngineClient, requests: list[GenerationRequest], *, only_long: bool) -> None:

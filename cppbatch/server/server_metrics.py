@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cppbatch.cluster.engine_client import WorkerState
+from cppbatch.cluster.engine_client import ScalingState, WorkerState
 from cppbatch.engine.histogram import Histogram as EngineHistogram
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.request import GenerationEvent, RequestUsage
@@ -95,9 +95,12 @@ class ServerMetrics:
         sums, self._recent_sums = self._recent_sums, CompletionSums()
         return sums
 
-    def page(self, workers: list[WorkerState], gpus: Sequence[GpuState] = ()) -> bytes:
+    def page(
+        self, workers: list[WorkerState], gpus: Sequence[GpuState] = (), scaling: ScalingState | None = None
+    ) -> bytes:
         """All metrics in Prometheus' text format, with the present state of the workers and GPUs."""
-        return b"".join(map(generate_latest, (self._registry, WorkerMetrics(workers), GpuMetrics(gpus))))
+        collectors = (self._registry, WorkerMetrics(workers), ScalingMetrics(scaling), GpuMetrics(gpus))
+        return b"".join(map(generate_latest, collectors))
 
     def add_to_sums(self, usage: RequestUsage) -> None:
         """Adds a completion that has ended."""
@@ -293,6 +296,34 @@ def _histogram(name: str, text: str, values: Iterable[tuple[str, EngineHistogram
         bounds = [*map(str, histogram.bounds), "+Inf"]
         family.add_metric([worker], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum)
     return family
+
+
+class ScalingMetrics(Collector):
+    """How many workers there are; nothing where their number is fixed."""
+
+    def __init__(self, scaling: ScalingState | None) -> None:
+        self._scaling = scaling
+
+    def collect(self) -> Iterator[Metric]:
+        """The present number of workers in each state, and how often it has changed."""
+        if (scaling := self._scaling) is None:
+            return
+        workers = GaugeMetricFamily(
+            "cppbatch_workers",
+            "Workers by state. draining: it gets no new requests, and ends when its last one has ended",
+            labels=["state"],
+        )
+        for state in ("running", "starting", "draining"):
+            workers.add_metric([state], getattr(scaling, state))
+        yield workers
+        events = CounterMetricFamily(
+            "cppbatch_scale_events",
+            "Workers that were started because requests waited (up), and drained because fewer were enough (down)",
+            labels=["direction"],
+        )
+        events.add_metric(["up"], scaling.scale_ups)
+        events.add_metric(["down"], scaling.scale_downs)
+        yield events
 
 
 # --- GPUs -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import msgspec
 
-from cppbatch.cluster.engine_client import WorkerState
+from cppbatch.cluster.engine_client import ScalingState, WorkerState
 from cppbatch.engine.request import RequestUsage
 from cppbatch.engine.rolling_window import Window, percentile
 from cppbatch.gpu_state import GpuState
@@ -49,6 +49,8 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     last_minute: LastMinute
     workers: list[WorkerState]
+    scaling: ScalingState | None
+    """How many workers run, start and drain; None where their number is fixed."""
     batches: BatchStats | None
     """None: this server stores no batches."""
     gpus: list[GpuState]

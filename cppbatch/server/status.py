@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from cppbatch.cluster.engine_client import ScalingState
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.server.admission import IN_FLIGHT
@@ -29,6 +30,8 @@ class HealthResponse(msgspec.Struct, frozen=True, kw_only=True):
     """0.0 to 1.0 while loading, also when a request has ended the sleep."""
     error: str | UnsetType = UNSET
     """Why it failed or restarts. Absent otherwise, as in llama-server."""
+    scaling: ScalingState | UnsetType = UNSET
+    """How many workers run, start and drain; absent where their number is fixed."""
 
 
 class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +47,9 @@ class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
 async def health(request: web.Request) -> web.Response:
     """503 while the model loads (with its progress) and after the engine has failed or closed; otherwise 200, also
     while the server drains."""
-    state = request.app[SERVING].client.health()
-    response = HealthResponse(status=state.status, progress=state.progress, error=state.error or UNSET)
+    client = request.app[SERVING].client
+    state, scaling = client.health(), client.scaling() or UNSET
+    response = HealthResponse(status=state.status, progress=state.progress, error=state.error or UNSET, scaling=scaling)
     return json_response(response, 200 if state.takes_requests else 503)
 
 
@@ -71,6 +75,7 @@ async def stats(request: web.Request) -> web.Response:
     server = ServerStats(
         last_minute=request.app[METRICS].recent.last_minute(tokens_per_second),
         workers=await client.workers(),
+        scaling=client.scaling(),
         batches=request.app[STORAGE].stats(),
         gpus=request.app[GPUS].latest,
     )
@@ -86,7 +91,7 @@ async def metrics(request: web.Request) -> web.Response:
     if batches:
         metrics.set_batches(batches)
     workers = await serving.client.workers()
-    page = metrics.page(workers, request.app[GPUS].latest)
+    page = metrics.page(workers, request.app[GPUS].latest, serving.client.scaling())
     theirs = llama_metrics(metrics.sums, metrics.take_recent_sums(), workers)
     headers = {"Content-Type": CONTENT_TYPE, "Process-Start-Time-Unix": str(serving.started)}
     return web.Response(body=page + theirs, headers=headers)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch import LocalEngine
-from cppbatch.cluster.engine_client import Health, WorkerState
+from cppbatch.cluster.engine_client import Health, ScalingState, WorkerState
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.server.app import create_app
@@ -171,7 +172,7 @@ async def test_figures_can_be_had_while_a_worker_restarts(
     monkeypatch.setattr(engine, "workers", workers)
     async with http.get("/stats") as answer:
         stats = await answer.json()
-    assert set(stats) == {"last_minute", "workers", "batches", "gpus"}
+    assert set(stats) == {"last_minute", "workers", "scaling", "batches", "gpus"}
     assert (stats["last_minute"]["requests"], stats["last_minute"]["tokens_per_second"]) == (1, None)
     assert (stats["workers"][0]["restarts"], stats["workers"][0]["stats"]) == (2, None)
     seen = await scrape(http)
@@ -179,10 +180,33 @@ async def test_figures_can_be_had_while_a_worker_restarts(
     assert ("worker_steps_total", "0") not in seen
 
 
+async def test_workers_that_come_and_go_are_counted(
+    http: Http, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with http.get("/health") as answer:
+        assert "scaling" not in await answer.json()
+    assert not [name for name, _ in await scrape(http) if name in ("workers", "scale_events_total")]
+    state = ScalingState(
+        min_workers=1, max_workers=4, running=2, starting=1, draining=0, scale_ups=5, scale_downs=3, held_back="why"
+    )
+    monkeypatch.setattr(engine, "scaling", lambda: state)
+    async with http.get("/health") as answer:
+        health = await answer.json()
+    async with http.get("/stats") as answer:
+        stats = await answer.json()
+    assert health["scaling"] == stats["scaling"] == msgspec.structs.asdict(state)
+    seen = await scrape(http)
+    assert [seen["workers", name] for name in ("running", "starting", "draining")] == [2, 1, 0]
+    assert [seen["scale_events_total", name] for name in ("up", "down")] == [5, 3]
+
+
 async def test_prometheus_is_answered_while_the_model_loads() -> None:
     class Loading:
         def health(self) -> Health:
             return Health(status="loading", progress=0.4)
+
+        def scaling(self) -> None:
+            return None
 
         async def workers(self) -> list[WorkerState]:
             return [WorkerState(name="0", health=self.health(), in_flight=0)]

@@ -56,6 +56,16 @@ def test_with_two_threads_a_core_one_busy_cpu_leaves_enough() -> None:
     assert set(Machine(16, most=8).run(3, others=1.0)) == {8}
 
 
+def test_the_most_can_be_changed_while_it_runs() -> None:
+    machine = Machine(4)
+    machine.threads.limit(2)
+    assert set(machine.run(3, others=0.1)) == {2}
+    assert set(machine.run(3, others=2.0)) == {2}, "the others have the other cores"
+    machine.threads.limit(4)
+    assert machine.run(3, others=0.1)[-1] == 4
+    assert machine.run(3, others=1.0)[-1] == 3
+
+
 def test_what_happened_while_the_engine_was_idle_does_not_count() -> None:
     machine = Machine(2)
     machine.run(1, others=0.0)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from cppbatch.bench.memory import memory_check
 from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.memory_check import alternatives, check_memory
+from cppbatch.bench.memory.memory_check import alternatives, check_memory, memory_shortage
 from cppbatch.bench.memory.memory_demand import free_host_memory, memory_demands
 from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import MAPPED
@@ -74,6 +74,13 @@ def test_several_workers_need_it_several_times_but_share_the_file(with_memory: p
         check_memory(on_host, lambda config: [config] * 3)
 
 
+def test_one_more_engine_is_compared_with_what_is_free_now(with_memory: pytest.MonkeyPatch) -> None:
+    on_host = replace(CONFIG, n_gpu_layers=0)
+    assert memory_shortage(replace(on_host, n_ctx=4096)) is None
+    assert memory_shortage(on_host) == "it needs 16.00 GiB of the host's memory, and 9.00 GiB are free there"
+    assert memory_shortage(replace(CONFIG, n_ctx=9216)) == "it needs 9.00 GiB of CUDA0, and 8.00 GiB are free there"
+
+
 def test_weights_that_would_be_read_again_and_again_are_a_warning(
     with_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,7 +94,9 @@ def test_an_estimate_that_fails_stops_nobody(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(memory_check, "estimate_memory", fail)
     check_memory(CONFIG)
-    assert "not checked: the process ended with code -6" in caplog.text
+    assert "the model fits into memory was not checked: the process ended with code -6" in caplog.text
+    assert memory_shortage(CONFIG) is None
+    assert "another worker fits into memory was not checked: the process ended with code -6" in caplog.text
 
 
 def test_a_model_that_cannot_be_opened_is_left_to_the_loading(

@@ -25,8 +25,9 @@ USAGE = RequestUsage(
 class FakeClient:
     """An engine client that sends `N_EVENTS` tokens for each request. What `before` raises, `submit` raises."""
 
-    def __init__(self, *, n_parallel: int = 2, n_workers: int = 1, max_queue: int = 100) -> None:
+    def __init__(self, *, n_parallel: int = 2, n_workers: int = 1, max_queue: int = 100, most_workers: int = 0) -> None:
         self.config = SimpleNamespace(n_parallel=n_parallel, max_queue=max_queue)
+        self.max_parallel = n_parallel * (most_workers or n_workers)
         self.n_workers = n_workers
         self.n_asked_for_workers = 0
         self.checked: list[str] = []
@@ -107,6 +108,13 @@ async def test_the_workers_are_asked_for_only_when_not_all_requests_can_run_at_o
     assert (client.n_asked_for_workers, client.most_running) == (0, 4)
     await read(run(client, requests(5)))
     assert client.n_asked_for_workers == 1
+
+
+async def test_a_job_has_enough_requests_in_the_engine_to_start_every_worker() -> None:
+    client = FakeClient(n_parallel=16, n_workers=1, most_workers=4, max_queue=4096)
+    assert await target_concurrency(client) == 2 * 4 * 16  # type: ignore[arg-type]
+    client = FakeClient(n_parallel=16, n_workers=1, most_workers=4, max_queue=20)
+    assert await target_concurrency(client) == 16 + 10  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{}, {"wait_when_full": True}, {"wait_when_full": True, "errors_as_events": True}])

@@ -48,6 +48,24 @@ def check_memory(config: EngineConfig, engines: Engines = lambda config: [config
             )
 
 
+def memory_shortage(config: EngineConfig) -> str | None:
+    """Why one more engine with these settings does not fit into the memory that is free now; None if it does.
+
+    None as well, with a line in the log, if the estimate fails: loading will tell. Takes 0.3 s or more.
+    """
+    try:
+        estimate = estimate_memory([config])
+    except EstimateFailed as error:
+        log.warning("whether another worker fits into memory was not checked: %s", error)
+        return None
+    short = [each for each in memory_demands(estimate, free_host_memory()) if not each.will_fit]
+    if not short:
+        return None
+    worst = max(short, key=lambda each: each.firm - each.free)
+    place = "the host's memory" if worst.where == HOST else worst.where
+    return f"it needs {format_gib(worst.firm)} of {place}, and {format_gib(worst.free)} are free there"
+
+
 def _refusal(config: EngineConfig, short: list[Demand], estimate: MemoryEstimate, engines: Engines) -> str:
     worst = max(short, key=lambda each: each.firm - each.free)
     place = "the host's memory" if worst.where == HOST else worst.where

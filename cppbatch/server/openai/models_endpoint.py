@@ -130,7 +130,10 @@ async def _model(serving: Serving) -> Model:
         n_params=info.n_params,
         n_vocab=info.n_vocab,
         size=info.size_bytes,
-        workers=[ModelWorker(name=each.name, device=each.device, status=each.health.status) for each in workers],
+        workers=[
+            ModelWorker(name=each.name, device=each.device, status="draining" if each.draining else each.health.status)
+            for each in workers
+        ],
     )
     return Model(
         id=serving.name,

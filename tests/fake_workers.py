@@ -1,0 +1,131 @@
+"""Workers without a process, behind a real `EngineProcess`: each step, when a test says so, makes a token of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from cppbatch.cluster import supervisor
+from cppbatch.cluster.worker_handle import WorkerDied
+from cppbatch.cluster.worker_link import (
+    Cancel,
+    Check,
+    Checked,
+    Events,
+    FromWorker,
+    GetStats,
+    LimitThreads,
+    Loaded,
+    LoadFailed,
+    Stats,
+    Submit,
+    ToWorker,
+)
+from cppbatch.config import EngineConfig
+from cppbatch.engine.request import FinishReason, GenerationEvent
+from tests.fakes import fake_engine
+
+
+def text_of(prompt: object, n_tokens: int) -> str:
+    """What every fake worker answers to a prompt."""
+    return "".join(f"{prompt}:{i} " for i in range(n_tokens))
+
+
+class FakeWorker:
+    """Takes the place of `WorkerHandle`. Computes `n_parallel` requests at once, of the best rank first."""
+
+    started: list[FakeWorker]
+    can_load = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.sequences: dict[int, Submit] = {}
+        self.n_tokens: dict[int, int] = {}
+        self.died = self.ended = False
+        self.cut_off = 0
+        """Unfinished requests that it had when it was ended without having died."""
+        self.threads = config.n_threads
+        self.pid = len(self.started)
+        self._messages: asyncio.Queue[FromWorker] = asyncio.Queue()
+        self._death = asyncio.Event()
+
+    @classmethod
+    async def start(cls, config: EngineConfig, runtime: str | None) -> FakeWorker:
+        worker = cls(config)
+        cls.started.append(worker)
+        with fake_engine() as engine:
+            loaded = Loaded(engine.info, engine.stats())
+        worker._messages.put_nowait(loaded if cls.can_load else LoadFailed("LlamaError", "out of memory"))
+        return worker
+
+    def send(self, message: ToWorker) -> None:
+        if isinstance(message, Submit):
+            self.sequences[message.number] = message
+            self.n_tokens[message.number] = len(message.resume.tokens)
+        elif isinstance(message, Cancel) and message.number in self.sequences:
+            del self.sequences[message.number]
+            self._emit(message.number, finish_reason=FinishReason.CANCELLED)
+        elif isinstance(message, Check):
+            self._messages.put_nowait(Checked(message.number))
+        elif isinstance(message, LimitThreads):
+            self.threads = message.n
+        elif isinstance(message, GetStats):
+            self._messages.put_nowait(Stats(self._stats()))
+
+    def _stats(self) -> Any:
+        with fake_engine() as engine:
+            waiting = max(0, len(self.sequences) - self.config.n_parallel)
+            return msgspec.structs.replace(engine.stats(), waiting=waiting, running=len(self.sequences) - waiting)
+
+    def step(self) -> None:
+        """Every running request gets its next token."""
+        by_rank = sorted(self.sequences.values(), key=lambda each: each.request.priority)
+        for number in [each.number for each in by_rank[: self.config.n_parallel]]:
+            request, i = self.sequences[number].request, self.n_tokens[number]
+            self.n_tokens[number] += 1
+            is_last = self.n_tokens[number] == request.params.max_tokens
+            if is_last:
+                del self.sequences[number]
+            finish_reason = FinishReason.LENGTH if is_last else None
+            self._emit(number, text=f"{request.prompt}:{i} ", tokens=[i], finish_reason=finish_reason)
+
+    def _emit(self, number: int, **fields: Any) -> None:
+        self._messages.put_nowait(Events([GenerationEvent(request_id=str(number), **fields)]))
+
+    def die(self) -> None:
+        """As after `kill -9`."""
+        self.died = True
+        self._death.set()
+
+    async def receive(self) -> FromWorker:
+        return await self._messages.get()
+
+    async def while_alive(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self._death.wait())
+        try:
+            await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise WorkerDied("killed by SIGKILL", set(), external=True)
+        finally:
+            for task in (working, dying):
+                task.cancel()
+
+    async def end(self) -> None:
+        self.ended = True
+        if not self.died:
+            self.cut_off = len(self.sequences)
+
+
+@pytest.fixture
+def fake_workers(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
+    """All that were started. A supervisor starts the next one at once after a death."""
+    FakeWorker.started = []
+    monkeypatch.setattr(FakeWorker, "can_load", True)
+    monkeypatch.setattr(supervisor, "WorkerHandle", FakeWorker)
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)
+    return FakeWorker.started
