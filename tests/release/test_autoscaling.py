@@ -1,0 +1,113 @@
+"""`--workers 1..3` with real worker processes: a burst, the workers that it starts, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from cppbatch import EngineConfig, GenerationRequest, SamplingParams
+from cppbatch.bench.memory import memory_check
+from cppbatch.bench.memory.memory_check import memory_shortage
+from cppbatch.cluster import scaling_rule
+from cppbatch.cluster.autoscaled_group import AutoscaledGroup
+from cppbatch.cluster.deployment import Deployment
+from tests import tiny_models
+
+SOON = 60.0
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst of tiny models is over in seconds."""
+    monkeypatch.setattr(scaling_rule, "_QUEUE_DELAY_S", 0.2)
+    monkeypatch.setattr(scaling_rule, "_MAX_WAIT_S", 0.5)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    """Texts are exact with float weights and caches, also after a crash. `n_threads`: the tests may have one core."""
+    model = tiny_models.llama(tmp_path / "tiny.gguf")
+    return EngineConfig(
+        model_path=str(model), n_ctx=2048, n_parallel=4, n_threads=1, cache_type_k="f32", cache_type_v="f32",
+        flash_attn="off", spec="off",
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def group(config: EngineConfig) -> AsyncIterator[AutoscaledGroup]:
+    deployment = Deployment(max_workers=3, downscale_delay=1.0, memory_shortage=memory_shortage)
+    group = deployment.start(config)
+    assert isinstance(group, AutoscaledGroup)
+    group._interval = 0.05
+    async with group:
+        yield group
+
+
+async def text(group: AutoscaledGroup, i: int, n_tokens: int) -> str:
+    params = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
+    request = GenerationRequest(id=f"{i}-{n_tokens}", prompt=f"{i} times {i}", params=params)
+    events = [event async for event in group.submit(request)]
+    assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
+    return "".join(event.text for event in events)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = asyncio.get_running_loop().time() + SOON
+    while not condition():
+        assert asyncio.get_running_loop().time() < end, "the condition did not become true"
+        await asyncio.sleep(0.01)
+
+
+async def test_a_burst_starts_workers_and_they_end_after_it_with_the_texts_of_one_worker(
+    group: AutoscaledGroup,
+) -> None:
+    alone = await asyncio.gather(*(text(group, i, 120) for i in range(4)))
+    assert group.scaling().scale_ups == 0
+
+    burst = asyncio.gather(*(text(group, i, 400) for i in range(64)))
+    await until(lambda: group.scaling().running == 3)
+    states = await group.workers()
+    assert [state.name for state in states] == ["0", "1", "2"]
+    assert len({state.pid for state in states}) == 3
+    texts = await asyncio.wait_for(burst, SOON)
+    finished = [state.stats.finished.get("length", 0) for state in await group.workers() if state.stats]
+    assert (sum(finished), min(finished) > 4) == (4 + 64, True)
+    assert [longer[: len(shorter)] for longer, shorter in zip(texts, alone, strict=False)] == alone
+
+    await until(lambda: group.scaling().running == 1 and not group.scaling().draining)
+    assert (group.scaling().scale_ups, group.scaling().scale_downs) == (2, 2)
+    assert [state.name for state in await group.workers()] == ["0"]
+    assert await asyncio.gather(*(text(group, i, 400) for i in range(4))) == texts[:4]
+
+
+async def test_a_draining_worker_that_is_killed_finishes_its_streams(group: AutoscaledGroup) -> None:
+    expected = await asyncio.gather(*(text(group, i, 450) for i in range(2)))
+    burst = asyncio.gather(*(text(group, i, 200) for i in range(24)))
+    await until(lambda: group.scaling().running == 2)
+    await burst
+    streams = asyncio.gather(*(text(group, i, 450) for i in range(2)))
+    await asyncio.sleep(0.02)
+    group._drain_one()
+    (draining,) = [state for state in await group.workers() if state.draining]
+    assert draining.in_flight == 1
+    os.kill(draining.pid or 0, signal.SIGKILL)
+    assert await asyncio.wait_for(streams, SOON) == expected
+    await until(lambda: group.scaling().draining == 0)
+    assert [state.name for state in await group.workers()] == ["0"]
+
+
+async def test_a_worker_that_memory_forbids_is_not_started(
+    group: AutoscaledGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_check, "free_host_memory", lambda: 5 << 20)
+    burst = asyncio.gather(*(text(group, i, 300) for i in range(40)))
+    await until(lambda: group.scaling().held_back is not None)
+    await burst
+    assert (group.scaling().scale_ups, len(await group.workers())) == (0, 1)
+    (line,) = [line for line in caplog.messages if "cannot run" in line]
+    assert "MiB of the host's memory, and 5.0 MiB are free there. Next attempt in 30 s" in line
