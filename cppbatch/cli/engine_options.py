@@ -333,7 +333,8 @@ _DEPLOYMENT = [
     ),
     option(
         "--downscale-delay", env="DOWNSCALE_DELAY", type=float, default=60,
-        help="With --workers MIN..MAX: seconds for which fewer workers must have been enough before one ends.",
+        show_default="60; with --ray 300",
+        help="With --workers or --replicas MIN..MAX: seconds for which fewer must have been enough before one ends.",
     ),
     option(
         "--devices", env="DEVICES", metavar="0,1,...", default=None,

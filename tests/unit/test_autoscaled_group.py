@@ -453,7 +453,7 @@ async def test_each_worker_takes_a_device_in_turn_and_is_checked_for_that_device
 
 
 @pytest.mark.parametrize(
-    ("given", "counts"), [("3", (3, None)), ("1..4", (1, 4)), (" 2..2 ", (2, 2)), ("0..2", None), ("4..1", None)]
+    ("given", "counts"), [("3", (3, None)), ("1..4", (1, 4)), ("2..2", (2, 2)), ("0..2", None), ("4..1", None)]
 )
 def test_workers_are_a_number_or_a_range(given: str, counts: tuple[int, int | None] | None) -> None:
     found: list[Deployment] = []
