@@ -15,6 +15,7 @@ from cppbatch.cluster.worker_link import Check, Checked, Refused, SlotDone, Toke
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import INT32_MAX
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
+from cppbatch.ray.node_model import model_on_this_node
 from cppbatch.ray.ray_messages import (
     Answer,
     NotRun,
@@ -120,7 +121,11 @@ class EngineReplica(ReplicaEngine):
         from ray import serve
 
         name = serve.get_replica_context().replica_id.unique_id
-        unlimited = msgspec.structs.replace(config, max_queue=INT32_MAX - config.n_parallel)  # the fronts limit it
+        unlimited = msgspec.structs.replace(
+            config,
+            model_path=model_on_this_node(config.model_path),
+            max_queue=INT32_MAX - config.n_parallel,  # the fronts limit it
+        )
         engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout)
         try:
             await engine.loaded()

@@ -52,15 +52,16 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
     session_logs: str
     """The folder with the logs of Ray's processes and of the replicas on this machine."""
 
-    def nodes(self) -> list[Node]:
-        """The machines that are alive."""
-        import ray
 
-        return [
-            Node(node["NodeManagerAddress"], node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0))
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
+def alive_nodes() -> list[Node]:
+    """The machines of the cluster that this process is connected to."""
+    import ray
+
+    return [
+        Node(node["NodeManagerAddress"], node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def check_installed() -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError
@@ -15,7 +14,14 @@ from cppbatch.ray import front_records, ray_cluster
 from cppbatch.ray.front_records import FrontRecord
 from cppbatch.ray.ray_cluster import RayCluster
 from cppbatch.ray.ray_engine import RayEngine
-from cppbatch.ray.replica_options import ReplicaOptions, for_nodes, for_own_machine, why_unplaceable, with_gpus
+from cppbatch.ray.replica_options import (
+    ReplicaOptions,
+    computes_on_gpu,
+    for_nodes,
+    for_own_machine,
+    why_unplaceable,
+    with_gpus,
+)
 
 log = logging.getLogger("cppbatch.ray")
 
@@ -52,12 +58,12 @@ def deployed(
     else:
         say("joining the Ray cluster ...")
     with ray_cluster.connect(address, num_cpus=num_cpus) as cluster:
-        nodes = cluster.nodes()
+        nodes = ray_cluster.alive_nodes()
         if cluster.is_own:
             options, config = own_options, own_config
         else:
             options, config = for_nodes(options, config, nodes)
-        if _computes_on_gpu(config):
+        if computes_on_gpu(config):
             options = with_gpus(options, nodes, grows=not cluster.is_own)
         for line in _about(cluster, nodes):
             say(line)
@@ -69,12 +75,6 @@ def deployed(
             say(f"deploying {_count(options)}, with {_resources(options)} each ...")
             yield RayDeployment(application, config, options)
             say("stopping the replicas ..." if not cluster.is_own else "stopping the replicas and the Ray cluster ...")
-
-
-def _computes_on_gpu(config: EngineConfig) -> bool:
-    from cppbatch.llama import Backend
-
-    return config.n_gpu_layers != 0 and Backend.get().supports_gpu
 
 
 def _about(cluster: RayCluster, nodes: list[ray_cluster.Node]) -> Iterator[str]:
@@ -127,7 +127,7 @@ def _application(
         delete_left_behind(cluster.address)
         if starts_serve:
             serve.start(proxy_location="Disabled")  # HTTP is the front's
-        serve_options = options.serve_options(config) | _routing(config)
+        serve_options = options.serve_options(config)
         target = serve.RunTarget(
             engine_application(config, step_timeout=step_timeout, **serve_options), name=name, route_prefix=None
         )
@@ -139,18 +139,6 @@ def _application(
                 delete_application(name)
                 if starts_serve and not serve.status().applications:
                     serve.shutdown()
-
-
-def _routing(config: EngineConfig) -> dict[str, Any]:
-    from ray.serve.config import RequestRouterConfig
-
-    from cppbatch.ray.request_router import PrefixRequestRouter
-
-    return {
-        "request_router_config": RequestRouterConfig(
-            request_router_class=PrefixRequestRouter, request_router_kwargs={"n_parallel": config.n_parallel}
-        )
-    }
 
 
 def _serve_runs() -> bool:

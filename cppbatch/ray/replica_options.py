@@ -104,6 +104,13 @@ def for_nodes(
     )
 
 
+def computes_on_gpu(config: EngineConfig) -> bool:
+    """Whether an engine with these settings takes a GPU, if there is one, with the llama.cpp of this machine."""
+    from cppbatch.llama import Backend
+
+    return config.n_gpu_layers != 0 and Backend.get().supports_gpu
+
+
 def with_gpus(options: ReplicaOptions, nodes: Sequence[Node], *, grows: bool) -> ReplicaOptions:
     """The options for engines that compute on GPUs: one for each replica. No GPU in the cluster: unchanged.
 
