@@ -40,11 +40,17 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def recorded(record: FrontRecord) -> Iterator[None]:
-    """Keeps the record in a file until the front has ended what it started."""
-    file = _folder() / f"{record.pid}.json"
-    file.write_bytes(msgspec.json.encode(record))
-    yield
-    file.unlink(missing_ok=True)
+    """Keeps the record in a file meanwhile. The file of a process that is killed stays."""
+    remember(record)
+    try:
+        yield
+    finally:
+        forget(record)
+
+
+def remember(record: FrontRecord) -> None:
+    """Writes the record."""
+    _file(record).write_bytes(msgspec.json.encode(record))
 
 
 def this_process() -> tuple[int, float]:
@@ -67,7 +73,11 @@ def records() -> list[FrontRecord]:
 
 def forget(record: FrontRecord) -> None:
     """Deletes the record."""
-    (_folder() / f"{record.pid}.json").unlink(missing_ok=True)
+    _file(record).unlink(missing_ok=True)
+
+
+def _file(record: FrontRecord) -> Path:
+    return _folder() / f"{record.pid}.json"
 
 
 def _folder() -> Path:

@@ -22,6 +22,7 @@ from cppbatch.ray.replica_options import (
     why_unplaceable,
     with_gpus,
 )
+from cppbatch.ray.replica_watch import watched
 
 log = logging.getLogger("cppbatch.ray")
 
@@ -72,8 +73,11 @@ def deployed(
                 raise ConfigError(problem)
             log.warning(problem)
         with _application(cluster, config, options, step_timeout) as application:
+            from cppbatch.ray.serve_replicas import DEPLOYMENT
+
             say(f"deploying {_count(options)}, with {_resources(options)} each ...")
-            yield RayDeployment(application, config, options)
+            with watched(application, DEPLOYMENT):
+                yield RayDeployment(application, config, options)
             say("stopping the replicas ..." if not cluster.is_own else "stopping the replicas and the Ray cluster ...")
 
 

@@ -1,0 +1,38 @@
+"""What the server's log says about replicas that start, run, stop, die, or wait for a place."""
+
+from __future__ import annotations
+
+from cppbatch.ray.replica_watch import ReplicaChanges, SeenReplica
+
+RUNNING = SeenReplica("running", 7, "10.0.0.5")
+STARTING = SeenReplica("starting")
+STOPPING = SeenReplica("stopping", 7, "10.0.0.5")
+NEEDS = "it needs 2 CPUs (0 of 4 in the cluster are free) on one machine"
+
+
+def test_each_change_is_said_once() -> None:
+    changes = ReplicaChanges()
+    assert list(changes.lines(0, 1, {"a": STARTING}, NEEDS)) == []
+    assert list(changes.lines(1, 1, {"a": RUNNING}, NEEDS)) == ["replica a runs on 10.0.0.5 (pid 7)"]
+    assert list(changes.lines(2, 1, {"a": RUNNING}, NEEDS)) == []
+    assert list(changes.lines(3, 2, {"a": RUNNING, "b": STARTING}, NEEDS)) == ["the load asks for 2 replicas, after 1"]
+    assert list(changes.lines(4, 1, {"a": RUNNING, "b": STOPPING}, NEEDS)) == [
+        "the load asks for 1 replica, after 2",
+        "replica b gets no new requests, finishes those that it has, and ends",
+    ]
+    assert list(changes.lines(5, 1, {"a": RUNNING}, NEEDS)) == ["replica b has ended"]
+
+
+def test_a_replica_that_vanishes_while_it_runs_has_died() -> None:
+    changes = ReplicaChanges()
+    list(changes.lines(0, 1, {"a": RUNNING}, NEEDS))
+    assert list(changes.lines(1, 1, {"c": STARTING}, NEEDS)) == ["replica a has died"]
+
+
+def test_a_replica_that_no_machine_has_room_for_is_said_once_with_what_it_needs() -> None:
+    changes = ReplicaChanges()
+    said = [line for second in range(30) for line in changes.lines(second, 1, {"a": STARTING}, NEEDS)]
+    assert said == [f"replica a waits for a place: {NEEDS}"]
+    loading = SeenReplica("starting", 8, "10.0.0.5")  # it has a place, and loads the model
+    changes = ReplicaChanges()
+    assert [line for second in range(30) for line in changes.lines(second, 1, {"a": loading}, NEEDS)] == []
