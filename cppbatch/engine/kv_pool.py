@@ -73,7 +73,7 @@ class KVPool:
     prefixes may hold; attention passes over these cells too, which slows every row down (docs/decisions/0005).
     `shifts_cells`: a context shift may move the positions of cells; otherwise it computes them again.
     `on_gpu`: prefixes are copied from stream to stream on the device, not through host memory. `token_s`: as in
-    `SaveCost`.
+    `SaveCost`. `clock`: seconds, to time saves.
     """
 
     def __init__(
@@ -87,8 +87,10 @@ class KVPool:
         shifts_cells: bool = False,
         on_gpu: bool = False,
         token_s: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._memory = memory
+        self._clock = clock
         self._on_gpu = on_gpu
         self._save_cost = SaveCost(token_s)
         self._swap_bytes = swap_bytes
@@ -395,10 +397,10 @@ class KVPool:
 
     def _try_save(self, seq_id: int, n: int) -> SavedState | None:
         """The state of a seq_id that holds `n` tokens; None if memory for it runs out."""
-        began = perf_counter()
+        began = self._clock()
         try:
             saved = self._memory.save_sequence(seq_id)
-            self._save_cost.observe(n, perf_counter() - began)
+            self._save_cost.observe(n, self._clock() - began)
             return saved
         except OUT_OF_MEMORY as error:
             log.warning("the state of seq_id %d cannot be saved: %s", seq_id, error)

@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Simulates a fleet of replicas: the real scheduler and routing rule over measured step times (docs/scale.md).
+
+.venv/bin/python scripts/simulate_fleet.py run --times scripts/step_times/h100-8b.json --replicas 100 --rate 4
+.venv/bin/python scripts/simulate_fleet.py run --replicas 1..50 --day 1200 --seconds 2400 --routing prefix
+.venv/bin/python scripts/simulate_fleet.py measure -m model.gguf -o times.json
+.venv/bin/python scripts/simulate_fleet.py validate -m model.gguf
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cppbatch.bench.fleet.conversations import Load
+from cppbatch.bench.fleet.fleet_report import FleetResult, fleet_result
+from cppbatch.bench.fleet.fleet_simulation import FleetRun, FleetSimulation
+from cppbatch.bench.fleet.routing import ROUTINGS
+from cppbatch.bench.fleet.serve_autoscaling import Autoscaling
+from cppbatch.bench.fleet.step_times import StepTimes, load_step_times
+
+CPU_TIMES = Path(__file__).parent / "step_times" / "epyc-2-cores-smollm2.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="simulate a fleet")
+    run.add_argument("--times", type=Path, default=CPU_TIMES, help="step times of a replica, JSON")
+    run.add_argument("--replicas", default="10", help="a number, or the least and the most, like 1..50")
+    run.add_argument("--routing", default=",".join(ROUTINGS), help="names with commas: %(default)s")
+    run.add_argument("--plot", type=Path, help="with 1..50: an image of replicas and load over time")
+    add_load(run, rate=0.4, seconds=300.0)
+    run.set_defaults(run=simulate)
+    measure = commands.add_parser("measure", help="measure the step times of a model on this machine")
+    measure.add_argument("-m", "--model")
+    measure.add_argument("-o", "--output", type=Path, required=True)
+    measure.add_argument("--name", default="", help="of the machine and the model")
+    measure.add_argument("--start-s", type=float, default=2.0, help="until a new replica takes requests")
+    add_engine(measure)
+    measure.set_defaults(run=measure_times)
+    validate = commands.add_parser("validate", help="one real engine and one simulated replica, the same load")
+    validate.add_argument("-m", "--model")
+    add_engine(validate)
+    add_load(validate, rate=0.5, seconds=60.0)
+    validate.set_defaults(run=compare)
+    args = parser.parse_args()
+    args.run(args)
+
+
+def add_load(parser: argparse.ArgumentParser, *, rate: float, seconds: float) -> None:
+    """The options of a load; the others are fields of `Load`."""
+    parser.add_argument("--rate", type=float, default=rate, help="requests a second for each replica (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=seconds, help="virtual seconds with arrivals (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--day", type=float, default=0.0, help="length of a day in seconds; 0: a constant rate")
+    parser.add_argument("--load", default="{}", help="other fields of Load as JSON, like '{\"n_apps\": 20}'")
+    parser.add_argument("--cache-mib", type=int, default=1024, help="host memory of a replica for cached prefixes")
+    parser.add_argument("--autoscaling", default="{}", help="fields of Autoscaling as JSON, with --replicas 1..50")
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """The options of a real engine."""
+    parser.add_argument("-np", "--parallel", type=int, default=16)
+    parser.add_argument("--stream-cells", type=int, default=2048, help="the most tokens of a sequence")
+
+
+def simulate(args: argparse.Namespace) -> None:
+    """Simulates each routing rule, and prints a table."""
+    times = load_step_times(args.times)
+    least, _, most = args.replicas.partition("..")
+    scaling = None
+    if most:
+        settings = {"min_replicas": int(least), "max_replicas": int(most), "target_ongoing_requests": times.n_parallel}
+        scaling = msgspec.convert(settings | msgspec.json.decode(args.autoscaling), Autoscaling)
+    load = make_load(args, n_replicas=int(most or least), times=times)
+    print(f"{times.name}, {args.replicas} replicas, {load.rate:g} requests/s in the mean, {load.seconds:g} s\n")
+    results, runs = [], {}
+    for routing in args.routing.split(","):
+        began = perf_counter()
+        simulation = FleetSimulation(
+            times, load, routing=routing, n_replicas=int(least), autoscaling=scaling,
+            cache_bytes=args.cache_mib << 20, progress=progress_line(routing, load),
+        )  # fmt: skip
+        runs[routing] = simulation.run()
+        results.append(fleet_result(runs[routing], load, routing=routing, warm_up_s=load.seconds * 0.3))
+        results[-1].wall_s = perf_counter() - began
+    print_table(results)
+    if scaling:
+        for routing, run in runs.items():
+            print_scaling(routing, run, times)
+    if args.json:
+        figures = {"times": times, "load": load, "autoscaling": scaling, "results": results}
+        sizes = {routing: run.sizes for routing, run in runs.items()}
+        write_json(args.json, figures | {"sizes": sizes})
+    if args.plot:
+        plot_sizes(next(iter(runs.values())), load, scaling, args.plot)
+
+
+def make_load(args: argparse.Namespace, *, n_replicas: int, times: StepTimes) -> Load:
+    """The load of the options, for so many replicas."""
+    fields = {
+        "rate": args.rate * n_replicas, "seconds": args.seconds, "seed": args.seed, "day_s": args.day,
+        "max_tokens": times.stream_cells - 16,
+    }  # fmt: skip
+    return msgspec.convert(fields | msgspec.json.decode(args.load), Load)
+
+
+def progress_line(name: str, load: Load) -> Callable[[float], None]:
+    """Shows how far the simulation is, on a terminal."""
+
+    def show(now: float) -> None:
+        if sys.stderr.isatty():
+            end = "\r" if now < load.seconds else "\r\033[K"
+            print(f"{name}: {now:.0f} of {load.seconds:.0f} s simulated", end=end, file=sys.stderr, flush=True)
+
+    return show
+
+
+def print_table(results: list[FleetResult]) -> None:
+    """The figures as Markdown."""
+    columns = "requests | output tokens/s | hit rate (possible) | prompt tokens computed | TTFT p50, s | TTFT p95, s | "
+    print(f"| routing | {columns}ms a token p50 / p95 | busy | load p95 | wall, s |")
+    print("|---" * 11 + "|")
+    for r in results:
+        print(
+            f"| {r.routing} | {r.requests:,} | {r.output_tokens_s:,.0f} | {r.hit_rate:.0%} ({r.possible_hit_rate:.0%}) "
+            f"| {r.computed_prompt_tokens:,} | {r.ttft_p50:.2f} | {r.ttft_p95:.2f} "
+            f"| {1e3 * r.token_p50:.0f} / {1e3 * r.token_p95:.0f} | {r.busy:.0%} | {r.load_p95:.2f} | {r.wall_s:.0f} |"
+        )
+
+
+def print_scaling(routing: str, run: FleetRun, times: StepTimes) -> None:
+    """How far the replicas are behind the load."""
+    now, _, ready, ongoing = np.array(run.sizes).T
+    short = np.maximum(0, np.ceil(ongoing / times.n_parallel) - ready)
+    print(
+        f"\n{routing}: {run.replica_s / run.end_s:.1f} replicas in the mean, {ready.max():.0f} at most; "
+        f"{(short > 0).mean():.0%} of the time fewer than {times.n_parallel} requests each need, by at most "
+        f"{short.max():.0f}; from the decision to the replica {times.start_s:g} s"
+    )
+    lag = best_lag(now, ongoing / times.n_parallel, ready)
+    print(f"{routing}: the number of replicas follows the load after {lag:.0f} s (best correlation)")
+
+
+def best_lag(now: Any, wanted: Any, ready: Any) -> float:
+    """Seconds by which `ready` is behind `wanted`, by their correlation."""
+    lags = range(min(len(now) // 4, 600))
+    scores = [np.corrcoef(wanted[: len(wanted) - lag], ready[lag:])[0, 1] for lag in lags]
+    return float(np.nanargmax(scores)) * float(now[1] - now[0])
+
+
+def plot_sizes(run: FleetRun, load: Load, scaling: Autoscaling | None, path: Path) -> None:
+    """Replicas that the load needs and has, and the TTFT, over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    assert scaling
+    now, _, ready, ongoing = np.array(run.sizes).T
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5.5), sharex=True, height_ratios=(3, 2))
+    above.plot(now, ongoing / scaling.target_ongoing_requests, color="0.6", lw=0.8, label="ongoing requests / target")
+    above.plot(now, ready, color="tab:blue", label="replicas that take requests")
+    above.set_ylabel("replicas")
+    above.legend()
+    arrived = np.array([request.arrived_at for request in run.finished])
+    ttft = np.array([request.ttft for request in run.finished])
+    edges = np.linspace(0, load.seconds, 61)
+    bins = np.digitize(arrived, edges)
+    for percentile, color in ((95, "tab:red"), (50, "tab:orange")):
+        values = [np.percentile(ttft[bins == i], percentile) if (bins == i).any() else np.nan for i in range(1, 61)]
+        below.plot((edges[1:] + edges[:-1]) / 2, values, color=color, label=f"TTFT p{percentile}")
+    below.set_ylabel("TTFT, s")
+    below.set_xlabel("seconds (simulated)")
+    below.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def measure_times(args: argparse.Namespace) -> None:
+    """Measures a model, and writes its step times."""
+    from cppbatch.bench.fleet.measure_replica import measure_step_times, open_engine
+    from cppbatch.models.pull import choose_model
+
+    model = str(choose_model(args.model))
+    with open_engine(model, n_parallel=args.parallel, stream_cells=args.stream_cells, cache_mib=1024) as engine:
+        name = args.name or engine.info.name
+        times = measure_step_times(engine, name=name, source="scripts/simulate_fleet.py measure", start_s=args.start_s)
+    write_json(args.output, times)
+    print(args.output.read_text())
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Measures the step times, computes a load in real time, and simulates it with these times."""
+    from cppbatch.bench.fleet.measure_replica import measure_step_times, open_engine, run_load, step_error
+    from cppbatch.models.pull import choose_model
+
+    model = str(choose_model(args.model))
+    sizes = {"n_parallel": args.parallel, "stream_cells": args.stream_cells, "cache_mib": args.cache_mib}
+    with open_engine(model, **sizes) as engine:
+        times = measure_step_times(engine, name=engine.info.name, source="measured now", start_s=0.0)
+        load = make_load(args, n_replicas=1, times=times)
+        print(msgspec.json.encode(times).decode(), flush=True)
+        with step_error(engine, times) as error:
+            real = run_load(engine, load, progress=progress_line("measured", load))
+    simulated = FleetSimulation(times, load, routing="prefix", cache_bytes=args.cache_mib << 20).run()
+    results = [
+        fleet_result(run, load, routing=name, warm_up_s=0.0)
+        for name, run in (("measured", real), ("simulated", simulated))
+    ]
+    print_table(results)
+    print(f"\nall steps, simulated / measured: {error.ratio:.2f}; the median step differs by {error.median:.0%}")
+    if args.json:
+        write_json(args.json, {"times": times, "load": load, "results": results})
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
