@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--apps", type=int, default=12, help="system prompts")
     parser.add_argument("--system-tokens", type=float, default=400, help="in the median")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of the first turn")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     config = EngineConfig(
@@ -62,7 +63,8 @@ async def bench(config: EngineConfig, args: argparse.Namespace) -> list[dict[str
             await engine.loaded()
         for turn in range(args.turns):
             for router in ROUTERS if turn % 2 == 0 else ROUTERS[::-1]:
-                results.append({"router": router, "turn": turn} | await run_turn(engines[router], turn, args))
+                result = await run_turn(engines[router], args.seed + turn, args)
+                results.append({"router": router, "turn": turn} | result)
                 print(json.dumps(results[-1]), flush=True)
         return results
     finally:
