@@ -20,7 +20,7 @@ from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState
 from cppbatch.errors import CppBatchError, EngineClosed
 
-log = logging.getLogger("cppbatch.cluster")
+log = logging.getLogger("cppbatch.scaling")
 
 _INTERVAL_S = 0.5
 
@@ -156,6 +156,7 @@ class AutoscaledGroup(EngineGroup):
             return  # whoever waits for `loaded` gets the error
         self._limit_to_cores()
         self._divide_cores()
+        log.info("workers: %d, up to %d while requests wait", len(self._engines), self._rule.max_workers)
         while True:
             await asyncio.sleep(self._interval)
             try:
@@ -201,7 +202,7 @@ class AutoscaledGroup(EngineGroup):
             self._hold_back(number, why)
             return
         log.info(
-            "%d requests wait, one of them for %.1f s: worker %d starts (%d of at most %d)",
+            "waiting requests: %d, the oldest for %.1f s; worker %d starts (%d of at most %d)",
             *(load.waiting, load.longest_wait, number, len(self._engines) + 1, self._rule.max_workers),
         )
         began = monotonic()
@@ -240,8 +241,8 @@ class AutoscaledGroup(EngineGroup):
         self._draining.append(engine)
         self._scale_downs += 1
         log.info(
-            "%d workers have been enough for %g s: worker %s ends when its %d requests have ended",
-            *(len(self._engines), self._rule.downscale_delay, engine.name, engine.in_flight),
+            "fewer workers have been enough for %g s: worker %s drains and ends after its last request (%d unfinished)",
+            *(self._rule.downscale_delay, engine.name, engine.in_flight),
         )
 
     def _take_back(self) -> None:
@@ -249,14 +250,14 @@ class AutoscaledGroup(EngineGroup):
         self._add(engine)
         self._scale_ups += 1
         n_moved = self._share_waiting_requests()
-        log.info("requests wait: worker %s, which was to end, gets %d of them", engine.name, n_moved)
+        log.info("requests wait: worker %s drains no more, and gets %d of them", engine.name, n_moved)
 
     async def _end_drained(self) -> None:
         for engine in [each for each in self._draining if each.in_flight == 0]:
             self._draining.remove(engine)
             self._router.forget(engine)
             await self._close(engine)
-            log.info("worker %s has ended, %d are running", engine.name, len(self._engines))
+            log.info("worker %s has ended; running: %d", engine.name, len(self._engines))
             self._divide_cores()
 
     async def _close(self, engine: EngineProcess) -> None:

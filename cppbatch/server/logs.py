@@ -32,12 +32,14 @@ _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_i
 
 
 def set_up(log_format: LogFormat, *, verbose: bool) -> None:
-    """Logs requests, the progress of batches, replicas, and warnings to stderr; with `verbose`, everything."""
+    """Logs requests, the progress of batches, workers and replicas that come and go, and warnings to stderr; with
+    `verbose`, everything."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(_with_request_id)
     logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose else logging.WARNING, force=True)
-    for logger in (access_log, *map(logging.getLogger, ("cppbatch.jobs", "cppbatch.flags", "cppbatch.ray"))):
+    shown = ("cppbatch.jobs", "cppbatch.flags", "cppbatch.scaling", "cppbatch.ray")
+    for logger in (access_log, *map(logging.getLogger, shown)):
         logger.setLevel(logging.INFO)
     logging.getLogger("aiohttp.server").addFilter(_shorten_http_errors)
 

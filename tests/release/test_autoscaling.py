@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
+import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -17,6 +23,7 @@ from cppbatch.cluster import scaling_rule
 from cppbatch.cluster.autoscaled_group import AutoscaledGroup
 from cppbatch.cluster.deployment import Deployment
 from tests import tiny_models
+from tests.server_process import ServerProcess
 
 SOON = 60.0
 
@@ -121,3 +128,54 @@ async def test_a_worker_that_memory_forbids_is_not_started(
     assert (group.scaling().scale_ups, len(await group.workers())) == (0, 1)
     (line,) = [line for line in caplog.messages if "cannot run" in line]
     assert "MiB of the host's memory, and 5.0 MiB are free there. Next attempt in 30 s" in line
+
+
+def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
+    model = tiny_models.llama(tmp_path / "tiny.gguf")
+    flags = ("--workers", "1..2", "--downscale-delay", "1", "-np", "2", "-c", "1024", "-t", "1", "--data-dir", tmp_path)
+    with ServerProcess("-m", model, *flags) as server, ThreadPoolExecutor(64) as clients:
+        server.wait_ready()
+        assert server.get("/health")["scaling"]["running"] == 1
+        all_run = Event()
+
+        def client() -> int:
+            n = 0
+            while n == 0 or not all_run.is_set():
+                body = {"prompt": "The sea is", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+                request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode())
+                request.add_header("Content-Type", "application/json")
+                with urllib.request.urlopen(request, timeout=SOON) as answer:
+                    n += json.load(answer)["usage"]["completion_tokens"] == 300
+            return n
+
+        answers = [clients.submit(client) for _ in range(64)]
+        wait_for(lambda: server.get("/health")["scaling"]["running"] == 2)
+        all_run.set()
+        assert all(answer.result() for answer in answers)
+        wait_for(lambda: server.get("/health")["scaling"]["running"] == 1)
+        wait_for(lambda: [worker["name"] for worker in server.get("/stats")["workers"]] == ["0"])
+        with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
+            page = answer.read().decode()
+        server.process.terminate()
+        server.wait()
+        log = server.stop()
+    assert 'cppbatch_scale_events_total{direction="up"} 1.0' in page
+    assert 'cppbatch_scale_events_total{direction="down"} 1.0' in page
+    lines = [line.partition("cppbatch.scaling: ")[2] for line in log.splitlines() if "cppbatch.scaling" in line]
+    expected = [
+        r"workers: 1, up to 2 while requests wait",
+        r"waiting requests: \d+, the oldest for [\d.]+ s; worker 1 starts \(2 of at most 2\)",
+        r"worker 1 is ready after [\d.]+ s, and gets \d+ of the waiting requests",
+        r"fewer workers have been enough for 1 s: worker 1 drains and ends after its last request \(\d+ unfinished\)",
+        r"worker 1 has ended; running: 1",
+    ]
+    assert [re.fullmatch(pattern, line) is not None for pattern, line in zip(expected, lines, strict=True)] == [
+        True
+    ] * 5
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true"
+        time.sleep(0.05)

@@ -119,3 +119,12 @@ async def test_exactly_the_requests_that_crash_workers_fail(seed: int) -> None:
             queue.remove(request)
     assert not in_flight
     assert set(failed) == set(deadly_at)
+
+
+def test_a_request_is_untouched_until_its_first_event_or_a_crash() -> None:
+    requests = InFlightRequests()
+    fresh, reported, crashed = (requests.add(GenerationRequest(id=name, prompt=name)) for name in "abc")
+    requests.take_sendable()
+    reported.put(GenerationEvent(request_id="b", text="x", tokens=[1]))
+    requests.worker_died({crashed.number})
+    assert [each.is_untouched for each in (fresh, reported, crashed)] == [True, False, False]
