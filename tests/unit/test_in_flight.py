@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cppbatch import GenerationRequest
+from cppbatch import GenerationEvent, GenerationRequest
 from cppbatch.cluster.in_flight import InFlightRequest, InFlightRequests
 
 
