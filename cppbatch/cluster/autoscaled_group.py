@@ -56,6 +56,7 @@ class AutoscaledGroup(EngineGroup):
         self._moving: dict[str, bool] = {}  # taken from a worker, given to none yet; whether it was cancelled meanwhile
         self._scale_ups = self._scale_downs = 0
         self._held_back: str | None = None
+        self._closed = False
         self._task = asyncio.ensure_future(self._follow_load())
 
     # --- the interface ----------------------------------------------------------------------------------------------
@@ -99,6 +100,7 @@ class AutoscaledGroup(EngineGroup):
 
     async def close(self) -> None:
         """Kills all workers; unfinished requests get a last event (cancelled)."""
+        self._closed = True
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -157,7 +159,7 @@ class AutoscaledGroup(EngineGroup):
         self._limit_to_cores()
         self._divide_cores()
         log.info("workers: %d, up to %d while requests wait", len(self._engines), self._rule.max_workers)
-        while True:
+        while not self._closed:  # before Python 3.12, asyncio.wait_for may swallow a cancellation
             await asyncio.sleep(self._interval)
             try:
                 await self._adapt()

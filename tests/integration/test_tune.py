@@ -41,7 +41,7 @@ def test_a_profile_of_a_real_model_is_written_and_used(
     assert done.exit_code == 0, done.output
     figures = json.loads(report.read_text())
     assert figures["settings"]["chosen"]["n_parallel"] == 4
-    assert figures["rows"][0]["tokens_per_s"] > 0
+    assert max(row["tokens_per_s"] or 0 for row in figures["rows"]) > 0
     [profile] = profiles_folder().iterdir()
     used = CliRunner().invoke(cli, ["generate", "-m", str(tiny_llama), "-p", "ab", "-n", "2"])
     assert used.exit_code == 0, used.output

@@ -70,23 +70,27 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+async def clients(group: AutoscaledGroup, n: int, end: asyncio.Event) -> list[list[str]]:
+    """Texts of `n` clients: each asks for the same text again and again, until `end`."""
+
+    async def client(i: int) -> list[str]:
+        texts = [await text(group, i, 100)]
+        while not end.is_set():
+            texts.append(await text(group, i, 100))
+        return texts
+
+    return await asyncio.gather(*(client(i) for i in range(n)))
+
+
 async def test_a_burst_starts_workers_and_they_end_after_it_with_the_texts_of_one_worker(
     group: AutoscaledGroup,
 ) -> None:
     alone = await asyncio.gather(*(text(group, i, 100) for i in range(4)))
     assert group.scaling().scale_ups == 0
-    all_run = asyncio.Event()
-
-    async def client(i: int) -> list[str]:
-        """Texts of the same request, one after the other, until all workers run."""
-        texts = [await text(group, i, 100)]
-        while not all_run.is_set():
-            texts.append(await text(group, i, 100))
-        return texts
-
-    burst = asyncio.gather(*(client(i) for i in range(64)))
+    end = asyncio.Event()
+    burst = asyncio.create_task(clients(group, 64, end))
     await until(lambda: group.scaling().running == 3)
-    all_run.set()
+    end.set()
     states = await group.workers()
     assert [state.name for state in states] == ["0", "1", "2"]
     assert len({state.pid for state in states}) == 3
@@ -122,8 +126,10 @@ async def test_a_worker_that_memory_forbids_is_not_started(
     group: AutoscaledGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory_check, "free_host_memory", lambda: 5 << 20)
-    burst = asyncio.gather(*(text(group, i, 300) for i in range(40)))
+    end = asyncio.Event()
+    burst = asyncio.create_task(clients(group, 40, end))
     await until(lambda: group.scaling().held_back is not None)
+    end.set()
     await burst
     assert (group.scaling().scale_ups, len(await group.workers())) == (0, 1)
     (line,) = [line for line in caplog.messages if "cannot run" in line]

@@ -50,6 +50,8 @@ def _measure(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement
         return Measurement(prompt_tokens_per_s=prefill, kv_layout=engine.info.kv_layout)
     with ResourceUsage() as usage:
         steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
+    if not task.seconds:  # one step, which says nothing about speed
+        return Measurement(steps=len(steps), kv_layout=engine.info.kv_layout)
     return Measurement(
         inter_token_ms=1000 * statistics.median(seconds for seconds, _ in steps),
         tokens_per_s=statistics.median(tokens / seconds for seconds, tokens in steps),

@@ -37,16 +37,24 @@ def largest_fitting(fits: Callable[[int], bool], low: int, high: int) -> int | N
     return low
 
 
-def knee(speeds: Sequence[Speed], target_ms: float | None = None) -> Speed:
+def knee(speeds: Sequence[Speed], target_ms: float | None = None, others: Sequence[Speed] = ()) -> Speed:
     """Returns the smallest parallelism that is about as fast as the fastest one: less than `MIN_GAIN` slower.
 
     `speeds`: at least one, by increasing parallelism. `target_ms`: the longest allowed time between two tokens. If no
-    parallelism meets it, returns the smallest.
+    parallelism meets it, returns the smallest. `others`: measured with other settings; if they are clearly faster than
+    all of `speeds`, returns the fastest.
     """
-    allowed = [speed for speed in speeds if target_ms is None or speed.inter_token_ms <= target_ms]
+    allowed = within(speeds, target_ms)
     if not allowed:
         return speeds[0]
-    return next(speed for speed in allowed if not any(is_gain(speed, other) for other in allowed))
+    rivals = [*allowed, *within(others, target_ms)]
+    good = [speed for speed in allowed if not any(is_gain(speed, rival) for rival in rivals)]
+    return good[0] if good else max(allowed, key=lambda speed: speed.tokens_per_s)
+
+
+def within(speeds: Sequence[Speed], target_ms: float | None) -> list[Speed]:
+    """Returns those with at most this time between two tokens."""
+    return [speed for speed in speeds if target_ms is None or speed.inter_token_ms <= target_ms]
 
 
 def is_gain(this: Speed, other: Speed) -> bool:

@@ -15,7 +15,7 @@ from cppbatch.bench.memory.memory_demand import free_host_memory, memory_demands
 from cppbatch.bench.memory.memory_estimate import MemoryEstimate, estimate_memory
 from cppbatch.bench.profile import TunedSettings
 from cppbatch.bench.tune.measurement import Measurement, MeasurementTask, measure_in_child
-from cppbatch.bench.tune.search import Speed, contradicting, doublings, fastest, is_gain, knee, largest_fitting
+from cppbatch.bench.tune.search import Speed, contradicting, doublings, fastest, is_gain, knee, largest_fitting, within
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 
@@ -24,6 +24,7 @@ _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 10.0, 240.0
 _TIME_OVER = "the time was over (--max-minutes) before all was measured"
 _PARALLEL = 16  # at which threads, layouts and flash attention are compared, if memory allows
 _BUSY = 0.3  # cores that other programs use, from which on the report says so
+_MAX_REPEATS = 3  # of what should have been as fast as a point that was measured before
 _PROMPT = 1024  # length of the prompt that -ub is chosen with
 _UBATCHES = (512, 256, 128, 1024)  # the default first: another value must be faster
 
@@ -101,6 +102,7 @@ class Tuner:
         self._end = self._start + seconds
         self._points: list[dict[str, Any]] = []
         self._speeds: dict[EngineConfig, Speed] = {}  # the best of each
+        self._measured: list[Speed] = []  # of every point
         self._notes: list[str] = []
         self._last_error = ""
 
@@ -114,9 +116,9 @@ class Tuner:
             # The usual number is what the engine takes by itself, and it takes fewer while other programs are busy.
             here = here if best.n_threads == available_threads() or self._busy_cores() >= _BUSY else best
         here = self._best("layout", here, self._layouts(here, most))
-        curve = self._curve(here, most)
+        curve = self._repeat_disturbed(self._curve(here, most), here)
         self._note_busy()
-        chosen = knee(curve, self._target_ms)
+        chosen = knee(curve, self._target_ms, self._measured)
         if self._target_ms and chosen.inter_token_ms > self._target_ms:
             self._notes.append(f"not even one sequence keeps to {self._target_ms:g} ms a token here")
         config = self._with_parallel(chosen.n_parallel, here)
@@ -210,6 +212,7 @@ class Tuner:
         point = self._point(what, setting, config)
         if not point.error:
             speed = Speed(config.n_parallel, point.tokens_per_s, point.inter_token_ms)
+            self._measured.append(speed)
             before = self._speeds.get(config, speed)
             self._speeds[config] = max(before, speed, key=lambda each: each.tokens_per_s)
         return self._speeds.get(config)
@@ -238,6 +241,23 @@ class Tuner:
             curve.append(known)
         if not curve:
             raise ModelError(f"nothing could be measured: {self._last_error}")
+        return curve
+
+    def _repeat_disturbed(self, curve: list[Speed], config: EngineConfig) -> list[Speed]:
+        """Measures again where another point was clearly faster than what would be chosen.
+
+        That point had the same parallelism with another layout or number of threads, or was measured while other
+        programs were quiet.
+        """
+        for _ in range(_MAX_REPEATS):
+            chosen = knee(curve, self._target_ms, self._measured)
+            rivals = within(self._measured, self._target_ms)
+            rival = max(rivals, key=lambda speed: speed.tokens_per_s, default=chosen)
+            again = self._at(rival.n_parallel, config) if is_gain(chosen, rival) else None
+            if again is None:
+                break
+            others = [speed for speed in curve if speed.n_parallel != again.n_parallel]
+            curve = sorted([*others, again], key=lambda speed: speed.n_parallel)
         return curve
 
     def _sizes(self, most: int) -> list[int]:
