@@ -22,7 +22,8 @@ def test_more_of_the_prompts_is_cached_than_with_the_default_router(tmp_path: Pa
     results = tmp_path / "results.json"
     command = [
         *(sys.executable, "scripts/bench_routing.py", "-m", str(tiny_models.llama(tmp_path / "tiny.gguf"))),
-        *("--turns", "1", "--conversations", "30", "--clients", "6", "--apps", "8", "--json", str(results)),
+        *("--turns", "1", "--conversations", "36", "--clients", "6", "--apps", "24", "--system-tokens", "700"),
+        *("--json", str(results)),
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=220, check=False)
@@ -31,5 +32,5 @@ def test_more_of_the_prompts_is_cached_than_with_the_default_router(tmp_path: Pa
     ours, default = by_router["prefix"], by_router["power-of-two"]
     assert ours["requests"] == default["requests"] > 30
     assert ours["prompt_tokens"] > 8000
-    assert ours["hit_rate"] > default["hit_rate"] + 0.05
+    assert ours["hit_rate"] > default["hit_rate"] + 0.1
     assert "| prefix |" in done.stdout

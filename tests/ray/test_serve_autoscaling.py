@@ -21,7 +21,7 @@ def test_the_same_targets_over_an_hour_of_random_load(seed: int, monkeypatch: py
     rng = random.Random(seed)
     settings: dict[str, Any] = {
         "min_replicas": rng.randint(1, 3), "max_replicas": rng.randint(4, 30),
-        "target_ongoing_requests": rng.choice([1, 2, 7.5, 16]), "upscale_delay_s": rng.choice([0, 3, 30]),
+        "target_ongoing_requests": rng.choice([1.37, 2.71, 7.53, 16.1]), "upscale_delay_s": rng.choice([0, 3, 30]),
         "downscale_delay_s": rng.choice([5, 60, 600]), "look_back_period_s": 12,
     }  # fmt: skip
     ours = ServeAutoscaler(Autoscaling(**settings))
