@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from platformdirs import user_config_path
@@ -104,30 +104,42 @@ def save_profile(
     return path
 
 
-def use_profile(config: EngineConfig, given: Collection[str]) -> tuple[EngineConfig, str | None]:
-    """Returns `config` with its profile's settings, except those in `given`, and a message about the changes.
+class Used(NamedTuple):
+    """Settings with those of a profile."""
 
-    An unreadable or outdated profile is ignored with a warning. The message is None if nothing changed.
+    config: EngineConfig
+    line: str | None = None
+    """What changed; None: nothing."""
+    decided: frozenset[str] = frozenset()
+    """The settings that the profile decided, also where nothing changed. Empty: there is no usable profile."""
+
+
+def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
+    """Returns `config` with its profile's settings, except those in `given`.
+
+    An unreadable or outdated profile is ignored with a warning.
     """
     path = profile_path(config)
     if config.pooling or not path.is_file():
-        return config, None
+        return Used(config)
     try:
         profile = msgspec.toml.decode(path.read_bytes(), type=Profile)
         if profile.version != VERSION:
             raise ConfigError(f"it is of version {profile.version}, and this cppbatch reads {VERSION}")
-        changes = _changes(profile.settings, config, given)
+        decided = frozenset(TunedSettings.__struct_fields__) - _kept(given)
+        found = msgspec.structs.asdict(profile.settings)
+        changes = {name: found[name] for name in found if name in decided and found[name] != getattr(config, name)}
         changed = msgspec.structs.replace(config, **changes)
-        if all(getattr(changed, name) == tuned for name, tuned in msgspec.structs.asdict(profile.settings).items()):
+        if all(getattr(changed, name) == tuned for name, tuned in found.items()):
             step_ms = tuple((int(rows), ms) for rows, ms in profile.step_ms.items())
             changed = msgspec.structs.replace(changed, step_ms=step_ms)
     except (OSError, ValueError, msgspec.DecodeError, ConfigError) as error:
         log.warning("the profile %s is not used: %s. Make a new one with `cppbatch tune`, or delete it", path, error)
-        return config, None
+        return Used(config)
     if not changes:
-        return changed, None
-    date = profile.made.date()
-    return changed, f"using the profile {path} of {date}: {as_flags(changes)}; --no-profile leaves it out"
+        return Used(changed, None, decided)
+    line = f"using the profile {path} of {profile.made.date()}: {as_flags(changes)}; --no-profile leaves it out"
+    return Used(changed, line, decided)
 
 
 def as_flags(settings: Mapping[str, object]) -> str:
@@ -135,8 +147,7 @@ def as_flags(settings: Mapping[str, object]) -> str:
     return " ".join(f"{_FLAGS[name]} {value}" for name, value in settings.items())
 
 
-def _changes(settings: TunedSettings, config: EngineConfig, given: Collection[str]) -> dict[str, object]:
-    """-np and -c belong together: a user who gives one of them decides both."""
-    kept = set(given) | ({"n_parallel", "n_ctx"} if {"n_parallel", "n_ctx"} & set(given) else set())
-    found = msgspec.structs.asdict(settings)
-    return {name: value for name, value in found.items() if name not in kept and value != getattr(config, name)}
+def _kept(given: Collection[str]) -> frozenset[str]:
+    """What the user has decided. -np and -c belong together: a user who gives one of them decides both."""
+    sizes = {"n_parallel", "n_ctx"}
+    return frozenset(given) | (sizes if sizes & set(given) else set())

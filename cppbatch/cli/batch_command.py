@@ -21,6 +21,8 @@ from cppbatch.cli.engine_options import (
     profile_and_memory_options,
     with_options,
 )
+from cppbatch.cli.loading_bar import loading_bar
+from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.sampling_options import DEFAULT_MAX_TOKENS, sampling_options
 from cppbatch.cli.server_options import chat_template_option
 from cppbatch.config import EngineConfig
@@ -109,7 +111,7 @@ def job_options(command: Command) -> Command:
     return with_options(with_job, _JOB_OPTIONS)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @job_options  # first, so that their errors come before a model is downloaded
 @deployment_options
 @partial(engine_options, without=("max_wait_ms",))
@@ -135,7 +137,9 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
         progress = BatchProgress(offline)
         try:
             with progress:
-                is_done = asyncio.run(run_offline(config, deployment, offline, started=progress.start))
+                is_done = asyncio.run(
+                    run_offline(config, deployment, offline, started=progress.start, show_loading=loading_bar)
+                )
         finally:
             journal.close()
             _say(f"{journal.n_completed} done, {journal.n_failed} failed; {progress.speed()}")

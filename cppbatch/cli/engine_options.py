@@ -6,9 +6,9 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 import msgspec
@@ -109,20 +109,33 @@ _SPEC_TYPES = {
 }  # fmt: skip
 """llama-server's --spec-type."""
 
-_MODEL = option(
-    "-m", "--model", env="MODEL", llama_env="LLAMA_ARG_MODEL", metavar="FILE",
-    help="GGUF file, or the name of one in the models folder (`cppbatch models list`). "
-    "Without it: the only one in the models folder, else the default model, which is downloaded.",
-)  # fmt: skip
+_MODEL = [
+    option(
+        "-m", "--model", env="MODEL", llama_env="LLAMA_ARG_MODEL", metavar="FILE|NAME",
+        help="GGUF file, a name of `cppbatch models list`, or OWNER/REPO:TYPE on the Hugging Face hub, which is "
+        "fetched. Without it: the only one in the models folder, else the default model, which is downloaded.",
+    ),
+    option(
+        "-hf", "-hfr", "--hf-repo", "hf_repo", env="HF_REPO", llama_env="LLAMA_ARG_HF_REPO", metavar="OWNER/REPO[:TYPE]",
+        default=None, help="Model on the Hugging Face hub, as for -m. TYPE: Q4_K_M, if there is such a file.",
+    ),
+    option(
+        "-hff", "--hf-file", "hf_file", env="HF_FILE", llama_env="LLAMA_ARG_HF_FILE", metavar="FILE.gguf",
+        default=None, help="A file of that repository, instead of TYPE.",
+    ),
+]  # fmt: skip
+
+_SIZES_DEFAULT = "{}, or what the memory allows"
 
 _SETTINGS = [
     option(
         "-c", "--ctx-size", "n_ctx", env="CTX_SIZE", llama_env="LLAMA_ARG_CTX_SIZE", type=int, default=_DEFAULTS.n_ctx,
+        show_default=_SIZES_DEFAULT.format(_DEFAULTS.n_ctx),
         help="KV cells in total, for all sequences.",
     ),
     option(
         "-np", "--parallel", "n_parallel", env="PARALLEL", llama_env="LLAMA_ARG_N_PARALLEL", type=int,
-        default=_DEFAULTS.n_parallel,
+        default=_DEFAULTS.n_parallel, show_default=_SIZES_DEFAULT.format(_DEFAULTS.n_parallel),
         help="Sequences that run at the same time.",
     ),
     option(
@@ -270,19 +283,39 @@ def engine_options(command: Command, *, without: Collection[str] = ()) -> Comman
     """
 
     @wraps(command)
-    def with_config(model: str | None, verbose: bool, **arguments: Any) -> Any:
+    def with_config(
+        model: str | None, hf_repo: str | None, hf_file: str | None, verbose: bool, **arguments: Any
+    ) -> Any:
         from cppbatch.models.pull import choose_model
 
-        _set_up_logs(verbose, arguments.pop("log_format", None))
+        log_settings = {name: arguments.pop(name) for name in _LOG_SETTINGS if name in arguments}
+        _set_up_logs(verbose, log_settings)
         settings = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
         EngineConfig(model_path="", **settings)  # raises for wrong values before a model is downloaded
-        return command(config=EngineConfig(model_path=str(choose_model(model)), **settings), **arguments)
+        return command(
+            config=EngineConfig(model_path=str(choose_model(_hub_name(hf_repo, hf_file) or model)), **settings),
+            **arguments,
+        )
 
     verbose = click.option("-v", "--verbose", "--log-verbose", "verbose", is_flag=True, help="Show llama.cpp's log.")
-    wrapped = with_options(with_config, [_MODEL, *_SETTINGS, verbose])
+    wrapped = with_options(with_config, [*_MODEL, *_SETTINGS, verbose])
     options: list[click.Parameter] = wrapped.__click_params__  # type: ignore[attr-defined]  # where click collects them
     options[:] = [each for each in options if each.name not in without]
     return wrapped
+
+
+def _hub_name(repository: str | None, file: str | None) -> str | None:
+    """The name of a model that -hf and -hff mean; None: they are not given."""
+    if file and not repository:
+        raise click.UsageError(f"-hff {file} needs -hf OWNER/REPO")
+    if not repository:
+        return None
+    from cppbatch.models.hub import hub_model
+
+    name = f"{repository.partition(':')[0]}:{file}" if file else repository
+    if hub_model(name) is None:
+        raise click.BadParameter(f"{repository!r} is not OWNER/REPO or OWNER/REPO:TYPE", param_hint="-hf")
+    return name
 
 
 def given_settings() -> set[str]:
@@ -292,12 +325,15 @@ def given_settings() -> set[str]:
     return {name for name in EngineConfig.__struct_fields__ if context.get_parameter_source(name) in given}
 
 
-def _set_up_logs(verbose: bool, log_format: Literal["text", "json"] | None) -> None:
-    """`log_format`: the server's; None for other commands."""
-    if log_format:
+_LOG_SETTINGS = ("log_format", "log_level", "access_log")
+
+
+def _set_up_logs(verbose: bool, settings: dict[str, Any]) -> None:
+    """`settings`: the server's `_LOG_SETTINGS`; empty for other commands."""
+    if settings:
         from cppbatch.server.logs import set_up
 
-        set_up(log_format, verbose=verbose)
+        set_up(settings["log_format"], verbose=verbose, level=settings["log_level"], access=settings["access_log"])
         return
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
@@ -409,38 +445,30 @@ _PROFILE_AND_MEMORY = [
 
 
 def profile_and_memory_options(command: Command) -> Command:
-    """Adds --no-profile and --no-memory-check. The command gets its `config` with the profile's settings, checked."""
+    """Adds --no-profile and --no-memory-check. The command gets its `config` with the profile's settings, or else sizes
+    that fit, checked. Lines on stderr say what runs where."""
 
     @wraps(command)
     def with_checked_config(config: EngineConfig, use_profile: bool, memory_check: bool, **arguments: Any) -> Any:
-        if use_profile:
-            config = _with_profile(config)
-        if memory_check:
-            deployment: Deployment | None = arguments.get("deployment")
-            _check_memory(config, deployment)
-            if deployment and deployment.is_autoscaled:
-                arguments["deployment"] = _with_memory_check(deployment)
+        from cppbatch.cli.plan_start import plan_start
+
+        deployment: Deployment | None = arguments.get("deployment")
+        config = plan_start(
+            config,
+            given_settings(),
+            deployment.configs if deployment else lambda one: [one],
+            use_profile=use_profile,
+            memory_check=memory_check,
+            say=partial(click.echo, err=True),
+        )
+        if memory_check and deployment and deployment.is_autoscaled:
+            arguments["deployment"] = _with_memory_check(deployment)
         return command(config=config, **arguments)
 
     return with_options(with_checked_config, _PROFILE_AND_MEMORY)
-
-
-def _with_profile(config: EngineConfig) -> EngineConfig:
-    from cppbatch.bench.profile import use_profile
-
-    changed, line = use_profile(config, given_settings())
-    if line:
-        click.echo(line, err=True)
-    return changed
 
 
 def _with_memory_check(deployment: Deployment) -> Deployment:
     from cppbatch.bench.memory.memory_check import memory_shortage
 
     return msgspec.structs.replace(deployment, memory_shortage=memory_shortage)
-
-
-def _check_memory(config: EngineConfig, deployment: Deployment | None) -> None:
-    from cppbatch.bench.memory.memory_check import check_memory
-
-    check_memory(config, deployment.configs if deployment else lambda one: [one])

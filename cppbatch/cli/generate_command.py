@@ -11,6 +11,8 @@ import click
 import msgspec
 
 from cppbatch.cli.engine_options import engine_options, profile_and_memory_options
+from cppbatch.cli.loading_bar import loading_bar
+from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.sampling_options import DEFAULT_MAX_TOKENS, sampling_options
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SamplingParams
@@ -18,7 +20,7 @@ from cppbatch.engine.request import Completion, FinishReason, GenerationEvent
 from cppbatch.errors import CppBatchError
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be given several times.")
 @click.option(
     "-f",
@@ -52,7 +54,16 @@ def generate(
 
     printer: _Printer = _JsonPrinter(all_prompts) if as_json else _TextPrinter(all_prompts)
     shows_progress = sys.stderr.isatty() and not sys.stdout.isatty()  # a bar between the texts would garble them
-    with BatchInferenceEngine(config) as engine:
+    loaded = 0.0
+
+    def on_progress(fraction: float) -> bool:
+        nonlocal loaded
+        loaded = fraction
+        return True
+
+    with loading_bar(lambda: loaded):
+        loaded_engine = BatchInferenceEngine(config, progress=on_progress)
+    with loaded_engine as engine:
         try:
             results = engine.generate(
                 all_prompts, sampling_params, progress=shows_progress, on_event=printer.add, fit=is_capped

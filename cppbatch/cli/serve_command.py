@@ -11,6 +11,7 @@ import click
 
 from cppbatch.cli.engine_options import deployment_options, engine_options, profile_and_memory_options
 from cppbatch.cli.llama_server_flags import LlamaServerCommand, unneeded_flags
+from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.ray_options import RayTarget, ray_options
 from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
@@ -43,7 +44,16 @@ def serve(
 
     def run_until_stopped(config: EngineConfig, starter: EngineStarter) -> None:
         say(f"loading {config.model_path} ...")
-        asyncio.run(run(config, starter, settings, address, say=say, find_advice=lambda: find_advice(config)))
+        running = run(
+            config,
+            starter,
+            settings,
+            address,
+            say=say,
+            find_advice=lambda: find_advice(config),
+            show_loading=loading_bar,
+        )
+        asyncio.run(running)
 
     if ray is None:
         run_until_stopped(config, deployment)

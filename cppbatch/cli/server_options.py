@@ -170,6 +170,14 @@ _OPTIONS = [
     option(
         "--log-format", env="LOG_FORMAT", type=click.Choice(["text", "json"]), default="text", help="Format of the log."
     ),
+    option(
+        "--log-level", env="LOG_LEVEL", type=click.Choice(["debug", "info", "warning", "error"]), default=None,
+        help="The least level of lines in the log. Without it: warning, and info for requests and batches.",
+    ),
+    option(
+        "--access-log/--no-access-log", env="ACCESS_LOG", default=True,
+        help="Log each request; those of /health and /ready only at the level debug.",
+    ),
 ]  # fmt: skip
 
 

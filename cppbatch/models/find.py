@@ -15,7 +15,7 @@ from cppbatch.errors import ModelError
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
 _FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf$")
 _WEIGHT_TYPE = re.compile(r"[.-](I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32)$", re.IGNORECASE)
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def models_folder() -> Path:
@@ -27,8 +27,37 @@ def models_folder() -> Path:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The GGUF models of a folder, sorted by name. A split model is listed once, as its first part."""
-    return sorted(path for path in folder.glob("*.gguf") if not _LATER_PART.search(path.name))
+    """The GGUF models of a folder, and of OWNER/REPO folders in it, sorted by name. A split model is listed once, as its
+    first part."""
+    files = (path for pattern in ("*.gguf", "*/*/*.gguf", "*/*/*/*.gguf") for path in folder.glob(pattern))
+    return sorted(path for path in files if _is_shown(path.relative_to(folder)))
+
+
+def _is_shown(path: Path) -> bool:
+    is_projector = len(path.parts) > 1 and path.name.lower().startswith("mmproj")
+    return not (LATER_PART.search(path.name) or is_projector or any(part.startswith(".") for part in path.parts))
+
+
+def short_name(path: Path) -> str:
+    """The name of a model in lists: the file's, without its ending and the number of a part."""
+    first = _FIRST_PART.match(path.name)
+    return first[1] if first else path.stem
+
+
+def named_model(folder: Path, name: str) -> Path | None:
+    """The model in a folder that has this short name, with or without the types of weights at its end.
+
+    A model and its requantised copies count as one, and the last of these is taken. None: there is none. Raises
+    `ModelError` if there are several.
+    """
+    here, wanted = models_in(folder), name.lower()
+    found = [path for path in here if short_name(path).lower() == wanted]
+    found = found or [path for path in here if wanted in (each.lower() for each in shorter_names(short_name(path)))]
+    found = [path for path in found if not any(is_copy(other, path) for other in found)]
+    if len(found) > 1:
+        names = ", ".join(short_name(path) if len({short_name(p) for p in found}) > 1 else str(path) for path in found)
+        raise ModelError(f"{name} may be any of {names}. Give one of these to -m")
+    return found[0] if found else None
 
 
 def model_parts(path: Path) -> list[Path]:

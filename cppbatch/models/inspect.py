@@ -11,7 +11,7 @@ import msgspec
 
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import read_header
-from cppbatch.models.find import check_file
+from cppbatch.models.find import check_file, model_parts
 
 _POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 
@@ -24,6 +24,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None
     license: str | None
     size_bytes: int
+    """Of all parts of a split model."""
     n_params: int
     n_ctx_train: int | None
     n_layer: int | None
@@ -33,23 +34,30 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     n_vocab: int | None
     tensor_types: dict[str, int]
     """Number of tensors by type, most frequent first."""
+    main_type: str
+    """The type of most weights."""
     has_chat_template: bool
     pooling: str | None
     """How a text becomes one vector: mean, cls or last; rank: a reranker. None: mostly a model that generates text."""
 
 
 def inspect_model(path: Path) -> ModelFacts:
-    """Reads metadata and tensor list. Raises `ModelError` if the file is not GGUF."""
-    metadata, tensors = read_header(path)
+    """Reads metadata and tensor list, of a split model all parts. Raises `ModelError` if a file is not GGUF."""
+    parts = model_parts(path)
+    headers = [read_header(part) for part in parts]
+    metadata, tensors = headers[0].metadata, [tensor for header in headers for tensor in header.tensors]
     value: Callable[[str], Any] = metadata.get
     architecture = value("general.architecture") or "unknown"
     types = Counter(tensor.kind for tensor in tensors)
+    weights: Counter[str] = Counter()
+    for tensor in tensors:
+        weights[tensor.kind] += tensor.n_elements
     return ModelFacts(
         path=str(path),
         architecture=architecture,
         name=value("general.name"),
         license=value("general.license"),
-        size_bytes=path.stat().st_size,
+        size_bytes=sum(part.stat().st_size for part in parts),
         n_params=sum(tensor.n_elements for tensor in tensors),
         n_ctx_train=value(f"{architecture}.context_length"),
         n_layer=value(f"{architecture}.block_count"),
@@ -58,6 +66,7 @@ def inspect_model(path: Path) -> ModelFacts:
         n_head_kv=value(f"{architecture}.attention.head_count_kv"),
         n_vocab=value("tokenizer.ggml.tokens"),
         tensor_types=dict(types.most_common()),
+        main_type=weights.most_common(1)[0][0],
         has_chat_template="tokenizer.chat_template" in metadata,
         pooling=_POOLING.get(value(f"{architecture}.pooling_type")),
     )

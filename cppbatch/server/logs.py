@@ -20,6 +20,7 @@ from aiohttp.typedefs import Handler
 from cppbatch.server.keys import KEY
 
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 access_log = logging.getLogger("cppbatch.access")
 
@@ -27,20 +28,26 @@ _HEADER = "X-Request-Id"
 _ANTHROPIC_HEADER = "request-id"  # Anthropic's clients read this one
 _ID = web.RequestKey("request_id", str)
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_POLLED = frozenset({"/health", "/v1/health", "/ready"})  # by load balancers, every few seconds
 _CLIENT_CLOSED = 499  # nginx's status for requests whose client closed the connection; only in the log
 _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 
 
-def set_up(log_format: LogFormat, *, verbose: bool) -> None:
+def set_up(log_format: LogFormat, *, verbose: bool = False, level: LogLevel | None = None, access: bool = True) -> None:
     """Logs requests, the progress of batches, workers and replicas that come and go, and warnings to stderr; with
-    `verbose`, everything."""
+    `verbose`, everything.
+
+    `level`: of all lines, instead. `access`: whether requests are logged.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(_with_request_id)
-    logging.basicConfig(handlers=[handler], level=logging.DEBUG if verbose else logging.WARNING, force=True)
+    general = "debug" if verbose else level or "warning"
+    logging.basicConfig(handlers=[handler], level=general.upper(), force=True)
     shown = ("cppbatch.jobs", "cppbatch.flags", "cppbatch.scaling", "cppbatch.ray")
     for logger in (access_log, *map(logging.getLogger, shown)):
-        logger.setLevel(logging.INFO)
+        logger.setLevel("INFO" if level is None and not verbose else logging.NOTSET)
+    access_log.disabled = not access
     logging.getLogger("aiohttp.server").addFilter(_shorten_http_errors)
 
 
@@ -136,4 +143,5 @@ def _log_access(request: web.Request, status: int, n_bytes: int, seconds: float)
     who = f"{fields['remote']} key {fields['key']}" if fields["key"] else fields["remote"]
     message = "%s %s %d, %.3f s, %d bytes, %s"
     values = (request.method, fields["path"], status, seconds, n_bytes, who)
-    access_log.info(message, *values, extra={"fields": fields})
+    level = logging.DEBUG if fields["path"] in _POLLED else logging.INFO
+    access_log.log(level, message, *values, extra={"fields": fields})

@@ -21,6 +21,7 @@ from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.connections import max_connections
 from cppbatch.server.listener import Address, Listener, listen
 from cppbatch.server.settings import ServerSettings
+from cppbatch.server.show_loading import ShowLoading, hide_loading
 from cppbatch.server.signals import IMMEDIATE_EXIT_CODE, set_on_signals
 from cppbatch.server.storage import open_storage
 
@@ -37,12 +38,14 @@ async def run_server(
     *,
     say: Say,
     find_advice: Callable[[], str | None],
+    show_loading: ShowLoading = hide_loading,
 ) -> None:
     """Serves until SIGINT or SIGTERM, then finishes the running requests. A second signal ends the process at once.
 
     The server listens while the model loads (`/health` shows the progress) and while it drains. `say` prints a line for
     the user at the terminal. `find_advice` runs on a thread while the model loads, so that the start waits neither for
-    the first timing of kernels nor for reading the file; its result is printed when the server is ready. Raises
+    the first timing of kernels nor for reading the file; its result is printed when the server is ready.
+    `show_loading` shows the progress until then. Raises
     `ConfigError` when the address is in use, and what loading the model raises.
     """
     stop = asyncio.Event()
@@ -60,7 +63,7 @@ async def run_server(
     async with listener:
         advice = asyncio.ensure_future(asyncio.to_thread(find_advice))
         try:
-            await _wait_until_loaded(engine, stop)
+            await _wait_until_loaded(engine, stop, show_loading)
             gc.freeze()  # the objects that exist now stay for good, so garbage collection need not visit them
             for line in _first_lines(engine, listener, settings):
                 say(line)
@@ -83,10 +86,11 @@ async def _listen(app: web.Application, settings: ServerSettings, address: Addre
     return listener
 
 
-async def _wait_until_loaded(engine: EngineClient, stop: asyncio.Event) -> None:
+async def _wait_until_loaded(engine: EngineClient, stop: asyncio.Event, show_loading: ShowLoading) -> None:
     """Waits for the model. A signal meanwhile ends the process: there are no requests to finish."""
     loading, stopping = asyncio.ensure_future(engine.loaded()), asyncio.ensure_future(stop.wait())
-    await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+    with show_loading(lambda: engine.health().progress):
+        await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
         os._exit(IMMEDIATE_EXIT_CODE)  # a normal exit would wait for the loading thread, which is deep in llama.cpp
     stopping.cancel()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from cppbatch.bench.profile import TunedSettings, profile_path, save_profile, use_profile
+from cppbatch.bench.profile import TunedSettings, Used, profile_path, save_profile, use_profile
 from cppbatch.config import EngineConfig
 
 TUNED = TunedSettings(n_parallel=8, n_ctx=8192, kv_layout="per-sequence", flash_attn="off", n_ubatch=256, n_threads=2)
@@ -25,7 +25,7 @@ def config(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_profile_gives_what_the_user_has_not(config: EngineConfig) -> None:
-    used, line = use_profile(config, given=())
+    used, line, _ = use_profile(config, given=())
     assert {name: getattr(used, name) for name in TunedSettings.__struct_fields__} == msgspec.structs.asdict(TUNED)
     assert line
     assert "-np 8 -c 8192 --kv-layout per-sequence -fa off -ub 256 -t 2; --no-profile leaves it out" in line
@@ -34,7 +34,7 @@ def test_a_profile_gives_what_the_user_has_not(config: EngineConfig) -> None:
 
 
 def test_parallelism_and_cells_are_taken_together_or_not_at_all(config: EngineConfig) -> None:
-    used, line = use_profile(replace(config, n_parallel=3), given={"n_parallel"})
+    used, line, _ = use_profile(replace(config, n_parallel=3), given={"n_parallel"})
     assert (used.n_parallel, used.n_ctx, used.n_ubatch) == (3, 16384, 256)
     assert line
     assert "-c" not in line.split(": ")[1].split(";")[0].split()
@@ -45,7 +45,7 @@ def test_parallelism_and_cells_are_taken_together_or_not_at_all(config: EngineCo
 )
 def test_other_conditions_have_other_profiles(config: EngineConfig, other: dict[str, Any]) -> None:
     different = replace(config, **other)
-    assert use_profile(different, given=()) == (different, None)
+    assert use_profile(different, given=()) == Used(different)
 
 
 def test_another_file_of_that_name_has_another_profile(config: EngineConfig, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_profile_that_makes_no_sense_is_left_out_with_a_warning(
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    assert use_profile(config, given=()) == (config, None)
+    assert use_profile(config, given=()) == Used(config)
     assert str(path) in caplog.text
     assert reason in caplog.text
     assert "cppbatch tune" in caplog.text
@@ -83,7 +83,7 @@ def test_a_profile_that_makes_no_sense_is_left_out_with_a_warning(
 
 def test_bytes_that_are_no_text_are_left_out_too(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
     profile_path(config).write_bytes(b"\xff\x00\xfe")
-    assert use_profile(config, given=()) == (config, None)
+    assert use_profile(config, given=()) == Used(config)
     assert "is not used" in caplog.text
 
 
@@ -91,7 +91,7 @@ def test_what_does_not_go_with_the_users_settings_is_left_out(
     config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = replace(config, n_batch=4, n_parallel=2)
-    assert use_profile(small, given={"n_batch"}) == (small, None)
+    assert use_profile(small, given={"n_batch"}) == Used(small)
     assert "less than n_parallel (-np), which is 8" in caplog.text
 
 

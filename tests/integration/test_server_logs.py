@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch.server import api_errors
+from cppbatch.server import api_errors, logs
 from cppbatch.server.app import create_app
 from cppbatch.server.logs import set_up
 from tests.listening import HeldEngine, connect, head, listening, post, until
@@ -60,6 +60,7 @@ def log(capsys: pytest.CaptureFixture[str]) -> Iterator[Log]:
     yield Log(capsys)
     root.handlers[:] = handlers
     root.setLevel(level)
+    logs.access_log.disabled = False
 
 
 async def test_every_answer_names_its_request(http: Http) -> None:
@@ -91,7 +92,7 @@ async def test_an_id_that_cannot_be_shown_is_replaced(engine: HeldEngine, given:
 
 
 async def test_each_request_is_one_line_with_what_there_is_to_know(http: Http, log: Log) -> None:
-    set_up("json", verbose=False)
+    set_up("json")
     async with http.post("/v1/completions?secret=1", json=HELLO, headers={"X-Request-Id": "a"}) as answer:
         size = len(await answer.read())
     async with http.post("/v1/completions", json={**HELLO, "stream": True}) as answer:
@@ -110,7 +111,7 @@ async def test_each_request_is_one_line_with_what_there_is_to_know(http: Http, l
 
 
 async def test_a_client_that_goes_away_is_logged_too(engine: HeldEngine, log: Log) -> None:
-    set_up("json", verbose=False)
+    set_up("json")
     engine.go_on.clear()
     async with listening(create_app(engine)) as listener:
         _, writer = await connect(listener)
@@ -124,7 +125,7 @@ async def test_a_client_that_goes_away_is_logged_too(engine: HeldEngine, log: Lo
 async def test_all_lines_of_a_request_carry_its_id_and_tracebacks_stay_in_theirs(
     http: Http, engine: HeldEngine, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_up("json", verbose=False)
+    set_up("json")
 
     async def fail(_request: object) -> Any:
         raise ZeroDivisionError("a\nbug \udcff")
@@ -140,19 +141,56 @@ async def test_all_lines_of_a_request_carry_its_id_and_tracebacks_stay_in_theirs
 
 
 async def test_as_text_a_line_is_short_and_has_the_id(http: Http, log: Log) -> None:
-    set_up("text", verbose=False)
-    async with http.get("/health", headers={"X-Request-Id": "mine"}):
+    set_up("text")
+    async with http.get("/v1/models", headers={"X-Request-Id": "mine"}):
         pass
     logging.getLogger("cppbatch.engine").info("not shown")
     logging.getLogger("cppbatch.engine").warning("shown")
     request, warning = log.text.splitlines()
-    assert "INFO cppbatch.access: GET /health 200, 0.0" in request
+    assert "INFO cppbatch.access: GET /v1/models 200, 0.0" in request
     assert request.endswith("127.0.0.1 [mine]")
     assert warning.endswith("WARNING cppbatch.engine: shown")
 
 
+async def _poll_and_ask(http: Http) -> None:
+    for path in ("/health", "/v1/health", "/ready", "/stats"):
+        async with http.get(path) as answer:
+            assert answer.status == 200
+
+
+async def test_polls_of_the_health_are_logged_at_the_level_debug_only(http: Http, log: Log) -> None:
+    set_up("json")
+    await _poll_and_ask(http)
+    assert [entry["path"] for entry in log.entries()] == ["/stats"]
+    set_up("json", level="debug")
+    await _poll_and_ask(http)
+    assert [entry["path"] for entry in log.entries()][1:] == ["/health", "/v1/health", "/ready", "/stats"]
+
+
+@pytest.mark.parametrize(
+    ("level", "access", "shown"),
+    [
+        (None, True, ["cppbatch.access", "cppbatch.engine: two"]),
+        (None, False, ["cppbatch.engine: two"]),
+        ("info", True, ["cppbatch.access", "cppbatch.engine: one", "cppbatch.engine: two"]),
+        ("warning", True, ["cppbatch.engine: two"]),
+        ("error", True, []),
+    ],
+)
+async def test_the_level_and_the_access_log_are_settings(
+    level: Any, access: bool, shown: list[str], http: Http, log: Log
+) -> None:
+    set_up("text", level=level, access=access)
+    await _poll_and_ask(http)
+    logging.getLogger("cppbatch.engine").info("one")
+    logging.getLogger("cppbatch.engine").warning("two")
+    lines = [line for line in log.text.splitlines() if " cppbatch." in line]
+    assert len(lines) == len(shown)
+    assert all(part in line for part, line in zip(shown, lines, strict=True))
+
+
 async def test_bytes_that_are_no_http_are_one_line_that_does_not_quote_them(engine: HeldEngine, log: Log) -> None:
-    set_up("json", verbose=False)
+    set_up("json")
     async with listening(create_app(engine)) as listener:
         reader, writer = await connect(listener)
         writer.write(head("GET", "/health", "Authorization: Bearer " + "s3cret" * 2000))

@@ -91,7 +91,7 @@ def test_serve_takes_them_and_shows_their_lines(monkeypatch: pytest.MonkeyPatch)
     names = {name for option in serve.params for name in (*option.opts, *option.secondary_opts)}
     assert {name for flag in UNNEEDED for name in flag.names.split()} <= names
     monkeypatch.setattr(logging, "basicConfig", lambda **_others: None)  # it would replace pytest's handlers
-    set_up("text", verbose=False)
+    set_up("text")
     assert flags_log.isEnabledFor(logging.INFO)
 
 

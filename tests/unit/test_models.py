@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-import sys
-import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from click.testing import CliRunner
 
-from cppbatch.cli.models_command import models
 from cppbatch.errors import ModelError
 from cppbatch.models import pull
 from cppbatch.models.find import models_in
@@ -281,53 +277,3 @@ def test_a_model_in_parts_counts_once(tmp_path: Path) -> None:
     for name in ("big-00001-of-00003.gguf", "big-00002-of-00003.gguf", "big-00003-of-00003.gguf", "small.gguf"):
         (tmp_path / name).touch()
     assert [path.name for path in models_in(tmp_path)] == ["big-00001-of-00003.gguf", "small.gguf"]
-
-
-# --- the hub ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A huggingface_hub whose download does what a test sets it to."""
-    errors = types.SimpleNamespace(
-        HfHubHTTPError=type("HfHubHTTPError", (Exception,), {}),
-        HFValidationError=type("HFValidationError", (ValueError,), {}),
-    )
-    hub = types.SimpleNamespace(errors=errors, hf_hub_download=None)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    return hub
-
-
-def test_without_huggingface_hub_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match=r"pip install 'cppbatch\[hub\]'"):
-        pull.pull_from_hub("owner/name", "file.gguf")
-
-
-def test_a_file_from_the_hub_lands_in_the_models_folder(folder: Path, hub: types.SimpleNamespace) -> None:
-    hub.hf_hub_download = lambda repository, name, local_dir: str(tiny_models.llama(Path(local_dir) / name))
-    result = CliRunner().invoke(models, ["pull", "owner/name:file.gguf"])
-    assert result.exit_code == 0
-    assert result.output.strip() == str(folder / "file.gguf")
-
-
-def test_an_error_of_the_hub_names_the_file(folder: Path, hub: types.SimpleNamespace) -> None:
-    def failing(*arguments: object, **settings: object) -> NoReturn:
-        raise hub.errors.HfHubHTTPError("404 not found")
-
-    hub.hf_hub_download = failing
-    with pytest.raises(ModelError, match=r"owner/name:file\.gguf could not be downloaded: 404"):
-        pull.pull_from_hub("owner/name", "file.gguf")
-
-
-def test_what_comes_from_the_hub_is_checked(folder: Path, hub: types.SimpleNamespace) -> None:
-    hub.hf_hub_download = lambda repository, name, local_dir: str(tiny_models.not_gguf(Path(local_dir) / name))
-    with pytest.raises(ModelError, match="is not a GGUF file"):
-        pull.pull_from_hub("owner/name", "file.gguf")
-
-
-@pytest.mark.parametrize("name", ["foo", "owner/name", "owner/name:file.bin", "a/b/c:file.gguf", "name:file.gguf"])
-def test_a_name_that_is_none_is_refused_with_the_form_it_must_have(folder: Path, name: str) -> None:
-    result = CliRunner().invoke(models, ["pull", name])
-    assert result.exit_code == 2
-    assert "OWNER/REPOSITORY:FILE.gguf" in result.output

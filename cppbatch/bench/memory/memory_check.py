@@ -1,12 +1,14 @@
-"""Refusing settings that do not fit into memory, before the model is loaded, and suggesting settings that do."""
+"""Choosing settings that fit into memory before the model is loaded, and refusing others, with suggestions."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from cppbatch.bench.memory.choose_sizes import MARGIN
 from cppbatch.bench.memory.memory_demand import HOST, Demand, format_gib, free_host_memory, location, memory_demands
 from cppbatch.bench.memory.memory_estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.bench.memory.weights import MAPPED
@@ -23,18 +25,60 @@ _HALVINGS = 12
 _OVERRIDE = "If this is wrong, --no-memory-check (CPPBATCH_MEMORY_CHECK=0) leaves out this check"
 
 
+class Planned(NamedTuple):
+    """Settings, and what they need."""
+
+    config: EngineConfig
+    estimate: MemoryEstimate | None
+    """None: it failed."""
+
+
+def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda config: [config]) -> Planned:
+    """The first candidate that fits with the weights and leaves `MARGIN` of the memory free; the last one if none does.
+
+    If the estimate fails, the first one, and a warning is logged.
+    """
+    planned = _planned(candidates[0], engines)
+    smaller = candidates[1:]
+    if planned.estimate is None or not smaller or _is_ample(planned.estimate):
+        return planned
+    answers = iter(estimate_memory([one for each in smaller for one in engines(each)]).footprints)
+    for each in smaller:
+        estimate = MemoryEstimate([next(answers) for _ in engines(each)], planned.estimate.devices)
+        if _is_ample(estimate):
+            break
+    return Planned(each, estimate)
+
+
+def _planned(config: EngineConfig, engines: Engines) -> Planned:
+    try:
+        estimate = estimate_memory(engines(config))
+    except EstimateFailed as error:
+        log.warning("whether the model fits into memory was not checked: %s", error)
+        return Planned(config, None)
+    if failed := next((each.error for each in estimate.footprints if each.error), None):
+        log.info("whether the model fits into memory was not checked: %s", failed)  # as will loading
+        return Planned(config, None)
+    return Planned(config, estimate)
+
+
+def _is_ample(estimate: MemoryEstimate) -> bool:
+    demands = memory_demands(estimate, free_host_memory(), margin=MARGIN)
+    return all(each.will_fit and not each.will_be_slow for each in demands)
+
+
 def check_memory(config: EngineConfig, engines: Engines = lambda config: [config]) -> None:
     """Raises `ConfigError` if these engines need more memory than is free.
 
     If the estimate fails, logs a warning and lets the model load.
     """
-    try:
-        estimate = estimate_memory(engines(config))
-    except EstimateFailed as error:
-        log.warning("whether the model fits into memory was not checked: %s", error)
-        return
-    if failed := next((each.error for each in estimate.footprints if each.error), None):
-        log.info("whether the model fits into memory was not checked: %s", failed)  # as will loading
+    check_planned(_planned(config, engines), engines)
+
+
+def check_planned(planned: Planned, engines: Engines = lambda config: [config]) -> None:
+    """As `check_memory`, of settings whose estimate is known."""
+    config, estimate = planned
+    if estimate is None:
         return
     needed = memory_demands(estimate, free_host_memory())
     if short := [each for each in needed if not each.will_fit]:

@@ -22,6 +22,7 @@ from cppbatch.server.batches.batch_handler import BatchRequestHandler
 from cppbatch.server.run_requests import Event, target_concurrency
 from cppbatch.server.serving import Serving
 from cppbatch.server.settings import ServerSettings
+from cppbatch.server.show_loading import ShowLoading, hide_loading
 from cppbatch.server.signals import set_on_signals
 
 _STATS_INTERVAL_S = 0.5
@@ -70,11 +71,17 @@ class OfflineJob:
 
 
 async def run_offline(
-    config: EngineConfig, deployment: Deployment, offline: OfflineJob, *, started: Callable[[], None]
+    config: EngineConfig,
+    deployment: Deployment,
+    offline: OfflineJob,
+    *,
+    started: Callable[[], None],
+    show_loading: ShowLoading = hide_loading,
 ) -> bool:
     """Runs a job until every line is finished or the process gets a signal. Returns whether every line is finished.
 
-    The model is loaded only if there is a request to run; `started` is called when it is loaded. Raises `StorageError`
+    The model is loaded only if there is a request to run; `started` is called when it is loaded, and `show_loading`
+    shows the progress until then. Raises `StorageError`
     and `ConfigError` for files, `EngineClosed`, and the errors of loading. Results so far are recorded in any case.
     """
     stop = asyncio.Event()
@@ -87,8 +94,9 @@ async def run_offline(
         return not stop.is_set()
     engine = deployment.start(config)
     try:
-        if not await _unless_stopped(stop, engine.loaded()):
-            return False
+        with show_loading(lambda: engine.health().progress):
+            if not await _unless_stopped(stop, engine.loaded()):
+                return False
         started()
         job, request_slots = offline.job, asyncio.Semaphore(await target_concurrency(engine))
         serving = Serving(engine, ServerSettings(chat_template=job.chat_template))

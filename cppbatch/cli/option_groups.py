@@ -1,0 +1,55 @@
+"""`--help` in groups: the long list of options under headings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import click
+
+_SAMPLING = (
+    "n_predict temperature top_k top_p min_p typical_p top_n_sigma xtc_probability xtc_threshold dynatemp_range "
+    "dynatemp_exponent repetition_penalty penalty_last_n presence_penalty frequency_penalty dry_multiplier dry_base "
+    "dry_allowed_length dry_penalty_last_n dry_sequence_breakers adaptive_target adaptive_decay mirostat mirostat_eta "
+    "mirostat_tau samplers ignore_eos seed json_schema grammar stop"
+)
+
+GROUPS: Mapping[str, str] = {
+    "Input and output": "prompts file as_json output errors column endpoint system ordered longest_first retry_failed "
+    "overwrite",
+    "Model": "model hf_repo hf_file lora chat_template template_variables reasoning pooling",
+    "Batch and memory": "n_parallel n_ctx n_batch n_ubatch prefix_cache prefix_cache_ram swap_space cache_type_k "
+    "cache_type_v context_shift n_keep memory_check",
+    "Speed": "n_threads n_gpu_layers use_profile kv_layout flash_attn repack sampling prefer target_step_ms "
+    "max_wait_ms deterministic",
+    "Speculative decoding": "spec draft_max draft_model draft_gpu_layers",
+    "Workers and devices": "workers devices step_timeout sleep_idle_seconds in_process",
+    "Network and keys": "hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins",
+    "Limits": "max_queue max_concurrent max_concurrent_per_key request_timeout idle_timeout drain_timeout max_tokens "
+    "max_n max_prompts_per_batch max_body_mb max_file_mb",
+    "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path metrics slots props",
+    "Sampling": _SAMPLING,
+    "Log and debugging": "log_level access_log log_format verbose trace",
+}
+"""Headings with the names of their options' parameters, in the order in which `--help` shows them."""
+
+_OTHERS = "Other options"
+
+
+class GroupedCommand(click.Command):
+    """A command whose `--help` shows its options under the headings of `GROUPS`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a section for each heading."""
+        for heading, options in grouped(self.get_params(ctx)):
+            records = [record for option in options if (record := option.get_help_record(ctx))]
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def grouped(options: Iterable[click.Parameter]) -> Iterator[tuple[str, list[click.Parameter]]]:
+    """Yields each heading with its options, in the order of `GROUPS`, and last the options that are in none."""
+    left = {option.name: option for option in options}
+    for heading, names in GROUPS.items():
+        yield heading, [left.pop(name) for name in names.split() if name in left]
+    yield _OTHERS, list(left.values())

@@ -1,0 +1,56 @@
+"""Settings before a model is loaded: the profile, sizes that fit into memory, and the lines that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from cppbatch.bench.memory.choose_sizes import SIZES, candidates_for
+from cppbatch.bench.memory.memory_check import Engines, Planned, check_planned, first_ample
+from cppbatch.bench.memory.memory_demand import free_host_memory
+from cppbatch.bench.profile import profile_path
+from cppbatch.bench.profile import use_profile as with_profile
+from cppbatch.cli.start_lines import model_line, sizes_line
+from cppbatch.config import EngineConfig
+from cppbatch.errors import ModelError
+from cppbatch.models.inspect import inspect_model
+
+
+def plan_start(
+    config: EngineConfig,
+    given: Collection[str],
+    engines: Engines,
+    *,
+    use_profile: bool,
+    memory_check: bool,
+    say: Callable[[str], object],
+) -> EngineConfig:
+    """`config` with the settings of its profile, and with sizes that fit where neither has any.
+
+    `given`: the settings that the user has given. `engines`: the settings of all engines. `memory_check`: without it,
+    the memory is not estimated. Raises `ConfigError` if the engines need more memory than is free.
+    """
+    decided = set(given)
+    if use_profile:
+        used = with_profile(config, given)
+        config, decided = used.config, decided | used.decided
+        if used.line:
+            say(used.line)
+    planned = Planned(config, None)
+    if memory_check:
+        planned = first_ample(candidates_for(config, decided), engines)
+        check_planned(planned, engines)
+    _say_what_runs(planned, is_chosen=not decided >= SIZES, say=say)
+    if use_profile and not config.pooling and not profile_path(config).is_file():
+        say("no profile for this model: `cppbatch tune` finds the fastest settings, in up to 5 minutes")
+    return planned.config
+
+
+def _say_what_runs(planned: Planned, *, is_chosen: bool, say: Callable[[str], object]) -> None:
+    try:
+        facts = inspect_model(Path(planned.config.model_path))
+    except ModelError:  # loading says what is wrong with the file
+        return
+    say(model_line(planned.config, facts, planned.estimate))
+    if not facts.pooling and not planned.config.pooling:
+        say(sizes_line(planned.config, planned.estimate, free_host_memory(), chosen=is_chosen))

@@ -1,0 +1,69 @@
+"""The lines that `serve`, `generate` and `batch` print before they load a model: what runs where, in which memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cppbatch.bench.memory.memory_demand import HOST, format_gib, location, memory_demands
+from cppbatch.bench.memory.memory_estimate import MemoryEstimate
+from cppbatch.config import EngineConfig, available_threads
+from cppbatch.models.inspect import ModelFacts
+
+
+def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate | None) -> str:
+    """The model with the number and type of its weights, and what computes it.
+
+    `estimate`: of the engines, one for each worker; None: not known, so neither are the devices.
+    """
+    name = Path(config.model_path).stem
+    weights = f"{format_count(facts.n_params)} weights, mostly {facts.main_type}, {format_bytes(facts.size_bytes)}"
+    return f"{name}: {weights}; {_where(config, estimate)}" if estimate else f"{name}: {weights}"
+
+
+def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free: int, *, chosen: bool) -> str:
+    """How many sequences run at once, the tokens that each may have, and the memory that this takes.
+
+    `host_free`: bytes. `chosen`: whether -np or -c was not given.
+    """
+    n = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
+    of_workers = f" in each of {len(estimate.footprints)} workers" if estimate and len(estimate.footprints) > 1 else ""
+    source = ", chosen for this memory" if chosen and estimate else ""
+    line = f"{n} at once{of_workers}, {config.n_ctx:,} KV cells (-np {config.n_parallel} -c {config.n_ctx}{source})"
+    if estimate is None:
+        return line
+    footprint = estimate.footprints[0]
+    each, most = config.n_ctx // config.n_parallel, min(footprint.sequence_cells, footprint.n_ctx_train)
+    tokens = f"{each:,} tokens each, and up to {most:,} for one" if most > each else f"up to {most:,} tokens each"
+    parts = [
+        f"{format_gib(demand.firm + demand.mapped)} of {format_gib(demand.free)} free memory"
+        + ("" if demand.where == HOST else f" of {demand.where}")
+        for demand in memory_demands(estimate, host_free)
+        if demand.free
+    ]
+    return f"{line}: {tokens}; takes {' and '.join(parts)}"
+
+
+def _where(config: EngineConfig, estimate: MemoryEstimate) -> str:
+    threads = config.n_threads or available_threads()
+    on_cpu = f"on the CPU with {threads} thread{'s' if threads > 1 else ''}"
+    places = {location(b, estimate.devices) for f in estimate.footprints for b in f.buffers if b.kind == "weights"}
+    used = [device for device in estimate.devices if device.name in places]
+    if not used:
+        return on_cpu
+    n_layers = estimate.footprints[0].n_layers
+    devices = " and ".join(f"{device.name} ({device.description})" for device in used)
+    if config.n_gpu_layers < 0 or config.n_gpu_layers >= n_layers:
+        return f"all {n_layers} layers on {devices}"
+    return f"{config.n_gpu_layers} of {n_layers} layers on {devices}, the others {on_cpu}"
+
+
+def format_count(n: int) -> str:
+    """A number of weights: 135M, 8.0B."""
+    if n < 10**6:
+        return f"{n:,}"
+    return f"{n / 1e9:.1f}B" if n >= 10**9 else f"{n / 1e6:.0f}M"
+
+
+def format_bytes(n_bytes: int) -> str:
+    """The size of a file: 98.4 MB, 4.92 GB."""
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

@@ -1,0 +1,146 @@
+"""Models of the Hugging Face hub by name: OWNER/REPO, OWNER/REPO:Q4_K_M, OWNER/REPO:FILE.gguf.
+
+The files of a repository are in the folder OWNER/REPO of the models folder, so that what is there needs no network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cppbatch.errors import ModelError
+from cppbatch.models.find import LATER_PART, check_file, is_copy, model_parts, models_folder
+
+_NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+_TYPE = re.compile(r"(?:^|[./-])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32))$", re.IGNORECASE)
+_USUAL_TYPE = "Q4_K_M"  # as in llama.cpp
+_MOST_SHOWN = 12
+
+Say = Callable[[str], object]
+
+
+class HubModel(NamedTuple):
+    """A model of the hub."""
+
+    repository: str
+    """OWNER/REPO."""
+    choice: str = ""
+    """A type of weights, or the name of a file; "": the usual one."""
+
+    def __str__(self) -> str:
+        return f"{self.repository}:{self.choice}" if self.choice else self.repository
+
+
+def hub_model(name: str) -> HubModel | None:
+    """The model of the hub that a name means; None if it looks like a file."""
+    found = _NAME.fullmatch(name)
+    if not found or (found[3] is None and (name.endswith(".gguf") or Path(found[1]).is_dir())):
+        return None
+    return HubModel(f"{found[1]}/{found[2]}", found[3] or "")
+
+
+def present_file(model: HubModel) -> Path | None:
+    """The model's file in the models folder, if all its parts are there. Without a choice, any file of the repository
+    will do. Raises `ModelError` if a file is damaged."""
+    folder = models_folder() / model.repository
+    files = sorted(folder.rglob("*.gguf"))
+    whole = [path for path in files if not any(is_copy(path, each) for each in files)]
+    whole = [path for path in whole if all(part.exists() for part in model_parts(path))]
+    found = choose_file((path.relative_to(folder).as_posix() for path in whole), model.choice)
+    return check_file(folder / found) if found else None
+
+
+def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
+    """The path of the model's file, which is fetched if it is not there. `say` gets a line before that.
+
+    The hub's client shows the progress, continues after an interruption, and reads $HF_TOKEN, $HF_ENDPOINT and
+    $HF_HUB_OFFLINE. Raises `ModelError`.
+    """
+    if present := present_file(model):
+        return present
+    try:
+        import huggingface_hub as hub
+    except ImportError as error:
+        raise ModelError(f"{model} is fetched from the hub, which needs: pip install huggingface-hub") from error
+    folder = models_folder() / model.repository
+    try:
+        sizes = _sizes(hub, model.repository)
+        files = _wanted(model, sizes)
+        n_bytes = sum(sizes[file] for file in files)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(folder).free) < n_bytes:
+            raise ModelError(f"{model} has {n_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free")
+        say(f"fetching {files[0]} of {model.repository} ({n_bytes / 1e9:.2f} GB) into {folder}/")
+        for file in files:
+            hub.hf_hub_download(model.repository, file, local_dir=folder, endpoint=_endpoint())
+    except ModelError:
+        raise
+    except Exception as error:  # the hub's, its HTTP client's, and the system's
+        raise ModelError(_reason(hub, model, error)) from error
+    return check_file(folder / files[0])
+
+
+def choose_file(files: Iterable[str], choice: str) -> str | None:
+    """The file that `choice` means among those of a repository, of a split model its first part.
+
+    `choice`: a file, or a type of weights; "": Q4_K_M, or else the first file. None: there is no such file.
+    """
+    models = sorted((f for f in files if _is_model(f)), key=lambda file: (len(file), file))
+    if choice.endswith(".gguf"):
+        return next((file for file in models if file == choice), None)
+    of_type = (file for file in models if _has_type(file, choice or _USUAL_TYPE))
+    return next(of_type, models[0] if models and not choice else None)
+
+
+def _is_model(file: str) -> bool:
+    name = file.rsplit("/", 1)[-1]
+    return name.endswith(".gguf") and not LATER_PART.search(name) and not name.lower().startswith("mmproj")
+
+
+def _has_type(file: str, kind: str) -> bool:
+    """Whether the name of a file, or of its folder, ends with a type of weights."""
+    folder, _, name = file.rpartition("/")
+    names = (_PART.sub("", name.removesuffix(".gguf")), folder)
+    return any(re.search(rf"(?:^|[./-]){re.escape(kind)}$", each, re.IGNORECASE) for each in names)
+
+
+def _sizes(hub: Any, repository: str) -> dict[str, int]:
+    """The files of a repository with their bytes."""
+    tree = hub.HfApi(endpoint=_endpoint()).list_repo_tree(repository, recursive=True)
+    return {each.path: each.size for each in tree if hasattr(each, "size")}
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT")  # read now: the client reads it when it is imported
+
+
+def _wanted(model: HubModel, sizes: dict[str, int]) -> list[str]:
+    """The files to fetch: one, or all parts of a split model."""
+    models = sorted(file for file in sizes if _is_model(file))
+    if not models:
+        raise ModelError(f"{model.repository} has no GGUF files. Mostly a repository with -GGUF in its name has them")
+    found = choose_file(models, model.choice)
+    if found is None:
+        types = {each[1] for file in models if (each := _TYPE.search(_PART.sub("", file.removesuffix(".gguf"))))}
+        there = sorted(types) if types and not model.choice.endswith(".gguf") else models
+        shown = ", ".join(there[:_MOST_SHOWN]) + (" ..." if len(there) > _MOST_SHOWN else "")
+        raise ModelError(f"{model.repository} has no {model.choice}. It has {shown}")
+    missing = [part.as_posix() for part in model_parts(Path(found)) if part.as_posix() not in sizes]
+    if missing:
+        raise ModelError(f"{model.repository} lacks {', '.join(missing)}, a part of {found}")
+    return [part.as_posix() for part in model_parts(Path(found))]
+
+
+def _reason(hub: Any, model: HubModel, error: Exception) -> str:
+    where = _endpoint() or "https://huggingface.co"
+    if isinstance(error, hub.errors.GatedRepoError):
+        return f"{model.repository} asks for consent: accept its terms on {where}/{model.repository}, and set HF_TOKEN"
+    if isinstance(error, hub.errors.RepositoryNotFoundError):
+        return f"there is no file {model}, and no {model.repository} on {where}. If it is private, set HF_TOKEN"
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return f"{model} could not be fetched from {where}: {first}. Check the network, or give a GGUF file with -m"

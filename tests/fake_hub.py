@@ -1,0 +1,95 @@
+"""A Hugging Face hub on 127.0.0.1: the few routes that its client needs to list and fetch the files of a repository."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+class FakeHub:
+    """Repositories as {repository: {file: content}}. `requests` has each request as "METHOD path"."""
+
+    def __init__(self, repositories: Mapping[str, Mapping[str, bytes]], gated: tuple[str, ...] = ()) -> None:
+        self.repositories, self.gated = repositories, gated
+        self.requests: list[str] = []
+        self.cut_after: int | None = None
+        """Bytes of a file after which the connection is closed, once."""
+        self.url = ""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[FakeHub]:
+        """Serves on a free port until the end."""
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                hub.answer(self)
+
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            def log_message(self, *_arguments: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        self.url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        """Answers a request."""
+        path = unquote(urlsplit(request.path).path)
+        self.requests.append(f"{request.command} {path}")
+        owner, name, *rest = path.removeprefix("/api/models").strip("/").split("/")
+        repository = f"{owner}/{name}"
+        if repository in self.gated and "resolve" in rest:
+            self._refuse(request, 403, "GatedRepo")
+        elif (files := self.repositories.get(repository)) is None:
+            self._refuse(request, 404, "RepoNotFound")
+        elif path.startswith("/api/models/"):
+            self._send(request, 200, json.dumps([_entry(file, content) for file, content in files.items()]).encode())
+        elif (content := files.get("/".join(rest[2:]))) is None:
+            self._refuse(request, 404, "EntryNotFound")
+        else:
+            self._send_file(request, content)
+
+    def _send_file(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
+        start = int(request.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self._send(request, 206 if start else 200, content[start:], headers)
+
+    def _refuse(self, request: BaseHTTPRequestHandler, status: int, code: str) -> None:
+        self._send(request, status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+
+    def _send(
+        self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        request.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command == "HEAD":
+            return
+        if self.cut_after is not None and status == 200 and "ETag" in (headers or {}):
+            body, self.cut_after = body[: self.cut_after], None
+            request.close_connection = True
+        request.wfile.write(body)
+
+
+def _entry(file: str, content: bytes) -> dict[str, object]:
+    return {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}

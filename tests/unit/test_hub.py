@@ -1,0 +1,207 @@
+"""Models of the hub by name: what is missing is fetched, what is there needs no network, and a wrong name says why."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cppbatch.cli.models_command import models
+from cppbatch.errors import ModelError
+from cppbatch.models.find import models_in, named_model
+from cppbatch.models.hub import HubModel, choose_file, hub_model, pull_model
+from cppbatch.models.pull import choose_model
+from tests import tiny_models
+from tests.fake_hub import FakeHub
+
+FILES = ["README.md", "mmproj-F16.gguf", "Tiny-Q8_0.gguf", "Tiny-Q4_K_M.gguf", "Tiny-Q4_0.gguf", "Tiny-UD-Q4_K_XL.gguf"]
+PARTS = [f"Q6_K/Big-Q6_K-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty models folder."""
+    monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path / "models"))
+    return tmp_path / "models"
+
+
+@pytest.fixture(scope="module")
+def model_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return tiny_models.llama(tmp_path_factory.mktemp("hub") / "m.gguf").read_bytes()
+
+
+@pytest.fixture
+def hub(model_bytes: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with a repository of each kind."""
+    repositories = {
+        "owner/Tiny-GGUF": dict.fromkeys(FILES, model_bytes),
+        "owner/Big-GGUF": dict.fromkeys(PARTS, model_bytes),
+        "owner/safetensors": {"model.safetensors": b"{}"},
+        "owner/broken-GGUF": {"page.Q4_0.gguf": b"<html>"},
+        "owner/gated-GGUF": {"m.gguf": model_bytes},
+    }
+    with FakeHub(repositories, gated=("owner/gated-GGUF",)).running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("owner/Tiny-GGUF", HubModel("owner/Tiny-GGUF")),
+        ("owner/Tiny-GGUF:Q4_K_M", HubModel("owner/Tiny-GGUF", "Q4_K_M")),
+        ("owner/Big-GGUF:Q6_K/Big.gguf", HubModel("owner/Big-GGUF", "Q6_K/Big.gguf")),
+        ("models/m.gguf", None),
+        ("m.gguf", None),
+        ("tiny", None),
+        ("/abs/dir", None),
+        ("a/b/c", None),
+        ("tests/unit", None),  # a folder, here
+    ],
+)
+def test_which_names_are_those_of_the_hub(name: str, model: HubModel | None) -> None:
+    assert hub_model(name) == model
+
+
+@pytest.mark.parametrize(
+    ("choice", "file"),
+    [
+        ("", "Tiny-Q4_K_M.gguf"),
+        ("Q8_0", "Tiny-Q8_0.gguf"),
+        ("q8_0", "Tiny-Q8_0.gguf"),
+        ("Q4_K_XL", "Tiny-UD-Q4_K_XL.gguf"),
+        ("UD-Q4_K_XL", "Tiny-UD-Q4_K_XL.gguf"),
+        ("Tiny-Q4_0.gguf", "Tiny-Q4_0.gguf"),
+        ("Q4", None),
+        ("F16", None),  # of the projector for images only
+        ("Other.gguf", None),
+    ],
+)
+def test_which_file_of_a_repository_is_meant(choice: str, file: str | None) -> None:
+    assert choose_file(FILES, choice) == file
+
+
+def test_without_the_usual_type_the_first_file_is_meant_and_of_a_split_model_its_first_part() -> None:
+    assert choose_file(["b-Q5_0.gguf", "a-Q8_0.gguf"], "") == "a-Q8_0.gguf"
+    assert choose_file(PARTS, "Q6_K") == choose_file(PARTS, "") == PARTS[0]
+    assert choose_file(["README.md"], "") is None
+
+
+# --- fetching ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_model_is_fetched_once(hub: FakeHub, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = choose_model("owner/Tiny-GGUF:Q4_0")
+    assert path == folder / "owner" / "Tiny-GGUF" / "Tiny-Q4_0.gguf"
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "fetching Tiny-Q4_0.gguf of owner/Tiny-GGUF (0.00 GB) into " in err
+    hub.requests.clear()
+    assert choose_model("owner/Tiny-GGUF:Q4_0") == choose_model("owner/Tiny-GGUF") == path
+    assert choose_model("Tiny-Q4_0") == choose_model("tiny") == path  # its short name, also without the type
+    assert hub.requests == []
+
+
+def test_all_parts_of_a_split_model_are_fetched(hub: FakeHub, folder: Path) -> None:
+    path = pull_model(HubModel("owner/Big-GGUF"))
+    assert path == folder / "owner" / "Big-GGUF" / PARTS[0]
+    assert sorted(each.name for each in path.parent.glob("*.gguf")) == [part.rpartition("/")[2] for part in PARTS]
+    assert models_in(folder) == [path]
+    path.with_name(PARTS[2].rpartition("/")[2]).unlink()  # as after an interruption
+    hub.requests.clear()
+    assert pull_model(HubModel("owner/Big-GGUF")) == path
+    assert [request for request in hub.requests if request.startswith("GET") and "resolve" in request] == [
+        f"GET /owner/Big-GGUF/resolve/main/{PARTS[2]}"
+    ]
+
+
+def test_a_download_that_is_cut_off_leaves_no_model_and_goes_on(hub: FakeHub, folder: Path, model_bytes: bytes) -> None:
+    hub.cut_after = 100
+    try:
+        path = pull_model(HubModel("owner/Tiny-GGUF", "Q8_0"))
+    except ModelError:
+        assert models_in(folder) == []
+        path = pull_model(HubModel("owner/Tiny-GGUF", "Q8_0"))
+    assert hub.cut_after is None
+    assert path.read_bytes() == model_bytes
+
+
+def test_a_copy_with_other_weights_is_not_taken_for_the_file_of_the_hub(hub: FakeHub, folder: Path) -> None:
+    path = pull_model(HubModel("owner/Tiny-GGUF", "Q4_0"))
+    shutil.copy(path, path.with_name("Tiny-Q4_0-Q8_0.gguf"))
+    assert pull_model(HubModel("owner/Tiny-GGUF", "Q8_0")).name == "Tiny-Q8_0.gguf"
+    assert pull_model(HubModel("owner/Tiny-GGUF", "Q4_0")) == path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("owner/Tiny-GGUF:IQ2_M", r"owner/Tiny-GGUF has no IQ2_M\. It has Q4_0, Q4_K_M, Q8_0, UD-Q4_K_XL$"),
+        ("owner/Tiny-GGUF:no.gguf", r"has no no\.gguf\. It has Tiny-Q4_0\.gguf, "),
+        ("owner/safetensors", "has no GGUF files. Mostly a repository with -GGUF in its name has them"),
+        ("owner/nothing", r"there is no file owner/nothing, and no owner/nothing on http://127.* set HF_TOKEN"),
+        ("owner/gated-GGUF", r"asks for consent: accept its terms on http.*/owner/gated-GGUF, and set HF_TOKEN"),
+        ("owner/broken-GGUF", "is not a GGUF file"),
+    ],
+)
+def test_what_cannot_be_fetched_says_why(hub: FakeHub, folder: Path, name: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        choose_model(name)
+
+
+def test_without_a_network_the_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    with pytest.raises(ModelError, match=r"could not be fetched from http://127\.0\.0\.1:9: .*Check the network"):
+        choose_model("owner/Tiny-GGUF")
+
+
+def test_a_full_disk_is_noticed_before_the_download(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage)
+    with pytest.raises(ModelError, match=r"has 0\.00 GB, and .* has 0\.00 GB free"):
+        choose_model("owner/Tiny-GGUF")
+
+
+def test_without_the_client_the_command_that_installs_it_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelError, match="pip install huggingface-hub"):
+        choose_model("owner/Tiny-GGUF")
+
+
+# --- short names, and the command ------------------------------------------------------------------------------------
+
+
+def test_a_short_name_that_may_be_several_models_is_refused_with_their_names(folder: Path) -> None:
+    for name in ("a/x/Tiny-Q4_0.gguf", "Tiny-Q8_0.gguf", "Tiny-Q8_0-BF16.gguf"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        tiny_models.llama(folder / name)
+    assert named_model(folder, "tiny-q4_0") == folder / "a/x/Tiny-Q4_0.gguf"
+    assert named_model(folder, "Tiny-Q8_0") == folder / "Tiny-Q8_0.gguf"
+    with pytest.raises(ModelError, match=r"tiny may be any of Tiny-Q8_0-BF16, Tiny-Q4_0\. Give one of these"):
+        named_model(folder, "tiny")
+    (folder / "a/x/Tiny-Q4_0.gguf").unlink()
+    assert named_model(folder, "tiny") == folder / "Tiny-Q8_0-BF16.gguf"  # a copy counts as its source
+
+
+def test_pull_prints_the_path(hub: FakeHub, folder: Path) -> None:
+    result = CliRunner().invoke(models, ["pull", "owner/Tiny-GGUF:Q8_0"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == str(folder / "owner" / "Tiny-GGUF" / "Tiny-Q8_0.gguf")
+
+
+@pytest.mark.parametrize("name", ["foo", "a/b/c:file.gguf", "name:file.gguf", "owner/name.gguf"])
+def test_a_name_that_is_none_is_refused_with_the_form_it_must_have(folder: Path, name: str) -> None:
+    result = CliRunner().invoke(models, ["pull", name])
+    assert result.exit_code == 2
+    assert "OWNER/REPO:TYPE" in " ".join(result.output.split())

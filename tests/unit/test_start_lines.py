@@ -1,0 +1,114 @@
+"""The lines before a model is loaded: what runs where, with how many sequences, in which memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from cppbatch.bench.memory import memory_check
+from cppbatch.bench.memory.buffers import Buffer
+from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
+from cppbatch.bench.memory.weights import MAPPED
+from cppbatch.bench.profile import TunedSettings, save_profile
+from cppbatch.cli.plan_start import plan_start
+from cppbatch.cli.start_lines import format_count, model_line, sizes_line
+from cppbatch.config import EngineConfig
+from cppbatch.models.inspect import ModelFacts, inspect_model
+
+GIB = 2**30
+CONFIG = EngineConfig("models/Some-8B.Q4_K_M.gguf", n_threads=6)
+GPU = Device("CUDA0", "NVIDIA H100 80GB HBM3", 79 * GIB, 80 * GIB)
+FACTS = ModelFacts(
+    path="models/Some-8B.Q4_K_M.gguf", architecture="llama", name=None, license=None, size_bytes=4_920_000_000,
+    n_params=8_030_000_000, n_ctx_train=8192, n_layer=32, n_embd=1, n_head=1, n_head_kv=1, n_vocab=1,
+    tensor_types={"F32": 100, "Q4_K": 90}, main_type="Q4_K", has_chat_template=True, pooling=None,
+)  # fmt: skip
+
+
+def estimate(place: str = "CPU", *, sequence_cells: int = 16384, n: int = 1) -> MemoryEstimate:
+    weights = Buffer("weights", MAPPED if place == "CPU" else place, 5 * GIB)
+    buffers = [weights, Buffer("cells", place, 2 * GIB), Buffer("process", "CPU", GIB)]
+    footprint = Footprint(buffers=buffers, sequence_cells=sequence_cells, n_layers=32, n_ctx_train=8192)
+    return MemoryEstimate([footprint] * n, [GPU])
+
+
+def test_the_model_its_weights_and_the_device() -> None:
+    line = "Some-8B.Q4_K_M: 8.0B weights, mostly Q4_K, 4.92 GB"
+    assert model_line(CONFIG, FACTS, estimate()) == f"{line}; on the CPU with 6 threads"
+    assert model_line(CONFIG, FACTS, estimate("CUDA0")) == f"{line}; all 32 layers on CUDA0 (NVIDIA H100 80GB HBM3)"
+    assert model_line(CONFIG, FACTS, None) == line
+
+
+def test_layers_that_are_not_on_the_gpu_are_counted() -> None:
+    line = model_line(replace(CONFIG, n_gpu_layers=20), FACTS, estimate("CUDA0"))
+    assert line.endswith("20 of 32 layers on CUDA0 (NVIDIA H100 80GB HBM3), the others on the CPU with 6 threads")
+
+
+def test_sequences_tokens_and_memory() -> None:
+    assert sizes_line(CONFIG, estimate(), 20 * GIB, chosen=True) == (
+        "16 sequences at once, 16,384 KV cells (-np 16 -c 16384, chosen for this memory): 1,024 tokens each, and up to "
+        "8,192 for one; takes 8.00 GiB of 20.00 GiB free memory"
+    )
+    line = sizes_line(replace(CONFIG, n_parallel=1), estimate("CUDA0"), 20 * GIB, chosen=False)
+    assert line == (
+        "1 sequence at once, 16,384 KV cells (-np 1 -c 16384): up to 8,192 tokens each; takes 1.00 GiB of 20.00 GiB "
+        "free memory and 7.00 GiB of 79.00 GiB free memory of CUDA0"
+    )
+    assert " in each of 2 workers, " in sizes_line(CONFIG, estimate(n=2), 20 * GIB, chosen=False)
+
+
+def test_numbers_of_weights() -> None:
+    assert [format_count(n) for n in (5_000, 134_515_008, 8_030_261_248)] == ["5,000", "135M", "8.0B"]
+
+
+# --- together ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    """A model in a machine without a GPU."""
+    monkeypatch.setattr(memory_check, "estimate_memory", lambda configs: estimate(n=len(configs)))
+    monkeypatch.setattr(memory_check, "free_host_memory", lambda: 20 * GIB)
+    monkeypatch.setattr("cppbatch.bench.memory.choose_sizes.has_gpu", lambda: False)
+    monkeypatch.setattr("cppbatch.bench.memory.choose_sizes.kernel_times", lambda types: {})
+    return EngineConfig(str(tiny_llama))
+
+
+def planned(config: EngineConfig, given: set[str], *, profile: bool = True) -> tuple[EngineConfig, list[str]]:
+    lines: list[str] = []
+    used = plan_start(config, given, lambda one: [one], use_profile=profile, memory_check=True, say=lines.append)
+    return used, lines
+
+
+def test_two_lines_and_the_way_to_a_profile(config: EngineConfig) -> None:
+    used, (model, sizes, hint) = planned(config, set())
+    assert (used.n_parallel, used.n_ctx) == (16, 16384)
+    assert model.startswith("tiny-llama: ")
+    assert "chosen for this memory" in sizes
+    assert "no profile for this model: `cppbatch tune`" in hint
+
+
+def test_sizes_that_are_given_are_not_called_chosen(config: EngineConfig) -> None:
+    _, (_, sizes, _) = planned(config, {"n_parallel", "n_ctx"})
+    assert "chosen" not in sizes
+
+
+def test_a_profile_decides_the_sizes(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPPBATCH_CONFIG", str(tmp_path))
+    tuned = TunedSettings(n_parallel=8, n_ctx=8192, kv_layout="auto", flash_attn="auto", n_ubatch=512, n_threads=0)
+    save_profile(config, tuned, {})
+    used, lines = planned(config, set())
+    assert (used.n_parallel, used.n_ctx) == (8, 8192)
+    assert len(lines) == 3
+    assert lines[0].startswith("using the profile ")
+    assert "chosen" not in lines[2]
+    assert planned(config, set(), profile=False)[0].n_parallel == 16
+    assert planned(replace(config, n_parallel=4), {"n_parallel"})[0].n_ctx == 16384
+
+
+def test_the_type_of_most_weights_is_not_that_of_most_tensors(tiny_llama: Path) -> None:
+    facts = inspect_model(tiny_llama)
+    assert facts.main_type in facts.tensor_types
+    assert facts.size_bytes == tiny_llama.stat().st_size
