@@ -116,8 +116,9 @@ _MODEL = [
         "fetched. Without it: the only one in the models folder, else the default model, which is downloaded.",
     ),
     option(
-        "-hf", "-hfr", "--hf-repo", "hf_repo", env="HF_REPO", llama_env="LLAMA_ARG_HF_REPO", metavar="OWNER/REPO[:TYPE]",
-        default=None, help="Model on the Hugging Face hub, as for -m. TYPE: Q4_K_M, if there is such a file.",
+        "-hf", "-hfr", "--hf-repo", "hf_repo", env="HF_REPO", llama_env="LLAMA_ARG_HF_REPO",
+        metavar="OWNER/REPO[:TYPE]", default=None,
+        help="Model on the Hugging Face hub, as for -m. TYPE: Q4_K_M, if there is such a file.",
     ),
     option(
         "-hff", "--hf-file", "hf_file", env="HF_FILE", llama_env="LLAMA_ARG_HF_FILE", metavar="FILE.gguf",

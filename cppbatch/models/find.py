@@ -27,8 +27,10 @@ def models_folder() -> Path:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The GGUF models of a folder, and of OWNER/REPO folders in it, sorted by name. A split model is listed once, as its
-    first part."""
+    """The GGUF models of a folder and of the OWNER/REPO folders in it, sorted by name.
+
+    A split model is listed once, as its first part.
+    """
     files = (path for pattern in ("*.gguf", "*/*/*.gguf", "*/*/*/*.gguf") for path in folder.glob(pattern))
     return sorted(path for path in files if _is_shown(path.relative_to(folder)))
 
