@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
-from cppbatch.cli.start_lines import format_bytes
+from cppbatch.cli.formats import format_bytes
 
 
 @click.group()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cppbatch.bench.memory.memory_demand import HOST, format_gib, location, memory_demands
 from cppbatch.bench.memory.memory_estimate import MemoryEstimate
+from cppbatch.cli.formats import format_bytes, format_count
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.models.inspect import ModelFacts
 
@@ -55,15 +56,3 @@ def _where(config: EngineConfig, estimate: MemoryEstimate) -> str:
     if config.n_gpu_layers < 0 or config.n_gpu_layers >= n_layers:
         return f"all {n_layers} layers on {devices}"
     return f"{config.n_gpu_layers} of {n_layers} layers on {devices}, the others {on_cpu}"
-
-
-def format_count(n: int) -> str:
-    """A number of weights: 135M, 8.0B."""
-    if n < 10**6:
-        return f"{n:,}"
-    return f"{n / 1e9:.1f}B" if n >= 10**9 else f"{n / 1e6:.0f}M"
-
-
-def format_bytes(n_bytes: int) -> str:
-    """The size of a file: 98.4 MB, 4.92 GB."""
-    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

@@ -12,8 +12,9 @@ from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import MAPPED
 from cppbatch.bench.profile import TunedSettings, save_profile
+from cppbatch.cli.formats import format_count
 from cppbatch.cli.plan_start import plan_start
-from cppbatch.cli.start_lines import format_count, model_line, sizes_line
+from cppbatch.cli.start_lines import model_line, sizes_line
 from cppbatch.config import EngineConfig
 from cppbatch.models.inspect import ModelFacts, inspect_model
 
