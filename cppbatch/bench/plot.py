@@ -36,6 +36,12 @@ def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
     return figure, list(axes)
 
 
+def from_zero(axes: Any) -> None:
+    """Lets the y axis of drawn lines begin at 0, with room above the highest point."""
+    axes.margins(y=0.1)
+    axes.set_ylim(bottom=0)
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Raises `ConfigError` if the file cannot be written."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.bench.plot import new_figure
+from cppbatch.bench.plot import from_zero, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,5 +30,5 @@ def plot_speedup(report: Report) -> Figure:
 
 def _finish(axes: Any) -> None:
     axes.set_xlabel("sequences at once")
-    axes.set_ylim(bottom=0)
+    from_zero(axes)
     axes.legend(fontsize=7)

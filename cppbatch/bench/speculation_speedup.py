@@ -121,7 +121,8 @@ def measure_speedup(
             for name in sizes.workloads:
                 for batch_size in sizes.batch_sizes:
                     rows.append(_row(engine, name, batch_size, sizes, to_prompt))
-                    progress(_line(rows[-1]))
+                    n_cases = len(sizes.workloads) * len(sizes.batch_sizes)
+                    progress(f"{len(rows)} of {n_cases}: {_line(rows[-1])}")
             return _report(config, sizes, engine.info, rows)
 
 

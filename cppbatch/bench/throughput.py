@@ -121,6 +121,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     new_tokens: int = 64
     repeats: int = 3
 
+    @property
+    def n_cases(self) -> int:
+        """Rows of the table."""
+        return len(self.batch_sizes) * len(self.layouts) * len(self.flash_attns) * len(self.kinds)
+
     def __post_init__(self) -> None:
         least = {"prompt_tokens": 1, "new_tokens": 2, "repeats": 1}
         for name, low in least.items():
@@ -152,8 +157,8 @@ def measure_throughput(
 ) -> Report:
     """Measures all combinations of `sizes`. `config`: everything else, such as model, device and threads.
 
-    `progress` gets a line for each row. `energy`: a given power, and its price. Raises `ConfigError` and the engine's
-    exceptions.
+    `progress` gets a line for each row, with how many there are. `energy`: a given power, and its price. Raises
+    `ConfigError` and the engine's exceptions.
     """
     if "off" in sizes.flash_attns and config.cache_type_v in ("q8_0", "q4_0"):
         raise ConfigError(f"-ctv {config.cache_type_v} needs flash attention: give --flash-attns on")
@@ -178,7 +183,7 @@ def measure_throughput(
                     engine.survives_failures = False
                     for row in _rows(engine, runtime, sizes, meter):
                         rows.append({"kv_layout": layout, "flash_attn": flash_attn, **row})
-                        progress(_line(rows[-1]))
+                        progress(f"{len(rows)} of {sizes.n_cases}: {_line(rows[-1])}")
     notes = [*_compare_with_sequential(rows), *_add_memory(rows, config, sizes), *_add_energy(rows, meter, energy)]
     return _report(config, sizes, runtime.info, rows, notes)
 

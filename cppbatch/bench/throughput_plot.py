@@ -1,10 +1,10 @@
-"""The plot of `cppbatch bench throughput`: decode speed by batch size, and the parts of a step's time."""
+"""The plot of `cppbatch bench throughput`: prefill and decode speed by batch size, and the parts of a step's time."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.bench.plot import new_figure
+from cppbatch.bench.plot import from_zero, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 def plot_throughput(report: Report) -> Figure:
     """Plots a solid line for the engine and a dashed one for the bare loop, for each setting and kind of requests."""
-    figure, (speed, split) = new_figure(report, 2)
-    for name, rows in _lines(report.rows).items():
-        sizes = [row["batch_size"] for row in rows]
-        (line,) = speed.plot(sizes, [row["decode"].median for row in rows], "o-", label=name)
-        speed.plot(sizes, [row["bare_decode"].median for row in rows], "--", color=line.get_color())
-    speed.set_title("decode tokens/s; dashed: bare llama_decode")
-    speed.set_xlabel("sequences at once")
-    speed.set_ylim(bottom=0)
-    speed.legend(fontsize=7)
+    figure, (prefill, decode, split) = new_figure(report, 3)
+    for axes, key in ((prefill, "prefill"), (decode, "decode")):
+        for name, rows in _lines(report.rows).items():
+            sizes = [row["batch_size"] for row in rows]
+            (line,) = axes.plot(sizes, [row[key].median for row in rows], "o-", label=name)
+            axes.plot(sizes, [row[f"bare_{key}"].median for row in rows], "--", color=line.get_color())
+        axes.set_title(f"{key} tokens/s; dashed: bare llama_decode")
+        axes.set_xlabel("sequences at once")
+        from_zero(axes)
+    decode.legend(fontsize=7)
     _draw_split(split, report.rows)
     return figure
 

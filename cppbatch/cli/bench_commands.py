@@ -410,8 +410,8 @@ def _progress(load: LoadSettings) -> Iterator[Progress]:
     console = Console(stderr=True)
     with console.status("checking the servers ...", refresh_per_second=2) as status:
 
-        def show(label: str, repeat: int, n_done: int) -> None:
+        def show(label: str, repeat: int, n_done: int, n_requests: int) -> None:
             what = f"repeat {repeat + 1} of {load.repeats}" if repeat >= 0 else "warming up"
-            status.update(Text(f"{label}: {what}, {n_done} requests done"))
+            status.update(Text(f"{label}: {what}, {n_done} of {n_requests} requests done"))
 
         yield show

@@ -445,9 +445,9 @@ _PROFILE_AND_MEMORY = [
 ]  # fmt: skip
 
 
-def profile_and_memory_options(command: Command) -> Command:
+def profile_and_memory_options(command: Command, *, says_start: Callable[[], bool] = lambda: True) -> Command:
     """Adds --no-profile and --no-memory-check. The command gets its `config` with the profile's settings, or else sizes
-    that fit, checked. Lines on stderr say what runs where."""
+    that fit, checked. If `says_start()`, lines on stderr say what runs where."""
 
     @wraps(command)
     def with_checked_config(config: EngineConfig, use_profile: bool, memory_check: bool, **arguments: Any) -> Any:
@@ -461,6 +461,7 @@ def profile_and_memory_options(command: Command) -> Command:
             use_profile=use_profile,
             memory_check=memory_check,
             say=partial(click.echo, err=True),
+            says_start=says_start(),
         )
         if memory_check and deployment and deployment.is_autoscaled:
             arguments["deployment"] = _with_memory_check(deployment)

@@ -20,6 +20,10 @@ from cppbatch.engine.request import Completion, FinishReason, GenerationEvent
 from cppbatch.errors import CppBatchError
 
 
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
 @click.command(cls=GroupedCommand)
 @click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be given several times.")
 @click.option(
@@ -31,7 +35,7 @@ from cppbatch.errors import CppBatchError
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line, in the order of the prompts.")
 @partial(engine_options, without=("max_wait_ms",))
-@profile_and_memory_options
+@partial(profile_and_memory_options, says_start=_is_terminal)
 def generate(
     *,
     config: EngineConfig,

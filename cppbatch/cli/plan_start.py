@@ -24,11 +24,13 @@ def plan_start(
     use_profile: bool,
     memory_check: bool,
     say: Callable[[str], object],
+    says_start: bool = True,
 ) -> EngineConfig:
     """`config` with the settings of its profile, and with sizes that fit where neither has any.
 
     `given`: the settings that the user has given. `engines`: the settings of all engines. `memory_check`: without it,
-    the memory is not estimated. Raises `ConfigError` if the engines need more memory than is free.
+    the memory is not estimated. `say` gets the lines; without `says_start` only the one about a profile that is used.
+    Raises `ConfigError` if the engines need more memory than is free.
     """
     decided = set(given)
     if use_profile:
@@ -40,9 +42,10 @@ def plan_start(
     if memory_check:
         planned = first_ample(candidates_for(config, decided), engines)
         check_planned(planned, engines)
-    _say_what_runs(planned, is_chosen=not decided >= SIZES, say=say)
-    if use_profile and not config.pooling and not profile_path(config).is_file():
-        say("no profile for this model: `cppbatch tune` finds the fastest settings, in up to 5 minutes")
+    if says_start:
+        _say_what_runs(planned, is_chosen=not decided >= SIZES, say=say)
+        if use_profile and not config.pooling and not profile_path(config).is_file():
+            say("no profile for this model: `cppbatch tune` finds the fastest settings, in up to 5 minutes")
     return planned.config
 
 

@@ -22,7 +22,7 @@ from tests.fake_openai import FakeOpenAI, on_a_thread
 FIXED = Workload(kind="fixed", n_requests=6, prompt_tokens=Lengths(8, 8), output_tokens=Lengths(4, 4))
 
 
-def nobody_looks(_label: str, _repeat: int, _n_done: int) -> None:
+def nobody_looks(_label: str, _repeat: int, _n_done: int, _n_requests: int) -> None:
     pass
 
 
@@ -120,14 +120,22 @@ def shown(report: LoadReport) -> str:
 def test_servers_are_measured_in_turn_with_the_same_prompts_and_compared() -> None:
     quick, slow = FakeOpenAI(between=0.005), FakeOpenAI(between=0.02, has_usage=False)
     seen: list[tuple[str, int]] = []
+    ends: set[tuple[int, int]] = set()
+
+    def look(label: str, repeat: int, n_done: int, n_requests: int) -> None:
+        seen.append((label, repeat))
+        if n_done == n_requests:
+            ends.add((repeat, n_done))
+
     with on_a_thread(quick.app()) as one, on_a_thread(slow.app()) as other:
         report = compare_servers(
             [Target("quick", one), Target("slow", other)],
             a_load(),
-            lambda label, repeat, _: seen.append((label, repeat)),
+            look,
         )
     warm_up_then_each_repeat = [("quick", -1), ("slow", -1), ("quick", 0), ("slow", 0), ("quick", 1), ("slow", 1)]
     assert list(dict.fromkeys(seen)) == warm_up_then_each_repeat
+    assert ends == {(-1, 2), (0, 6), (1, 6)}  # how many there are is known from the start
     assert len(quick.bodies) == 1 + 2 + 2 * 6  # a look, the warm-up, the repeats
     prompts = [sorted(body["prompt"] for body in fake.bodies[3:]) for fake in (quick, slow)]
     assert prompts[0] == prompts[1]

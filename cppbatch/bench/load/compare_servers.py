@@ -13,8 +13,8 @@ from cppbatch.bench.load.load_results import ServerRun
 from cppbatch.bench.load.target import Target, probe_server
 from cppbatch.bench.load.workload import LoadRequest, LoadSettings, warm_up
 
-Progress = Callable[[str, int, int], None]
-"""Gets a server's label, the repeat (-1: the warm-up), and the number of requests that have ended."""
+Progress = Callable[[str, int, int, int], None]
+"""Gets a server's label, the repeat (-1: the warm-up), how many of its requests have ended, and how many there are."""
 
 
 def compare_servers(targets: Sequence[Target], load: LoadSettings, progress: Progress) -> LoadReport:
@@ -48,13 +48,13 @@ async def _measure(targets: Sequence[Target], load: LoadSettings, runs: list[Ser
 
 async def _run(run: ServerRun, requests: Sequence[LoadRequest], load: LoadSettings, progress: Progress) -> None:
     """Fills in the run, even if it is cancelled."""
-    progress(run.server.label, run.repeat, 0)
+    progress(run.server.label, run.repeat, 0, run.n_requests)
     began, computed = perf_counter(), process_time()
     async with LoadClient(run.server, load.timeout) as client:
 
         async def send(request: LoadRequest, due: float) -> None:
             run.outcomes.append(await client.send(request, due))
-            progress(run.server.label, run.repeat, len(run.outcomes))
+            progress(run.server.label, run.repeat, len(run.outcomes), run.n_requests)
 
         try:
             if load.rate and run.repeat >= 0:

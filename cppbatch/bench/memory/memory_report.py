@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -28,6 +29,7 @@ _NAMES = {
     "compute": "compute buffers", "output": "rows of logits", "engine": "their copies", "drafts": "logits of drafts",
     "process": "process",
 }  # fmt: skip
+_NEAR = 2.5  # times the largest demand: free memory up to there is a line in the plot
 _NOT_LOGGED = ("process", "engine", "drafts")  # not in llama.cpp's log
 
 
@@ -41,7 +43,8 @@ def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
     needed = memory_demands(estimate, free_host_memory(), margin=margin)
     return Report(
         kind="memory",
-        title=f"Memory of -c {config.n_ctx} -np {config.n_parallel}, {footprint.kv_layout}",
+        title=f"{Path(config.model_path).stem}: memory of -c {config.n_ctx} -np {config.n_parallel}, "
+        f"{footprint.kv_layout}",
         machine=this_machine(),
         model=config.model_path,
         settings={"config": config, "sequence_cells": footprint.sequence_cells, "demands": needed},
@@ -66,28 +69,46 @@ def with_measured(report: Report, taken: MeasuredMemory, devices: Sequence[Devic
 
 
 def plot_memory(report: Report) -> Figure:
-    """Plots memory by context size, and by parallelism with constant cells per sequence. Runs further estimates."""
+    """Plots memory by context size, and by parallelism with constant cells per sequence, where the KV cells are: on the
+    host or on a GPU, with a line at what is free there. Runs further estimates."""
     config: EngineConfig = report.settings["config"]
     contexts = [config.n_ctx * part // 8 for part in range(1, 17) if config.n_ctx * part // 8 >= config.n_parallel]
     each = config.n_ctx // config.n_parallel
     parallel = [n for n in (1 << i for i in range(9)) if n <= min(MAX_SEQ_IDS, config.n_batch, 4 * config.n_parallel)]
     by_context = [replace(config, n_ctx=n) for n in contexts]
     by_parallel = [replace(config, n_parallel=n, n_ctx=n * each) for n in parallel]
-    footprints = _checked(estimate_memory([*by_context, *by_parallel]))
+    estimate = estimate_memory([*by_context, *by_parallel])
+    demand = max(report.settings["demands"], key=lambda demand: demand.where != HOST)  # a GPU, if one is used
+    layers = [_layers(footprint, estimate.devices, demand.where) for footprint in _checked(estimate)]
     figure, (left, right) = new_figure(report, 2)
-    _areas(left, contexts, footprints[: len(contexts)])
+    _areas(left, contexts, layers[: len(contexts)], demand)
     left.set_xlabel(f"-c, with -np {config.n_parallel}")
-    _areas(right, parallel, footprints[len(contexts) :])
+    _areas(right, parallel, layers[len(contexts) :], demand)
     right.set_xlabel(f"-np, with {each} cells each")
     right.legend(loc="upper left", fontsize=8)
     return figure
 
 
-def _areas(axes: Any, sizes: list[int], footprints: list[Footprint]) -> None:
-    kinds = [kind for kind in _NAMES if any(b.kind == kind for f in footprints for b in f.buffers)]
-    layers = [[sum(b.n_bytes for b in f.buffers if b.kind == kind) / _MIB for f in footprints] for kind in kinds]
-    axes.stackplot(sizes, layers, labels=[_NAMES[kind] for kind in kinds], alpha=0.8)
-    axes.set_ylabel("MiB")
+def _layers(footprint: Footprint, devices: Sequence[Device], place: str) -> dict[str, float]:
+    """The MiB of each kind of buffer in a place."""
+    layers: Counter[str] = Counter()
+    for buffer in footprint.buffers:
+        if location(buffer, devices) == place:
+            layers[buffer.kind] += buffer.n_bytes
+    return {kind: n / _MIB for kind, n in layers.items()}
+
+
+def _areas(axes: Any, sizes: list[int], layers: list[dict[str, float]], demand: Demand) -> None:
+    kinds = [kind for kind in _NAMES if any(kind in each for each in layers)]
+    heights = [[each.get(kind, 0.0) for each in layers] for kind in kinds]
+    axes.stackplot(sizes, heights, labels=[_NAMES[kind] for kind in kinds], alpha=0.8)
+    free, top = demand.free / _MIB, max(sum(each.values()) for each in layers)
+    is_near = free <= _NEAR * top  # else the areas would be too flat to read
+    label = f"free: {format_gib(demand.free)}" + ("" if is_near else ", above this plot")
+    axes.plot(sizes, [free if is_near else float("nan")] * len(sizes), color="tab:red", linestyle="--", label=label)
+    axes.set_ylim(0, 1.1 * max(top, free if is_near else 0.0))
+    axes.set_xlim(sizes[0], sizes[-1])
+    axes.set_ylabel(f"MiB, {demand.where}")
 
 
 def _checked(estimate: MemoryEstimate) -> list[Footprint]:

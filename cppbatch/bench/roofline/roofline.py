@@ -74,7 +74,8 @@ def measure_roofline(
         rows = []
         for n in sizes.batch_sizes:
             rows.append(roofline_row(work, speed, n, n_past, _step_seconds(runtime, n, sizes)))
-            progress(f"B = {n}: {rows[-1]['step_ms'].text(2)} ms, bound by {rows[-1]['bound']}")
+            done = f"{len(rows)} of {len(sizes.batch_sizes)}"
+            progress(f"{done}: B = {n}: {rows[-1]['step_ms'].text(2)} ms, bound by {rows[-1]['bound']}")
     finally:
         runtime.close()
     return Report(

@@ -141,12 +141,11 @@ def run_all(
         ]
         run_workload(engines[compared.names[-1]], warm_up)
         runs_by_strategy: dict[str, list[WorkloadRun]] = {name: [] for name in engines}
-        for turn in range(compared.repeats):
+        for _ in range(compared.repeats):
             for name, engine in engines.items():
                 runs_by_strategy[name].append(run_workload(engine, requests))
-                progress(
-                    f"{turn + 1}/{compared.repeats} {name}: {runs_by_strategy[name][-1].tokens_per_second:.1f} tok/s"
-                )
+                n_done, n_runs = sum(map(len, runs_by_strategy.values())), compared.repeats * len(engines)
+                progress(f"{n_done} of {n_runs}: {name}: {runs_by_strategy[name][-1].tokens_per_second:.1f} tok/s")
     return runs_by_strategy
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cppbatch.bench.machine import this_machine
-from cppbatch.bench.plot import new_figure
+from cppbatch.bench.plot import from_zero, new_figure
 from cppbatch.bench.profile import as_flags
 from cppbatch.bench.report import Column, Report
 from cppbatch.bench.tune.search import MIN_GAIN
@@ -69,7 +69,7 @@ def plot_tuning(report: Report) -> Figure:
         axes.axvline(chosen["n_parallel"], color="tab:red", linestyle="--", label=f"chosen: {chosen['n_parallel']}")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, list(map(str, sizes)))
-        axes.set_ylim(bottom=0)
+        from_zero(axes)
         axes.set_xlabel("-np")
         axes.set_ylabel(label)
     left.legend()
