@@ -20,6 +20,7 @@ _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _TYPE = re.compile(r"(?:^|[./-])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32))$", re.IGNORECASE)
 _USUAL_TYPE = "Q4_K_M"  # as in llama.cpp
 _MOST_SHOWN = 12
+_HUB = "https://huggingface.co"
 
 Say = Callable[[str], object]
 
@@ -68,6 +69,7 @@ def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
     except ImportError as error:
         raise ModelError(f"{model} is fetched from the hub, which needs: pip install huggingface-hub") from error
     folder = models_folder() / model.repository
+    say(f"looking for {model} on {_endpoint() or _HUB}")  # without a network the client tries for half a minute
     try:
         sizes = _sizes(hub, model.repository)
         files = _wanted(model, sizes)
@@ -137,7 +139,7 @@ def _wanted(model: HubModel, sizes: dict[str, int]) -> list[str]:
 
 
 def _reason(hub: Any, model: HubModel, error: Exception) -> str:
-    where = _endpoint() or "https://huggingface.co"
+    where = _endpoint() or _HUB
     if isinstance(error, hub.errors.GatedRepoError):
         return f"{model.repository} asks for consent: accept its terms on {where}/{model.repository}, and set HF_TOKEN"
     if isinstance(error, hub.errors.RepositoryNotFoundError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,7 @@ def test_a_missing_model_is_fetched_once(hub: FakeHub, folder: Path, capsys: pyt
     assert path == folder / "owner" / "Tiny-GGUF" / "Tiny-Q4_0.gguf"
     out, err = capsys.readouterr()
     assert out == ""
+    assert f"looking for owner/Tiny-GGUF:Q4_0 on {hub.url}\n" in err
     assert "fetching Tiny-Q4_0.gguf of owner/Tiny-GGUF (0.00 GB) into " in err
     hub.requests.clear()
     assert choose_model("owner/Tiny-GGUF:Q4_0") == choose_model("owner/Tiny-GGUF") == path
@@ -158,6 +160,7 @@ def test_what_cannot_be_fetched_says_why(hub: FakeHub, folder: Path, name: str, 
 
 def test_without_a_network_the_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)  # of the client, between its attempts
     with pytest.raises(ModelError, match=r"could not be fetched from http://127\.0\.0\.1:9: .*Check the network"):
         choose_model("owner/Tiny-GGUF")
 
