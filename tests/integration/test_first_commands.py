@@ -109,7 +109,8 @@ def test_a_wrong_column_leaves_no_job_behind(run: Run, tiny_llama: Path, tmp_pat
     batch = ["batch", source, "-o", output, "-m", tiny_llama, *SMALL, "--in-process"]
     code, out, err = run(*batch)
     assert (code, out) == (2, "")
-    assert err == f"error: {source}: has no column 'prompt'; there are 'text', 'id' (--column)\n"
+    assert err.endswith(f"error: {source}: has no column 'prompt'; there are 'text', 'id' (--column)\n")
+    assert "2 sequences at once, 1,024 KV cells (-np 2 -c 1024): 512 tokens each, and up to 1,024 for one" in err
     assert list(tmp_path.iterdir()) == [source]
     code, _, err = run(*batch, "--column", "text")
     assert code == 0, err

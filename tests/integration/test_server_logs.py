@@ -184,7 +184,7 @@ async def test_the_level_and_the_access_log_are_settings(
     await _poll_and_ask(http)
     logging.getLogger("cppbatch.engine").info("one")
     logging.getLogger("cppbatch.engine").warning("two")
-    lines = [line for line in log.text.splitlines() if " cppbatch." in line]
+    lines = [line for line in log.text.splitlines() if " cppbatch.access: " in line or " cppbatch.engine: " in line]
     assert len(lines) == len(shown)
     assert all(part in line for part, line in zip(shown, lines, strict=True))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from cppbatch.bench.machine import this_machine
@@ -84,8 +85,10 @@ def lines(figure: Figure) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("draw", [throughput, speedup, roofline, strategies, tuning])
 def test_each_point_is_inside_the_frame(draw: Any, tmp_path: Path) -> None:
     figure: Figure = draw()
-    save_figure(figure, tmp_path / "plot.png")  # as it is laid out
-    renderer: Any = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    save_figure(figure, tmp_path / "plot.png")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # lays it out
+    renderer: Any = canvas.get_renderer()
     for axes, line in lines(figure):
         (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
         assert all(left < x < right for x in line.get_xdata())
@@ -122,7 +125,7 @@ def test_the_memory_plot_shows_what_is_free_and_the_areas_stay_readable(
 ) -> None:
     figure = memory_plot(Demand(where=HOST, free=free, firm=1), monkeypatch)
     for axes in figure.axes:
-        (line,) = axes.get_lines()
+        line: Any = axes.get_lines()[0]
         assert line.get_label() == label
         assert (line.get_ydata()[0] == line_at) is (line_at is not None)
         assert axes.get_ylim()[1] >= (line_at or 0)
@@ -148,5 +151,6 @@ def memory_plot(demand: Demand, monkeypatch: pytest.MonkeyPatch) -> Figure:
         return MemoryEstimate(footprints, [Device("CUDA0", "a GPU", 8 * GIB, 9 * GIB)])
 
     monkeypatch.setattr(memory_report, "estimate_memory", estimate)
-    settings = {"config": EngineConfig("a-model.gguf"), "demands": [Demand(where=HOST, free=GIB, firm=1), demand]}
+    host = [] if demand.where == HOST else [Demand(where=HOST, free=GIB, firm=1)]
+    settings = {"config": EngineConfig("a-model.gguf"), "demands": [*host, demand]}
     return memory_report.plot_memory(report([], **settings))

@@ -42,7 +42,11 @@ def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda co
     smaller = candidates[1:]
     if planned.estimate is None or not smaller or _is_ample(planned.estimate):
         return planned
-    answers = iter(estimate_memory([one for each in smaller for one in engines(each)]).footprints)
+    try:
+        answers = iter(estimate_memory([one for each in smaller for one in engines(each)]).footprints)
+    except EstimateFailed as error:
+        log.warning("smaller sizes were not found: %s", error)
+        return planned
     for each in smaller:
         estimate = MemoryEstimate([next(answers) for _ in engines(each)], planned.estimate.devices)
         if _is_ample(estimate):
