@@ -38,8 +38,7 @@ def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
 
 def from_zero(axes: Any) -> None:
     """Lets the y axis of drawn lines begin at 0, with room above the highest point."""
-    axes.margins(y=0.1)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.dataLim.y1)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

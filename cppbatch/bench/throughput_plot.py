@@ -47,6 +47,7 @@ def _draw_split(axes: Any, rows: list[dict[str, Any]]) -> None:
         widths = [1000 * row["phases_ms"][phase].median for row in rows]
         axes.barh(labels, widths, left=left, label=phase)
         left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_xlim(0, 1.35 * max(left))  # room for the legend
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=6)
     axes.set_title("microseconds of a step outside llama_decode")

@@ -25,7 +25,13 @@ def plot_roofline(report: Report) -> Figure:
     axes.axvline(ridge, color="tab:red", linestyle="--", label=f"ridge: {ridge:.1f} FLOP/byte")
     axes.plot(intensities, [row["flops"].median / 1e9 for row in report.rows], "o-", label="measured steps")
     for row, intensity in zip(report.rows, intensities, strict=True):
-        axes.annotate(f"B={row['batch_size']}", (intensity, row["flops"].median / 1e9), fontsize=7)
+        axes.annotate(
+            f"B={row['batch_size']}",
+            (intensity, row["flops"].median / 1e9),
+            (5, -9),
+            textcoords="offset points",
+            fontsize=7,
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("operations for each byte (FLOP/byte)")
