@@ -94,7 +94,7 @@ def choose_file(files: Iterable[str], choice: str) -> str | None:
     """
     models = sorted((f for f in files if _is_model(f)), key=lambda file: (len(file), file))
     if choice.endswith(".gguf"):
-        return next((file for file in models if file == choice), None)
+        return next((file for file in models if file == choice or file.endswith(f"/{choice}")), None)
     of_type = (file for file in models if _has_type(file, choice or _USUAL_TYPE))
     return next(of_type, models[0] if models and not choice else None)
 

@@ -22,7 +22,10 @@ def test_a_comparison_has_a_row_for_each_strategy_with_the_same_texts(tiny_llama
         model_path=str(tiny_llama), n_parallel=4, n_threads=1, flash_attn="off", cache_type_k="f32", cache_type_v="f32"
     )
     work = OfflineWorkload(n_requests=9, prompt_tokens=Lengths(4, 40), new_tokens=Lengths(2, 24))
-    report = compare_strategies(config, StrategyComparison(repeats=2), work)
+    lines: list[str] = []
+    report = compare_strategies(config, StrategyComparison(repeats=2), work, lines.append)
+    n = 2 * len(STRATEGIES)
+    assert [line.partition(":")[0] for line in lines] == [f"{i + 1} of {n}" for i in range(n)]
     rows = {row["strategy"]: row for row in report.rows}
     assert tuple(rows) == STRATEGIES
     assert rows["sequential"]["speedup"].median == 1

@@ -55,7 +55,10 @@ def test_the_engine_s_speed_is_of_full_batches() -> None:
 
 def test_every_kind_of_requests_has_a_row_for_each_batch_size_layout_and_attention(tiny_llama: Path) -> None:
     sizes = Sizes(batch_sizes=(1, 3), kinds=tuple(REQUEST_KINDS), prompt_tokens=8, new_tokens=4, repeats=2)
-    report = measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes)
+    lines: list[str] = []
+    report = measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes, lines.append)
+    n = len(report.rows)
+    assert [line.partition(":")[0] for line in lines] == [f"{i + 1} of {n}" for i in range(n)]
     seen = [(row["kv_layout"], row["flash_attn"], row["batch_size"], row["kind"]) for row in report.rows]
     assert len(seen) == len(set(seen)) == 2 * 2 * 2 * len(REQUEST_KINDS)
     for row in report.rows:

@@ -92,6 +92,7 @@ def test_which_file_of_a_repository_is_meant(choice: str, file: str | None) -> N
 def test_without_the_usual_type_the_first_file_is_meant_and_of_a_split_model_its_first_part() -> None:
     assert choose_file(["b-Q5_0.gguf", "a-Q8_0.gguf"], "") == "a-Q8_0.gguf"
     assert choose_file(PARTS, "Q6_K") == choose_file(PARTS, "") == PARTS[0]
+    assert choose_file(PARTS, PARTS[0]) == choose_file(PARTS, PARTS[0].rpartition("/")[2]) == PARTS[0]
     assert choose_file(["README.md"], "") is None
 
 
