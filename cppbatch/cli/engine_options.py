@@ -370,7 +370,6 @@ _DEPLOYMENT = [
     ),
     option(
         "--downscale-delay", env="DOWNSCALE_DELAY", type=float, default=60,
-        show_default="60; with --ray 300",
         help="With --workers or --replicas MIN..MAX: seconds for which fewer must have been enough before one ends.",
     ),
     option(

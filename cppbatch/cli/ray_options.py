@@ -70,9 +70,7 @@ def ray_options(command: Command) -> Command:
 
         check_installed()
         least, most = replicas[0], replicas[1] or replicas[0]
-        options = ReplicaOptions(min_replicas=least, max_replicas=most)
-        if _is_given("downscale_delay"):
-            options = msgspec.structs.replace(options, downscale_delay=deployment.downscale_delay)
+        options = ReplicaOptions(min_replicas=least, max_replicas=most, downscale_delay=deployment.downscale_delay)
         if starts_own(ray_address):
             here = Deployment(workers=min(most, MAX_WORKERS), step_timeout=deployment.step_timeout)
         else:  # how much memory the machines of the cluster have is not known here

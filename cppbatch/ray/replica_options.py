@@ -26,7 +26,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     min_replicas: int = 1
     max_replicas: int = 1
     """More than `min_replicas`: the number follows the load."""
-    downscale_delay: float = 300.0
+    downscale_delay: float = 60.0
     """Seconds for which fewer replicas must have been enough before one is stopped."""
     num_cpus: float = 1
     """Logical CPUs that Ray reserves for a replica."""

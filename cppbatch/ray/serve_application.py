@@ -67,7 +67,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Fields of `EngineConfig`: n_parallel, n_ctx, n_threads ..."""
     min_replicas: int = 1
     max_replicas: int = 1
-    downscale_delay: float = 300.0
+    downscale_delay: float = 60.0
     """Seconds for which fewer replicas must have been enough before one is stopped."""
     step_timeout: float = 300.0
     """Seconds without the end of a step after which a replica's engine counts as hung and is replaced."""
