@@ -31,6 +31,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 # they concern one connection, and there are two
 _HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade"}
+_ADDED_BY_SERVE = {b"date", b"server", b"x-request-id"}
 
 
 class HttpIngress:
@@ -130,7 +131,8 @@ class AsgiServer:
             data=body,
             allow_redirects=False,
         ) as response:
-            answered = [(name.lower(), value) for name, value in _end_to_end(response.raw_headers)]
+            headers_of_answer = [(name.lower(), value) for name, value in _end_to_end(response.raw_headers)]
+            answered = [header for header in headers_of_answer if header[0] not in _ADDED_BY_SERVE]
             await send({"type": "http.response.start", "status": response.status, "headers": answered})
             async for part in response.content.iter_any():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
