@@ -33,7 +33,9 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
     def is_alive(self) -> bool:
         """Whether the front runs."""
         try:
-            return bool(abs(psutil.Process(self.pid).create_time() - self.created) < 1)
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.created) < 1
+            return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
         except psutil.Error:
             return False
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import time
 from collections.abc import Callable
 
 import msgspec
-import psutil
 
 from cppbatch.errors import ConfigError
 from cppbatch.ray import ray_cluster
@@ -86,11 +88,11 @@ def end(record: FrontRecord, *, say: Callable[[str], None]) -> bool:
     """Ends a front, which stops its replicas; or the replicas of a killed one. Returns whether all have ended."""
     if record.is_alive:
         say(f"ending cppbatch serve, pid {record.pid}: its running requests finish first ...")
-        process = psutil.Process(record.pid)
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except psutil.TimeoutExpired:
+        os.kill(record.pid, signal.SIGTERM)
+        until = time.monotonic() + _END_SECONDS
+        while record.is_alive and time.monotonic() < until:
+            time.sleep(0.1)
+        if record.is_alive:
             say(f"it did not end within {_END_SECONDS:g} s; `kill -9 {record.pid}` and `cppbatch ray down` again do")
             return False
         record = next((left for left in records() if left.pid == record.pid), record)
