@@ -235,3 +235,9 @@ def test_sampling_accepted_tokens_is_part_of_what_drafts_cost() -> None:
 
     assert n_with_drafts(0.0001) == 300
     assert n_with_drafts(0.0015) < 20, "7 accepted tokens take 10 ms, and a step without drafts 4 ms for 4"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_drafts_that_would_take_too_long_in_any_number_are_left_out(streams: bool) -> None:
+    its, _ = plan([(8, 0.95)] * 4, {4: 0.010, 5: 0.200, 256: 9.0}, streams=streams)
+    assert its is None

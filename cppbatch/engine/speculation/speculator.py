@@ -255,6 +255,8 @@ class _Step:
         total = np.cumsum(expected.ravel()[order])
         counts = {n for tile in TILES for n in range(tile - n_rows % tile, n_most + 1, tile)} | {n_most}
         rate, n = max((self._rate(float(total[n - 1]), (n_rows + n,)), n) for n in counts)
+        if not rate:
+            return None, 0.0
         lengths = np.bincount(order[:n] // expected.shape[1], minlength=n_rows)
         return DraftPlan(lengths.tolist(), (n_rows + n,), float(total[n - 1])), rate
 
