@@ -21,6 +21,8 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str
     """The address of the cluster, HOST:PORT."""
     owns_cluster: bool
+    started_serve: bool
+    """Whether Ray Serve did not run in the cluster before."""
     application: str
     """The name of the application in Ray Serve."""
     model: str

@@ -72,6 +72,8 @@ def deployed(
             if cluster.is_own:
                 raise ConfigError(problem)
             log.warning(problem)
+        for left in delete_left_behind(cluster.address):
+            say(f"stopped the replicas that a killed `cppbatch serve` (pid {left.pid}) had left in the cluster")
         with _application(cluster, config, options, step_timeout) as application:
             from cppbatch.ray.serve_replicas import DEPLOYMENT
 
@@ -108,27 +110,27 @@ def _resources(options: ReplicaOptions) -> str:
 def _application(
     cluster: RayCluster, config: EngineConfig, options: ReplicaOptions, step_timeout: float
 ) -> Iterator[str]:
-    """Deploys the replicas under a name of their own, without waiting for them; deletes them at the end."""
+    """Deploys the replicas under a name of their own, without waiting for them; stops them at the end."""
     from ray import serve
 
     from cppbatch.ray.replica_deployment import engine_application
 
     name = f"{_APPLICATION}-{socket.gethostname()}-{os.getpid()}"
+    starts_serve = not _serve_runs()
     pid, created = front_records.this_process()
     record = FrontRecord(
         pid=pid,
         created=created,
         cluster=cluster.address,
         owns_cluster=cluster.is_own,
+        started_serve=starts_serve,
         application=name,
         model=config.model_path,
         replicas=str(options),
         log_file=cluster.log_file,
         session_logs=cluster.session_logs,
     )
-    starts_serve = not _serve_runs()
     with front_records.recorded(record):
-        delete_left_behind(cluster.address)
         if starts_serve:
             serve.start(proxy_location="Disabled")  # HTTP is the front's
         serve_options = options.serve_options(config)
@@ -140,9 +142,7 @@ def _application(
             yield name
         finally:
             if not cluster.is_own:
-                delete_application(name)
-                if starts_serve and not serve.status().applications:
-                    serve.shutdown()
+                _delete(record)
 
 
 def _serve_runs() -> bool:
@@ -156,18 +156,20 @@ def _serve_runs() -> bool:
 
 
 def delete_left_behind(cluster: str) -> list[FrontRecord]:
-    """Deletes the applications in this cluster whose fronts of this machine were killed. Returns them."""
+    """Stops the replicas in this cluster whose fronts of this machine were killed. Returns the fronts."""
     left = [record for record in front_records.records() if record.cluster == cluster and not record.is_alive]
     for record in left:
         if _serve_runs():
-            delete_application(record.application)
+            _delete(record)
         front_records.forget(record)
-        log.warning("the replicas of a killed `cppbatch serve` (pid %d) were stopped", record.pid)
     return left
 
 
-def delete_application(name: str) -> None:
-    """Deletes an application and waits until its replicas have ended. Unknown names are ignored."""
+def _delete(record: FrontRecord) -> None:
+    """Deletes the front's application and waits until its replicas have ended; ends Serve, if the front has started it
+    and nothing else runs there."""
     from ray import serve
 
-    serve.delete(name)
+    serve.delete(record.application)
+    if record.started_serve and not serve.status().applications:
+        serve.shutdown()

@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,34 @@ def test_a_killed_front_takes_its_cluster_with_it(tiny_llama: Path) -> None:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     agent.kill()
         assert command("ray", "status").stdout == "no `cppbatch serve --ray` of this user runs on this machine\n"
+
+
+def test_replicas_follow_the_load_and_drain(tiny_llama: Path) -> None:
+    flags = ("--ray", "--replicas", "1..2", "--downscale-delay", "3", "-m", tiny_llama, *SETTINGS, "-np", "2")
+    with ServerProcess(*flags, in_group=True) as server, ThreadPoolExecutor(12) as clients:
+        server.wait_ready()
+        assert (
+            "deploying 1 to 2 replicas of the model, as many as the load needs, with 1 CPU each ...\n" in server.lines
+        )
+
+        def said(pattern: str) -> list[str]:
+            return [line for line in server.errors if re.search(pattern, line)]
+
+        def load() -> int:
+            """One client after the other in each of 12 threads, until the second replica runs."""
+            n_requests = 0
+            while len(said(r"replica \w+ runs on 127\.0\.0\.1 \(pid \d+\)")) < 2:
+                assert completion(server.url, 900)["usage"]["completion_tokens"] == 900
+                n_requests += 1
+            return n_requests
+
+        counts = [future.result(90) for future in [clients.submit(load) for _ in range(12)]]
+        assert min(counts) > 0
+        assert said("the load asks for 2 replicas, after 1")
+        wait_for(lambda: said("the load asks for 1 replica, after 2"), 60)
+        wait_for(lambda: said("replica .* has ended"), 30)
+        assert not said("has died")
+        assert completion(server.url)["choices"]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "ray://127.0.0.1:1", "auto"])
