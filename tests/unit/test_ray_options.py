@@ -82,8 +82,9 @@ def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FrontRecord:
     monkeypatch.setattr("platformdirs.user_state_dir", lambda _: str(tmp_path))
     pid, created = front_records.this_process()
     return FrontRecord(
-        pid=pid, created=created, cluster="127.0.0.1:1", owns_cluster=True, started_serve=True, application="cppbatch-serve-a-1",
-        model="m.gguf", replicas="1..2", log_file="ray.log", session_logs="/tmp/ray/session/logs",
+        pid=pid, created=created, cluster="127.0.0.1:1", owns_cluster=True, started_serve=True,
+        application="cppbatch-serve-a-1", model="m.gguf", replicas="1..2", log_file="ray.log",
+        session_logs="/tmp/ray/session/logs",
     )  # fmt: skip
 
 
