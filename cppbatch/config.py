@@ -11,6 +11,7 @@ import msgspec
 import psutil
 
 from cppbatch.errors import ConfigError
+from cppbatch.rpc_endpoint import parse_endpoint
 
 KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
@@ -33,6 +34,8 @@ _INT32_MAX = 2**31 - 1
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
 _MAX_WAIT_MS = 10_000
+_MAX_DEVICES = 16  # llama_max_devices
+_MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is one: more would abort the process
 MAX_DRAFT = 64
 """Draft tokens of a sequence in a step at most."""
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
@@ -43,7 +46,7 @@ MOST_LORA_SCALE = 1000.0
 _FLAGS = {
     "n_ctx": "-c", "n_parallel": "-np", "n_batch": "-b", "n_ubatch": "-ub", "n_gpu_layers": "-ngl", "n_threads": "-t",
     "flash_attn": "-fa", "cache_type_k": "-ctk", "cache_type_v": "-ctv", "device": "--devices", "draft_model": "-md",
-    "n_keep": "--keep",
+    "n_keep": "--keep", "tensor_split": "-ts",
 }  # fmt: skip
 
 
@@ -74,6 +77,12 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """Layers kept on the GPU; -1: all, 0: none (-ngl)."""
     device: int | None = None
     """The only GPU to use, by llama.cpp's number; None: all GPUs (--devices)."""
+    rpc: tuple[str, ...] = ()
+    """RPC workers, HOST:PORT of each, over whose devices the model is split, before this machine's GPUs (--rpc,
+    docs/rpc.md)."""
+    tensor_split: tuple[float, ...] = ()
+    """The share of the layers of each device: those of `rpc` in this order, then this machine's GPUs. (): in proportion
+    to their free memory (--tensor-split)."""
     n_threads: int = 0
     """Compute threads; 0: one for each physical core that this process may use (-t)."""
     repack: Repacking = "auto"
@@ -165,6 +174,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         self._check("target_step_ms", 0, _MAX_STEP_MS, f"0 (automatic) to {_MAX_STEP_MS}")
         self._check("max_wait_ms", 0, _MAX_WAIT_MS, f"0 (no waiting) to {_MAX_WAIT_MS}")
         self._check_choices()
+        self._check_rpc()
         self._check_speculation()
         self._check_lora()
 
@@ -195,6 +205,32 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"{named(name)} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}"
                 )
+
+    def _check_rpc(self) -> None:
+        endpoints = [parse_endpoint(each) for each in self.rpc]
+        if len(set(endpoints)) != len(endpoints):
+            raise ConfigError(f"{named('rpc')} names a worker twice: {', '.join(self.rpc)}")
+        if len(endpoints) > _MAX_RPC_WORKERS:
+            raise ConfigError(f"{named('rpc')} names {len(endpoints)} workers; llama.cpp can use {_MAX_RPC_WORKERS}")
+        if self.rpc and self.device is not None:
+            raise ConfigError(
+                f"{named('device')} is for an engine on one GPU of this machine; with {named('rpc')} leave it out, and "
+                f"give shares to the devices with {named('tensor_split')}"
+            )
+        if self.rpc and self.deterministic:
+            raise ConfigError(
+                f"{named('deterministic')} is about the kernels of this machine's CPU, and {named('rpc')} computes on "
+                "other machines; leave one of them out"
+            )
+        if len(self.tensor_split) > _MAX_DEVICES:
+            raise ConfigError(
+                f"{named('tensor_split')} has {len(self.tensor_split)} shares; {_MAX_DEVICES} are possible"
+            )
+        if any(not (math.isfinite(share) and share >= 0) for share in self.tensor_split) or (
+            self.tensor_split and not any(self.tensor_split)
+        ):
+            shares = ",".join(f"{share:g}" for share in self.tensor_split)
+            raise ConfigError(f"{named('tensor_split')} is {shares}; shares must be 0 or more, and not all of them 0")
 
     def _check_speculation(self) -> None:
         self._check("draft_max", 1, MAX_DRAFT, f"from 1 to {MAX_DRAFT}")
@@ -233,6 +269,8 @@ class EngineSettings(TypedDict, total=False):
     n_ubatch: int
     n_gpu_layers: int
     device: int | None
+    rpc: tuple[str, ...]
+    tensor_split: tuple[float, ...]
     n_threads: int
     repack: Repacking
     flash_attn: FlashAttention

@@ -21,6 +21,10 @@ class ConfigError(CppBatchError):
     """A setting of the engine or the server is out of range, or two settings contradict each other."""
 
 
+class RpcUnreachable(CppBatchError):
+    """No RPC worker answers at an address now (--rpc)."""
+
+
 class EstimateFailed(CppBatchError):
     """The memory of an engine cannot be estimated. The model may load nevertheless."""
 

@@ -22,6 +22,7 @@ log = logging.getLogger("cppbatch.tune")
 VERSION = 1
 _HEADER_BYTES = 1 << 20
 _CONDITIONS = ("n_gpu_layers", "device", "cache_type_k", "cache_type_v")
+_SPLIT = ("rpc", "tensor_split")  # conditions where they are given
 _FLAGS = {
     "n_parallel": "-np", "n_ctx": "-c", "kv_layout": "--kv-layout", "flash_attn": "-fa", "n_ubatch": "-ub",
     "n_threads": "-t",
@@ -74,7 +75,8 @@ def profile_path(config: EngineConfig) -> Path:
 
 def conditions(config: EngineConfig) -> dict[str, str]:
     """Returns the settings that a profile depends on, besides the model and the machine."""
-    return {name: str(getattr(config, name)) for name in _CONDITIONS}
+    names = [*_CONDITIONS, *(name for name in _SPLIT if getattr(config, name))]
+    return {name: str(getattr(config, name)) for name in names}
 
 
 def save_profile(

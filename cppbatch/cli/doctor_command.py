@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.markup import escape
 import cppbatch
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import CppBatchError
+
+if TYPE_CHECKING:
+    from cppbatch.llama import Backend
 
 
 class Finding(NamedTuple):
@@ -59,8 +62,17 @@ def _findings() -> Iterator[Finding]:
     for device in backend.devices():
         memory = f"{device.memory_free / 2**30:.1f} of {device.memory_total / 2**30:.1f} GiB free"
         yield Finding("device", f"{device.name}: {device.description} ({device.kind}, {memory})")
+    yield _rpc(backend)
     yield _self_check()
     yield from _model()
+
+
+def _rpc(backend: Backend) -> Finding:
+    from cppbatch.rpc_endpoint import PROTOCOL
+
+    if backend.supports_rpc:
+        return Finding("RPC", f"version {PROTOCOL}: --rpc and `cppbatch rpc-worker` work")
+    return Finding("RPC", "not in this build; scripts/install.py builds it in", is_note=True)
 
 
 def _self_check() -> Finding:

@@ -102,6 +102,18 @@ def _cache_ram(_context: object, _option: object, given: int) -> int:
     return _NO_RAM_LIMIT if given == -1 else given
 
 
+def _workers_of_rpc(_context: object, _option: object, given: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in given.split(",")) if given else ()
+
+
+def _shares(_context: object, _option: object, given: str) -> tuple[float, ...]:
+    """`3,1` or, as in llama.cpp, `3/1`."""
+    try:
+        return tuple(float(share) for share in given.replace("/", ",").split(",")) if given else ()
+    except ValueError:
+        raise click.BadParameter(f"{given!r} is not a list of numbers like 3,1") from None
+
+
 _NO_RAM_LIMIT = 2**31 - 1  # MiB
 _SPEC_TYPES = {
     "none": "off", "draft-simple": "draft",
@@ -153,6 +165,18 @@ _SETTINGS = [
         "-ngl", "--gpu-layers", "--n-gpu-layers", "n_gpu_layers", env="GPU_LAYERS", llama_env="LLAMA_ARG_N_GPU_LAYERS",
         type=_Layers(), default=_DEFAULTS.n_gpu_layers,
         help="Layers on the GPU; -1: all, 0: none.",
+    ),
+    option(
+        "--rpc", env="RPC", llama_env="LLAMA_ARG_RPC", metavar="HOST:PORT,...", default="", show_default=False,
+        callback=_workers_of_rpc,
+        help="RPC workers (`cppbatch rpc-worker` on other machines), over whose devices the model is split, before the "
+        "GPUs of this machine. Only on networks where every machine may be trusted: docs/rpc.md.",
+    ),
+    option(
+        "-ts", "--tensor-split", env="TENSOR_SPLIT", llama_env="LLAMA_ARG_TENSOR_SPLIT", metavar="N0,N1,...",
+        default="", show_default=False, callback=_shares,
+        help="The share of the layers of each device: those of --rpc in this order, then this machine's GPUs. "
+        "Without it: in proportion to their free memory.",
     ),
     option(
         "-t", "--threads", "n_threads", env="THREADS", llama_env="LLAMA_ARG_THREADS", type=int,
@@ -450,6 +474,8 @@ def profile_and_memory_options(command: Command, *, says_start: Callable[[], boo
 
     @wraps(command)
     def with_checked_config(config: EngineConfig, use_profile: bool, memory_check: bool, **arguments: Any) -> Any:
+        if config.rpc:
+            _wait_for_rpc_workers(config)
         from cppbatch.cli.plan_start import plan_start
 
         deployment: Deployment | None = arguments.get("deployment")
@@ -467,6 +493,16 @@ def profile_and_memory_options(command: Command, *, says_start: Callable[[], boo
         return command(config=config, **arguments)
 
     return with_options(with_checked_config, _PROFILE_AND_MEMORY)
+
+
+_RPC_WAIT_S = 60.0  # machines that are switched on together do not start together
+
+
+def _wait_for_rpc_workers(config: EngineConfig) -> None:
+    from cppbatch.rpc_endpoint import parse_endpoint, wait_for_workers
+
+    endpoints = [parse_endpoint(each) for each in config.rpc]
+    wait_for_workers(endpoints, _RPC_WAIT_S, lambda line: click.echo(line, err=True))
 
 
 def _with_memory_check(deployment: Deployment) -> Deployment:

@@ -14,6 +14,7 @@ from cppbatch.cli.generate_command import generate
 from cppbatch.cli.memory_command import memory
 from cppbatch.cli.models_command import models
 from cppbatch.cli.ray_command import ray
+from cppbatch.cli.rpc_worker_command import rpc_worker
 from cppbatch.cli.serve_command import serve
 from cppbatch.cli.tune_command import tune
 from cppbatch.errors import CppBatchError
@@ -33,6 +34,7 @@ cli.add_command(memory)
 cli.add_command(tune)
 cli.add_command(bench)
 cli.add_command(doctor)
+cli.add_command(rpc_worker)
 cli.add_command(ray)
 
 

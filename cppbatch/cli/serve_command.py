@@ -15,7 +15,7 @@ from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.ray_options import RayTarget, ray_options
 from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
-from cppbatch.errors import ModelError
+from cppbatch.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment, EngineStarter
@@ -58,6 +58,8 @@ def serve(
     if ray is None:
         run_until_stopped(config, deployment)
         return
+    if config.rpc:
+        raise ConfigError("--rpc is for one engine of this machine, and --ray runs engines on a cluster; leave one out")
     from cppbatch.ray.ray_deployment import deployed
 
     with deployed(ray.address, config, ray.options, step_timeout=deployment.step_timeout, say=say) as replicas:
@@ -72,6 +74,8 @@ def find_advice(config: EngineConfig) -> str | None:
     """
     from cppbatch.models.kernel_advice import kernel_report
 
+    if config.rpc:  # another machine's kernels
+        return None
     try:
         return kernel_report(Path(config.model_path), n_gpu_layers=config.n_gpu_layers).advice
     except ModelError:  # loading says what is wrong with the file

@@ -89,6 +89,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
             from cppbatch.cluster.local_engine import LocalEngine  # loads llama.cpp into this process
 
             return LocalEngine(config)
+        self._check_rpc(config)
         if self.is_autoscaled:
             return self._start_autoscaled(config)
         engines = [self._start_worker(each, i) for i, each in enumerate(self.configs(config))]
@@ -123,12 +124,21 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
     def configs(self, config: EngineConfig) -> list[EngineConfig]:
         """The settings of each worker at the start. A fixed number of them divides the cores: more compute threads than
-        cores only spin. An `AutoscaledGroup` divides the cores itself, as workers come and go."""
+        cores only spin. An `AutoscaledGroup` divides the cores itself, as workers come and go. Raises `ConfigError` for
+        several workers of one model over RPC."""
+        self._check_rpc(config)
         n = self.workers if self.is_autoscaled else max(self.workers, len(self.devices))
         threads = config.n_threads
         if not threads and n > 1 and not self.is_autoscaled:
             threads = max(1, available_threads() // n)
         return [msgspec.structs.replace(config, n_threads=threads, device=self._device(config, i)) for i in range(n)]
+
+    def _check_rpc(self, config: EngineConfig) -> None:
+        if config.rpc and (self.workers > 1 or self.is_autoscaled or self.devices):
+            raise ConfigError(
+                "--rpc is for one engine on all devices: an RPC worker serves one at a time. Leave out --workers and "
+                "--devices; --tensor-split says how much each device gets"
+            )
 
     def _device(self, config: EngineConfig, number: int) -> int | None:
         return self.devices[number % len(self.devices)] if self.devices else config.device

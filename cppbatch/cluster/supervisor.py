@@ -8,20 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import NoReturn, Protocol
+from collections.abc import Coroutine
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from cppbatch import errors
 from cppbatch.cluster.engine_client import Health
+from cppbatch.cluster.rpc_watch import RpcWatch, RpcWorkerLost
 from cppbatch.cluster.worker_handle import WorkerDied, WorkerHandle
 from cppbatch.cluster.worker_link import FromWorker, Loaded, LoadFailed, Loading, Log
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.errors import CppBatchError, ModelError
+from cppbatch.errors import CppBatchError, ModelError, RpcUnreachable
+from cppbatch.rpc_endpoint import check_worker, parse_endpoint
 
 log = logging.getLogger("cppbatch.cluster")
+
+Result = TypeVar("Result")
 
 _LOAD_TIMEOUT_S = 600  # without progress; the self-check of a new machine may take several minutes
 _MAX_FAILURES = 5  # consecutive deaths with no token in between, after which requests are failed
@@ -29,7 +34,11 @@ _MAX_EXTERNAL_KILLS = 20  # consecutive deaths with an external cause, as far as
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
 _STABLE_S = 60.0  # the death of a worker that lived this long counts as the first in a row
 _FAULTS = ("SIGSEGV", "SIGILL", "SIGBUS")
-_LOAD_ERRORS = (errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError)
+_LOAD_ERRORS = (
+    errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError, errors.RpcUnreachable,
+)  # fmt: skip
+_RPC_PAUSE_S = 0.5  # between two questions whether an RPC worker is back
+_RPC_NOTICE_S = 0.5  # llama.cpp may abort before the loss of a worker is noticed here
 
 
 class WorkerListener(Protocol):
@@ -81,6 +90,7 @@ class Supervisor:
         self._external_kills = 0  # consecutive
         self._has_worked = False
         self._repack = config.repack
+        self._rpc = [parse_endpoint(each) for each in config.rpc]
 
     def made_progress(self) -> None:
         """Resets the counts of consecutive deaths: the worker has produced something."""
@@ -108,6 +118,10 @@ class Supervisor:
                 elif self.info is None:
                     message = f"the process that was loading {self._config.model_path} died: {why}"
                     raise ModelError(f"{message}. The lines above show what llama.cpp logged") from death
+            except RpcUnreachable as error:  # it was there a moment ago
+                if self.info is None:
+                    raise
+                why, external = str(error), True
             except (CppBatchError, OSError) as error:
                 if self.info is None:
                     raise
@@ -121,26 +135,60 @@ class Supervisor:
 
     async def _run_worker(self) -> None:
         """Runs a worker from its start until it sleeps. Raises `WorkerDied`, or the error that prevented loading."""
+        if self.info is not None:
+            await self._wait_for_rpc_workers()
+        watch = RpcWatch(self._rpc)
         worker = await WorkerHandle.start(self._config, self._runtime)
         try:
-            loaded = await worker.while_alive(self._load(worker), _LOAD_TIMEOUT_S)
+            loaded = await self._while_alive(worker, watch, self._load(worker, watch), _LOAD_TIMEOUT_S)
             self.info = loaded.info
             self.worker = worker
             self.health = Health(status="ok", progress=1.0)
             ready_at = time.monotonic()
             self._listener.on_worker_ready(loaded.stats)
             try:
-                await worker.while_alive(self._listen_until_idle(worker), self._step_timeout)
+                await self._while_alive(worker, watch, self._listen_until_idle(worker), self._step_timeout)
             finally:
                 self.worker = None
                 if time.monotonic() - ready_at > _STABLE_S:
                     self._failures = self._external_kills = 0
         finally:
             await worker.end()
+            await watch.close()
 
-    async def _load(self, worker: WorkerHandle) -> Loaded:
+    async def _wait_for_rpc_workers(self) -> None:
+        """Waits without a limit: requests wait too, as long as their clients do. Raises `ConfigError`."""
+        for endpoint in self._rpc:
+            while True:
+                try:
+                    await asyncio.to_thread(check_worker, endpoint)
+                    break
+                except RpcUnreachable as error:
+                    if self.health.error != str(error):
+                        log.warning("%s; waiting for it", error)
+                    self.health = Health(status="restarting", error=str(error))
+                await asyncio.sleep(_RPC_PAUSE_S)
+
+    async def _while_alive(
+        self, worker: WorkerHandle, watch: RpcWatch, work: Coroutine[Any, Any, Result], timeout: float
+    ) -> Result:
+        """Returns what `work` returns. Raises `WorkerDied`, with the loss of an RPC worker as an external cause."""
+        if not self._rpc:
+            return await worker.while_alive(work, timeout)
+        try:
+            return await worker.while_alive(watch.while_there(work), timeout)
+        except RpcWorkerLost as lost:
+            raise WorkerDied(str(lost), worker.active, external=True) from None
+        except WorkerDied as death:
+            if reason := await watch.lost(within=_RPC_NOTICE_S):
+                raise WorkerDied(reason, death.active, external=True) from death
+            raise
+
+    async def _load(self, worker: WorkerHandle, watch: RpcWatch) -> Loaded:
         while True:
             message = await worker.receive()
+            if isinstance(message, (Loading, Loaded)):  # the RPC workers serve it now
+                watch.start()
             if isinstance(message, Loaded):
                 return message
             if isinstance(message, LoadFailed):

@@ -86,6 +86,11 @@ class WorkerHandle:
         """The process id."""
         return self._process.pid
 
+    @property
+    def active(self) -> set[int]:
+        """The numbers of the requests that it prepares or computes, or did when it died."""
+        return self._status.active()
+
     def send(self, message: ToWorker) -> None:
         """Sends a message; never waits."""
         self._link.send(message)

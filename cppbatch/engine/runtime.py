@@ -135,7 +135,7 @@ def load_model(
     Weights are repacked as `config.repack` says, unless a self-check in a child process shows that this build crashes
     then. Raises `ModelError` or `LibraryError`.
     """
-    if config.n_gpu_layers > 0 and not Backend.get().supports_gpu:
+    if config.n_gpu_layers > 0 and not _on_gpu(config):
         log.warning(
             "%s is %d, and this build of llama.cpp computes on the CPU only: all layers are on the CPU. "
             'The README says how to build it for a GPU ("Installing by hand")',
@@ -147,6 +147,8 @@ def load_model(
         n_gpu_layers=config.n_gpu_layers,
         device=config.device,
         repack=repacks(config),
+        rpc=config.rpc,
+        tensor_split=config.tensor_split,
         progress=progress,
         no_alloc=no_alloc,
     )
@@ -365,7 +367,8 @@ def _fill_in(vocab: Vocab) -> FillIn | None:
 
 
 def _on_gpu(config: EngineConfig) -> bool:
-    return Backend.get().offloads(config.n_gpu_layers)
+    """Whether layers compute on a GPU. RPC workers count as such: as there, a row costs little beside a ubatch."""
+    return Backend.get().offloads(config.n_gpu_layers, config.rpc)
 
 
 def _pooling(config: EngineConfig, model: Model) -> Pooling | None:

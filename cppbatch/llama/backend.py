@@ -8,10 +8,11 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cppbatch.llama.library import C, ggml, library_path
+from cppbatch.llama.rpc import has_rpc, is_remote
 
 log = logging.getLogger("cppbatch.llama")
 
@@ -30,6 +31,11 @@ class Device:
     kind: str
     memory_free: int
     memory_total: int
+
+
+def _kind(lib: ctypes.CDLL, handle: int) -> str:
+    """llama.cpp takes devices of RPC workers for GPUs, whatever they are."""
+    return "remote" if is_remote(handle) else _DEVICE_TYPES.get(lib.ggml_backend_dev_type(handle), "other")
 
 
 class _LogRouter:
@@ -114,7 +120,7 @@ class Backend:
         return Device(
             name=lib.ggml_backend_dev_name(handle).decode(),
             description=lib.ggml_backend_dev_description(handle).decode(),
-            kind=_DEVICE_TYPES.get(lib.ggml_backend_dev_type(handle), "other"),
+            kind=_kind(lib, handle),
             memory_free=free.value,
             memory_total=total.value,
         )
@@ -142,11 +148,16 @@ class Backend:
         """
         lib = ggml()
         devices = map(lib.ggml_backend_dev_get, range(lib.ggml_backend_dev_count()))
-        return any("GPU" in _DEVICE_TYPES.get(lib.ggml_backend_dev_type(device), "") for device in devices)
+        return any("GPU" in _kind(lib, device) for device in devices)
 
-    def offloads(self, n_gpu_layers: int) -> bool:
-        """Whether a model with this setting computes on a GPU."""
-        return n_gpu_layers != 0 and self.supports_gpu
+    @property
+    def supports_rpc(self) -> bool:
+        """Whether this build can use devices of other machines, and serve its own to them."""
+        return has_rpc()
+
+    def offloads(self, n_gpu_layers: int, rpc: Sequence[str] = ()) -> bool:
+        """Whether a model with these settings computes on a GPU, or on devices of RPC workers, which count as GPUs."""
+        return n_gpu_layers != 0 and (bool(rpc) or self.supports_gpu)
 
     @property
     def library_path(self) -> str:

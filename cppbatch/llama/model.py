@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata, has_tensor
 from cppbatch.llama.library import C, ggml
 from cppbatch.llama.lora import load_adapter
+from cppbatch.llama.model_devices import ModelDevices
 from cppbatch.llama.rollback import SNAPSHOT_ARCHITECTURES
 from cppbatch.llama.vocab import Vocab
 
@@ -49,18 +50,22 @@ class Model:
         n_gpu_layers: int = -1,
         device: int | None = None,
         repack: bool = True,
+        rpc: Sequence[str] = (),
+        tensor_split: Sequence[float] = (),
         progress: Progress | None = None,
         no_alloc: bool = False,
     ) -> None:
         """Loads `path`.
 
         `n_gpu_layers`: layers on the GPU, -1 for all. `device`: the number of the one GPU to use, None for all.
+        `rpc`: addresses of RPC workers, whose devices come before this machine's GPUs. `tensor_split`: the share of the
+        layers of each of these devices; (): by their free memory.
         `repack`: llama.cpp may repack weights for this CPU (its `use_extra_bufts`). `progress` is called with 0.0 to
         1.0 while loading; loading stops when it returns False.
         `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but allocates only
         recurrent states; nothing can be decoded. (Its function for these sizes, `llama_get_memory_breakdown`, returns
         a C++ map, which ctypes cannot read.)
-        Raises `ModelError` with llama.cpp's reason when the file cannot be loaded.
+        Raises `ModelError` with llama.cpp's reason when the file cannot be loaded, and as `ModelDevices`.
         """
         self.path = Path(path)
         self.repack = repack
@@ -76,7 +81,7 @@ class Model:
         params.use_extra_bufts = repack
         self.no_alloc = no_alloc
         if no_alloc:
-            _set_no_alloc(params)
+            _set_no_alloc(params, on_cpu=not rpc and not Backend.get().supports_gpu)
         if device is not None:
             _check_device(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
@@ -84,10 +89,13 @@ class Model:
             check_metadata(self.path)
         reporter = _Reporter(progress)
         params.progress_callback = reporter.callback
+        self._devices = ModelDevices(rpc, tensor_split)
+        self._devices.set_in(params)
         with Backend.get().errors() as lines:
             self._handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._handle:
             self._handle = None
+            self._devices.close()
             if reporter.error:
                 raise reporter.error
             if reporter.stopped:
@@ -249,6 +257,7 @@ class Model:
         C.llama_model_free(self._handle)  # frees the adapters too
         self.adapters = []
         self._handle = None
+        self._devices.close()
 
     def __enter__(self) -> Model:
         return self
@@ -303,15 +312,15 @@ class _BufferTypeOverride(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def _set_no_alloc(params: Any) -> None:
+def _set_no_alloc(params: Any, *, on_cpu: bool) -> None:
     """Sets `no_alloc` in these `llama_model_params`.
 
-    Without GPUs all tensors are also "overridden" to CPU buffers, where they would be anyway: llama.cpp then logs which
-    tensors it would repack for this CPU. Those are not in the memory-mapped file.
+    `on_cpu`: there are no other devices. All tensors are then "overridden" to CPU buffers, where they would be anyway:
+    llama.cpp logs which tensors it would repack for this CPU. Those are not in the memory-mapped file.
     """
     params.no_alloc = True
     params.load_mode = C.LLAMA_LOAD_MODE_NONE  # llama.cpp asserts that the file is not mapped
-    if not any("GPU" in device.kind for device in Backend.get().devices()):
+    if on_cpu:
         params.tensor_buft_overrides = ctypes.addressof(_all_on_cpu())
 
 

@@ -110,8 +110,12 @@ def location(buffer: Buffer, devices: Sequence[Device]) -> str:
     A buffer type may be a device's name with a suffix (on Metal).
     """
     return next(
-        (d.name for d in devices if buffer.buffer_type == d.name or buffer.buffer_type.startswith(f"{d.name}_")), HOST
+        (d.name for d in devices if any(_is_of(buffer.buffer_type, kind) for kind in d.buffer_types or [d.name])), HOST
     )
+
+
+def _is_of(buffer_type: str, name: str) -> bool:
+    return buffer_type == name or buffer_type.startswith(f"{name}_")
 
 
 def format_gib(n_bytes: int) -> str:

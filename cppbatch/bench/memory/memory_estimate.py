@@ -15,12 +15,15 @@ _TIMEOUT_S = 60  # the default model takes 0.3 s; reading the header of a large 
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU. `name`: llama.cpp's. Memory in bytes, 0 if the driver does not report it."""
+    """A GPU, or a device of an RPC worker. Memory in bytes, 0 if the driver does not report it."""
 
     name: str
+    """llama.cpp's, of an RPC worker with its address."""
     description: str
     free: int
     total: int
+    buffer_types: tuple[str, ...] = ()
+    """llama.cpp's names of its buffers, without a suffix that they have on Metal; (): its name."""
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +44,8 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
     footprints: list[Footprint]
     """In the order of the settings."""
     devices: list[Device]
-    """GPUs. Free memory is measured while the child process uses only what each process takes on a GPU."""
+    """GPUs, and devices of RPC workers. Free memory of GPUs is measured while the child process uses only what each
+    process takes on a GPU."""
 
 
 def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:

@@ -6,6 +6,7 @@ It creates each engine's model and context with simulated allocations and reads 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -32,13 +33,25 @@ _FLOAT_BYTES = 4
 def main() -> None:
     """Reads a list of `EngineConfig` from stdin and writes a `MemoryEstimate` to stdout."""
     configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
-    devices = [
-        Device(device.name, device.description, device.memory_free, device.memory_total)
-        for device in Backend.get().devices()
-        if "GPU" in device.kind
-    ]
-    answer = MemoryEstimate(list(footprints(configs)), devices)
+    gpus = list(_devices("GPU"))  # before models are loaded
+    found = list(footprints(configs))
+    answer = MemoryEstimate(found, [*gpus, *_devices("remote")])  # after: they are known then
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer))
+
+
+def _devices(kind: str) -> Iterator[Device]:
+    """The devices of a kind, with their free memory now."""
+    counts: Counter[str] = Counter()
+    for device in Backend.get().devices():
+        if kind not in device.kind:
+            continue
+        name, buffer_types = device.name, [device.name]
+        if kind == "remote":  # described by the address; a buffer's name has the number of the device there
+            name = f"{device.description} ({device.name})"
+            buffer_types.append(f"RPC{counts[device.description]}[{device.description}]")
+            counts[device.description] += 1
+        description = "RPC worker" if kind == "remote" else device.description
+        yield Device(name, description, device.memory_free, device.memory_total, tuple(buffer_types))
 
 
 def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
@@ -49,7 +62,8 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
             draft = draft_config(config)
             try:
                 of_draft = draft and (draft.model_path, draft.n_gpu_layers, repacks(draft))
-                key = (config.model_path, config.n_gpu_layers, config.device, repacks(config), config.lora, of_draft)
+                where = config.n_gpu_layers, config.device, config.rpc, config.tensor_split
+                key = (config.model_path, where, repacks(config), config.lora, of_draft)
                 if simulated is None or simulated.key != key:
                     if simulated:
                         simulated.close()
@@ -153,7 +167,7 @@ def _output_rows(config: EngineConfig, model: Model, context: Context) -> Iterat
     if context.is_pooled:  # llama.cpp computes logits of every token
         yield Buffer("output", "CPU", (context.n_batch - context.n_seq_max) * (row + model.n_embd * _FLOAT_BYTES))
         return
-    on_device = Backend.get().offloads(config.n_gpu_layers) and config.sampling != "host"
+    on_device = Backend.get().offloads(config.n_gpu_layers, config.rpc) and config.sampling != "host"
     if on_device:  # candidates, logits and probabilities: a row each
         yield Buffer("output", "CPU", 3 * config.n_parallel * row)
     yield Buffer("engine", "CPU", config.n_parallel * row)

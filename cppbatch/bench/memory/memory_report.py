@@ -47,15 +47,21 @@ def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
         f"{footprint.kv_layout}",
         machine=this_machine(),
         model=config.model_path,
-        settings={"config": config, "sequence_cells": footprint.sequence_cells, "demands": needed},
+        settings={
+            "config": config,
+            "sequence_cells": footprint.sequence_cells,
+            "demands": needed,
+            "devices": estimate.devices,
+        },
         columns=[Column("what", ""), Column("where", "where"), Column("predicted_mib", "MiB", 1)],
         rows=[_row(buffer, estimate.devices) for buffer in _sorted(footprint.buffers)],
         notes=[*map(_verdict, needed), _limits(config)],
     )
 
 
-def with_measured(report: Report, taken: MeasuredMemory, devices: Sequence[Device] = ()) -> Report:
+def with_measured(report: Report, taken: MeasuredMemory) -> Report:
     """Returns the report with measured values next to the estimates."""
+    devices: Sequence[Device] = report.settings["devices"]
     measured: Counter[tuple[str, str]] = Counter()
     for buffer in taken.buffers:
         measured[_name(buffer), _where(buffer, devices)] += buffer.n_bytes

@@ -22,6 +22,8 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         draft_model="",
         spec="off",
         n_gpu_layers=config.draft_gpu_layers,
+        rpc=(),  # a draft token over a network takes longer than it saves
+        tensor_split=(),
         kv_layout="unified",
         deterministic=False,  # drafts do not change the text
         lora=(),

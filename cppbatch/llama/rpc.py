@@ -1,0 +1,199 @@
+"""llama.cpp's RPC backend: devices of other processes and machines, reached over TCP (docs/rpc.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from cppbatch.errors import LibraryError, LlamaError
+from cppbatch.llama.library import ggml
+from cppbatch.rpc_endpoint import Endpoint, check_worker, end_when_silent
+
+_Void, _Size = ctypes.c_void_p, ctypes.c_size_t
+_NAME = b"RPC"
+_OPEN_FILES = "/dev/fd"  # Linux and macOS
+_POLL_S = 0.05
+_CPU, _ACCELERATOR = 0, 3  # ggml_backend_dev_type
+_ADD_SERVER = ctypes.CFUNCTYPE(_Void, ctypes.c_char_p)
+_START_SERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, _Size, _Size, ctypes.POINTER(_Void))
+
+_lock = threading.Lock()
+_registered: dict[Endpoint, list[int]] = {}
+"""llama.cpp's devices of each worker that this process has ever connected to."""
+_connections: Counter[Endpoint] = Counter()
+"""How many models of this process share the connection to a worker."""
+
+
+def has_rpc() -> bool:
+    """Whether this build has the RPC backend."""
+    return bool(_library().ggml_backend_reg_by_name(_NAME))
+
+
+def any_registered() -> bool:
+    """Whether this process has ever connected to a worker: llama.cpp gives its devices to every model then."""
+    return bool(_registered)
+
+
+def is_remote(device: int) -> bool:
+    """Whether a device (ggml's pointer) is one of a worker."""
+    return any(device in devices for devices in _registered.values())
+
+
+class RpcConnections:
+    """Connections to workers, held until `close`, and their devices.
+
+    A worker serves one connection at a time. llama.cpp shares one per process and worker as long as anything uses it,
+    and would open another one for the next model or context.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        """Raises `RpcUnreachable`, `ConfigError` for a worker of another version, `LibraryError` without RPC.
+
+        llama.cpp itself aborts the process where it cannot connect, so a question comes first.
+        """
+        self.devices: list[int] = []
+        """ggml's pointers, in the order of the workers."""
+        self._held: list[tuple[Endpoint, int]] = []
+        if not endpoints:
+            return
+        if not has_rpc():
+            raise LibraryError(without_rpc("--rpc"))
+        library = _library()
+        with _lock:
+            for endpoint in endpoints:
+                if not _connections[endpoint]:
+                    check_worker(endpoint)
+            for endpoint in endpoints:
+                devices = _devices(library, endpoint)
+                self._held.append((endpoint, library.ggml_backend_dev_init(devices[0], None)))
+                _end_when_silent(_peer_port, endpoint.port)
+                _connections[endpoint] += 1
+                self.devices += devices
+
+    def close(self) -> None:
+        """Ends the connections that no model uses any more. A second call does nothing."""
+        with _lock:
+            while self._held:
+                endpoint, backend = self._held.pop()
+                _library().ggml_backend_free(backend)
+                _connections[endpoint] -= 1
+
+
+def without_rpc(what: str) -> str:
+    """The message of an error: this build has no RPC."""
+    return (
+        f"{what} needs llama.cpp's RPC backend, which this build has not: run scripts/install.py, or build "
+        "llama-cpp-python with -DGGML_RPC=ON in CMAKE_ARGS"
+    )
+
+
+def _devices(library: ctypes.CDLL, endpoint: Endpoint) -> list[int]:
+    """The devices of a worker, which the first call registers."""
+    if endpoint not in _registered:
+        server = _ADD_SERVER(_function(library, b"ggml_backend_rpc_add_server"))(str(endpoint).encode())
+        if not server:
+            raise LlamaError(f"the RPC worker at {endpoint} has no devices")
+        library.ggml_backend_register(server)
+        n = library.ggml_backend_reg_dev_count(server)
+        _registered[endpoint] = [library.ggml_backend_reg_dev_get(server, i) for i in range(n)]
+    return _registered[endpoint]
+
+
+def chosen_devices(names: Sequence[str]) -> list[str]:
+    """These devices of this machine, by ggml's names; all GPUs, or else the CPU, if there are no names.
+
+    Raises `LibraryError` for a build without RPC, and `LlamaError` for a device that this machine has not.
+    """
+    if not has_rpc():
+        raise LibraryError(without_rpc("an RPC worker"))
+    known = _local_devices(_library())
+    if missing := [name for name in names if name not in known]:
+        raise LlamaError(f"--devices: there is no device {missing[0]!r}; this machine has {', '.join(known)}")
+    if names:
+        return list(names)
+    types = {name: _library().ggml_backend_dev_type(device) for name, device in known.items()}
+    gpus = [name for name, kind in types.items() if kind not in (_CPU, _ACCELERATOR)]
+    return gpus or [name for name, kind in types.items() if kind == _CPU][:1]
+
+
+def serve_devices(endpoint: Endpoint, names: Sequence[str], *, n_threads: int, cache: str | None) -> NoReturn:
+    """Serves these devices to one connection after the other. Never returns; prints to stdout.
+
+    `n_threads`: of the CPU. `cache`: a folder for large tensors, or None. Raises `LlamaError` if it cannot listen.
+    """
+    library = _library()
+    known = _local_devices(library)
+    devices = (_Void * len(names))(*(known[name] for name in names))
+    if os.path.isdir(_OPEN_FILES):
+        threading.Thread(target=_watch_clients, args=(endpoint.port,), daemon=True).start()
+    start = _START_SERVER(_function(library, b"ggml_backend_rpc_start_server"))
+    start(str(endpoint).encode(), cache.encode() if cache else None, n_threads, len(names), devices)
+    raise LlamaError(f"llama.cpp's RPC server cannot listen at {endpoint}; the lines above may say why")
+
+
+def _local_devices(library: ctypes.CDLL) -> dict[str, int]:
+    devices = [library.ggml_backend_dev_get(i) for i in range(library.ggml_backend_dev_count())]
+    return {library.ggml_backend_dev_name(device).decode(): device for device in devices}
+
+
+def _watch_clients(port: int) -> None:
+    """Lets connections end whose engine's machine is gone: llama.cpp would serve them, and nobody else, for ever.
+
+    The connections inherit it from the socket that listens, as soon as there is that one.
+    """
+    while not _end_when_silent(_own_port, port):
+        time.sleep(_POLL_S)
+
+
+def _peer_port(connection: socket.socket) -> int:
+    return int(connection.getpeername()[1])
+
+
+def _own_port(connection: socket.socket) -> int:
+    return int(connection.getsockname()[1])
+
+
+def _end_when_silent(port_of: Callable[[socket.socket], int], port: int) -> bool:
+    """`end_when_silent` for the TCP sockets of this process with this port. Returns whether there are any."""
+    found = False
+    for fd in os.listdir(_OPEN_FILES) if os.path.isdir(_OPEN_FILES) else []:
+        with contextlib.suppress(OSError):  # no socket, or closed by now
+            copy = os.dup(int(fd))
+            try:
+                connection = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                continue
+            with connection:
+                is_tcp = connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM
+                if is_tcp and port_of(connection) == port:
+                    end_when_silent(connection)
+                    found = True
+    return found
+
+
+def _function(library: ctypes.CDLL, name: bytes) -> Any:
+    return library.ggml_backend_reg_get_proc_address(library.ggml_backend_reg_by_name(_NAME), name)
+
+
+def _library() -> ctypes.CDLL:
+    library = ggml()
+    for name, restype, *arguments in (
+        ("ggml_backend_reg_by_name", _Void, ctypes.c_char_p),
+        ("ggml_backend_reg_get_proc_address", _Void, _Void, ctypes.c_char_p),
+        ("ggml_backend_register", None, _Void),
+        ("ggml_backend_reg_dev_count", _Size, _Void),
+        ("ggml_backend_reg_dev_get", _Void, _Void, _Size),
+        ("ggml_backend_dev_init", _Void, _Void, ctypes.c_char_p),
+        ("ggml_backend_free", None, _Void),
+    ):
+        function = getattr(library, str(name))
+        function.argtypes, function.restype = arguments, restype
+    return library

@@ -1,0 +1,140 @@
+"""The addresses of RPC workers, and the question whether one answers there: plain sockets, without llama.cpp.
+
+An RPC worker (`cppbatch rpc-worker`, or llama.cpp's `rpc-server`) serves one connection at a time. The kernel accepts
+further connections, which then wait.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cppbatch.errors import ConfigError, RpcUnreachable
+
+PROTOCOL = "7.0.0"
+"""Of the pinned llama.cpp. Its client accepts other patch versions, whose operations have other numbers."""
+
+DEFAULT_PORT = 50052
+ANSWER_S = 5.0
+"""A free worker answers at once; this long it may take over a slow network."""
+
+_SILENCE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
+"""Seconds without traffic, seconds between probes, probes without an answer; ms without an acknowledgement."""
+
+_HOST = re.compile(r"[A-Za-z0-9._-]+")
+_HELLO = 14
+_CAPABILITIES = 24  # bytes: none, so TCP
+_REQUEST = struct.pack("<BQ", _HELLO, _CAPABILITIES) + bytes(_CAPABILITIES)
+_ANSWER_BYTES = 4 + _CAPABILITIES
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
+_REPORT_EVERY_S = 10.0
+
+
+class Endpoint(NamedTuple):
+    """Where a worker listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """The address in `HOST:PORT`. Raises `ConfigError`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not _HOST.fullmatch(host):
+        raise ConfigError(f"--rpc: {text!r} is not HOST:PORT, with a name or an IPv4 address as the host")
+    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ConfigError(f"--rpc: the port in {text!r} must be a number from 1 to 65535")
+    return Endpoint(host, int(port))
+
+
+def end_when_silent(connection: socket.socket) -> None:
+    """Has the system end a connection whose other machine has not answered for 11 s.
+
+    A machine that answers may compute for any time. Connections accepted by a listening socket inherit this on Linux.
+    Systems that lack an option leave it out.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _SILENCE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def check_worker(endpoint: Endpoint, seconds: float = ANSWER_S) -> None:
+    """Raises `RpcUnreachable` if no RPC worker answers there now, `ConfigError` if what listens there never will."""
+    try:
+        version = _ask_version(endpoint, seconds)
+    except TimeoutError:
+        raise RpcUnreachable(
+            f"the RPC worker at {endpoint} does not answer within {seconds:g} s. It serves one engine at a time: "
+            "perhaps another one uses it"
+        ) from None
+    except EOFError:
+        version = ""
+    except OSError as error:
+        why = f"no RPC worker answers at {endpoint} ({error.strerror or error})"
+        raise RpcUnreachable(f"{why}: start `cppbatch rpc-worker` there") from error
+    if version != PROTOCOL:
+        found = f"speaks version {version} of llama.cpp's RPC" if version else "is no RPC worker, or of another version"
+        raise ConfigError(
+            f"what listens at {endpoint} {found}; this cppbatch needs {PROTOCOL}: install the same cppbatch on both"
+        )
+
+
+def wait_for_workers(
+    endpoints: Sequence[Endpoint],
+    seconds: float,
+    report: Callable[[str], object],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+    check: Callable[[Endpoint], None] = check_worker,
+) -> None:
+    """Waits until all workers answer, in `seconds` at most, and reports at once and then every 10 s what is missing.
+
+    Raises as `check_worker`.
+    """
+    began = reported = clock()
+    for endpoint in endpoints:
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                check(endpoint)
+                break
+            except RpcUnreachable as error:
+                now = clock()
+                if now - began >= seconds:
+                    raise
+                if pause == _FIRST_PAUSE_S or now - reported >= _REPORT_EVERY_S:
+                    report(f"waiting for up to {seconds:g} s: {error}")
+                    reported = now
+            sleep(pause)
+            pause = min(_MAX_PAUSE_S, 2 * pause)
+
+
+def _ask_version(endpoint: Endpoint, seconds: float) -> str:
+    """The version of the protocol in its answer to a hello; "" if that is no such answer."""
+    try:
+        connection = socket.create_connection(endpoint, seconds)
+    except TimeoutError:
+        raise ConnectionError(f"no answer in {seconds:g} s") from None
+    with connection:
+        connection.sendall(_REQUEST)
+        (size,) = struct.unpack("<Q", _read(connection, 8))
+        return "{}.{}.{}".format(*_read(connection, size)) if size == _ANSWER_BYTES else ""
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
