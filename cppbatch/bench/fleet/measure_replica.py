@@ -67,9 +67,8 @@ def measure_step_times(engine: BatchInferenceEngine, *, name: str, source: str, 
         short = [seconds for rows, tokens, _, _, seconds in generate(engine, n, 16) if rows == (n,) and not tokens]
         rows_ms.append((n, 1e3 * median(short)))
     n = rows_ms[-1][0]
-    long = [
-        (seconds, cells) for rows, tokens, cells, _, seconds in generate(engine, n, 1024) if rows == (n,) and not tokens
-    ]
+    steps = generate(engine, n, 1024, shared=True)
+    long = [(seconds, cells) for rows, tokens, cells, _, seconds in steps if rows == (n,) and not tokens]
     short_cells = n * (16 + _NEW / 2)
     row_cell_us = 1e6 * (median(s for s, _ in long) - rows_ms[-1][1] / 1e3) / (median(c for _, c in long) - short_cells)
     prompt_ms = [(n, 1e3 * median(prefill(engine, n)[0] for _ in range(5))) for n in _PIECES]
