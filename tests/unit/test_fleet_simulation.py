@@ -43,11 +43,11 @@ def result(run: FleetRun, **load: Any) -> FleetResult:
 def test_every_request_ends_once_with_all_its_tokens_and_every_cell_is_free(routing: str) -> None:
     run = simulate(routing=routing)
     assert len(run.finished) > 50
-    assert len({request.request.id for request in run.finished}) == len(run.finished)
+    assert len({request.id for request in run.finished}) == len(run.finished)
     for request in run.finished:
         assert request.arrived_at <= request.admitted_at < request.first_token_at <= request.finished_at
-        assert request.n_generated == len(request.output)
-        assert request.n_cached < len(request.prompt)
+        assert request.n_generated == request.n_output
+        assert request.n_cached < request.n_prompt
     for replica in run.replicas:
         replica.kv.check()
         assert replica.kv.n_used == replica.n_requests == 0
@@ -55,7 +55,7 @@ def test_every_request_ends_once_with_all_its_tokens_and_every_cell_is_free(rout
 
 def test_a_seed_gives_the_same_run_whatever_was_run_before() -> None:
     def times(run: FleetRun) -> list[tuple[str, int, float, float]]:
-        return [(r.request.id, r.replica, r.first_token_at, r.finished_at) for r in run.finished]
+        return [(r.id, r.replica, r.first_token_at, r.finished_at) for r in run.finished]
 
     first = times(simulate(seed=3))
     simulate(seed=4)
@@ -171,7 +171,7 @@ def test_an_autoscaled_fleet_grows_with_the_load_drains_and_loses_nothing() -> N
     assert max(ready) >= 3
     assert len(run.replicas) >= max(ready)
     assert run.replica_s < 0.8 * max(ready) * run.end_s
-    assert all(request.n_generated == len(request.output) for request in run.finished)
+    assert all(request.n_generated == request.n_output for request in run.finished)
 
 
 def test_a_replica_takes_requests_only_when_it_has_started() -> None:

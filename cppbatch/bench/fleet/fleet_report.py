@@ -45,25 +45,25 @@ class FleetResult(msgspec.Struct, kw_only=True):
 def fleet_result(run: FleetRun, load: Load, *, routing: str, warm_up_s: float) -> FleetResult:
     """Sums a run up. Throughput is counted from the end of the warm-up to the end of the arrivals."""
     measured = [request for request in run.finished if request.arrived_at >= warm_up_s]
-    prompt = sum(len(request.prompt) for request in measured)
+    prompt = sum(request.n_prompt for request in measured)
     cached = sum(request.n_cached for request in measured)
     ttft = [request.ttft for request in measured]
     token_s = [
-        (request.finished_at - request.first_token_at) / (len(request.output) - 1)
+        (request.finished_at - request.first_token_at) / (request.n_output - 1)
         for request in measured
-        if len(request.output) > 1
+        if request.n_output > 1
     ]
     in_time = [request for request in run.finished if warm_up_s <= request.finished_at < load.seconds]
     seconds = load.seconds - warm_up_s
     work = np.zeros(len(run.replicas))
     for request in run.finished:
-        work[request.replica] += len(request.prompt) + len(request.output)
+        work[request.replica] += request.n_prompt + request.n_output
     return FleetResult(
         routing=routing,
         replicas=run.replica_s / run.end_s,
         requests=len(run.finished),
         requests_s=len(in_time) / seconds,
-        output_tokens_s=sum(len(request.output) for request in in_time) / seconds,
+        output_tokens_s=sum(request.n_output for request in in_time) / seconds,
         prompt_tokens=prompt,
         cached_tokens=cached,
         hit_rate=cached / max(1, prompt),
@@ -83,15 +83,13 @@ def possible_hits(requests: Sequence[SimulatedRequest], warm_up_s: float) -> int
 
     Prompts share nothing but a system prompt and the turns before, so these are what an earlier request is asked for.
     """
-    hits, systems, answered = 0, set[bytes](), dict[int, int]()
+    hits, systems, answered = 0, set[int](), dict[int, int]()
     for request in sorted(requests, key=lambda request: request.arrived_at):
-        n_system = request.n_system
-        system = request.prompt[:n_system].tobytes()
-        n = answered.get(request.conversation, n_system if system in systems else 0)
+        n = answered.get(request.conversation, request.n_system if request.system in systems else 0)
         if request.arrived_at >= warm_up_s:
             hits += n
-        systems.add(system)
-        answered[request.conversation] = len(request.prompt) + len(request.output) - 1
+        systems.add(request.system)
+        answered[request.conversation] = request.n_prompt + request.n_output - 1
     return hits
 
 

@@ -126,6 +126,7 @@ class FleetSimulation:
         self._at(now + seconds, end)
 
     def _ended(self, number: int, request: SimulatedRequest, now: float) -> None:
+        request.forget_tokens()
         self._run.finished.append(request)
         self._n_ongoing -= 1
         if number in self._loads:

@@ -219,6 +219,7 @@ def run_load(
                 run.finished.append(requests.pop(event.request_id))
                 conversation = speakers.pop(event.request_id)
                 conversation.answered(request.output)
+                request.forget_tokens()
                 waiting.push(now + conversation.think_s(), conversation)
         if now >= next_progress:
             progress(now)
