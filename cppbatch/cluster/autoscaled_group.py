@@ -50,13 +50,12 @@ class AutoscaledGroup(EngineGroup):
         self._interval = interval
         self._starting: EngineProcess | None = None
         self._draining: list[EngineProcess] = []
-        self._closing: list[EngineProcess] = []
+        self._closing: set[asyncio.Future[None]] = set()
         self._without_output: dict[str, GenerationRequest] = {}  # the oldest first
         self._arrived_at: dict[str, float] = {}  # of these requests
         self._moving: dict[str, bool] = {}  # taken from a worker, given to none yet; whether it was cancelled meanwhile
         self._scale_ups = self._scale_downs = 0
         self._held_back: str | None = None
-        self._closed = False
         self._task = asyncio.ensure_future(self._follow_load())
 
     # --- the interface ----------------------------------------------------------------------------------------------
@@ -100,11 +99,10 @@ class AutoscaledGroup(EngineGroup):
 
     async def close(self) -> None:
         """Kills all workers; unfinished requests get a last event (cancelled)."""
-        self._closed = True
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        await asyncio.gather(super().close(), *(engine.close() for engine in self._closing))
+        await asyncio.gather(super().close(), *self._closing)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +157,7 @@ class AutoscaledGroup(EngineGroup):
         self._limit_to_cores()
         self._divide_cores()
         log.info("workers: %d, up to %d while requests wait", len(self._engines), self._rule.max_workers)
-        while not self._closed:  # before Python 3.12, asyncio.wait_for may swallow a cancellation
+        while True:
             await asyncio.sleep(self._interval)
             try:
                 await self._adapt()
@@ -211,7 +209,7 @@ class AutoscaledGroup(EngineGroup):
         engine = self._starting = self._start_worker(number)
         try:
             await engine.loaded()
-        except (CppBatchError, OSError) as error:
+        except Exception as error:  # whatever it is, the other workers go on
             self._starting = None
             await self._close(engine)
             self._hold_back(number, str(error))
@@ -263,9 +261,11 @@ class AutoscaledGroup(EngineGroup):
             self._divide_cores()
 
     async def _close(self, engine: EngineProcess) -> None:
-        self._closing.append(engine)
-        await engine.close()
-        self._closing.remove(engine)
+        """Goes on to the end if this is cancelled; `close` waits for it then."""
+        closing = asyncio.ensure_future(engine.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
 
     # --- cores ------------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class CheckedGroup(AutoscaledGroup):
     def _choose(self, request: GenerationRequest) -> EngineProcess:
         chosen = super()._choose(request)
         assert chosen in self._engines
-        assert chosen not in [self._starting, *self._draining, *self._closing]
+        assert chosen not in [self._starting, *self._draining]
         return chosen
 
 
@@ -273,6 +273,28 @@ async def test_a_request_that_is_cancelled_while_it_moves_ends_once(fleet: Fleet
     assert fleet.streams[7].reasons == [FinishReason.CANCELLED]
     await fleet.finish()
     assert sum(len(stream.reasons) for stream in fleet.streams) == 8
+
+
+async def test_a_group_can_be_closed_while_a_drained_worker_ends(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.submit(5)
+    await fleet.wait(6)
+    await fleet.finish()
+    ended = asyncio.Event()
+
+    async def end_slowly(self: FakeWorker) -> None:
+        await asyncio.sleep(0.02)
+        self.ended = True
+        ended.set()
+
+    monkeypatch.setattr(FakeWorker, "end", end_slowly)
+    monkeypatch.setattr(fleet.group, "_interval", 0.0)
+    fleet.group._task.cancel()
+    fleet.group._task = asyncio.ensure_future(fleet.group._follow_load())
+    fleet.group._drain_one()
+    await asyncio.sleep(0.01)
+    assert not ended.is_set()
+    await asyncio.wait_for(fleet.group.close(), 5)
+    assert not alive()
 
 
 async def test_the_state_of_each_worker_is_reported(fleet: Fleet) -> None:
