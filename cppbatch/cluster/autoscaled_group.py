@@ -218,9 +218,8 @@ class AutoscaledGroup(EngineGroup):
             self._add(engine)
             self._scale_ups += 1
             n_moved = self._share_waiting_requests()
-            log.info(
-                "worker %d is ready after %.1f s, and gets %d requests that wait", number, monotonic() - began, n_moved
-            )
+            seconds = monotonic() - began
+            log.info("worker %d is ready after %.1f s, and gets %d of the waiting requests", number, seconds, n_moved)
 
     def _add(self, engine: EngineProcess) -> None:
         self._engines.append(engine)
