@@ -399,7 +399,7 @@ class FakeProposer:
             if chance % 5 == 0:
                 break
             text.append(draft[-1])
-        return Draft(np.array(draft, np.int32), self._acceptance) if draft else None
+        return Draft(np.array(draft, np.int32), np.full(len(draft), self._acceptance)) if draft else None
 
     def finished(self, sequence: Seq) -> None:
         self.known.pop(sequence.id, None)

@@ -30,7 +30,7 @@ class Replay:
                 wrong = [
                     token if i % _WRONG_AT else (token + 1) % 50 for i, token in enumerate(following, start=len(known))
                 ]
-                return Draft(np.array(wrong, np.int32), 0.8)
+                return Draft(np.array(wrong, np.int32), np.full(len(wrong), 0.8))
         return None
 
     def finished(self, sequence: Seq) -> None:

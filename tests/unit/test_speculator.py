@@ -31,7 +31,7 @@ class Given:
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
         lengths = [min(n, limit) for (n, _), limit in zip(self.drafts, most, strict=True)]
         return [
-            Draft(np.arange(1, n + 1, dtype=np.int32), p) if n else None
+            Draft(np.arange(1, n + 1, dtype=np.int32), np.full(n, p)) if n else None
             for n, (_, p) in zip(lengths, self.drafts, strict=True)
         ]
 

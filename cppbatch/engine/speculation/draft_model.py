@@ -171,7 +171,7 @@ class DraftModelProposer:
         factor = followed.acceptance.factor(self._acceptance.factor())
         likely = [min(_MOST_CERTAIN, factor * p) for p in guess.probabilities]
         n = next((i for i, p in enumerate(likely) if p < _LEAST_PROBABLE), len(likely))
-        return Draft(np.asarray(guess.tokens[:n], np.int32), sum(likely[:n]) / n) if n else None
+        return Draft(np.asarray(guess.tokens[:n], np.int32), np.asarray(likely[:n])) if n else None
 
     # --- following the sequences ----------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from cppbatch.engine.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft
@@ -39,7 +41,7 @@ class GrammarProposer:
         if not text:
             return None
         tokens = self._vocab.tokenize(text, add_special=False, parse_special=False)
-        draft = Draft(tokens[:most], self._acceptance)
+        draft = Draft(tokens[:most], np.full(min(len(tokens), most), self._acceptance))
         self._drafted[sequence] = sequence.n_tokens, draft
         return draft
 

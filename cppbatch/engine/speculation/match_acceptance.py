@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from math import exp, log
+from math import exp
+
+import numpy as np
+import numpy.typing as npt
 
 _LEVELS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Matched tokens from which a match counts as longer."""
@@ -48,6 +51,8 @@ class Agreement(IntEnum):
 
 _FIRST_AGREEMENTS = (0.0, 0.4, -0.5, -1.2, 0.2, 0.3, 0.4, 0.4, 0.5, 0.5, 0.6, 0.6)
 _FIRST_SOURCES = (0.0, 0.5, -0.1, -0.1)
+_FIRST_DOUBTS = (0.0, -1.0, -2.0, -3.0)
+MOST_DOUBT = len(_FIRST_DOUBTS) - 1
 
 
 def after(agreement: int) -> int:
@@ -57,31 +62,36 @@ def after(agreement: int) -> int:
 
 class MatchAcceptance:
     """Logistic regression, online: the log-odds that the next token of a match comes are the sum of a weight of the
-    match's length, one of its agreement, one of its source, and what the sequence has learned for itself."""
+    match's length, one of its agreement, one of its source, one of the token's doubt, and what the sequence has learned
+    for itself. Doubt, 0 to `MOST_DOUBT`: how often earlier matches went on with another token there."""
 
     def __init__(self) -> None:
         self._lengths = list(_FIRST_LENGTHS)
         self._agreements = list(_FIRST_AGREEMENTS)
         self._sources = list(_FIRST_SOURCES)
+        self._doubts = np.array(_FIRST_DOUBTS)
         self._until_fresh = _FRESH
-        self._estimates: dict[tuple[int, int, int, int], float] = {}
+        self._log_odds: dict[tuple[int, int, int, int], npt.NDArray[np.float64]] = {}
 
-    def learn(self, length: int, agreement: int, source: int, own: float, accepted: bool) -> float:
-        """The token after a match of `length` tokens was the expected one, or not.
+    def learn(self, length: int, agreement: int, source: int, own: float, accepted: bool, *, doubt: int = 0) -> float:
+        """The token after a match of `length` tokens was the expected one, or not. `doubt`: of the expected one.
 
         `own`: the sequence's own log-odds, 0 at first. Returns the new ones.
         """
         level = _LEVEL[length] if length < MOST_LENGTH else -1
         base = self._lengths[level] + self._agreements[agreement] + self._sources[source]
-        error = accepted - 1 / (1 + exp(-base))
-        step = _RATE * error
+        if doubt:
+            base += float(self._doubts[doubt])
+        step = _RATE * (accepted - 1 / (1 + exp(-base)))
+        if doubt:
+            self._doubts[doubt] += step
         self._lengths[level] += step
         self._agreements[agreement] += step
         self._sources[source] += step
         self._until_fresh -= 1
         if not self._until_fresh:
             self._until_fresh = _FRESH
-            self._estimates.clear()
+            self._log_odds.clear()
         own = own * _SEQUENCE_DECAY + _SEQUENCE_RATE * (accepted - 1 / (1 + exp(-base - own)))
         return min(max(own, -_MOST_LOG_ODDS), _MOST_LOG_ODDS)
 
@@ -90,27 +100,24 @@ class MatchAcceptance:
         level = _LEVEL[min(length, MOST_LENGTH)]
         return self._lengths[level] + self._agreements[agreement] + self._sources[source]
 
-    def estimate(self, length: int, agreement: int, source: int, own: float, n: int) -> float:
-        """The probability that each token of a draft of `n` tokens is accepted if those before it are.
-
-        It is the one number with which as many of the `n` tokens are expected to be accepted as with the different
-        probabilities of the tokens, which rise with each accepted one.
-        """
-        key = (length if length < MOST_LENGTH else MOST_LENGTH, agreement, source, n)
-        log_odds = self._estimates.get(key)
+    def probabilities(
+        self, length: int, agreement: int, source: int, own: float, doubts: bytearray
+    ) -> npt.NDArray[np.float64]:
+        """For each token of a draft the probability that it is accepted if those before it are; they rise with each
+        accepted one. `doubts`: of these tokens."""
+        key = (length if length < MOST_LENGTH else MOST_LENGTH, agreement, source, len(doubts))
+        log_odds = self._log_odds.get(key)
         if log_odds is None:
-            log_odds = self._estimates[key] = self._mean_log_odds(*key)
-        return 1 / (1 + exp(-log_odds - own))
+            log_odds = self._log_odds[key] = self._of_tokens(*key)
+        log_odds = log_odds + own
+        if any(doubts):
+            log_odds += self._doubts[np.frombuffer(doubts, np.uint8)]
+        return 1 / (1 + np.exp(-log_odds))
 
-    def _mean_log_odds(self, length: int, agreement: int, source: int, n: int) -> float:
-        expected, reached = 0.0, 1.0
-        for _ in range(n):
-            reached /= 1 + exp(-self.first(length, agreement, source))
-            expected += reached
+    def _of_tokens(self, length: int, agreement: int, source: int, n: int) -> npt.NDArray[np.float64]:
+        log_odds = np.empty(n)
+        for i in range(n):
+            log_odds[i] = self.first(length, agreement, source)
             length += 1
             agreement = after(agreement)
-        low, high = 0.0, 1.0
-        for _ in range(14):
-            p = (low + high) / 2
-            low, high = (p, high) if p * (1 - p**n) / (1 - p) < expected else (low, p)
-        return log(low + 1e-4) - log(1 - low)
+        return log_odds

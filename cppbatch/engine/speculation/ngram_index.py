@@ -27,13 +27,14 @@ class IndexedText:
     different `group`s never match each other.
     """
 
-    __slots__ = ("base", "chain_arrays", "chains", "group", "n", "raw", "seed", "tokens", "view")
+    __slots__ = ("base", "chain_arrays", "chains", "doubts", "group", "n", "raw", "seed", "tokens", "view")
 
     def __init__(self, tokens: npt.NDArray[np.int32], number: int, group: int) -> None:
         self.base = number << 32
         self.group = group
         self.seed = group * _BASE & _MASK
         self.n = 0
+        self.doubts = bytearray(len(tokens))  # of each token, see `SuffixProposer`
         # For each order and position: where the same n-gram occurred before. Memory is taken when it is touched.
         self._set(tokens, [np.zeros(len(tokens), np.int64) for _ in ORDERS])
 
@@ -46,6 +47,7 @@ class IndexedText:
     def trim(self) -> None:
         """Copies what is known of the text: no more is appended, and the array that it lay in is not kept alive."""
         self._set(self.tokens[: self.n].copy(), [chain[: self.n].copy() for chain in self.chain_arrays])
+        self.doubts = self.doubts[: self.n]
 
     def hashes(self, n: int) -> Hashes:
         """The hashes of the tokens before position `n`."""

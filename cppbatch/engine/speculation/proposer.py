@@ -16,8 +16,8 @@ class Draft(NamedTuple):
 
     tokens: npt.NDArray[np.int32]
     """int32[k], k >= 1: the first one would be at position `sequence.n_tokens`."""
-    acceptance: float
-    """The estimated probability that a token of this draft is accepted if those before it are: 0 to 1."""
+    probabilities: npt.NDArray[np.float64]
+    """float64[k]: the estimated probability that each token is accepted if those before it are."""
 
 
 class Proposer(Protocol):

@@ -69,21 +69,16 @@ class DraftLimits:
     """Whether llama.cpp computes all rows together if they have equally many tokens."""
 
 
-class Likely(NamedTuple):
-    """What is known or expected of a draft."""
+class Usual(NamedTuple):
+    """A usual draft of the draft model."""
 
     length: int
     acceptance: float
-
-    @property
-    def gain(self) -> float:
-        """The number of its tokens that may be expected to be accepted."""
-        a = min(self.acceptance, _ALMOST_CERTAIN)
-        return float(a * (1 - a**self.length) / (1 - a))
+    """The probability that a token is accepted if those before it are."""
 
 
-_NO_DRAFT = Likely(0, 0.0)
-_FIRST_GUESS = Likely(6, 0.7)  # of the draft model, before anything is known
+_FIRST_GUESS = Usual(6, 0.7)  # before anything is known
+_NO_DRAFT: Probabilities = np.zeros(0)
 
 
 class Speculator:
@@ -105,7 +100,7 @@ class Speculator:
         self._untried_s = 0.0  # time of steps since the last one with drafts
         self._unasked_s = 0.0  # time of steps since the draft model was asked last
         self._expected = self._accepted = 0.0  # tokens of the latest drafts: the estimates may be too high
-        self._usual: dict[Seq, Likely] = {}  # drafts of the draft model
+        self._usual: dict[Seq, Usual] = {}  # drafts of the draft model
         self._usual_of_all = _FIRST_GUESS
         self._accepted_s = 0.0  # time that an accepted token takes beside its row: its sampling
 
@@ -130,7 +125,7 @@ class Speculator:
         )
         if self._model:
             self._ask_model(self._model, step, drafts, most)
-        plan, rate = step.best([_likely(draft) for draft in drafts])
+        plan, rate = step.best([_accepted(draft) for draft in drafts])
         self._untried_s += step.seconds
         if plan is None:
             return None
@@ -159,10 +154,10 @@ class Speculator:
 
     def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> None:
         """Takes drafts of the draft model if its usual ones are worth their time."""
-        before = [_likely(draft) for draft in drafts]
-        guesses = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
-        guesses = [Likely(min(guess.length, n), guess.acceptance) for guess, n in zip(guesses, most, strict=True)]
-        is_better = [guess.gain > known.gain for guess, known in zip(guesses, before, strict=True)]
+        before = [_accepted(draft) for draft in drafts]
+        usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
+        guesses = [_of_usual(each, n) for each, n in zip(usual, most, strict=True)]
+        is_better = [guess.sum() > known.sum() for guess, known in zip(guesses, before, strict=True)]
         plan, rate = step.best(
             [guess if better else known for guess, known, better in zip(guesses, before, is_better, strict=True)]
         )
@@ -173,7 +168,7 @@ class Speculator:
         if not n_asked:
             return
         seconds = model.seconds(n_asked, max(asked)) + sum(
-            model.read_seconds(sequence) * min(1.0, (1 + guess.gain) / sequence.n_left)
+            model.read_seconds(sequence) * min(1.0, (1 + float(guess.sum())) / sequence.n_left)
             for sequence, guess, n in zip(step.rows, guesses, asked, strict=True)
             if n
         )
@@ -187,8 +182,8 @@ class Speculator:
         made = model.propose(step.rows, [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)])
         for sequence, draft, n in zip(step.rows, made, asked, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
-                self._usual[sequence] = _mean(self._usual.get(sequence, self._usual_of_all), _likely(draft))
-                self._usual_of_all = _mean(self._usual_of_all, _likely(draft))
+                self._usual[sequence] = _mean(self._usual.get(sequence, self._usual_of_all), draft)
+                self._usual_of_all = _mean(self._usual_of_all, draft)
         _take_better(drafts, made)
 
     def finished(self, sequence: Seq) -> None:
@@ -236,11 +231,15 @@ class _Step:
         self.rate_without = len(rows) / self.seconds
         """Tokens/s without drafts."""
 
-    def best(self, drafts: Sequence[Likely]) -> Choice:
-        """The best plan for these drafts."""
-        if not any(draft.length for draft in drafts):
+    def best(self, drafts: Sequence[Probabilities]) -> Choice:
+        """The best plan for these drafts: of each the probabilities that its tokens are accepted (`_accepted`)."""
+        longest = max(map(len, drafts))
+        if not longest:
             return None, 0.0
-        expected = self._trust * _expected(drafts)
+        expected = np.zeros((len(drafts), longest))
+        for row, draft in zip(expected, drafts, strict=True):
+            row[: len(draft)] = draft
+        expected *= self._trust
         if self.limits.has_streams:
             return self._best_in_streams(expected)
         return self._best_in_unified(expected)
@@ -305,33 +304,27 @@ class _Step:
         return (len(self.rows) + accepted) / (seconds + self._accepted_s * accepted)
 
 
-def _gain(draft: Likely) -> float:
-    return draft.gain
+def _accepted(draft: Draft | None) -> Probabilities:
+    """The probability that each token of the draft is accepted; their sum is the number of tokens to expect."""
+    return _NO_DRAFT if draft is None else np.minimum(draft.probabilities, _ALMOST_CERTAIN).cumprod()
 
 
-def _likely(draft: Draft | None) -> Likely:
-    return Likely(len(draft.tokens), draft.acceptance) if draft else _NO_DRAFT
+def _of_usual(usual: Usual, most: int) -> Probabilities:
+    """The same of a usual draft of at most so many tokens."""
+    return np.full(min(usual.length, most), min(usual.acceptance, _ALMOST_CERTAIN)).cumprod()
 
 
-def _mean(old: Likely, new: Likely) -> Likely:
+def _mean(old: Usual, draft: Draft | None) -> Usual:
     """Running means. A length is rounded up, so that drafts may become longer again."""
-    length = old.length + _NEW * (new.length - old.length)
-    return Likely(ceil(length), old.acceptance + _NEW * ((new.acceptance if new.length else 0.0) - old.acceptance))
+    length, acceptance = (len(draft.tokens), float(draft.probabilities.mean())) if draft else (0, 0.0)
+    return Usual(ceil(old.length + _NEW * (length - old.length)), old.acceptance + _NEW * (acceptance - old.acceptance))
 
 
 def _take_better(drafts: list[Draft | None], others: Sequence[Draft | None]) -> None:
     """Replaces drafts by those of which more tokens may be expected to be accepted."""
     for i, other in enumerate(others):
-        if other and (drafts[i] is None or _likely(other).gain > _likely(drafts[i]).gain):
+        if other and (drafts[i] is None or _accepted(other).sum() > _accepted(drafts[i]).sum()):
             drafts[i] = other
-
-
-def _expected(drafts: Sequence[Likely]) -> Probabilities:
-    """float64[n_rows, longest]: the probability that each draft token is accepted; 0 behind the end of a draft."""
-    expected = np.zeros((len(drafts), max(draft.length for draft in drafts)))
-    for row, draft in zip(expected, drafts, strict=True):
-        row[: draft.length] = min(draft.acceptance, _ALMOST_CERTAIN)
-    return np.multiply.accumulate(expected, axis=1)
 
 
 Choice = tuple[DraftPlan | None, float]

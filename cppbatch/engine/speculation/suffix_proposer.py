@@ -7,7 +7,14 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.match_acceptance import MOST_LENGTH, Agreement, MatchAcceptance, Source, after
+from cppbatch.engine.speculation.match_acceptance import (
+    MOST_DOUBT,
+    MOST_LENGTH,
+    Agreement,
+    MatchAcceptance,
+    Source,
+    after,
+)
 from cppbatch.engine.speculation.ngram_index import ORDERS, Hashes, IndexedText, NgramIndex, hash_arrays
 from cppbatch.engine.speculation.proposer import Draft
 
@@ -59,6 +66,11 @@ class SuffixProposer:
 
     It is found in the sequence's own prompt and completion, in what its request predicts, and in running and finished
     sequences with the same salt. A match is followed as long as its tokens come, and costs no search then.
+
+    Where another token comes than a match expects, both tokens are in doubt: of `"city": "Rome"`, met again in the next
+    record of a list, the value is likely to differ once more, and the rest is not. A text that repeats another one
+    takes over its doubts.
+
     `max_tokens`: tokens of finished sequences that are kept, over all salts; the least recently used ones leave. A
     request with `cache_prompt=False` takes no tokens of others and gives them none.
     """
@@ -198,10 +210,16 @@ class SuffixProposer:
         view = text.view
         for p in range(text.n, n):
             if match is not None and match.position < match.text.n:
-                accepted = match.text.view[match.position] == view[p]
+                source, at = match.text, match.position
+                accepted, doubt = source.view[at] == view[p], source.doubts[at]
                 state.log_odds = self._acceptance.learn(
-                    match.length, match.agreement, match.source, state.log_odds, accepted
+                    match.length, match.agreement, match.source, state.log_odds, accepted, doubt=doubt
                 )
+                if doubt or not accepted:
+                    doubt = max(0, doubt - 1) if accepted else min(doubt + 1, MOST_DOUBT)
+                    source.doubts[at] = text.doubts[p] = doubt
+                    if shared is not None:
+                        shared.doubts[p] = doubt
                 if accepted:
                     match.position += 1
                     match.length += 1
@@ -277,12 +295,14 @@ class SuffixProposer:
         n = text.n - p
         if n <= 0:
             return None
-        tokens = text.tokens[p : p + most] if n >= most else text.tokens[p : text.n]
+        stop = min(p + most, text.n)
+        tokens, doubts = text.tokens[p:stop], text.doubts[p:stop]
         if n < most and text is state.own_text:  # the text repeats its last n tokens: so will the draft
-            tokens = np.resize(tokens, most)
-        length = len(tokens)
-        acceptance = self._acceptance.estimate(match.length, match.agreement, match.source, state.log_odds, length)
-        return Draft(tokens, acceptance)
+            tokens, doubts = np.resize(tokens, most), (doubts * -(-most // n))[:most]
+        probabilities = self._acceptance.probabilities(
+            match.length, match.agreement, match.source, state.log_odds, doubts
+        )
+        return Draft(tokens, probabilities)
 
 
 def _best(text: IndexedText, found: list[tuple[IndexedText, int]], order: int, source: Source) -> _Match:
