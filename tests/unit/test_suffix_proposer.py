@@ -233,7 +233,8 @@ def test_a_draft_is_always_what_followed_an_occurrence_that_the_sequence_may_see
         for (seq, steps), found in zip(list(running), drafts, strict=True):
             if found is not None:
                 assert 1 <= len(found.tokens) <= most
-                assert 0 < found.probabilities.min() and found.probabilities.max() < 1
+                assert found.probabilities.min() > 0
+                assert found.probabilities.max() < 1
                 others = [other for other, _ in running] + ended
                 assert is_continuation(seq, found.tokens.tolist(), others)
             tokens = next(steps, None)
