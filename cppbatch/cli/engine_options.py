@@ -474,11 +474,13 @@ def profile_and_memory_options(command: Command, *, says_start: Callable[[], boo
 
     @wraps(command)
     def with_checked_config(config: EngineConfig, use_profile: bool, memory_check: bool, **arguments: Any) -> Any:
-        if config.rpc:
-            _wait_for_rpc_workers(config)
         from cppbatch.cli.plan_start import plan_start
 
         deployment: Deployment | None = arguments.get("deployment")
+        if config.rpc:
+            if deployment:
+                deployment.configs(config)  # raises before anything waits
+            _wait_for_rpc_workers(config)
         config = plan_start(
             config,
             given_settings(),

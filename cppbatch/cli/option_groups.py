@@ -22,8 +22,8 @@ GROUPS: Mapping[str, str] = {
     "Speed": "n_threads n_gpu_layers use_profile kv_layout flash_attn repack sampling prefer target_step_ms "
     "max_wait_ms deterministic",
     "Speculative decoding": "spec draft_max draft_model draft_gpu_layers",
-    "Workers and devices": "workers downscale_delay devices ray_address replicas step_timeout sleep_idle_seconds "
-    "in_process",
+    "Workers and devices": "workers downscale_delay devices rpc tensor_split ray_address replicas step_timeout "
+    "sleep_idle_seconds in_process",
     "Network and keys": "hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins",
     "Limits": "max_queue max_concurrent max_concurrent_per_key request_timeout idle_timeout drain_timeout max_tokens "
     "max_n max_prompts_per_batch max_body_mb max_file_mb",

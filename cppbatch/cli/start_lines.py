@@ -52,7 +52,7 @@ def _where(config: EngineConfig, estimate: MemoryEstimate) -> str:
     if not used:
         return on_cpu
     n_layers = estimate.footprints[0].n_layers
-    devices = " and ".join(f"{device.name} ({device.description})" for device in used)
+    devices = " and ".join(f"{d.name} ({d.description})" if d.description else d.name for d in used)
     if config.n_gpu_layers < 0 or config.n_gpu_layers >= n_layers:
         return f"all {n_layers} layers on {devices}"
     return f"{config.n_gpu_layers} of {n_layers} layers on {devices}, the others {on_cpu}"

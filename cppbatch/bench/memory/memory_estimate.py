@@ -20,6 +20,7 @@ class Device(msgspec.Struct, frozen=True):
     name: str
     """llama.cpp's, of an RPC worker with its address."""
     description: str
+    """Of an RPC worker's: empty."""
     free: int
     total: int
     buffer_types: tuple[str, ...] = ()

@@ -45,13 +45,13 @@ def _devices(kind: str) -> Iterator[Device]:
     for device in Backend.get().devices():
         if kind not in device.kind:
             continue
-        name, buffer_types = device.name, [device.name]
-        if kind == "remote":  # described by the address; a buffer's name has the number of the device there
-            name = f"{device.description} ({device.name})"
-            buffer_types.append(f"RPC{counts[device.description]}[{device.description}]")
-            counts[device.description] += 1
-        description = "RPC worker" if kind == "remote" else device.description
-        yield Device(name, description, device.memory_free, device.memory_total, tuple(buffer_types))
+        free, total, description = device.memory_free, device.memory_total, device.description
+        if kind == "remote":  # described by its address; a buffer's name has the number of the device there
+            buffer_types = device.name, f"RPC{counts[description]}[{description}]"
+            counts[description] += 1
+            yield Device(f"{description} ({device.name})", "", free, total, buffer_types)
+        else:
+            yield Device(device.name, description, free, total)
 
 
 def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
