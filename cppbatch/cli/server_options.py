@@ -172,7 +172,7 @@ _OPTIONS = [
     ),
     option(
         "--log-level", env="LOG_LEVEL", type=click.Choice(["debug", "info", "warning", "error"]), default=None,
-        help="The least level of lines in the log. Without it: warning, and info for requests and batches.",
+        help="The least level of lines in the log. Without it: warning, and info for requests, batches and workers.",
     ),
     option(
         "--access-log/--no-access-log", env="ACCESS_LOG", default=True,

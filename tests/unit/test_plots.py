@@ -127,7 +127,7 @@ def test_the_memory_plot_shows_what_is_free_and_the_areas_stay_readable(
     for axes in figure.axes:
         line: Any = axes.get_lines()[0]
         assert line.get_label() == label
-        assert (line.get_ydata()[0] == line_at) is (line_at is not None)
+        assert bool(line.get_ydata()[0] == line_at) is (line_at is not None)
         assert axes.get_ylim()[1] >= (line_at or 0)
         assert axes.get_ylim()[1] < 20 * 1024
         assert axes.get_ylabel() == "MiB, host"

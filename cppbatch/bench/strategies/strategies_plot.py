@@ -33,7 +33,8 @@ def plot_strategies(report: Report) -> Figure:
         alpha = 0.5 if key.endswith("50") else 1.0
         times.bar(at, [v.median for v in values], width, yerr=_bars(values), label=label, color=colour, alpha=alpha)
     times.set_title("seconds from arrival")
-    times.legend()
+    times.margins(y=0.3)  # room for the legend
+    times.legend(loc="upper center", ncols=2)
     for axes in (speed, times):
         axes.set_xticks(places, names, rotation=20)
     return figure
