@@ -43,17 +43,19 @@ def plan_start(
         planned = first_ample(candidates_for(config, decided), engines)
         check_planned(planned, engines)
     if says_start:
-        _say_what_runs(planned, is_chosen=not decided >= SIZES, say=say)
-        if use_profile and not config.pooling and not profile_path(config).is_file():
-            say("no profile for this model: `cppbatch tune` finds the fastest settings, in up to 5 minutes")
+        _say_what_runs(planned, is_chosen=not decided >= SIZES, misses_profile=use_profile, say=say)
     return planned.config
 
 
-def _say_what_runs(planned: Planned, *, is_chosen: bool, say: Callable[[str], object]) -> None:
+def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, say: Callable[[str], object]) -> None:
+    """`misses_profile`: whether a missing profile is worth a line."""
     try:
         facts = inspect_model(Path(planned.config.model_path))
     except ModelError:  # loading says what is wrong with the file
         return
     say(model_line(planned.config, facts, planned.estimate))
-    if not facts.pooling and not planned.config.pooling:
-        say(sizes_line(planned.config, planned.estimate, free_host_memory(), chosen=is_chosen))
+    if facts.pooling or planned.config.pooling:
+        return  # no sequence keeps its cells, and nothing can be tuned
+    say(sizes_line(planned.config, planned.estimate, free_host_memory(), chosen=is_chosen))
+    if misses_profile and not profile_path(planned.config).is_file():
+        say("no profile for this model: `cppbatch tune` finds the fastest settings, in up to 5 minutes")

@@ -91,6 +91,11 @@ def test_two_lines_and_the_way_to_a_profile(config: EngineConfig) -> None:
     assert "no profile for this model: `cppbatch tune`" in hint
 
 
+def test_an_engine_that_returns_vectors_has_neither_sizes_nor_a_profile(config: EngineConfig) -> None:
+    _, lines = planned(replace(config, pooling="mean"), set())
+    assert len(lines) == 1
+
+
 def test_sizes_that_are_given_are_not_called_chosen(config: EngineConfig) -> None:
     _, (_, sizes, _) = planned(config, {"n_parallel", "n_ctx"})
     assert "chosen" not in sizes
