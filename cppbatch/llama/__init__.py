@@ -12,6 +12,7 @@ from cppbatch.llama.determinism import MIN_ROWS, least_rows_for_equal_bits
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.model import Model
 from cppbatch.llama.prefix_sharing import probe_prefix_sharing
+from cppbatch.llama.rpc import RpcConnections
 from cppbatch.llama.sampler_chain import DrySampler, SamplerChain
 from cppbatch.llama.sequence_state import SequenceState
 from cppbatch.llama.vocab import Vocab
@@ -25,6 +26,7 @@ __all__ = [
     "Device",
     "DrySampler",
     "Model",
+    "RpcConnections",
     "SamplerChain",
     "SequenceState",
     "Vocab",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cppbatch.llama.library import C, ggml, library_path
-from cppbatch.llama.rpc import has_rpc, is_remote
+from cppbatch.llama.rpc import has_rpc, is_reachable, is_remote
 
 log = logging.getLogger("cppbatch.llama")
 
@@ -109,9 +109,11 @@ class Backend:
             del self._router.copied[threading.get_ident()]
 
     def devices(self) -> list[Device]:
-        """All devices that the library can compute on, with their free memory now."""
+        """All devices that the library can compute on, with their free memory now; of RPC workers, those of models that
+        are loaded."""
         lib = ggml()
-        return [self._device(lib, lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count())]
+        handles = map(lib.ggml_backend_dev_get, range(lib.ggml_backend_dev_count()))
+        return [self._device(lib, handle) for handle in handles if is_reachable(handle)]
 
     @staticmethod
     def _device(lib: ctypes.CDLL, handle: int) -> Device:

@@ -46,6 +46,16 @@ def is_remote(device: int) -> bool:
     return any(device in devices for devices in _registered.values())
 
 
+def is_reachable(device: int) -> bool:
+    """Whether a device is local, or one of a worker that this process is connected to.
+
+    If the worker is gone, llama.cpp aborts the process that asks a device for its memory.
+    """
+    return not is_remote(device) or any(
+        _connections[endpoint] for endpoint, its in _registered.items() if device in its
+    )
+
+
 class RpcConnections:
     """Connections to workers, held until `close`, and their devices.
 

@@ -19,7 +19,7 @@ from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.engine.speculation.draft_model import DraftModelProposer
 from cppbatch.errors import ConfigError, LibraryError, ModelError, RpcUnreachable
-from cppbatch.llama import Context, Model
+from cppbatch.llama import Backend, Context, Model
 from cppbatch.models.synthetic import LlamaShape, write_lora
 from cppbatch.rpc_endpoint import check_worker, parse_endpoint
 from tests import tiny_models
@@ -277,6 +277,15 @@ async def test_an_engine_that_sleeps_leaves_its_workers_to_others(split: dict[st
         await until(lambda: engine.health().status == "sleeping", 30)
         await asyncio.to_thread(check_worker, parse_endpoint(split["rpc"][0]))
         assert await one_text(engine, 0, 5, lambda: None)
+
+
+def test_a_worker_that_was_used_once_and_is_gone_harms_nothing(tiny_llama: Path) -> None:
+    with RpcWorker() as worker:
+        texts(tiny_llama, ["a"], rpc=(worker.endpoint,))
+    assert not any(worker.endpoint in device.description for device in Backend.get().devices())
+    with pytest.raises(RpcUnreachable, match=f"no RPC worker answers at {worker.endpoint}"):
+        texts(tiny_llama, ["a"], rpc=(worker.endpoint,))
+    assert texts(tiny_llama, ["a"])
 
 
 def test_a_server_ends_with_its_worker() -> None:

@@ -21,9 +21,10 @@ from cppbatch.engine.runtime import load_model, make_context, may_draft, repacks
 from cppbatch.engine.speculation.draft_runtime import check_draft_model, draft_config, make_draft_context
 from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
-from cppbatch.llama import Backend, Context, Model
+from cppbatch.llama import Backend, Context, Model, RpcConnections
 from cppbatch.llama.gguf_header import list_tensors
 from cppbatch.models.find import model_parts
+from cppbatch.rpc_endpoint import parse_endpoint
 
 _MAX_REAL_CELLS = 1 << 20  # llama.cpp's cell metadata is allocated for real: 50 bytes each
 _MAX_REAL_STATE_BYTES = 256 << 20  # recurrent states are allocated for real too
@@ -33,10 +34,20 @@ _FLOAT_BYTES = 4
 def main() -> None:
     """Reads a list of `EngineConfig` from stdin and writes a `MemoryEstimate` to stdout."""
     configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
-    gpus = list(_devices("GPU"))  # before models are loaded
-    found = list(footprints(configs))
-    answer = MemoryEstimate(found, [*gpus, *_devices("remote")])  # after: they are known then
+    connections = _connect(configs)
+    devices = [*_devices("GPU"), *_devices("remote")]  # before models are loaded
+    answer = MemoryEstimate(list(footprints(configs)), devices)
+    connections.close()
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer))
+
+
+def _connect(configs: list[EngineConfig]) -> RpcConnections:
+    """Connections to the RPC workers of all engines; none if that fails, which loading says then."""
+    endpoints = dict.fromkeys(parse_endpoint(each) for config in configs for each in config.rpc)
+    try:
+        return RpcConnections(list(endpoints))
+    except CppBatchError:
+        return RpcConnections([])
 
 
 def _devices(kind: str) -> Iterator[Device]:
