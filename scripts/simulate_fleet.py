@@ -70,6 +70,7 @@ def add_load(parser: argparse.ArgumentParser, *, rate: float, seconds: float) ->
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """The options of a real engine."""
     parser.add_argument("-np", "--parallel", type=int, default=16)
+    parser.add_argument("-t", "--threads", type=int, default=0, help="compute threads; 0: one for each core")
     parser.add_argument("--stream-cells", type=int, default=2048, help="the most tokens of a sequence")
 
 
@@ -191,8 +192,8 @@ def measure_times(args: argparse.Namespace) -> None:
     from cppbatch.bench.fleet.measure_replica import measure_step_times, open_engine
     from cppbatch.models.pull import choose_model
 
-    model = str(choose_model(args.model))
-    with open_engine(model, n_parallel=args.parallel, stream_cells=args.stream_cells, cache_mib=1024) as engine:
+    sizes = {"n_parallel": args.parallel, "stream_cells": args.stream_cells, "n_threads": args.threads}
+    with open_engine(str(choose_model(args.model)), **sizes, cache_mib=1024) as engine:
         name = args.name or engine.info.name
         times = measure_step_times(engine, name=name, source="scripts/simulate_fleet.py measure", start_s=args.start_s)
     write_json(args.output, times)
@@ -201,24 +202,31 @@ def measure_times(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """Measures the step times, computes a load in real time, and simulates it with these times."""
-    from cppbatch.bench.fleet.measure_replica import measure_step_times, open_engine, run_load, step_error
+    from cppbatch.bench.fleet.measure_replica import mean_times, measure_step_times, open_engine, run_load
     from cppbatch.models.pull import choose_model
 
     model = str(choose_model(args.model))
     sizes = {"n_parallel": args.parallel, "stream_cells": args.stream_cells, "cache_mib": args.cache_mib}
+    sizes["n_threads"] = args.threads
     with open_engine(model, **sizes) as engine:
-        times = measure_step_times(engine, name=engine.info.name, source="measured now", start_s=0.0)
-        load = make_load(args, n_replicas=1, times=times)
-        print(msgspec.json.encode(times).decode(), flush=True)
-        with step_error(engine, times) as error:
-            real = run_load(engine, load, progress=progress_line("measured", load))
+        before = measure_step_times(engine, name=engine.info.name, source="measured before and after", start_s=0.0)
+        load = make_load(args, n_replicas=1, times=before)
+        real = run_load(engine, load, progress=progress_line("measured", load))
+        after = measure_step_times(engine, name=engine.info.name, source="measured after", start_s=0.0)
+    times = mean_times(before, after)
+    print(msgspec.json.encode(times).decode(), flush=True)
     simulated = FleetSimulation(times, load, routing="prefix", cache_bytes=args.cache_mib << 20).run()
     results = [
         fleet_result(run, load, routing=name, warm_up_s=0.0)
         for name, run in (("measured", real), ("simulated", simulated))
     ]
     print_table(results)
-    print(f"\nall steps, simulated / measured: {error.ratio:.2f}; the median step differs by {error.median:.0%}")
+    one, other = results
+    print(
+        f"\nsimulated / measured: output tokens/s {other.output_tokens_s / one.output_tokens_s:.2f}, "
+        f"TTFT p50 {other.ttft_p50 / one.ttft_p50:.2f}, p95 {other.ttft_p95 / one.ttft_p95:.2f}, "
+        f"s a token {other.token_p50 / one.token_p50:.2f}, cached tokens {other.cached_tokens / one.cached_tokens:.2f}"
+    )
     if args.json:
         write_json(args.json, {"times": times, "load": load, "results": results})
 

@@ -86,7 +86,7 @@ def test_a_request_alone_takes_the_time_of_its_steps() -> None:
     while (seconds := replica.begin(now)) is not None:
         now += seconds
         replica.end(now)
-    prefill = 0.5 + at(TIMES.prompt_ms, 100) + 100 * 50 * 0.3e-3
+    prefill = 0.5 + at(TIMES.prompt_ms, 100)
     decode = 2 * (0.5 + 8.0) + (100 + 101) * 0.5e-3
     assert request.first_token_at == pytest.approx(prefill / 1e3)
     assert request.finished_at == pytest.approx((prefill + decode) / 1e3)

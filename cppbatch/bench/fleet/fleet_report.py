@@ -55,7 +55,7 @@ def fleet_result(run: FleetRun, load: Load, *, routing: str, warm_up_s: float) -
     ]
     in_time = [request for request in run.finished if warm_up_s <= request.finished_at < load.seconds]
     seconds = load.seconds - warm_up_s
-    work = np.zeros(len(run.replicas))
+    work = np.zeros(1 + max(request.replica for request in run.finished))
     for request in run.finished:
         work[request.replica] += request.n_prompt + request.n_output
     return FleetResult(
@@ -73,7 +73,7 @@ def fleet_result(run: FleetRun, load: Load, *, routing: str, warm_up_s: float) -
         ttft_p95=_percentile(ttft, 95),
         token_p50=_percentile(token_s, 50),
         token_p95=_percentile(token_s, 95),
-        busy=sum(replica.busy_s for replica in run.replicas) / run.replica_s,
+        busy=run.busy_s / run.replica_s,
         load_p95=float(np.percentile(work, 95) / work.mean()),
     )
 

@@ -29,6 +29,8 @@ class FleetRun:
     """With autoscaling, each second: time, target, replicas that take requests, ongoing requests."""
     replica_s: float = 0.0
     """Seconds of all replicas together, from their start to their end."""
+    busy_s: float = 0.0
+    """The part of it in which a step was computed."""
     end_s: float = 0.0
 
 
@@ -79,6 +81,7 @@ class FleetSimulation:
         for number, started in self._started_at.items():
             run.replica_s += run.end_s - started
             assert not run.replicas[number].n_requests
+        run.busy_s = sum(replica.busy_s for replica in run.replicas)
         return run
 
     def _at(self, time: float, event: Event) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from statistics import median
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from cppbatch.bench.fleet.conversations import Conversation, Load, conversations
@@ -24,13 +23,26 @@ from cppbatch.engine.sequence import SeqStatus
 
 _ROWS = (1, 2, 4, 8, 12, 16, 32, 64)
 _PIECES = (4, 16, 64, 128, 256, 512)
-_LONG = 1536  # tokens: a prompt of three ubatches
+_TURNS = 3
 _NEW = 24
 _LONGEST_SLEEP = 0.02
 
 
-Step = tuple[tuple[int, ...], int, int, int, float]
-"""Decode rows, prompt tokens, cells that the rows passed over, the first position of the prompt; seconds."""
+class Step(NamedTuple):
+    """What a step computed, and its seconds."""
+
+    rows: tuple[int, ...]
+    """Decode rows, of each group that is computed together."""
+    row_cells: int
+    """Cells that they passed over."""
+    n_prompt: int
+    n_before: int
+    """Tokens of the prompt that were computed before."""
+    seconds: float
+
+    def is_rows(self, n: int) -> bool:
+        """Whether it computed nothing but `n` decode rows, together."""
+        return self.rows == (n,) and not self.n_prompt
 
 
 class RecordingScheduler(Scheduler):
@@ -39,41 +51,44 @@ class RecordingScheduler(Scheduler):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.steps: list[Step] = []
-        self.on_step: Callable[[StepPlan, float], object] = lambda plan, seconds: None
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
         """See `Scheduler.computed`."""
-        self.on_step(plan, seconds)
         row_cells = sum(s.n_computed for s, _ in plan.chunks if s.status is SeqStatus.DECODE)
         prompts = [(s, n) for s, n in plan.chunks if s.status is SeqStatus.PREFILL]
         first = prompts[0][0].n_computed if prompts else 0
-        self.steps.append((tuple(plan.row_groups), sum(n for _, n in prompts), row_cells, first, seconds))
+        self.steps.append(Step(tuple(plan.row_groups), row_cells, sum(n for _, n in prompts), first, seconds))
         super().computed(plan, seconds)
 
 
-def open_engine(model: str, *, n_parallel: int, stream_cells: int, cache_mib: int) -> BatchInferenceEngine:
+def open_engine(
+    model: str, *, n_parallel: int, stream_cells: int, cache_mib: int, n_threads: int = 0
+) -> BatchInferenceEngine:
     """An engine in the per-sequence layout, without drafts: what a simulated replica is."""
     return BatchInferenceEngine(
         model, n_parallel=n_parallel, n_ctx=n_parallel * stream_cells, kv_layout="per-sequence", spec="off",
-        prefix_cache_ram=cache_mib, swap_space=cache_mib, policy=RecordingScheduler,
+        prefix_cache_ram=cache_mib, swap_space=cache_mib, n_threads=n_threads, policy=RecordingScheduler,
     )  # fmt: skip
 
 
 def measure_step_times(engine: BatchInferenceEngine, *, name: str, source: str, start_s: float) -> StepTimes:
     """Runs prompts and decode rows of several sizes, a minute on two CPU cores. The engine is idle."""
     generate(engine, 1, 64)  # warm-up
-    rows_ms: Curve = []
-    for n in (n for n in _ROWS if n <= engine.config.n_parallel):
-        short = [seconds for rows, tokens, _, _, seconds in generate(engine, n, 16) if rows == (n,) and not tokens]
-        rows_ms.append((n, 1e3 * median(short)))
-    n = rows_ms[-1][0]
-    steps = generate(engine, n, 1024, shared=True)
-    long = [(seconds, cells) for rows, tokens, cells, _, seconds in steps if rows == (n,) and not tokens]
-    short_cells = n * (16 + _NEW / 2)
-    row_cell_us = 1e6 * (median(s for s, _ in long) - rows_ms[-1][1] / 1e3) / (median(c for _, c in long) - short_cells)
-    prompt_ms = [(n, 1e3 * median(prefill(engine, n)[0] for _ in range(5))) for n in _PIECES]
-    pieces = np.median([prefill(engine, _LONG) for _ in range(3)], axis=0)
-    prompt_cell_us = 1e6 * (pieces[-1] - pieces[0]) / (512 * (_LONG - 512))
+    counts = [n for n in _ROWS if n <= engine.config.n_parallel]
+    most = counts[-1]
+    rows, pieces, long = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list), []
+    for _ in range(_TURNS):  # in turns: another program that takes the cores for a while disturbs all sizes alike
+        for n in counts:
+            rows[n] += [step.seconds for step in generate(engine, n, 16) if step.is_rows(n)]
+        for n in _PIECES:
+            pieces[n] += [step.seconds for step in prefill(engine, n)]
+        long += [step for step in generate(engine, most, 1024, shared=True) if step.is_rows(most)]
+    rows_ms: Curve = [(n, 1e3 * median(rows[n])) for n in counts]
+    more_cells = median(step.row_cells for step in long) - most * (16 + _NEW / 2)
+    row_cell_us = 1e6 * (median(step.seconds for step in long) - median(rows[most])) / more_cells
+    prompt_ms: Curve = [(n, 1e3 * median(pieces[n])) for n in _PIECES]
+    after = [step for _ in range(_TURNS) for step in prefill(engine, 1536) if step.n_before == 1024]
+    prompt_cell_us = 1e6 * (median(step.seconds / step.n_prompt for step in after) - median(pieces[512]) / 512) / 1024
     save_us, copy_us = measure_moves(engine)
     config = engine.config
     return StepTimes(
@@ -97,12 +112,12 @@ def generate(engine: BatchInferenceEngine, n: int, n_prompt: int, *, shared: boo
     return scheduler.steps[2:]
 
 
-def prefill(engine: BatchInferenceEngine, n: int) -> list[float]:
-    """Seconds of the steps of one prompt of `n` tokens."""
+def prefill(engine: BatchInferenceEngine, n: int) -> list[Step]:
+    """The steps of one prompt of `n` tokens."""
     scheduler = _recording(engine)
     scheduler.steps.clear()
     engine.generate([np.random.default_rng().integers(100, 30000, n).tolist()], _params(1), cache_prompt=False)
-    return [seconds for _, tokens, _, _, seconds in scheduler.steps if tokens]
+    return [step for step in scheduler.steps if step.n_prompt]
 
 
 def measure_moves(engine: BatchInferenceEngine) -> tuple[float, float]:
@@ -137,7 +152,7 @@ def measure_overhead(engine: BatchInferenceEngine) -> float:
         began = perf_counter()
         engine.step()
         if scheduler.steps:
-            overheads.append(perf_counter() - began - scheduler.steps[-1][-1])
+            overheads.append(perf_counter() - began - scheduler.steps[-1].seconds)
     return 1e3 * median(overheads)
 
 
@@ -150,41 +165,19 @@ def cell_bytes(engine: BatchInferenceEngine) -> int:
     return int(state.n_bytes) // cached.n_computed
 
 
-@dataclass
-class StepError:
-    """Simulated times of the steps of an engine by those that were measured."""
+def mean_times(one: StepTimes, other: StepTimes) -> StepTimes:
+    """The mean of two measurements of the same engine."""
 
-    ratios: list[float] = field(default_factory=list)
-    simulated_s: float = 0.0
-    measured_s: float = 0.0
+    def mean(a: Curve, b: Curve) -> Curve:
+        return [(n, (x + y) / 2) for (n, x), (_, y) in zip(a, b, strict=True)]
 
-    @property
-    def ratio(self) -> float:
-        """Of all steps together."""
-        return self.simulated_s / self.measured_s
-
-    @property
-    def median(self) -> float:
-        """By how much the median step differs."""
-        return median(abs(ratio - 1) for ratio in self.ratios)
-
-
-@contextmanager
-def step_error(engine: BatchInferenceEngine, times: StepTimes) -> Iterator[StepError]:
-    """Compares every step of the engine with what a simulation would say of it."""
-    scheduler, error = _recording(engine), StepError()
-
-    def compare(plan: StepPlan, seconds: float) -> None:
-        simulated = times.seconds(plan) - times.step_ms / 1e3
-        error.simulated_s += simulated
-        error.measured_s += seconds
-        error.ratios.append(simulated / seconds)
-
-    scheduler.on_step = compare
-    try:
-        yield error
-    finally:
-        scheduler.on_step = lambda plan, seconds: None
+    return msgspec.structs.replace(
+        one,
+        rows_ms=mean(one.rows_ms, other.rows_ms),
+        prompt_ms=mean(one.prompt_ms, other.prompt_ms),
+        row_cell_us=(one.row_cell_us + other.row_cell_us) / 2,
+        prompt_cell_us=(one.prompt_cell_us + other.prompt_cell_us) / 2,
+    )
 
 
 def run_load(
@@ -195,6 +188,7 @@ def run_load(
     run, waiting = FleetRun(), _Queue(load)
     requests: dict[str, SimulatedRequest] = {}
     speakers: dict[str, Conversation] = {}
+    _recording(engine).steps.clear()
     began, next_progress = perf_counter(), 0.0
     while requests or waiting.next_at < load.seconds:
         now = perf_counter() - began
@@ -224,7 +218,8 @@ def run_load(
         if now >= next_progress:
             progress(now)
             next_progress = now + 1
-    run.end_s = perf_counter() - began
+    run.end_s = run.replica_s = perf_counter() - began
+    run.busy_s = sum(step.seconds for step in _recording(engine).steps)
     return run
 
 

@@ -28,7 +28,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     row_cell_us: float
     """Microseconds for each cell that a decode row passes over."""
     prompt_cell_us: float
-    """The same for a token of a prompt."""
+    """The same for a token of a prompt, for the cells before its ubatch."""
     step_ms: float
     """What a step takes beside llama.cpp: schedule, fill, sample, advance."""
     save_us: float
@@ -54,7 +54,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if sequence.status is SeqStatus.DECODE:
                 row_cells += sequence.n_computed
             else:
-                prompt_cells += n * (sequence.n_computed + n // 2)
+                prompt_cells += n * sequence.n_computed
                 pieces.append(n)
         if pieces:
             milliseconds += self._prompts_ms(pieces)
