@@ -70,7 +70,7 @@ def test_in_saturation_more_replicas_never_lower_throughput() -> None:
 
 
 def test_prefix_routing_computes_fewer_prompt_tokens_than_any_other() -> None:
-    results = {routing: result(simulate(4, routing=routing)) for routing in ROUTINGS}
+    results = {routing: result(simulate(4, routing=routing, n_apps=20)) for routing in ROUTINGS}
     best = results.pop("prefix")
     assert best.hit_rate > 1.1 * max(other.hit_rate for other in results.values())
     assert best.hit_rate <= best.possible_hit_rate < 1
