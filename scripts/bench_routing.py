@@ -78,14 +78,11 @@ def deploy(config: EngineConfig, router: str, n_replicas: int) -> RayEngine:
     from ray.serve.config import RequestRouterConfig
 
     from cppbatch.ray.replica_deployment import engine_application
-    from cppbatch.ray.request_router import PrefixRequestRouter
     from cppbatch.ray.serve_replicas import ServeReplicas
 
     options: dict[str, Any] = {"num_replicas": n_replicas, "ray_actor_options": {"num_cpus": 1}}
-    if router == "prefix":
-        options["request_router_config"] = RequestRouterConfig(
-            request_router_class=PrefixRequestRouter, request_router_kwargs={"n_parallel": config.n_parallel}
-        )
+    if router != "prefix":  # which is the application's own
+        options["request_router_config"] = RequestRouterConfig()
     serve.start(proxy_location="Disabled")
     name = f"{APPLICATION}-{router}"
     began = perf_counter()
