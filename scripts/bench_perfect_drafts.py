@@ -1,6 +1,7 @@
 """What drafts could gain on this machine if all of them were right: each answer is given as its own `prediction`.
 
 Usage: python scripts/bench_perfect_drafts.py MODEL.gguf [-B 1,4,16] [--workloads quote,code,job] [--repeats 3]
+           [--new-tokens 64]
 
 `cppbatch bench throughput --spec` measures what the drafts found in a text gain. The difference between both is what
 the drafts miss; the rest is what rows cost here. A turn runs the requests without drafts, and then again with the texts
@@ -48,11 +49,13 @@ def run(
     return n_tokens / (perf_counter() - began), list(texts.values())
 
 
-def speedups(engine: BatchInferenceEngine, name: str, at_once: int, repeats: int) -> list[float]:
+def speedups(engine: BatchInferenceEngine, name: str, at_once: int, repeats: int, new_tokens: int) -> list[float]:
     """The ratio of the tokens/s with predictions to those without drafts, for each turn."""
     workload, info = TEXT_WORKLOADS[name], engine.info
     template = ChatTemplate(info.chat_template or "", bos=info.bos, eos=info.eos)
-    plain = SamplingParams(max_tokens=workload.max_tokens, temperature=0, json_schema=workload.schema, speculate=False)
+    plain = SamplingParams(
+        max_tokens=min(new_tokens, workload.max_tokens), temperature=0, json_schema=workload.schema, speculate=False
+    )
     drafted = msgspec.structs.replace(plain, speculate=True)
     n = workload.rounds * max(4, at_once)
     ratios = []
@@ -71,6 +74,7 @@ def main() -> None:
     parser.add_argument("-B", dest="batch_sizes", default="1,4,16")
     parser.add_argument("--workloads", default="quote,code,job")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=1024, help="of an answer at most (as the workload says)")
     args = parser.parse_args()
     sizes = [int(size) for size in args.batch_sizes.split(",")]
     if unknown := set(args.workloads.split(",")) - set(TEXT_WORKLOADS):
@@ -80,7 +84,7 @@ def main() -> None:
             sys.exit(f"{args.model} has no chat template; the workloads are user messages")
         for name in args.workloads.split(","):
             for size in sizes:
-                ratios = speedups(engine, name, size, args.repeats)
+                ratios = speedups(engine, name, size, args.repeats, args.new_tokens)
                 each = " ".join(f"{ratio:.2f}" for ratio in ratios)
                 print(f"{name}, B = {size}: {median(ratios):.2f}x ({each})", flush=True)
 

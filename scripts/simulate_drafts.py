@@ -1,6 +1,6 @@
 """What drafts gain for the texts of a model, without the noise of a machine: real texts, real drafts, given step times.
 
-Usage: python scripts/simulate_drafts.py MODEL.gguf [-B 1,4,16] [--workloads quote,json,code,job,free]
+Usage: python scripts/simulate_drafts.py MODEL.gguf [-B 1,4,16] [--workloads quote,json,code,job,free] [--requests 16]
 
 The model writes the texts of each workload once. Then these texts are generated again in simulated steps: the engine's
 `SuffixProposer` and `Speculator` draft, a draft token is accepted if it is the next one of the text, and a step takes
@@ -29,17 +29,16 @@ from cppbatch.engine.step_cost import StepCost
 STEP_MS = {1: 10.4, 4: 13.6, 8: 17.8, 16: 26.0, 32: 43.0, 64: 76.0, 128: 143.0, 256: 280.0}
 """Of so many rows: BF16, two AVX-512 cores, per-sequence layout, flash attention (0033; 256 is extrapolated)."""
 DRAFT_MAX = 16
-N_REQUESTS = 16
 
 Text = tuple[list[int], list[int]]
 """The tokens of a prompt and of its completion."""
 
 
-def texts(engine: BatchInferenceEngine, name: str) -> list[Text]:
+def texts(engine: BatchInferenceEngine, name: str, n: int) -> list[Text]:
     """What the model writes for the requests of a workload."""
     workload, info = TEXT_WORKLOADS[name], engine.info
     template = ChatTemplate(info.chat_template or "", bos=info.bos, eos=info.eos)
-    messages = workload.prompts(workload.rounds * N_REQUESTS, name)
+    messages = workload.prompts(workload.rounds * n, name)
     prompts = [template.render([{"role": "user", "content": message}]) for message in messages]
     params = [
         SamplingParams(
@@ -127,10 +126,11 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("-B", dest="batch_sizes", default="1,4,16")
     parser.add_argument("--workloads", default=",".join(TEXT_WORKLOADS))
+    parser.add_argument("--requests", type=int, default=16, help="of a workload, three times as many of `job` (16)")
     args = parser.parse_args()
     with BatchInferenceEngine(args.model, n_ctx=16384, n_parallel=16, spec="off") as engine:
         for name in args.workloads.split(","):
-            cases = texts(engine, name)
+            cases = texts(engine, name, args.requests)
             print(f"{name}: {best_copies(cases[:8]):.1f} tokens a step with the best copies", flush=True)
             for size in map(int, args.batch_sizes.split(",")):
                 speedup, drafted, accepted = simulate(cases, size)

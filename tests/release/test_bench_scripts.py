@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,21 @@ def test_padding_the_batch_changes_no_bit_of_a_row(tiny_llama: Path) -> None:
     assert figures["16 rows, prompt computed alone"] == ["AA", "AA"]
     assert figures["1 row, padded to 16"] == ["AA", "AA"]
     assert figures["7 rows, padded to 16"] == ["AA", "AA"]
+
+
+# --- drafts ---
+
+
+def test_the_gain_of_drafts_is_simulated_on_texts_of_the_model(default_model: Path) -> None:
+    printed = script("simulate_drafts.py", default_model, "-B", "1", "--workloads", "job", "--requests", 1)
+    assert "job: " in printed
+    speedup, drafted, accepted = map(float, re.findall(r"[\d.]+(?=x|%)", printed.partition("B = 1: ")[2]))
+    assert speedup > 1
+    assert drafted > 0
+    assert 0 < accepted <= 100
+
+
+def test_drafts_that_are_all_right_show_what_rows_cost(default_model: Path) -> None:
+    few = ("--workloads", "quote", "--repeats", 1, "--new-tokens", 8)
+    printed = script("bench_perfect_drafts.py", default_model, "-B", "1", *few)
+    assert re.fullmatch(r"quote, B = 1: [\d.]+x \([\d.]+\)\n", printed)
