@@ -75,8 +75,11 @@ def check_worker(endpoint: Endpoint, seconds: float = ANSWER_S) -> None:
             f"the RPC worker at {endpoint} does not answer within {seconds:g} s. It serves one engine at a time: "
             "perhaps another one uses it"
         ) from None
-    except EOFError:
-        version = ""
+    except EOFError:  # an SSH tunnel does so where nothing listens at its other end
+        raise RpcUnreachable(
+            f"what listens at {endpoint} ends the connection: a tunnel without an RPC worker at its other end, or "
+            "a worker of another version"
+        ) from None
     except OSError as error:
         why = f"no RPC worker answers at {endpoint} ({error.strerror or error})"
         raise RpcUnreachable(f"{why}: start `cppbatch rpc-worker` there") from error

@@ -175,6 +175,14 @@ def test_what_is_no_worker_is_refused() -> None:
         check_worker(endpoint)
 
 
+def test_a_tunnel_without_a_worker_is_worth_waiting_for() -> None:
+    with (
+        listening(lambda connection: connection.recv(1024)) as endpoint,
+        pytest.raises(RpcUnreachable, match=f"{endpoint} ends the connection: a tunnel without"),
+    ):
+        check_worker(endpoint)
+
+
 def test_a_worker_that_is_not_there_is_named() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
