@@ -27,10 +27,10 @@ def status() -> None:
     from cppbatch.ray.front_status import state_of
 
     for record in found:
-        whose = "its own Ray cluster" if record.owns_cluster else "the Ray cluster that it joined,"
+        whose = "its own Ray cluster" if record.cluster.is_own else "the Ray cluster that it joined,"
         state = "" if record.is_alive else "  (killed: `cppbatch ray down` stops its replicas)"
-        click.echo(f"cppbatch serve, pid {record.pid}, on {whose} at {record.cluster}{state}")
-        click.echo(f"model {record.model}, replicas {record.replicas}, logs {record.session_logs}")
+        click.echo(f"cppbatch serve, pid {record.pid}, on {whose} at {record.cluster.address}{state}")
+        click.echo(f"model {record.model}, replicas {record.replicas}, logs {record.cluster.session_logs}")
         front = state_of(record)
         table = Table(box=None, pad_edge=False)
         for column in ("replica", "state", "pid", "machine", "CPUs", "requests"):

@@ -23,7 +23,7 @@ _OPTIONS = [
     option(
         "--ray", "ray_address", env="RAY", is_flag=False, flag_value=_LOCAL, default=None, metavar="[ADDRESS]",
         help="Run the engines as replicas on a Ray cluster. Without an address: the cluster of `ray start` on this "
-        "machine, or a new one; auto: one that runs on this machine; HOST:PORT: the one whose head node is there "
+        "machine, or a new one; auto: the same, but never a new one; HOST:PORT: the one whose head node is there "
         "(docs/ray.md).",
     ),
     option(

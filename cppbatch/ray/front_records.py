@@ -11,6 +11,8 @@ import msgspec
 import platformdirs
 import psutil
 
+from cppbatch.ray.ray_cluster import RayCluster
+
 
 class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A front, its cluster, and the Serve application that it has deployed."""
@@ -18,9 +20,7 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     created: float
     """When the process started, in seconds since 1970: tells it from a later process with the same number."""
-    cluster: str
-    """The address of the cluster, HOST:PORT."""
-    owns_cluster: bool
+    cluster: RayCluster
     started_serve: bool
     """Whether Ray Serve did not run in the cluster before."""
     application: str
@@ -28,8 +28,6 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     replicas: str
     """`2` or `1..8`."""
-    log_file: str
-    session_logs: str
 
     @property
     def is_alive(self) -> bool:
@@ -68,7 +66,7 @@ def records() -> list[FrontRecord]:
     for file in sorted(_folder().glob("*.json"), key=lambda file: int(file.stem)):
         with contextlib.suppress(OSError, msgspec.DecodeError):
             record = msgspec.json.decode(file.read_bytes(), type=FrontRecord)
-            if record.is_alive or not record.owns_cluster:
+            if record.is_alive or not record.cluster.is_own:
                 found.append(record)
             else:
                 forget(record)

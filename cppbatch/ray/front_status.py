@@ -45,7 +45,7 @@ class FrontState(msgspec.Struct, frozen=True, kw_only=True):
 def state_of(record: FrontRecord) -> FrontState:
     """Asks the cluster of a front. A cluster that does not answer is said in `message`."""
     try:
-        with ray_cluster.connect(record.cluster, own_token=record.owns_cluster):
+        with ray_cluster.connect(record.cluster.address, known=record.cluster):
             return _ask(record.application)
     except ConfigError as error:
         return FrontState(replicas=[], message=str(error))
@@ -96,15 +96,15 @@ def end(record: FrontRecord, *, say: Callable[[str], None]) -> bool:
             say(f"it did not end within {_END_SECONDS:g} s; `kill -9 {record.pid}` and `cppbatch ray down` again do")
             return False
         record = next((left for left in records() if left.pid == record.pid), record)
-    if not record.owns_cluster and record in records():
+    if not record.cluster.is_own and record in records():
         try:
-            with ray_cluster.connect(record.cluster):
-                delete_left_behind(record.cluster)
+            with ray_cluster.connect(record.cluster.address, known=record.cluster):
+                delete_left_behind(record.cluster.address)
         except ConfigError as error:
             say(f"{error}. Its replicas have ended if the cluster has; the server is forgotten")
             forget(record)
             return True
-    cluster = "and its Ray cluster have" if record.owns_cluster else "have"
-    goes_on = "" if record.owns_cluster else f"; the Ray cluster at {record.cluster} goes on"
+    cluster = "and its Ray cluster have" if record.cluster.is_own else "have"
+    goes_on = "" if record.cluster.is_own else f"; the Ray cluster at {record.cluster.address} goes on"
     say(f"the replicas {cluster} ended{goes_on}")
     return True

@@ -29,7 +29,7 @@ _OBJECT_STORE_BYTES = 256 * 2**20  # for messages above 100 KB, such as long pro
 _CONNECT_SECONDS = 5.0
 _MAX_LOG_BYTES = 5 * 2**20
 _AUTO = "auto"
-_ADDRESS_VARIABLE = "RAY_ADDRESS"
+_ADDRESS_VARIABLE, _AUTH_VARIABLE = "RAY_ADDRESS", "RAY_AUTH_MODE"
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -51,6 +51,8 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
     """Ray's messages to this process."""
     session_logs: str
     """The folder with the logs of Ray's processes and of the replicas on this machine."""
+    wants_token: bool
+    """Whether this process has sent its user's token, as all others must that join."""
 
 
 def alive_nodes() -> list[Node]:
@@ -77,18 +79,19 @@ def check_installed() -> None:
 
 
 @contextlib.contextmanager
-def connect(address: str, *, num_cpus: int | None = None, own_token: bool = False) -> Iterator[RayCluster]:
+def connect(address: str, *, num_cpus: int | None = None, known: RayCluster | None = None) -> Iterator[RayCluster]:
     """Starts a cluster on this machine or joins one; at the end leaves it, or ends it if it was started here.
 
     `address`: `LOCAL` joins the cluster of RAY_ADDRESS, or one that `ray start` has started on this machine, and else
     starts one. `auto` joins one that runs on this machine; HOST:PORT joins that one. `num_cpus`: the logical CPUs of a
-    cluster that is started; None: those of the machine. `own_token`: the cluster was started by this user's
-    `cppbatch serve`, so it expects this user's token. Raises `ConfigError`.
+    cluster that is started; None: those of the machine. `known`: what
+    another process of this user knows about the cluster that is joined. Raises `ConfigError`.
     """
     check_installed()
     log_file = _prepare(address)
-    if own_token:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if known and known.wants_token:
+        os.environ.setdefault(_AUTH_VARIABLE, "token")
+    if known and known.is_own:
         _stay_here()
     found = _find(address)
     if not found:
@@ -109,6 +112,7 @@ def connect(address: str, *, num_cpus: int | None = None, own_token: bool = Fals
             is_own=not found,
             log_file=str(log_file),
             session_logs=str(Path(info["session_dir"]) / "logs"),
+            wants_token=os.environ.get(_AUTH_VARIABLE) == "token",  # set by Ray where it found the cluster itself
         )
     finally:
         ray.shutdown()
@@ -118,6 +122,7 @@ def _prepare(address: str) -> Path:
     """Sets what Ray reads from the environment when it is imported. Returns the file for its messages."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."  # lines of Ray's processes that it would print here: all
     os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if "://" in address:
@@ -139,18 +144,17 @@ def _find(address: str) -> str:
     """What `ray.init` gets to join a cluster that runs; "": start one. Raises `ConfigError` if none answers where one
     should."""
     name = f"--ray {address}"
-    if address == LOCAL:
-        address = os.environ.get(_ADDRESS_VARIABLE, "")
-        name = f"{_ADDRESS_VARIABLE}={address}"
-        if not address:
-            return _AUTO if _runs_here() else ""
-    if address == _AUTO:
-        if not (_runs_here() or _any_here()):
-            raise ConfigError(
-                f"{name}: no Ray cluster runs on this machine. Start one with `ray start --head`, or use --ray without "
-                "an address, which starts one"
-            )
+    if address in (LOCAL, _AUTO) and (named := os.environ.get(_ADDRESS_VARIABLE)):
+        address, name = named, f"{_ADDRESS_VARIABLE}={named}"
+    if address in (LOCAL, _AUTO) and _runs_here():
         return _AUTO
+    if address == LOCAL:
+        return ""
+    if address == _AUTO:
+        raise ConfigError(
+            f"{name}: no Ray cluster runs on this machine. Start one with `ray start --head`, or use --ray without an "
+            "address, which starts one"
+        )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"{name} is not an address like 10.0.0.5:6379; without an address, --ray starts a cluster")
@@ -175,12 +179,6 @@ def _runs_here() -> bool:
     except OSError:
         return False
     return not _refuses(address)
-
-
-def _any_here() -> bool:
-    from ray._private.services import find_gcs_addresses
-
-    return bool(find_gcs_addresses())
 
 
 def _as_ray_resolves(address: str) -> str:
@@ -240,6 +238,7 @@ def _stderr_to(file: Path) -> Iterator[None]:
 
 def _connection_error(address: str, error: Exception, log_file: Path) -> str:
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
+    text = text.partition(" Traceback (")[0]
     more = f"Ray's messages are in {log_file}"
     if not address:
         return f"Ray could not be started on this machine: {text[:500]}. {more}"
@@ -255,4 +254,6 @@ def _connection_error(address: str, error: Exception, log_file: Path) -> str:
             f"this machine is no node of the Ray cluster at {address}: run `ray start --address={address}` here first "
             f"(with --num-cpus=0, if no replica shall run here). {more}"
         )
+    if "Failed to connect" in text:
+        return f"what answers at {address} is no Ray cluster, or one that does not accept this machine. {more}"
     return f"the Ray cluster at {address} cannot be joined: {text[:500]}. {more}"

@@ -121,14 +121,11 @@ def _application(
     record = FrontRecord(
         pid=pid,
         created=created,
-        cluster=cluster.address,
-        owns_cluster=cluster.is_own,
+        cluster=cluster,
         started_serve=starts_serve,
         application=name,
         model=config.model_path,
         replicas=str(options),
-        log_file=cluster.log_file,
-        session_logs=cluster.session_logs,
     )
     with front_records.recorded(record):
         if starts_serve:
@@ -157,7 +154,7 @@ def _serve_runs() -> bool:
 
 def delete_left_behind(cluster: str) -> list[FrontRecord]:
     """Stops the replicas in this cluster whose fronts of this machine were killed. Returns the fronts."""
-    left = [record for record in front_records.records() if record.cluster == cluster and not record.is_alive]
+    left = [record for record in front_records.records() if record.cluster.address == cluster and not record.is_alive]
     for record in left:
         if _serve_runs():
             _delete(record)

@@ -16,6 +16,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
 from cppbatch.ray import front_records, ray_cluster
 from cppbatch.ray.front_records import FrontRecord
+from cppbatch.ray.ray_cluster import RayCluster
 from cppbatch.ray.serve_application import engine_config, read_arguments
 
 
@@ -81,10 +82,12 @@ def test_a_cluster_of_ray_start_is_found_while_it_answers(monkeypatch: pytest.Mo
 def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FrontRecord:
     monkeypatch.setattr("platformdirs.user_state_dir", lambda _: str(tmp_path))
     pid, created = front_records.this_process()
+    cluster = RayCluster(
+        address="127.0.0.1:1", is_own=True, log_file="ray.log", session_logs="/tmp/ray/logs", wants_token=True
+    )
     return FrontRecord(
-        pid=pid, created=created, cluster="127.0.0.1:1", owns_cluster=True, started_serve=True,
-        application="cppbatch-serve-a-1", model="m.gguf", replicas="1..2", log_file="ray.log",
-        session_logs="/tmp/ray/session/logs",
+        pid=pid, created=created, cluster=cluster, started_serve=True, application="cppbatch-serve-a-1",
+        model="m.gguf", replicas="1..2",
     )  # fmt: skip
 
 
@@ -96,7 +99,8 @@ def test_a_record_lives_as_long_as_its_front(record: FrontRecord) -> None:
 
 def leave(record: FrontRecord, *, owns_cluster: bool) -> FrontRecord:
     """The record of a front that was killed, and whose number another process has now."""
-    killed = msgspec.structs.replace(record, created=record.created - 100, owns_cluster=owns_cluster)
+    cluster = msgspec.structs.replace(record.cluster, is_own=owns_cluster)
+    killed = msgspec.structs.replace(record, created=record.created - 100, cluster=cluster)
     front_records.remember(killed)
     return killed
 
