@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,3 +308,11 @@ def test_large_tensors_are_kept_in_the_cache(tmp_path: Path) -> None:
         assert files
         assert texts(model, ["a"], rpc=(worker.endpoint,)) == first
         assert sorted(cache.iterdir()) == files
+
+
+def test_the_benchmark_compares_texts_speed_and_bytes(tiny_llama: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "bench_rpc.py"
+    command = [sys.executable, str(script), str(tiny_llama), "-np", "2", "--new", "8", "--turns", "1"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert re.search(r"\| one process \| \d+ \| 2 of 2 \|  \|", out), out
+    assert len(re.findall(r"\| two workers.* \| \d+ \| 2 of 2 \| \d+\.\d \+ \d+\.\d \|", out)) == 3
