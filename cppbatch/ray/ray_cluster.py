@@ -244,8 +244,8 @@ def _connection_error(address: str, error: Exception, log_file: Path) -> str:
         return f"Ray could not be started on this machine: {text[:500]}. {more}"
     if "token" in text.lower() or "auth" in type(error).__name__.lower():
         return (
-            f"the Ray cluster at {address} expects a token: set RAY_AUTH_MODE=token here, with the ~/.ray/auth_token of "
-            "its head node in the same place on this machine"
+            f"the Ray cluster at {address} expects a token: set RAY_AUTH_MODE=token here, with the ~/.ray/auth_token "
+            "of its head node in the same place on this machine"
         )
     if "ersion mismatch" in text:
         return f"the Ray cluster at {address} has other versions than this process: {text[:500]}"
