@@ -52,6 +52,9 @@ class NoStats:
     async def workers(self) -> list[WorkerState]:
         return []
 
+    def scaling(self) -> None:
+        return None
+
     async def stats(self) -> EngineStats:
         raise EngineClosed("no worker answers")
 
