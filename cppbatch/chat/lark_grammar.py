@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from cppbatch.chat.escaped_lark import escaped_lark, input_grammar
-from cppbatch.engine.sampling.closed_objects import closed_objects
+from cppbatch.closed_objects import closed_objects
 
 MAX_TOOL_CALLS = 8
 """In one message, where a grammar enforces tool calls."""

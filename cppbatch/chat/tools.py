@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from cppbatch.engine.sampling.json_schema_check import has_finite_instance
 from cppbatch.errors import InvalidRequest
+from cppbatch.json_schema_check import has_finite_instance
 
 Json = dict[str, Any]
 

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
-import re
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -17,6 +16,7 @@ from cppbatch.json_bounds import excess
 from cppbatch.server.keys import KEY
 from cppbatch.server.serving import SERVING
 from cppbatch.server.unknown_fields import IGNORED, refuse_unknown
+from cppbatch.typed_json import invalid_field
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Parsed = TypeVar("Parsed")
@@ -55,32 +55,9 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from error
+        raise invalid_field(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(body, error) from error
-
-
-def convert(value: Any, kind: type[Body], field: str = "", *, from_text: bool = False) -> Body:
-    """Decoded JSON as a struct. Raises `InvalidRequest` naming the field at fault (within `field`).
-
-    `from_text`: the value is from a query string or a form, where numbers are strings.
-    """
-    try:
-        return msgspec.convert(value, kind, strict=not from_text)
-    except msgspec.ValidationError as error:
-        invalid = _invalid(error)
-        inner = "" if invalid.field == "body" else invalid.field
-        dot = "" if not field or not inner or inner.startswith("[") else "."
-        raise InvalidRequest(f"{field}{dot}{inner}" or "body", invalid.message) from error
-
-
-def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
-    """msgspec's "Expected `float`, got `str` - at `$.temperature`", with the field separated."""
-    message, _, path = str(error).partition(" - at `$")
-    field = path.rstrip("`").removeprefix(".")
-    if not field and (missing := re.search(r"missing required field `(\w+)`", message)):
-        return InvalidRequest(missing[1], "is required")
-    return InvalidRequest(field or "body", message[:1].lower() + message[1:])
 
 
 def _not_json(body: bytes, error: Exception) -> InvalidRequest:

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cppbatch.engine.sampling.closed_objects import closed_objects
+from cppbatch.closed_objects import closed_objects
 
 INTEGER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": INTEGER}}

@@ -13,9 +13,9 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.server.generate.generate_endpoint import GenerateRequest
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.openai.completions import CompletionRequest
-from cppbatch.server.parse import convert
 from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.typed_json import convert
 
 Json = dict[str, Any]
 

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
+from cppbatch.closed_objects import closed_objects
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.sampling.closed_objects import closed_objects
 from cppbatch.engine.sampling.grammar_check import CheckFailed, GrammarChecker
 from cppbatch.engine.sampling.grammar_child import LIMITS
-from cppbatch.engine.sampling.json_schema_check import has_finite_instance
 from cppbatch.errors import InvalidRequest
+from cppbatch.json_schema_check import has_finite_instance
 
 _MAX_COMPILED = 64  # grammars
 _THREADS = 4

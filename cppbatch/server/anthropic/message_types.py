@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cppbatch.chat.reasoning_effort import effort_variables
 from cppbatch.chat.tools import ToolChoice, ToolChoiceMode
 from cppbatch.engine.request import UsageEvents
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import ThreadUnsupported
-from cppbatch.server.assistant_output import effort_variables
 from cppbatch.server.sampling_fields import SamplingFields, SingleChoiceFields
 from cppbatch.server.structured_fields import one_schema
 from cppbatch.server.timings import PromptProgress, Timings

@@ -7,6 +7,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.engine.assistant_output import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.server.anthropic.message_conversion import conversation
 from cppbatch.server.anthropic.message_types import (
@@ -35,7 +36,6 @@ from cppbatch.server.anthropic.message_types import (
     ToolUseBlock,
 )
 from cppbatch.server.api_errors import AnthropicErrorResponse, anthropic_error, api_error, json_response
-from cppbatch.server.assistant_output import AssistantOutput
 from cppbatch.server.content_blocks import BlockChange, ContentBlock, ContentBlocks
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.parse import read_json

@@ -14,7 +14,6 @@ from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.openai.chat_completions import prepare_chat_completion
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest, prepare_completion
-from cppbatch.server.parse import convert
 from cppbatch.server.pooling.embeddings_endpoint import EmbeddingRequest, prepare_embeddings
 from cppbatch.server.pooling.rerank_endpoint import RerankRequest, prepare_rerank
 from cppbatch.server.response import PreparedRequest
@@ -24,6 +23,7 @@ from cppbatch.server.run_requests import Event, run_requests
 from cppbatch.server.sampling_fields import SamplingFields, merge_fields
 from cppbatch.server.serving import Serving, new_id
 from cppbatch.server.unknown_fields import refuse_unknown
+from cppbatch.typed_json import convert
 
 _ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[PreparedRequest]]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, prepare_chat_completion),

@@ -13,9 +13,10 @@ from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
 from cppbatch.server.files.file_upload import ExpiresAfter
 from cppbatch.server.keys import KEY, viewer_of
-from cppbatch.server.parse import convert, read_json
+from cppbatch.server.parse import read_json
 from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import batches_of
+from cppbatch.typed_json import convert
 
 routes = web.RouteTableDef()
 

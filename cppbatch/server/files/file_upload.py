@@ -13,7 +13,7 @@ from multipart import MultipartError, MultipartSegment, PushMultipartParser, par
 
 from cppbatch.errors import InvalidRequest
 from cppbatch.jobs.durable_files import storage_error
-from cppbatch.server.parse import convert
+from cppbatch.typed_json import convert
 
 UploadPurpose = Literal["batch", "assistants", "fine-tune", "vision", "user_data", "evals"]
 

@@ -19,9 +19,9 @@ from cppbatch.server.connections import reading
 from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
 from cppbatch.server.files.file_upload import BINARY, UPLOAD_FORM, receive_upload
 from cppbatch.server.keys import viewer_of
-from cppbatch.server.parse import convert
 from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import batches_of
+from cppbatch.typed_json import convert
 
 routes = web.RouteTableDef()
 

@@ -13,9 +13,9 @@ import msgspec
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.generate.generate_endpoint import GenerateFields, GenerateRequest
 from cppbatch.server.limits import Limits
-from cppbatch.server.parse import convert
 from cppbatch.server.sampling_fields import merge_fields
 from cppbatch.server.unknown_fields import refuse_unknown
+from cppbatch.typed_json import convert
 
 Json = dict[str, Any]
 

@@ -12,8 +12,9 @@ from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import SwitchedOff, json_response
 from cppbatch.server.endpoint import Endpoint, json_content, schema_ref
-from cppbatch.server.parse import convert, parse
+from cppbatch.server.parse import parse
 from cppbatch.server.serving import SERVING
+from cppbatch.typed_json import convert
 
 routes = web.RouteTableDef()
 

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from cppbatch.chat.message_types import ChatMessage, Tool
 from cppbatch.chat.template import CHATML
 from cppbatch.engine.request import TokenPiece, detokenize
 from cppbatch.errors import InvalidRequest
@@ -19,7 +20,7 @@ from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint, query_endpoint
 from cppbatch.server.mixed_prompts import tokenize
 from cppbatch.server.openai.chat_completions import prepare_chat
-from cppbatch.server.openai.chat_types import ChatCompletionRequest, ChatMessage, Tool
+from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.parse import read_json
 from cppbatch.server.serving import SERVING, Serving
 

@@ -9,8 +9,8 @@ from msgspec import UNSET
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
+from cppbatch.engine.assistant_output import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
-from cppbatch.server.assistant_output import AssistantOutput
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.openai.chat_types import (
     CalledCustomTool,

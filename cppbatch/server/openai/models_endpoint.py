@@ -17,8 +17,8 @@ from cppbatch.server.anthropic.anthropic_models import (
 from cppbatch.server.api_errors import ModelNotFound, is_anthropic, json_response
 from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
 from cppbatch.server.keys import KEY
-from cppbatch.server.parse import convert
 from cppbatch.server.serving import SERVING, Serving
+from cppbatch.typed_json import convert
 
 routes = web.RouteTableDef()
 

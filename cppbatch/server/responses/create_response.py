@@ -9,10 +9,10 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.engine.assistant_output import AssistantOutput
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.api_errors import api_error
-from cppbatch.server.assistant_output import AssistantOutput
 from cppbatch.server.content_blocks import ContentBlocks
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.parse import read_json

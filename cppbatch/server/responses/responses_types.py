@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cppbatch.chat.reasoning_effort import effort_variables
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.assistant_output import effort_variables
 from cppbatch.server.response_logprobs import ChatTokenLogprob
 from cppbatch.server.sampling_fields import SamplingFields, SingleChoiceFields
 from cppbatch.server.structured_fields import one_schema

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import AssistantMessage, Delta, ReasoningDelta
 from cppbatch.chat.output_parser import OutputParser
 from cppbatch.engine.request import FinishReason, GenerationEvent
-from cppbatch.errors import InvalidRequest
 
 FinishReasonName = Literal["stop", "length", "tool_calls", "timeout"]
-
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 _FINISH_REASONS: dict[FinishReason, FinishReasonName] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.TIMEOUT: "timeout",
 }
-"""Events with other finish reasons are errors and are not read."""
+"""A message that is cancelled or fails has none of these."""
 
 
 class AssistantOutput:
@@ -34,7 +31,7 @@ class AssistantOutput:
         """Tokens of reasoning. Counted event by event; an event with both reasoning and other text is split in
         proportion to its characters, so the figure is then an estimate."""
         self.finish_reason: FinishReasonName | None = None
-        """None until the message has ended."""
+        """None until the message has ended, and if it was cancelled or failed."""
 
     def read(self, event: GenerationEvent) -> list[Delta]:
         """The deltas of an event."""
@@ -45,7 +42,7 @@ class AssistantOutput:
         self._count_reasoning(len(event.tokens), deltas)
         if event.finish_reason:
             has_called = self.message.calls and event.finish_reason is FinishReason.STOP
-            self.finish_reason = "tool_calls" if has_called else _FINISH_REASONS[event.finish_reason]
+            self.finish_reason = "tool_calls" if has_called else _FINISH_REASONS.get(event.finish_reason)
         return deltas
 
     def _count_reasoning(self, n_tokens: int, deltas: list[Delta]) -> None:
@@ -55,17 +52,3 @@ class AssistantOutput:
             self.reasoning_tokens += round(n_tokens * sum(n for n, is_reasoning in sizes if is_reasoning) / total)
         elif self._is_reasoning:
             self.reasoning_tokens += n_tokens
-
-
-def effort_variables(field: str, effort: str | None) -> dict[str, Any]:
-    """A request's reasoning effort as variables for the chat template. `field`: the client's name for it.
-
-    Raises `InvalidRequest` for an effort that no API has.
-    """
-    if effort is None:
-        return {}
-    if effort not in _EFFORTS:
-        other = "chat_template_kwargs can give the template any other value"
-        raise InvalidRequest(field, f"is {effort!r}; it must be one of {', '.join(_EFFORTS)} ({other})")
-    disabled = {"enable_thinking": False} if effort == "none" else {}  # for templates that know no efforts
-    return {"reasoning_effort": effort, **disabled}

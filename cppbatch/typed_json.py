@@ -1,0 +1,35 @@
+"""Decoded JSON as typed structs, and errors that name the field at fault."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from cppbatch.errors import InvalidRequest
+
+Kind = TypeVar("Kind")
+
+
+def convert(value: Any, kind: type[Kind], field: str = "", *, from_text: bool = False) -> Kind:
+    """Decoded JSON as a struct. Raises `InvalidRequest` naming the field at fault (within `field`).
+
+    `from_text`: the value is from a query string or a form, where numbers are strings.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=not from_text)
+    except msgspec.ValidationError as error:
+        invalid = invalid_field(error)
+        inner = "" if invalid.field == "body" else invalid.field
+        dot = "" if not field or not inner or inner.startswith("[") else "."
+        raise InvalidRequest(f"{field}{dot}{inner}" or "body", invalid.message) from error
+
+
+def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
+    """The error for msgspec's "Expected `float`, got `str` - at `$.temperature`", with the field separated."""
+    message, _, path = str(error).partition(" - at `$")
+    field = path.rstrip("`").removeprefix(".")
+    if not field and (missing := re.search(r"missing required field `(\w+)`", message)):
+        return InvalidRequest(missing[1], "is required")
+    return InvalidRequest(field or "body", message[:1].lower() + message[1:])
