@@ -3,7 +3,7 @@
 from cppbatch import BatchInferenceEngine, SamplingParams
 
 with BatchInferenceEngine("model.gguf") as engine:
-    for result in engine.generate(["Once upon a time", "2 + 2 ="], SamplingParams(max_tokens=32)):
+    for result in engine.chat(["Why is the sky blue?", "What is a lighthouse?"], SamplingParams(max_tokens=64)):
         print(result.text)
 """
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cppbatch.cluster.engine_process import EngineProcess
     from cppbatch.cluster.local_engine import LocalEngine
     from cppbatch.config import EngineConfig
+    from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatStream
     from cppbatch.engine.engine import BatchInferenceEngine, generate_batch
     from cppbatch.engine.params import SamplingParams
     from cppbatch.engine.request import (
@@ -40,6 +41,9 @@ _MODULES = {
     "EngineConfig": "cppbatch.config",
     "BatchInferenceEngine": "cppbatch.engine.engine",
     "generate_batch": "cppbatch.engine.engine",
+    "ChatCompletion": "cppbatch.engine.chat_results",
+    "ChatEvent": "cppbatch.engine.chat_results",
+    "ChatStream": "cppbatch.engine.chat_results",
     "Completion": "cppbatch.engine.request",
     "FinishReason": "cppbatch.engine.request",
     "GenerationEvent": "cppbatch.engine.request",
@@ -55,6 +59,9 @@ _MODULES = {
 
 __all__ = [
     "BatchInferenceEngine",
+    "ChatCompletion",
+    "ChatEvent",
+    "ChatStream",
     "Completion",
     "CppBatchError",
     "EngineConfig",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +73,19 @@ class AssistantMessage:
                 self.calls.append(ToolCall(delta.id, delta.name, is_custom=delta.is_custom))
             else:
                 self.calls[delta.index].arguments += delta.text
+
+
+def openai_message(text: str, reasoning: str, calls: list[ToolCall]) -> dict[str, Any]:
+    """The assistant's message as OpenAI's object, which templates render when it is sent back."""
+    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_openai_call(call) for call in calls]
+    return message
+
+
+def _openai_call(call: ToolCall) -> dict[str, Any]:
+    if call.is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

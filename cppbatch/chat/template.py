@@ -72,8 +72,8 @@ def _read_template(value: str, llama_cpp_names: Callable[[], Sequence[str]]) -> 
         names = ", ".join(sorted({*builtin_names(), *others}))
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--chat-template is {value[:200]!r}: it must be one of {names}, or a template's text, or a file that has "
-            f"one ({reason})"
+            f"the chat template {value[:200]!r} does not exist: it must be one of {names}, or a template's text, or a "
+            f"file that has one ({reason})"
         ) from error
 
 

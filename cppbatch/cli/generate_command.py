@@ -133,7 +133,7 @@ class _JsonPrinter(_Printer):
     """One JSON object for each prompt. After an interrupt, objects of texts that have not ended have no `usage`."""
 
     def _show(self, events: list[GenerationEvent], *, has_ended: bool) -> None:
-        from cppbatch.engine.offline import completion
+        from cppbatch.engine.request import completion
 
         if has_ended:
             result = msgspec.to_builtins(completion(events))

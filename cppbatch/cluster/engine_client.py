@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from typing import Literal, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
+from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.cluster import async_chat
+from cppbatch.cluster.async_chat import AsyncChatStream
 from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.config import EngineConfig
+from cppbatch.engine.chat_requests import ChatOptions, Conversation, chat_template_of
+from cppbatch.engine.chat_results import ChatCompletion
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Engine = TypeVar("Engine", bound="EngineClient")
 
@@ -128,6 +138,41 @@ class EngineClient(ABC):
         early (`contextlib.aclosing`) cancels the request. A reader slower than the engine gets merged events: the same
         text and tokens in fewer pieces.
         """
+
+    async def chat(
+        self, conversation: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> ChatCompletion:
+        """Generates the assistant's next message of a conversation: `await client.chat("Why is the sky blue?")`.
+
+        Several at once are one batch: `await asyncio.gather(*(client.chat(each) for each in conversations))`. Arguments
+        and result: as in `BatchInferenceEngine.chat`, for one conversation. Raises what `submit` raises; `ConfigError`
+        for an unknown `chat_template`.
+        """
+        return await async_chat.chat(self, conversation, params, options)
+
+    def chat_stream(
+        self, conversation: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> AsyncChatStream:
+        """The same message while it is generated: `async for event in client.chat_stream(messages)`.
+
+        Leaving `async with client.chat_stream(messages) as stream:` cancels it. The first event raises as `chat` does.
+        """
+        return async_chat.chat_stream(self, conversation, params, options)
+
+    async def chat_format(self, template: str | None = None) -> ChatFormat:
+        """The format of the model's chats: its template, tool calls and reasoning, or those of another template.
+
+        Raises as `chat` does.
+        """
+        if template not in self._chat_formats:
+            source = chat_template_of(self.info, template)
+            self._chat_formats[template] = await async_chat.chat_format_of_client(self, source)
+        return self._chat_formats[template]
+
+    @cached_property
+    def _chat_formats(self) -> dict[str | None, ChatFormat]:
+        """By template; None: the model's own."""
+        return {}
 
     @abstractmethod
     async def cancel(self, request_id: str) -> None:

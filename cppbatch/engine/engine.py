@@ -12,13 +12,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.config import EngineConfig, EngineSettings, KvLayout, engine_config
-from cppbatch.engine import offline
+from cppbatch.engine import offline, offline_chat
+from cppbatch.engine.chat_requests import ChatOptions, Conversation, PromptOrMessages, chat_template_of
+from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatStream
 from cppbatch.engine.embeddings import Vector
 from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
@@ -50,7 +53,7 @@ from cppbatch.engine.trace import Trace
 from cppbatch.engine.turns import Turns
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import ConfigError, EngineClosed, InvalidRequest, LlamaError, QueueFull
-from cppbatch.llama import Batch
+from cppbatch.llama import Batch, apply_builtin_template
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,8 +64,8 @@ log = logging.getLogger("cppbatch.engine")
 class BatchInferenceEngine:
     """Runs many requests in one llama.cpp context, as one batch that sequences join and leave at any step.
 
-    Offline: `generate`, `stream`, `map`, `embed`. Requests one by one: `add_request`, then `step` until `has_work` is
-    False. For asyncio use `cppbatch.LocalEngine`, for many clients `cppbatch serve`.
+    Offline: `chat`, `generate`, `stream`, `map`, `embed`. Requests one by one: `add_request`, then `step` until
+    `has_work` is False. For asyncio use `cppbatch.LocalEngine`, for many clients `cppbatch serve`.
 
     A context manager. Thread-safe: requests of several threads share the batches, and each call waits for at most a few
     steps of the others. Not for forked processes, where every call raises `EngineClosed`.
@@ -135,6 +138,7 @@ class BatchInferenceEngine:
         self.slots = Slots(self.kv, self.info, config)
         """Saves the cached prefixes of slots to files, and restores them."""
         self._sequences: dict[str, Seq] = {}
+        self._chat_formats: dict[str | None, ChatFormat] = {}  # by template; None: the model's own
         self._numbers = itertools.count(1)
         self._closed = False
         self.survives_failures = True
@@ -535,7 +539,7 @@ class BatchInferenceEngine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PromptOrMessages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
@@ -546,6 +550,7 @@ class BatchInferenceEngine:
     ) -> list[Completion]:
         """Continues all prompts, batched together. Returns the completions in the order of the prompts.
 
+        `prompts`: texts, token ids, or lists of messages, whose completions are `ChatCompletion`s, as from `chat`.
         `params`: one for all prompts, or a list with one for each. `n`: completions of each prompt, which follow each
         other in the result; `best_of`: generate this many of each prompt, and return the `n` with the highest mean
         log-probability. `progress`: show the speed on stderr. `on_event`: called with the index of a completion and
@@ -558,9 +563,82 @@ class BatchInferenceEngine:
             self, prompts, params, n=n, best_of=best_of, progress=progress, on_event=on_event, options=options
         )
 
+    @overload
+    def chat(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and means one conversation
+        self,
+        conversations: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        on_event: Callable[[int, ChatEvent], object] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion: ...
+
+    @overload
+    def chat(
+        self,
+        conversations: Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        on_event: Callable[[int, ChatEvent], object] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[ChatCompletion]: ...
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        on_event: Callable[[int, ChatEvent], object] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion | list[ChatCompletion]:
+        """Generates the assistant's next message of a conversation, or of each of several, batched together.
+
+        A conversation is a list of OpenAI's messages, or a text, which is one message of the user. One conversation
+        gives one result, a list of them a list in the same order:
+
+            engine.chat("Why is the sky blue?").text
+            engine.chat([{"role": "user", "content": "Hello"}], system="Answer in French.").message
+            engine.chat([f"Translate: {text}" for text in texts], SamplingParams(max_tokens=50))
+
+        The prompt is the model's own chat template, and the text is parsed as on the server: reasoning, answer, tool
+        calls. `params`: one for all, or a list with one for each; its `json_schema` is that of the answer, before which
+        the model may reason or call tools. `progress`, `on_event`: as in `generate`, with a `ChatEvent`. `options`:
+        `system`, `tools`, `tool_choice` and the others of `ChatOptions`, and fields of `GenerationRequest`.
+
+        Raises `InvalidRequest` naming the field or the conversation at fault, before any of them runs; `ConfigError`
+        for an unknown `chat_template`. Ctrl-C cancels all of them.
+        """
+        return offline_chat.chat(self, conversations, params, progress=progress, on_event=on_event, options=options)
+
+    def chat_stream(
+        self, conversation: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> ChatStream:
+        """Generates the assistant's next message and yields its `ChatEvent`s as they are made.
+
+        `with engine.chat_stream(messages) as stream:` cancels the message when the block is left, as `stream.close()`
+        does. `stream.message` is the message so far. Arguments: as in `chat`, for one conversation. Raises
+        `InvalidRequest`, `ConfigError`, and at the first event `QueueFull`.
+        """
+        return offline_chat.chat_stream(self, conversation, params, options)
+
+    def chat_format(self, template: str | None = None) -> ChatFormat:
+        """The format of the model's chats: its template, tool calls and reasoning, or those of another template.
+
+        Raises `ConfigError` if there is no such template, `InvalidRequest` if the model's own is broken.
+        """
+        if template not in self._chat_formats:
+            source = chat_template_of(self.info, template, apply_named=apply_builtin_template)
+            tokens = {marker: self.tokens(marker, add_special=False) for marker in ChatFormat(source).markers}
+            ids = {marker: pieces[0].id for marker, pieces in tokens.items() if len(pieces) == 1}
+            self._chat_formats[template] = ChatFormat(source, ids)
+        return self._chat_formats[template]
+
     def generate_grid(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PromptOrMessages],
         settings: Sequence[SamplingParams],
         *,
         progress: bool = False,
@@ -588,10 +666,11 @@ class BatchInferenceEngine:
         return offline.forward_batch(self, token_lists, options)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+        self, prompt: PromptOrMessages, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Generator[GenerationEvent, None, None]:
         """Continues one prompt and yields its events as they are made. Other requests advance in the same steps.
 
+        `prompt`: a text, token ids, or messages; `chat_stream` also tells reasoning and tool calls from the answer.
         `options`: fields of `GenerationRequest`. Closing the iterator cancels the request. Raises `InvalidRequest`, and
         at the first event `QueueFull`.
         """
@@ -599,18 +678,20 @@ class BatchInferenceEngine:
 
     def map(
         self,
-        prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]],
+        prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
         params: SamplingParams | None = None,
         *,
         ordered: bool = False,
+        progress: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Generator[Mapped, None, None]:
         """Continues prompts of an iterable, which may be endless, and yields each result as soon as it is complete.
 
-        `prompts`: prompts, or pairs of a prompt and its own `SamplingParams`. Prompts are taken from it only as fast as
-        the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in the order of the
-        prompts; at most 8 * n_parallel prompts are then taken but not returned, so one slow prompt can hold up the
-        others. `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
+        `prompts`: prompts as in `generate`, or pairs of a prompt and its own `SamplingParams`. They are taken from it
+        only as fast as the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in the
+        order of the prompts; at most 8 * n_parallel prompts are then taken but not returned, so one slow prompt can
+        hold up the others. `progress`: show the speed on stderr, and the time left if `prompts` has a length.
+        `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
 
         This is a generator: the engine steps while the next result is waited for, and may be used between two results.
         Other requests advance in the same steps; their events are kept for their own callers. Closing the generator, or
@@ -619,7 +700,7 @@ class BatchInferenceEngine:
         A prompt that cannot run becomes a result with an error, and the others go on. Raises `InvalidRequest` at once
         for what no prompt could run with; `EngineClosed`.
         """
-        return offline.map_prompts(self, prompts, params, ordered=ordered, options=options)
+        return offline.map_prompts(self, prompts, params, ordered=ordered, progress=progress, options=options)
 
     def embed(
         self,

@@ -7,22 +7,32 @@ engine advance in the same steps, those of other threads too; their events are k
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
+from contextlib import closing
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cppbatch.chat.chat_format import ChatFormat, PreparedChat
 from cppbatch.config import EngineConfig
 from cppbatch.engine.best_of import expand, likeliest, n_candidates
+from cppbatch.engine.chat_requests import (
+    ChatOptions,
+    ChatRequest,
+    ChatRequests,
+    Conversation,
+    PromptOrMessages,
+    is_conversation,
+)
+from cppbatch.engine.chat_results import chat_completion
 from cppbatch.engine.embeddings import Vector, check_dimensions, normalised, vector_of
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.output_processor import OutputProcessor
 from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.progress_line import ProgressLine
 from cppbatch.engine.request import (
     Completion,
     FinishReason,
@@ -33,6 +43,7 @@ from cppbatch.engine.request import (
     RequestOptions,
     RequestUsage,
     Task,
+    completion,
 )
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.turns import Turns
@@ -61,6 +72,7 @@ class Engine(Protocol):
     def add(self, sequence: Seq, *, limited: bool = True) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
     def compute(self) -> None: ...
+    def chat_format(self, template: str | None = None) -> ChatFormat: ...
 
 
 class _EmbedOptions(RequestOptions):
@@ -69,7 +81,7 @@ class _EmbedOptions(RequestOptions):
 
 def generate(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptOrMessages],
     params: SamplingParams | Sequence[SamplingParams] | None,
     *,
     n: int,
@@ -80,17 +92,16 @@ def generate(
 ) -> list[Completion]:
     """See `BatchInferenceEngine.generate`."""
     of = n_candidates(n, best_of)
-    wanted = expand(_params_for_each(prompts, params), of, ranked=of > n)
+    wanted = expand(params_for_each("prompts", prompts, params), of, ranked=of > n)
     every = [prompt for prompt in prompts for _ in range(of)]
-    sequences = _prepare_all(engine, every, wanted, options, field="prompts", of=of)
-    events = _gather(sequences, _run(engine, sequences), "generating", progress=progress, on_event=on_event)
-    results = [completion(events[sequence.id]) for sequence in sequences]
+    prepared = _prepare_all(engine, every, wanted, options, field="prompts", of=of)
+    results = complete(engine, prepared, "generating", progress=progress, on_event=on_event)
     return likeliest(results, n, of) if of > n else results
 
 
 def generate_grid(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptOrMessages],
     settings: Sequence[SamplingParams],
     *,
     progress: bool,
@@ -99,9 +110,8 @@ def generate_grid(
     """See `BatchInferenceEngine.generate_grid`."""
     every = [prompt for prompt in _several("prompts", prompts) for _ in settings]
     params = [*settings] * len(prompts)
-    sequences = _prepare_all(engine, every, params, options, field="prompts", of=len(settings))
-    events = _gather(sequences, _run(engine, sequences), "generating", progress=progress)
-    results = iter([completion(events[sequence.id]) for sequence in sequences])
+    prepared = _prepare_all(engine, every, params, options, field="prompts", of=len(settings))
+    results = iter(complete(engine, prepared, "generating", progress=progress))
     return [list(islice(results, len(settings))) for _ in prompts]
 
 
@@ -116,18 +126,18 @@ def forward_batch(engine: Engine, token_lists: Sequence[Sequence[int]], options:
     params = [
         SamplingParams(max_tokens=1, temperature=0, logits_processor=partial(keep, i)) for i in range(len(prompts))
     ]
-    sequences = _prepare_all(engine, prompts, params, {"cache_prompt": False, **options}, field="token_lists")
-    for event in _run(engine, sequences):
+    prepared = _prepare_all(engine, prompts, params, {"cache_prompt": False, **options}, field="token_lists")
+    for event in run(engine, [each.sequence for each in prepared]):
         if event.error:
             raise GenerationFailed(f"the logits were not computed: {event.error}")
     return logits
 
 
 def stream(
-    engine: Engine, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
+    engine: Engine, prompt: PromptOrMessages, params: SamplingParams | None, options: RequestOptions
 ) -> Generator[GenerationEvent, None, None]:
     """See `BatchInferenceEngine.stream`."""
-    return _run(engine, [_prepare(engine, prompt, params, options)], limited=True)
+    return run(engine, [_prepare(engine, prompt, params, options).sequence], limited=True)
 
 
 def embed(
@@ -145,10 +155,10 @@ def embed(
     if info.pooling == "none":
         message = "is none: a text has no vector of its own then. `add_request` gives those of its tokens"
         raise InvalidRequest("pooling", message)
-    params = _params_for_each(texts, None)
+    params = params_for_each("texts", texts, None)
     embed_options: _EmbedOptions = {**options, "task": "embed"}
-    sequences = _prepare_all(engine, texts, params, embed_options, field="texts")
-    events = _gather(sequences, _run(engine, sequences), "embedding", progress=progress)
+    sequences = [each.sequence for each in _prepare_all(engine, texts, params, embed_options, field="texts")]
+    events = _gather(sequences, run(engine, sequences), "embedding", progress=progress)
     vectors = np.empty((len(sequences), info.n_embd), np.float32)
     for i, sequence in enumerate(sequences):
         last = events[sequence.id][-1]
@@ -162,69 +172,117 @@ def embed(
 
 def map_prompts(
     engine: Engine,
-    prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]],
+    prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
     params: SamplingParams | None,
     *,
     ordered: bool,
+    progress: bool,
     options: RequestOptions,
 ) -> Generator[Mapped, None, None]:
     """See `BatchInferenceEngine.map`."""
     if isinstance(prompts, str):
         raise InvalidRequest("prompts", "is one string; give an iterable of them, like [prompt]")
+    if is_conversation(prompts):
+        raise InvalidRequest("prompts", "is one conversation; give an iterable of them, like [messages]")
     if engine.info.pooling or "task" in options:
         raise InvalidRequest("task", "`map` is for models that generate text; for vectors use `embed`")
     if not isinstance(params, SamplingParams | None):
         raise InvalidRequest("params", f"is {params!r:.200}; give one SamplingParams, or pairs with the prompts")
     GenerationRequest(id="", prompt="", **options)  # raises for options that are wrong for every prompt
-    return _Mapper(engine, prompts, params, ordered=ordered, options=options).results()
+    line = ProgressLine("generating", len(prompts) if isinstance(prompts, Sized) else None, enabled=progress)
+    return _Mapper(engine, prompts, params, ordered=ordered, line=line, options=options).results()
 
 
-def _params_for_each(
-    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
+def params_for_each(
+    field: str, prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
     """One `SamplingParams` for each prompt. Raises `InvalidRequest` when the counts differ."""
-    _several("prompts", prompts)
+    _several(field, prompts)
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
-        raise InvalidRequest("params", f"has {len(params)} entries for {len(prompts)} prompts; give one or as many")
+        raise InvalidRequest("params", f"has {len(params)} entries for {len(prompts)} {field}; give one or as many")
     return list(params)
 
 
 def _several(field: str, prompts: Sequence[Value]) -> Sequence[Value]:
     if isinstance(prompts, str):
         raise InvalidRequest(field, "is one string; give a list of them, like [prompt]")
+    if is_conversation(prompts):
+        raise InvalidRequest(field, "is one conversation; give a list of them, like [messages]")
     return prompts
 
 
-def _prepare(engine: Engine, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> Seq:
+class Prepared(NamedTuple):
+    """A prompt that is ready to run."""
+
+    sequence: Seq
+    chat: PreparedChat | None = None
+    """Of a conversation."""
+
+    def result(self, events: Sequence[GenerationEvent]) -> Completion:
+        """All events as one result; of a conversation a `ChatCompletion`."""
+        return chat_completion(events, self.chat) if self.chat else completion(events)
+
+
+def _prepare(
+    engine: Engine, prompt: PromptOrMessages, params: SamplingParams | None, options: RequestOptions
+) -> Prepared:
     request_id = engine.new_request_id()
-    return engine.prepare(GenerationRequest(id=request_id, prompt=prompt, params=params or SamplingParams(), **options))
+    if is_conversation(prompt):
+        chats = ChatRequests(engine.chat_format(), cast(ChatOptions, options))
+        return prepared_chat(engine, chats.request(request_id, cast(Conversation, prompt), params))
+    plain = cast(Prompt, prompt)
+    request = GenerationRequest(id=request_id, prompt=plain, params=params or SamplingParams(), **options)
+    return Prepared(engine.prepare(request))
+
+
+def prepared_chat(engine: Engine, made: ChatRequest) -> Prepared:
+    """The request of a conversation as a sequence. Raises `InvalidRequest`."""
+    try:
+        return Prepared(engine.prepare(made.request), made.chat)
+    except InvalidRequest as error:
+        names = {"prompt": "messages", **made.chat.renamed("json_schema")}
+        raise error.renamed(names.get(error.field, error.field)) from error
 
 
 def _prepare_all(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptOrMessages],
     params: list[SamplingParams],
     options: RequestOptions,
     *,
     field: str,
     of: int = 1,
-) -> list[Seq]:
+) -> list[Prepared]:
     """Prepares all prompts, or raises `InvalidRequest` for the first that is refused.
 
     `field`, `of`: an `InvalidRequest` names the prompt `field[i // of]`, since each prompt stands here `of` times.
     """
-    sequences = []
+    prepared = []
     for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
         try:
-            sequences.append(_prepare(engine, prompt, its, options))
+            prepared.append(_prepare(engine, prompt, its, options))
         except InvalidRequest as error:
             raise InvalidRequest(f"{field}[{i // of}]", str(error), error.overflow) from error
-    return sequences
+    return prepared
 
 
-def _run(engine: Engine, sequences: Sequence[Seq], *, limited: bool = False) -> Generator[GenerationEvent, None, None]:
+def complete(
+    engine: Engine,
+    prepared: Sequence[Prepared],
+    verb: str,
+    *,
+    progress: bool,
+    on_event: OnEvent | None = None,
+) -> list[Completion]:
+    """Runs the prompts together, and returns their results in this order."""
+    sequences = [each.sequence for each in prepared]
+    events = _gather(sequences, run(engine, sequences), verb, progress=progress, on_event=on_event)
+    return [each.result(events[each.sequence.id]) for each in prepared]
+
+
+def run(engine: Engine, sequences: Sequence[Seq], *, limited: bool = False) -> Generator[GenerationEvent, None, None]:
     """Queues sequences when the iteration starts, and yields their events until they have ended."""
     requests = _Requests(engine)
     try:
@@ -295,54 +353,20 @@ def _gather(
     """All events of these sequences by request id. `progress`: a line on stderr shows the speed."""
     gathered: dict[str, list[GenerationEvent]] = {sequence.id: [] for sequence in sequences}
     indices = {sequence.id: i for i, sequence in enumerate(sequences)}
-    with _progress_line(enabled=progress) as line:
-        task = line.add_task(verb, total=len(sequences), tokens=0, speed=0.0)
-        tokens = 0
+    with ProgressLine(verb, len(sequences), enabled=progress) as line:
         for event in events:
             gathered[event.request_id].append(event)
             if on_event:
                 on_event(indices[event.request_id], event)
-            tokens += event.usage.prompt_tokens if event.embedding and event.usage else len(event.tokens)
-            elapsed = line.tasks[task].elapsed
-            line.update(task, advance=event.finish_reason is not None, tokens=tokens, speed=tokens / (elapsed or 1e9))
+            line.add(event)
     return gathered
-
-
-def _progress_line(*, enabled: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens, {task.fields[speed]:.1f} tok/s"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not enabled,
-    )
-
-
-def completion(events: Sequence[GenerationEvent]) -> Completion:
-    """All events of a request that has ended, as one result."""
-    last = events[-1]
-    assert last.finish_reason is not None
-    assert last.usage is not None
-    assert last.seed is not None
-    return Completion(
-        text="".join(event.text for event in events),
-        tokens=[token for event in events for token in event.tokens],
-        token_texts=[text for event in events for text in event.token_texts],
-        finish_reason=last.finish_reason,
-        usage=last.usage,
-        seed=last.seed,
-        logprobs=[entry for event in events for entry in event.logprobs],
-        error=last.error,
-    )
 
 
 class _Started:
     """A prompt of `map` that is in the engine, with its events so far."""
 
-    def __init__(self, index: int, prompt: Prompt) -> None:
-        self.index, self.prompt = index, prompt
+    def __init__(self, index: int, prompt: PromptOrMessages, prepared: Prepared) -> None:
+        self.index, self.prompt, self.prepared = index, prompt, prepared
         self.events: list[GenerationEvent] = []
 
 
@@ -355,16 +379,18 @@ class _Mapper:
     def __init__(
         self,
         engine: Engine,
-        prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]],
+        prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
         params: SamplingParams | None,
         *,
         ordered: bool,
+        line: ProgressLine,
         options: RequestOptions,
     ) -> None:
         self._engine = engine
         self._prompts = iter(prompts)
         self._params = params
         self._ordered = ordered
+        self._line = line
         self._options = options
         self._max_running = _QUEUED_AHEAD * engine.config.n_parallel
         self._max_taken = _HELD_BACK * engine.config.n_parallel
@@ -376,7 +402,7 @@ class _Mapper:
 
     def results(self) -> Generator[Mapped, None, None]:
         """Starts prompts, steps, and yields results. Cancels the rest when it is closed, and on any exception."""
-        try:
+        with self._line, closing(self._requests):
             while True:
                 self._gather()
                 if not self._is_ready:
@@ -387,8 +413,6 @@ class _Mapper:
                     self._take(self._requests.next_event())
                 else:
                     return
-        finally:
-            self._requests.close()
 
     @property
     def _next(self) -> int | None:
@@ -428,12 +452,13 @@ class _Mapper:
         if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams):
             prompt, params = item
         try:
-            sequence = _prepare(self._engine, prompt, params, self._options)
+            prepared = _prepare(self._engine, prompt, params, self._options)
         except InvalidRequest as error:
             self._ended[index] = Mapped(index, prompt, _refused(error))
+            self._line.refused()
             return []
-        self._running[sequence.id] = _Started(index, prompt)
-        return [sequence]
+        self._running[prepared.sequence.id] = _Started(index, prompt, prepared)
+        return [prepared.sequence]
 
     def _gather(self) -> None:
         """Takes the events that have arrived, also those of steps of other callers."""
@@ -443,9 +468,10 @@ class _Mapper:
     def _take(self, event: GenerationEvent) -> None:
         started = self._running[event.request_id]
         started.events.append(event)
+        self._line.add(event)
         if event.finish_reason:
             del self._running[event.request_id]
-            self._ended[started.index] = Mapped(started.index, started.prompt, completion(started.events))
+            self._ended[started.index] = Mapped(started.index, started.prompt, started.prepared.result(started.events))
 
 
 def _refused(error: InvalidRequest) -> Completion:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import msgspec
 
@@ -296,11 +296,30 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
+def completion(events: Sequence[GenerationEvent]) -> Completion:
+    """All events of a request that has ended, as one result."""
+    last = events[-1]
+    assert last.finish_reason is not None
+    assert last.usage is not None
+    assert last.seed is not None
+    return Completion(
+        text="".join(event.text for event in events),
+        tokens=[token for event in events for token in event.tokens],
+        token_texts=[text for event in events for text in event.token_texts],
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        seed=last.seed,
+        logprobs=[entry for event in events for entry in event.logprobs],
+        error=last.error,
+    )
+
+
 class Mapped(msgspec.Struct, frozen=True):
     """A result of `BatchInferenceEngine.map`."""
 
     index: int
     """The index of the prompt in the iterable, from 0."""
-    prompt: Prompt
+    prompt: Any
+    """The prompt as it was given."""
     completion: Completion
     """For a prompt that cannot run the finish reason is `error`, and `error` begins with the field at fault."""

@@ -17,6 +17,7 @@ from cppbatch import __version__
 from cppbatch.chat.chat_format import ChatFormat, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
+from cppbatch.cluster.async_chat import chat_format_of_client
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.best_of import expand
 from cppbatch.engine.model_info import ModelInfo
@@ -206,13 +207,8 @@ class Serving:
             template = ChatTemplate(
                 self.template, bos=self.info.bos, eos=self.info.eos, apply_named=apply_builtin_template
             )
-            self._chat = ChatFormat(template, await self._token_ids(ChatFormat(template).markers))
+            self._chat = await chat_format_of_client(self.client, template)
         return self._chat
-
-    async def _token_ids(self, markers: tuple[str, ...]) -> dict[str, int]:
-        """The token ids of the markers that are a single token each."""
-        tokenized = [(marker, await self.client.tokenize(marker, add_special=False)) for marker in markers]
-        return {marker: tokens[0].id for marker, tokens in tokenized if len(tokens) == 1}
 
 
 SERVING = web.AppKey("serving", Serving)

@@ -27,6 +27,13 @@ with BatchInferenceEngine("model.gguf", n_ctx=4096, kv_layout="unified", lora=((
     for result in engine.map([("a", SamplingParams()), "b"], ordered=True, fit=True):
         print(result.index, result.completion.error)
     print(engine.embed(["a", Pair("query", "document")], dimensions=8, priority=2).shape)
+    answer = engine.chat("a", system="b", tools=[{"type": "function"}], priority=1)
+    messages: list[dict[str, str]] = [{"role": "user", "content": "a"}]
+    print(answer.text, answer.tool_calls, engine.chat(messages).message["role"], engine.generate([messages, "a"])[0].text)
+    for each in engine.chat(["a", messages], [SamplingParams(), SamplingParams()], on_event=print, timeout=3):
+        print(each.reasoning.upper(), each.finish_reason)
+    with engine.chat_stream(messages, SamplingParams(), tool_choice="auto") as stream:
+        print("".join(event.text for event in stream), stream.completion)
     name: str = engine.add_request("a", request_id="b", task="embed", queue_timeout=3.5)
 print(generate_batch("model.gguf", ["a"], n_threads=2)[0].finish_reason.value)
 print(generate_batch(engine, ["a"], max_tokens=50, temperature=0.7, top_p=0.9, seed=42)[0].token_texts[0].upper())
@@ -41,6 +48,8 @@ WRONG = {
     'BatchInferenceEngine("a", kv_layout="paged")': "kv_layout",
     'BatchInferenceEngine("a").generate(["a"], temperature=0)': "temperature",
     'BatchInferenceEngine("a").stream("a", timeout="soon")': "timeout",
+    'BatchInferenceEngine("a").chat_stream("a", sistem="b")': "sistem",
+    'LocalEngine("a").chat("a", tool="b")': "tool",
     'BatchInferenceEngine("a").map(["a"], order=True)': "order",
     'BatchInferenceEngine("a").embed(["a"], cache=False)': "cache",
     'BatchInferenceEngine("a").add_request("a", prio=1)': "prio",
@@ -69,7 +78,8 @@ def test_request_options_are_the_fields_of_the_request() -> None:
     "function",
     [
         BatchInferenceEngine.__init__, BatchInferenceEngine.generate, BatchInferenceEngine.stream,
-        BatchInferenceEngine.map, BatchInferenceEngine.embed, BatchInferenceEngine.add_request,
+        BatchInferenceEngine.map, BatchInferenceEngine.chat, BatchInferenceEngine.chat_stream,
+        LocalEngine.chat, LocalEngine.chat_stream, BatchInferenceEngine.embed, BatchInferenceEngine.add_request,
         LocalEngine.__init__, EngineProcess.__init__, generate_batch,
     ],
 )  # fmt: skip
