@@ -20,6 +20,9 @@ _COMBINE_IF_TWO = frozenset(("properties", "$ref", "anyOf", "oneOf"))
 _MAPS = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 
+GUIDANCE = "x-guidance"
+"""llguidance's options in a schema."""
+
 _Put = Callable[[Any], None]
 
 
@@ -67,3 +70,10 @@ def _names_all_properties(part: dict[str, Any]) -> bool:
     if not isinstance(properties, dict) or not isinstance(required, list):
         return False
     return _OPENERS.isdisjoint(part) and all(name in properties for name in required)
+
+
+def compact_schema(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    """The schema of the same JSON without white space between its tokens."""
+    if schema is False:
+        return schema
+    return ({} if schema is True else schema) | {GUIDANCE: {"whitespace_pattern": ""}}

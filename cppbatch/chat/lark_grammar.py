@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from cppbatch.chat.escaped_lark import escaped_lark, input_grammar
-from cppbatch.closed_objects import closed_objects
+from cppbatch.closed_objects import GUIDANCE, closed_objects
 
 MAX_TOOL_CALLS = 8
 """In one message, where a grammar enforces tool calls."""
@@ -55,8 +55,8 @@ class LarkGrammar:
             inner = self.rule(f"%lark {{\n{escaped_lark(source)}\n}}")
             return " ".join([self.literal('{"input": "'), inner, self.literal('"}')])
         given = closed_objects(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
-        options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
-        return self.rule(f"%json {json.dumps(given | options)}")
+        options = {GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}
+        return self.rule(f"%json {json.dumps(options | given)}")
 
     def text_until(
         self, marker: str, *, ending: str | None = None, min_length: int = 0, max_length: int | None = None

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,9 @@ _LINE_INTERVAL_S = 60.0
 _JOB_OPTIONS: list[Option] = [
     click.argument("input_file", metavar="INPUT", type=click.Path(path_type=Path)),
     click.option(
-        "-o", "--output", required=True, metavar="OUT.jsonl", type=click.Path(path_type=Path),
-        help="File for the results. OUT.jsonl.job beside it keeps the progress.",
+        "-o", "--output", required=True, metavar="OUT", type=click.Path(path_type=Path),
+        help="File for the results: JSON lines, or a .csv, .tsv or .parquet file with the columns of the input and the "
+        "answers. OUT.job beside it keeps the progress.",
     ),
     click.option(
         "--errors", metavar="FILE", type=click.Path(path_type=Path), default=None,
@@ -49,6 +51,14 @@ _JOB_OPTIONS: list[Option] = [
     ),
     click.option(
         "--column", default=None, help="Column of a CSV or Parquet file with the prompts. Without it: prompt."
+    ),
+    click.option(
+        "--template", metavar="TEXT", default=None,
+        help='Prompt made of the columns of each row, like "Classify: {text}". In text files {prompt} is the line.',
+    ),
+    click.option(
+        "--id-column", metavar="NAME", default=None,
+        help="Column that names the results (custom_id). Without it: custom_id or id, if there is one.",
     ),
     click.option(
         "--endpoint", type=click.Choice(["completions", "chat", "embeddings"]), default="completions",
@@ -86,20 +96,25 @@ def job_options(command: Command) -> Command:
         chat_template: str | None,
         **arguments: Any,
     ) -> Any:
-        from cppbatch.jobs.file_job import FileJob
+        from cppbatch.jobs.file_job import FileJob, is_table
         from cppbatch.jobs.input_format import detect_input_format
 
+        params = {"compact_json": True} | params
         SamplingParams(**params)  # raises for wrong values before a model is downloaded
         input_format = detect_input_format(
             input_file,
             column=arguments.pop("column"),
             endpoint=arguments.pop("endpoint"),
             system=arguments.pop("system"),
+            template=arguments.pop("template"),
+            id_column=arguments.pop("id_column"),
+            only_prompts=is_table(output),
         )
+        suffix = ".jsonl" if is_table(output) else output.suffix or ".jsonl"
         job = FileJob(
             input_format=input_format,
             output=output,
-            errors=errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}"),
+            errors=errors or output.with_name(f"{output.stem}.errors{suffix}"),
             defaults=params,
             plain_max_tokens=DEFAULT_MAX_TOKENS if is_capped and input_format.endpoint == "completions" else None,
             chat_template=chat_template,
@@ -125,6 +140,7 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
     """
     from cppbatch.jobs.file_job import open_job
     from cppbatch.jobs.input_reader import InputReader
+    from cppbatch.jobs.result_table import write_table
     from cppbatch.server.batches.batch_handler import URLS
     from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
 
@@ -134,7 +150,7 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
         if job.plain_max_tokens:
             _say(f"plain prompts get at most {job.plain_max_tokens} tokens; -n sets another limit, -n -1 none")
         offline = OfflineJob(job, journal, reader)
-        progress = BatchProgress(offline)
+        progress, is_done = BatchProgress(offline), False
         try:
             with progress:
                 is_done = asyncio.run(
@@ -142,8 +158,11 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
                 )
         finally:
             journal.close()
+            if is_done and job.is_table:
+                write_table(job.input_format, job.results, job.errors, job.output)
             _say(f"{journal.n_completed} done, {journal.n_failed} failed; {progress.speed()}")
-            _say(f"results: {job.output}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
+            results = job.output if is_done else job.results
+            _say(f"results: {results}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
     if not is_done:
         _say("stopped before the end; run the same command to resume")
         raise click.Abort
@@ -161,6 +180,7 @@ class BatchProgress:
     def __init__(self, job: OfflineJob) -> None:
         self._job = job
         self._began = 0.0
+        self._n_before = 0  # lines that had ended when the clock was started
         self._samples: deque[tuple[float, int]] = deque(maxlen=_N_SAMPLES)  # time, tokens
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cppbatch-progress", daemon=True)
@@ -176,6 +196,7 @@ class BatchProgress:
     def start(self) -> None:
         """Starts the clock; called when the model is loaded."""
         self._began = time.perf_counter()
+        self._n_before = self._n_ended
         self._thread.start()
 
     def speed(self) -> str:
@@ -189,11 +210,23 @@ class BatchProgress:
             self._show_bar()
         else:
             while not self._ended.wait(_LINE_INTERVAL_S):
-                _say(f"{self._counts()} of {self._job.n_lines}; {self.speed()}")
+                _say(f"{self._counts()}; {self.speed()}{self._left()}")
+
+    @property
+    def _n_ended(self) -> int:
+        return self._job.journal.n_completed + self._job.journal.n_failed
 
     def _counts(self) -> str:
-        journal = self._job.journal
-        return f"{journal.n_completed} done, {journal.n_failed} failed"
+        journal, total = self._job.journal, self._job.n_lines
+        of = "" if total is None else f" of {total}"
+        return f"{journal.n_completed} done, {journal.n_failed} failed{of}"
+
+    def _left(self) -> str:
+        """The time that is left, at the speed so far; empty if it is not known."""
+        n, seconds = self._n_ended - self._n_before, time.perf_counter() - self._began
+        if not n or self._job.n_lines is None:
+            return ""
+        return f", {timedelta(seconds=round((self._job.n_lines - self._n_ended) * seconds / n))} left"
 
     def _show_bar(self) -> None:
         from rich.console import Console
@@ -211,15 +244,14 @@ class BatchProgress:
             TextColumn("left:"), TimeRemainingColumn(),
         )  # fmt: skip
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("")
+            task = bar.add_task("", total=None)
             while True:
                 has_ended = self._ended.wait(_SAMPLE_S)
                 job = self._job
                 description = (
                     f"done, {job.journal.n_failed} failed, {self._recent_speed():.0f} tokens/s, batch {job.n_running}"
                 )
-                n_ended = job.journal.n_completed + job.journal.n_failed
-                bar.update(task, completed=n_ended, total=job.n_lines, description=description)
+                bar.update(task, completed=self._n_ended, total=job.n_lines, description=description)
                 if has_ended:
                     return
 

@@ -14,9 +14,11 @@ from cppbatch.cli.engine_options import engine_options, profile_and_memory_optio
 from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.sampling_options import DEFAULT_MAX_TOKENS, sampling_options
+from cppbatch.cli.server_options import chat_template_option
 from cppbatch.config import EngineConfig
+from cppbatch.engine.chat_results import ChatEvent
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import Completion, FinishReason, GenerationEvent
+from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, completion
 from cppbatch.errors import CppBatchError
 
 
@@ -32,7 +34,10 @@ def _is_terminal() -> bool:
     type=click.File(encoding="utf-8-sig"),
     help="File with one prompt per line; - reads the standard input.",
 )
+@click.option("--chat", "as_chat", is_flag=True, help="Answer each prompt as a message of the user in a chat.")
+@click.option("--system", metavar="TEXT", default=None, help="System message of each chat, with --chat.")
 @sampling_options
+@chat_template_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line, in the order of the prompts.")
 @partial(engine_options, without=("max_wait_ms",))
 @partial(profile_and_memory_options, says_start=_is_terminal)
@@ -41,17 +46,22 @@ def generate(
     config: EngineConfig,
     prompts: tuple[str, ...],
     file: TextIO | None,
+    as_chat: bool,
+    system: str | None,
+    chat_template: str | None,
     as_json: bool,
     params: dict[str, Any],
     is_capped: bool,
 ) -> None:
-    """Completes prompts, all in one batch, and prints the texts as they are generated.
+    """Completes or answers prompts, all in one batch, and prints the texts as they are generated.
 
     After Ctrl-C, what was generated so far is printed.
     """
     all_prompts = [*prompts, *_lines(file)]
     if not all_prompts:
         raise click.UsageError("no prompt: give -p TEXT (may be repeated), or -f FILE with one prompt per line")
+    if system is not None and not as_chat:
+        raise click.UsageError("--system is for chats: add --chat")
     sampling_params = SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} if is_capped else {}) | params)
 
     from cppbatch.engine.engine import BatchInferenceEngine
@@ -69,9 +79,16 @@ def generate(
         loaded_engine = BatchInferenceEngine(config, progress=on_progress)
     with loaded_engine as engine:
         try:
-            results = engine.generate(
-                all_prompts, sampling_params, progress=shows_progress, on_event=printer.add, fit=is_capped
-            )
+            results: Sequence[Completion]
+            if as_chat:
+                results = engine.chat(
+                    all_prompts, sampling_params, system=system, chat_template=chat_template,
+                    progress=shows_progress, on_event=printer.add, fit=is_capped,
+                )  # fmt: skip
+            else:
+                results = engine.generate(
+                    all_prompts, sampling_params, progress=shows_progress, on_event=printer.add, fit=is_capped
+                )
         except KeyboardInterrupt:
             printer.interrupt()
             raise
@@ -86,11 +103,11 @@ class _Printer:
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self._prompts = prompts
-        self._events: list[list[GenerationEvent]] = [[] for _ in prompts]
+        self._events: list[list[GenerationEvent | ChatEvent]] = [[] for _ in prompts]
         self._current = 0
         self._is_interrupted = False
 
-    def add(self, index: int, event: GenerationEvent) -> None:
+    def add(self, index: int, event: GenerationEvent | ChatEvent) -> None:
         """Takes an event of a prompt."""
         self._events[index].append(event)
         self._print()
@@ -103,13 +120,13 @@ class _Printer:
     def _print(self) -> None:
         while self._current < len(self._prompts):
             events = self._events[self._current]
-            has_ended = bool(events) and events[-1].finish_reason is not None
+            has_ended = bool(events) and _is_last(events[-1])
             self._show(events, has_ended=has_ended)
             if not has_ended and not self._is_interrupted:
                 return
             self._current += 1
 
-    def _show(self, events: list[GenerationEvent], *, has_ended: bool) -> None:
+    def _show(self, events: list[GenerationEvent | ChatEvent], *, has_ended: bool) -> None:
         """Prints the current prompt's result."""
         raise NotImplementedError
 
@@ -119,7 +136,7 @@ class _TextPrinter(_Printer):
 
     _n_shown = 0  # events of the current prompt
 
-    def _show(self, events: list[GenerationEvent], *, has_ended: bool) -> None:
+    def _show(self, events: list[GenerationEvent | ChatEvent], *, has_ended: bool) -> None:
         if events and not self._n_shown:
             click.echo(f"{chr(10) if self._current else ''}--- {self._current + 1}: {self._prompts[self._current]}")
         click.echo("".join(event.text for event in events[self._n_shown :]), nl=False)
@@ -132,17 +149,27 @@ class _TextPrinter(_Printer):
 class _JsonPrinter(_Printer):
     """One JSON object for each prompt. After an interrupt, objects of texts that have not ended have no `usage`."""
 
-    def _show(self, events: list[GenerationEvent], *, has_ended: bool) -> None:
-        from cppbatch.engine.request import completion
-
+    def _show(self, events: list[GenerationEvent | ChatEvent], *, has_ended: bool) -> None:
         if has_ended:
-            result = msgspec.to_builtins(completion(events))
+            result = msgspec.to_builtins(_result(events))
         elif self._is_interrupted:
             text, tokens = "".join(e.text for e in events), [token for e in events for token in e.tokens]
             result = {"text": text, "tokens": tokens, "finish_reason": FinishReason.CANCELLED.value}
         else:
             return
         click.echo(msgspec.json.encode({"index": self._current, "prompt": self._prompts[self._current], **result}))
+
+
+def _is_last(event: GenerationEvent | ChatEvent) -> bool:
+    return (event.finish_reason if isinstance(event, GenerationEvent) else event.completion) is not None
+
+
+def _result(events: Sequence[GenerationEvent | ChatEvent]) -> Completion:
+    last = events[-1]
+    if isinstance(last, GenerationEvent):
+        return completion([event for event in events if isinstance(event, GenerationEvent)])
+    assert last.completion
+    return last.completion
 
 
 def _say_why_texts_end(results: Sequence[Completion], *, is_capped: bool) -> None:

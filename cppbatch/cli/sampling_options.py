@@ -109,10 +109,18 @@ _OUTPUT = [
     click.option(
         "-j", "--json-schema", metavar="JSON", default=None, help="Write JSON of this schema; {} for any JSON."
     ),
+    click.option(
+        "--compact-json/--no-compact-json", default=None,
+        help="Whether JSON of a schema is without white space between its tokens.  [default: only in batch]",
+    ),
+    click.option(
+        "--choice", "guided_choice", multiple=True, metavar="TEXT",
+        help="Write one of these texts; given once for each of them.",
+    ),
     click.option("--grammar", metavar="TEXT", default=None, help="Write text of this GBNF or Lark grammar."),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop at this text; may be given several times."),
 ]  # fmt: skip
-_OUTPUT_NAMES = ("json_schema", "grammar", "stop")
+_OUTPUT_NAMES = ("json_schema", "compact_json", "guided_choice", "grammar", "stop")
 
 
 def _n_predict(help: str) -> Option:
@@ -133,8 +141,7 @@ def sampling_options(command: Command) -> Command:
     @wraps(command)
     def with_params(n_predict: int | None, **arguments: Any) -> Any:
         params = _given(arguments, (*_SAMPLING_NAMES, *_OUTPUT_NAMES))
-        if stop := params.get("stop"):
-            params["stop"] = list(stop)
+        params |= {name: list(params[name]) for name in ("stop", "guided_choice") if name in params}
         if n_predict not in (None, -1):
             params["max_tokens"] = n_predict
         return command(params=params, is_capped=n_predict is None, **arguments)

@@ -41,6 +41,8 @@ class ChatEvent(msgspec.Struct, frozen=True, kw_only=True):
     """New text of the reasoning."""
     deltas: list[Delta] = []
     """All that is new, also of tool calls, in its order."""
+    tokens: list[int] = []
+    """New token ids."""
     completion: ChatCompletion | None = None
     """The whole answer; set in the last event."""
 
@@ -75,6 +77,7 @@ class ChatReader:
             text="".join(delta.text for delta in deltas if isinstance(delta, TextDelta)),
             reasoning="".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)),
             deltas=deltas,
+            tokens=event.tokens,
             completion=self._completion() if event.finish_reason else None,
         )
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cppbatch.closed_objects import compact_schema
 from cppbatch.errors import InvalidRequest
 
 Checked = TypeVar("Checked", bound=msgspec.Struct)
@@ -70,6 +71,9 @@ INTEGER_RANGES = {
     "dry_penalty_last_n": (-1, INT32_MAX),
     "min_tokens": (0, INT32_MAX),
 }
+_SWITCHES = (
+    "ignore_eos", "speculate", "include_stop", "skip_special_tokens", "echo", "post_sampling_probs", "compact_json",
+)  # fmt: skip
 OPTIONAL_INTEGER_RANGES = {
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, MOST_LOGPROBS),
@@ -180,6 +184,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     json_schema: str | dict[str, Any] | bool | None = None
     """The text is JSON of this schema, which is an object or its JSON text."""
+    compact_json: bool = False
+    """JSON of a schema has no white space between its tokens, which saves tokens; strings keep theirs."""
     guided_regex: str | None = None
     """The whole text matches this regular expression (syntax of Rust's regex crate)."""
     guided_choice: Sequence[str] | None = None
@@ -195,7 +201,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, bounds in OPTIONAL_INTEGER_RANGES.items():
             if getattr(self, name) is not None:
                 number(self, name, *bounds, integer=True)
-        for name in ("ignore_eos", "speculate", "include_stop", "skip_special_tokens", "echo", "post_sampling_probs"):
+        for name in _SWITCHES:
             instance(self, name, bool, "true or false")
         _set_tuple(self, "stop", str, "a string or a list of strings")
         _set_tuple(self, "visible_tokens", str, "a list of strings")
@@ -353,7 +359,9 @@ def _check_grammars(params: SamplingParams) -> None:
         if not params.guided_choice or "" in params.guided_choice:
             raise InvalidRequest("guided_choice", "must have at least one string, and no empty string")
     if params.json_schema is not None:
-        msgspec.structs.force_setattr(params, "json_schema", _schema_text(params.json_schema))
+        text = _schema_text(params.json_schema)
+        text = _compact_text(text) if params.compact_json else text
+        msgspec.structs.force_setattr(params, "json_schema", text)
     for name in given:
         _check_grammar_length(name, getattr(params, name))
 
@@ -383,6 +391,11 @@ def _schema_text(schema: object) -> str:
 def _rewritten_schema(text: str) -> str:
     """Cached, because a worker gets the same text once for each choice of a prompt."""
     return _written_schema(json.loads(text))
+
+
+@functools.lru_cache(maxsize=64)
+def _compact_text(text: str) -> str:
+    return _written_schema(compact_schema(json.loads(text)))
 
 
 def _written_schema(schema: object) -> str:

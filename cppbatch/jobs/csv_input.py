@@ -25,21 +25,42 @@ class CsvInput:
         self._format = input_format
         self._builder = builder
         self._lines = LineReader(input_format.path)
-
-    @property
-    def fraction(self) -> float:
-        return self._lines.fraction
+        self.columns: list[str] = []
+        """The names of the columns, once a record was read."""
 
     def close(self) -> None:
         self._lines.close()
 
+    def count(self) -> Iterator[int]:
+        """1 for each record that iterating yields an entry for."""
+        return (1 for _ in self.records())
+
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
+        prompts: dict[str, int] = {}  # names of columns with their places
+        ids: int | None = None
+        for record in self.records():
+            if isinstance(record, RejectedLine):
+                yield record
+                continue
+            if not prompts:
+                wanted = table_columns(self._format, self.columns)
+                prompts = {name: self.columns.index(name) for name in wanted.prompt}
+                ids = None if wanted.custom_id is None else self.columns.index(wanted.custom_id)
+            line, row = record
+            custom_id = None if ids is None else row[ids]
+            yield self._builder.from_row(line, custom_id, {name: row[place] for name, place in prompts.items()})
+
+    def records(self) -> Iterator[tuple[int, list[str]] | RejectedLine]:
+        """The line number and the fields of each record, or why the record is rejected. `columns` has their names.
+
+        Raises `ConfigError` if the table lacks its columns.
+        """
         # csv's field limit (128 KiB by default) is global to the process. `_RecordReader` limits each record.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         records = _RecordReader(self._lines)
         rows = csv.reader(records, delimiter=self._delimiter(records.peek_line()), strict=True)
-        columns = self._columns(rows)
-        prompt, *ids = map(columns.index, table_columns(self._format, columns))
+        columns = self.columns = self._columns(rows)
+        table_columns(self._format, columns)  # raises for those that are missing
         while True:
             records.begin_record()
             try:
@@ -57,7 +78,7 @@ class CsvInput:
                 more = f"has {len(row)} fields, more than the {len(columns)} that the first line names"
                 yield records.reject(f"{more}: a text that contains {rows.dialect.delimiter!r} must be quoted")
             else:
-                yield self._builder.from_prompt(records.line, row[ids[0]] if ids else None, row[prompt])
+                yield records.line, row[: len(columns)]
 
     def _delimiter(self, first_line: str) -> str:
         if self._format.path.suffix.lower() == ".tsv":

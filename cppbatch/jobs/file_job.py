@@ -15,15 +15,17 @@ from cppbatch.jobs.job_request import Json
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
 from cppbatch.jobs.line_reader import unreadable_file
+from cppbatch.jobs.parquet_input import import_pyarrow
 
 _SETTINGS_NOTE = "settings"
-_OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".pq", ".xlsx")
+_TABLES = (".csv", ".tsv", ".parquet", ".pq")
+_OTHER_FORMATS = (".xlsx", ".xls", ".ods")
 
 
 class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     """The files and settings of a job.
 
-    Raises `ConfigError` if two of the files are the same, or the output has the name of a table.
+    Raises `ConfigError` if two of the files are the same, or the output has the name of another format.
     """
 
     input_format: InputFormat
@@ -45,6 +47,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         names = {
             "the input": self.input_format.path,
             "-o": self.output,
+            **({"the results before the table": self.results} if self.is_table else {}),
             "--errors": self.errors,
             "the ledger": self.ledger,
         }
@@ -53,7 +56,21 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{one} and {other} are the same file, {path}")
         if self.output.suffix.lower() in _OTHER_FORMATS:
             better = self.output.with_suffix(".jsonl")
-            raise ConfigError(f"-o is {self.output}, and results are written as JSON lines: name it {better}")
+            raise ConfigError(
+                f"-o is {self.output}; results are written as JSON lines, CSV or Parquet: name it {better} or .csv"
+            )
+        if self.output.suffix.lower() in (".parquet", ".pq"):
+            import_pyarrow()  # raises before anything runs
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the output is a CSV or Parquet file."""
+        return is_table(self.output)
+
+    @property
+    def results(self) -> Path:
+        """The file of JSON lines that results are written to as they arrive; the output itself unless it is a table."""
+        return self.output.with_name(self.output.name + ".jsonl") if self.is_table else self.output
 
     @property
     def ledger(self) -> Path:
@@ -62,7 +79,9 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def settings(self, model: str) -> Json:
         """The settings that results depend on besides the input. They must be the same when a job resumes."""
-        form = {name: getattr(self.input_format, name) for name in ("endpoint", "column", "system")}
+        form = {
+            name: getattr(self.input_format, name) for name in ("endpoint", "column", "template", "id_column", "system")
+        }
         ours = {"chat template": self.chat_template, "ordered": self.ordered, "errors": self.errors_beside_output}
         return {"model": Path(model).name, **form, **ours, "max_tokens": self.plain_max_tokens, **self.defaults}
 
@@ -71,6 +90,11 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         """The error file relative to the output's folder, so that the name survives moving the folder."""
         folder, errors = self.output.resolve().parent, self.errors.resolve()
         return str(errors.relative_to(folder) if errors.is_relative_to(folder) else errors)
+
+
+def is_table(output: Path) -> bool:
+    """Whether a file of this name is a table."""
+    return output.suffix.lower() in _TABLES
 
 
 def open_job(
@@ -83,9 +107,9 @@ def open_job(
     """
     if overwrite:
         _check_input(job)
-        _remove(job, job.output, job.errors)
-    elif job.ledger.exists() and not job.output.exists():
-        say(f"{job.output} is missing: the job starts over")
+        _remove(job, job.output, job.results, job.errors)
+    elif job.ledger.exists() and not job.results.exists():
+        say(f"{job.results} is missing: the job starts over")
         _remove(job, *_previous_error_files(job))
     if not job.ledger.exists():
         _reject_existing_files(job)
@@ -97,7 +121,7 @@ def open_job(
         if retry_failed and ledger.n_failed:
             say("retrying the failed lines")
             ledger.reopen_failed()
-        return Journal(ledger, job.output, job.errors, ordered=job.ordered)
+        return Journal(ledger, job.results, job.errors, ordered=job.ordered)
     except BaseException:
         ledger.close()
         raise
@@ -140,7 +164,7 @@ def _remove(job: FileJob, *files: Path) -> None:
 
 
 def _reject_existing_files(job: FileJob) -> None:
-    for path in (job.output, job.errors):
+    for path in dict.fromkeys((job.output, job.results, job.errors)):
         if path.exists() and (not path.is_file() or path.stat().st_size):
             raise ConfigError(
                 f"{path} already exists, and there is no job to resume ({job.ledger.name} is missing): "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from cppbatch.errors import ConfigError
+from cppbatch.jobs.prompt_template import PromptTemplate
 
 FileKind = Literal["jsonl", "txt", "csv", "parquet"]
 Endpoint = Literal["completions", "chat", "embeddings"]
@@ -34,7 +35,13 @@ class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     kind: FileKind
     column: str | None = None
-    """The column with the prompts; None for files without columns."""
+    """The column with the prompts; None for files without columns, and with a template."""
+    template: str | None = None
+    """The text of a `PromptTemplate`, which makes a prompt of each row."""
+    id_column: str | None = None
+    """The column with the custom IDs; None: custom_id or id, if there is one."""
+    only_prompts: bool = False
+    """Requests in OpenAI's form are rejected: their results are no row of a table."""
     endpoint: Endpoint = "completions"
     """The endpoint that plain prompts are sent to."""
     system: str | None = None
@@ -42,7 +49,14 @@ class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def detect_input_format(
-    path: str | Path, column: str | None = None, endpoint: Endpoint = "completions", system: str | None = None
+    path: str | Path,
+    column: str | None = None,
+    endpoint: Endpoint = "completions",
+    system: str | None = None,
+    *,
+    template: str | None = None,
+    id_column: str | None = None,
+    only_prompts: bool = False,
 ) -> InputFormat:
     """The format of a file, from its name's extension; the file is not opened.
 
@@ -54,27 +68,58 @@ def detect_input_format(
         raise ConfigError(
             f"{path}: the input's format follows from its extension; {path.suffix!r} is none of {', '.join(_KINDS)}"
         )
-    if kind in _TABLES:
+    if template is not None:
+        fields = PromptTemplate(template).fields
+        if column is not None:
+            raise ConfigError("--column and --template both say what the prompts are: give one of them")
+        if kind == "txt" and fields != ("prompt",):
+            raise ConfigError(f"{path}: has no columns; in --template {{prompt}} stands for a line of it")
+    elif kind in _TABLES:
         column = "prompt" if column is None else column
     elif column is not None:
         raise ConfigError(f"{path}: has no columns, so --column {column!r} does not apply; only CSV and Parquet have")
+    if id_column is not None and kind == "txt":
+        raise ConfigError(f"{path}: has no columns, so --id-column {id_column!r} does not apply")
     if system is not None and endpoint != "chat":
         raise ConfigError(f"--system needs --endpoint chat; the endpoint here is {endpoint}")
-    return InputFormat(path=path, kind=kind, column=column, endpoint=endpoint, system=system)
+    return InputFormat(
+        path=path,
+        kind=kind,
+        column=column,
+        template=template,
+        id_column=id_column,
+        only_prompts=only_prompts,
+        endpoint=endpoint,
+        system=system,
+    )
 
 
-def table_columns(input_format: InputFormat, names: Sequence[str]) -> list[str]:
-    """The columns of a table to read: the prompts, then the custom IDs if the table has them.
+class TableColumns(NamedTuple):
+    """The columns of a table that requests are made of."""
 
-    Raises `ConfigError` if the prompt column is missing or a column name is ambiguous.
+    prompt: tuple[str, ...]
+    """The one with the prompts, or those that the template names."""
+    custom_id: str | None
+
+
+def table_columns(input_format: InputFormat, names: Sequence[str]) -> TableColumns:
+    """The columns of a table to read.
+
+    Raises `ConfigError` if one of them is missing or ambiguous.
     """
-    path, prompts = input_format.path, str(input_format.column)
-    if prompts not in names:
-        known = ", ".join(repr(name[: 2 * _MAX_COLUMNS_SHOWN]) for name in names[:_MAX_COLUMNS_SHOWN])
-        more = f" and {len(names) - _MAX_COLUMNS_SHOWN} more" if len(names) > _MAX_COLUMNS_SHOWN else ""
-        raise ConfigError(f"{path}: has no column {prompts!r}; there are {known}{more} (--column)")
-    columns = [prompts, *[name for name in ("custom_id", "id") if name in names and name != prompts][:1]]
-    for column in columns:
-        if names.count(column) > 1:
-            raise ConfigError(f"{path}: has {names.count(column)} columns named {column!r}")
-    return columns
+    path, template, id_column = input_format.path, input_format.template, input_format.id_column
+    prompt = PromptTemplate(template).fields if template is not None else (str(input_format.column),)
+    wanted = dict.fromkeys(prompt, "--column" if template is None else "--template")
+    if id_column is not None:
+        wanted.setdefault(id_column, "--id-column")
+    for column, flag in wanted.items():
+        if column not in names:
+            known = ", ".join(repr(name[: 2 * _MAX_COLUMNS_SHOWN]) for name in names[:_MAX_COLUMNS_SHOWN])
+            more = f" and {len(names) - _MAX_COLUMNS_SHOWN} more" if len(names) > _MAX_COLUMNS_SHOWN else ""
+            raise ConfigError(f"{path}: has no column {column!r}; there are {known}{more} ({flag})")
+    others = (name for name in ("custom_id", "id") if name in names and (template is not None or name not in prompt))
+    custom_id = id_column or next(others, None)
+    for used in (*prompt, *filter(None, [custom_id])):
+        if names.count(used) > 1:
+            raise ConfigError(f"{path}: has {names.count(used)} columns named {used!r}")
+    return TableColumns(prompt, custom_id)

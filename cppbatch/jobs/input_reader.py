@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Protocol
 
@@ -25,14 +25,11 @@ class InputReader:
         self._format = input_format
         self._builder = RequestBuilder(input_format, urls)
         self._source: _Source | None = None
-        self._is_done = False
 
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
         self.close()
-        self._is_done = False
         self._source = self._open()
         yield from self._source
-        self._is_done = True
         self.close()
 
     def check(self) -> None:
@@ -40,13 +37,17 @@ class InputReader:
         next(iter(self), None)
         self.close()
 
-    @property
-    def fraction(self) -> float:
-        """The fraction of the file that was read, from 0 to 1. Any thread may call this."""
-        source = self._source
-        if source is None:
-            return float(self._is_done)
-        return source.fraction
+    def count(self, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
+        """How many entries iterating yields; None: stopped. Opens the file again. Any thread may call this."""
+        source, n = self._open(), 0
+        try:
+            for more in source.count():
+                n += more
+                if is_stopped():
+                    return None
+        finally:
+            source.close()
+        return n
 
     def close(self) -> None:
         source, self._source = self._source, None
@@ -73,7 +74,6 @@ class InputReader:
 class _Source(Protocol):
     """An open input file."""
 
-    @property
-    def fraction(self) -> float: ...
+    def count(self) -> Iterator[int]: ...
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]: ...
     def close(self) -> None: ...

@@ -44,10 +44,6 @@ class LineInput:
         self._builder = builder
         self._parse = parse
 
-    @property
-    def fraction(self) -> float:
-        return self._lines.fraction
-
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
         parse, builder = self._parse, self._builder
         for number, raw in self._lines:
@@ -58,13 +54,17 @@ class LineInput:
             elif line and not line.isspace():
                 yield parse(number, line, builder)
 
+    def count(self) -> Iterator[int]:
+        """1 for each line that iterating yields an entry for."""
+        return (1 for _, raw in self._lines if raw.strip())
+
     def close(self) -> None:
         self._lines.close()
 
 
 def parse_text_line(number: int, line: bytes, builder: RequestBuilder) -> JobRequest | RejectedLine:
     """The request for a line that is a prompt."""
-    return builder.from_prompt(number, None, line.decode(errors="surrogateescape"))
+    return builder.from_row(number, None, {"prompt": line.decode(errors="surrogateescape")})
 
 
 def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobRequest | RejectedLine:
@@ -73,9 +73,12 @@ def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobReq
     custom_id: str | None = None
     try:
         record = _decoded(line)
-        is_plain = "body" not in record and "url" not in record
+        is_plain = builder.has_template or ("body" not in record and "url" not in record)
+        if builder.only_prompts and not is_plain:
+            message = "is a request in OpenAI's form, whose result is no row of a table: name the output .jsonl"
+            raise LineError("invalid_line", message)
         if is_plain:
-            custom_id = _plain_custom_id(record, number)
+            custom_id = _plain_custom_id(record, number, builder.id_column)
             url, body = _plain_request(record, builder)
         else:
             custom_id = _custom_id(record)
@@ -134,9 +137,11 @@ def _request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
     return url, body
 
 
-def _plain_custom_id(record: Json, number: int) -> str:
+def _plain_custom_id(record: Json, number: int, id_column: str | None) -> str:
     """Plain lines may have an integer ID, as rows of data sets do."""
-    for field in ("custom_id", "id"):
+    if id_column is not None and record.get(id_column) is None:
+        raise LineError("missing_custom_id", f"{id_column}: is missing; it identifies the result (--id-column)")
+    for field in ("custom_id", "id") if id_column is None else (id_column,):
         value = record.get(field)
         if value is not None:
             is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -145,6 +150,8 @@ def _plain_custom_id(record: Json, number: int) -> str:
 
 
 def _plain_request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
+    if builder.has_template:
+        return builder.url_and_body(builder.prompt_of(record), {})
     present = [field for field in _PROMPT_FIELDS if field in record]
     if len(present) != 1:
         found = " and ".join(present) or (
@@ -153,7 +160,8 @@ def _plain_request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
         raise LineError(
             "invalid_line", f"has {found}; it must have a url and a body, or one of {', '.join(_PROMPT_FIELDS)}"
         )
-    fields = {field: value for field, value in record.items() if field not in ("custom_id", "id")}
+    ids = ("custom_id", "id", builder.id_column)
+    fields = {field: value for field, value in record.items() if field not in ids}
     if "messages" in record:
         return builder.check_url("/v1/chat/completions"), fields
     if "input" in record:

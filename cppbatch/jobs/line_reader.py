@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,14 +23,11 @@ class LineReader:
     """
 
     def __init__(self, path: Path) -> None:
-        self.bytes_read = 0
-        """Bytes yielded or skipped so far."""
         try:
             self._file = io.BufferedReader(io.FileIO(path), _READ_BYTES)
         except (OSError, ValueError) as error:  # ValueError: an invalid path, for example with a null byte
             raise unreadable_file(path, error) from None
         self._path = path
-        self._size = os.fstat(self._file.fileno()).st_size
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         try:
@@ -39,29 +35,22 @@ class LineReader:
         except OSError as error:
             raise unreadable_file(self._path, error) from error
 
-    @property
-    def fraction(self) -> float:
-        """The fraction of the file that was read, from 0 to 1."""
-        return min(self.bytes_read / self._size, 1.0) if self._size else 0.0
-
     def close(self) -> None:
         self._file.close()
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         file = self._file
         if file.peek(len(_BOM)).startswith(_BOM):
-            self.bytes_read += len(file.read(len(_BOM)))
+            file.read(len(_BOM))
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 2):
             number += 1
-            self.bytes_read += len(line)
             if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                 self._skip_line()
             yield number, line
 
     def _skip_line(self) -> None:
         while piece := self._file.readline(_READ_BYTES):
-            self.bytes_read += len(piece)
             if piece.endswith(b"\n"):
                 return
 

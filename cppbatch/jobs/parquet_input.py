@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.input_format import InputFormat, table_columns
+from cppbatch.jobs.input_format import InputFormat, TableColumns, table_columns
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.jobs.line_reader import MAX_LINE_BYTES, unreadable_file
 from cppbatch.jobs.request_builder import RequestBuilder
@@ -25,7 +25,7 @@ class ParquetInput:
         self._format = input_format
         self._builder = builder
         self._rows_read = 0
-        self._arrow, parquet = _import_pyarrow()
+        self._arrow, parquet = import_pyarrow()
         # UnicodeDecodeError: from a column name that is not valid UTF-8.
         self._errors = (self._arrow.ArrowException, OSError, UnicodeDecodeError)
         try:
@@ -43,48 +43,60 @@ class ParquetInput:
         self._n_rows: int = self._parquet.metadata.num_rows
 
     @property
-    def fraction(self) -> float:
-        return self._rows_read / self._n_rows if self._n_rows else 0.0
+    def schema(self) -> Any:
+        """pyarrow's schema: the names and the types of all columns."""
+        return self._parquet.schema_arrow
+
+    def count(self) -> Iterator[int]:
+        """The number of rows."""
+        return iter([self._n_rows])
 
     def close(self) -> None:
         self._parquet.close()
         self._file.close()
 
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
-        for prompts, custom_ids in self._batches():
-            for prompt, custom_id in zip(prompts, custom_ids, strict=True):
-                self._rows_read += 1
-                yield self._request(self._rows_read, prompt, custom_id)
+        wanted = self._columns()
+        names = list(dict.fromkeys([*wanted.prompt, *filter(None, [wanted.custom_id])]))
+        for row in self.rows(names):
+            values = dict(zip(names, row, strict=True))
+            custom_id = None if wanted.custom_id is None else values[wanted.custom_id]
+            prompt = {name: values[name] for name in wanted.prompt}
+            yield self._request(self._rows_read, prompt, None if custom_id is None else str(custom_id))
 
-    def _batches(self) -> Iterator[tuple[list[str | None], list[str | None]]]:
-        """Prompts and custom IDs, some rows at a time."""
+    def rows(self, names: Sequence[str]) -> Iterator[list[Any]]:
+        """The values of these columns in each row, some rows at a time."""
+        self._rows_read = 0
         try:
-            columns = self._columns()
-            batches = self._parquet.iter_batches(self._batch_rows(), columns=columns, use_threads=False)
-            for batch in batches:
-                prompts, *custom_ids = [_texts(batch.column(column)) for column in columns]
-                yield prompts, custom_ids[0] if custom_ids else [None] * len(prompts)
+            for batch in self._parquet.iter_batches(self._batch_rows(), columns=list(names), use_threads=False):
+                columns = [_values(batch.column(name)) for name in names]
+                for row in zip(*columns, strict=True) if columns else ():
+                    self._rows_read += 1
+                    yield list(row)
         except self._errors as error:
             raise self._invalid_file(error) from error
         if self._rows_read != self._n_rows:
             raise self._invalid_file(f"it should have {self._n_rows} rows")
 
-    def _request(self, row: int, prompt: str | None, custom_id: str | None) -> JobRequest | RejectedLine:
-        prompt = prompt or ""
-        if len(prompt) > MAX_LINE_BYTES:
-            content_hash = hash64(prompt.encode(errors="surrogateescape"))
+    def _request(self, row: int, values: dict[str, Any], custom_id: str | None) -> JobRequest | RejectedLine:
+        longest = max((len(value) for value in values.values() if isinstance(value, str)), default=0)
+        if longest > MAX_LINE_BYTES:
+            content_hash = hash64(repr(values).encode(errors="surrogateescape"))
             message = f"the prompt is longer than {MAX_LINE_BYTES} characters, the maximum length"
             return RejectedLine(line=row, code="line_too_long", message=message, content_hash=content_hash)
-        return self._builder.from_prompt(row, custom_id, prompt)
+        return self._builder.from_row(row, custom_id, values)
 
-    def _columns(self) -> list[str]:
+    def _columns(self) -> TableColumns:
         schema, types = self._parquet.schema_arrow, self._arrow.types
-        columns = table_columns(self._format, schema.names)
-        for column, content in zip(columns, ("prompts", "custom IDs"), strict=False):
+        wanted = table_columns(self._format, schema.names)
+        contents = {} if self._builder.has_template else dict.fromkeys(wanted.prompt, "prompts")
+        if wanted.custom_id is not None:
+            contents[wanted.custom_id] = "custom IDs"
+        for column, content in contents.items():
             kind = schema.field(column).type
             if not _is_text(types, kind) and not (content == "custom IDs" and types.is_integer(kind)):
                 raise ConfigError(f"{self._format.path}: column {column!r} for {content} is not text but {kind}")
-        return columns
+        return wanted
 
     def _batch_rows(self) -> int:
         """Rows read at a time: few enough that long prompts take little memory.
@@ -102,7 +114,8 @@ class ParquetInput:
         return ConfigError(f"{self._format.path}: is not a readable Parquet file{where}: {reason}")
 
 
-def _import_pyarrow() -> tuple[Any, Any]:
+def import_pyarrow() -> tuple[Any, Any]:
+    """pyarrow and pyarrow.parquet. Raises `ConfigError` if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -117,18 +130,17 @@ def _is_text(types: Any, kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-def _texts(column: Any) -> list[str | None]:
-    """The texts of a column. Integers become decimal text; invalid UTF-8 is decoded with `surrogateescape`."""
+def _values(column: Any) -> list[Any]:
+    """The values of a column. Invalid UTF-8 is decoded with `surrogateescape`."""
     try:
-        values = column.to_pylist()
+        values: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
-        values = [_text(cell) for cell in column]
-    return [str(value) if isinstance(value, int) else value for value in values]
+        return [_value(cell) for cell in column]
+    return values
 
 
-def _text(cell: Any) -> str | None:
+def _value(cell: Any) -> Any:
     try:
-        text: str | None = cell.as_py()
+        return cell.as_py()
     except UnicodeDecodeError:
-        text = bytes(cell.as_buffer()).decode(errors="surrogateescape")
-    return text
+        return bytes(cell.as_buffer()).decode(errors="surrogateescape")

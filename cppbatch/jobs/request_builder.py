@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from cppbatch.jobs.input_format import InputFormat
 from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
+from cppbatch.jobs.prompt_template import MissingField, PromptTemplate, field_text
 
 MAX_CUSTOM_ID_LENGTH = 512
 """In characters."""
@@ -32,6 +33,43 @@ class RequestBuilder:
         """`urls`: the allowed endpoints."""
         self._format = input_format
         self._urls = urls
+        self._template = PromptTemplate(input_format.template) if input_format.template is not None else None
+
+    @property
+    def has_template(self) -> bool:
+        """Whether prompts are made of the columns of each row."""
+        return self._template is not None
+
+    @property
+    def only_prompts(self) -> bool:
+        """Whether requests in OpenAI's form are rejected."""
+        return self._format.only_prompts
+
+    @property
+    def id_column(self) -> str | None:
+        """The field of a row with its custom ID; None: custom_id or id."""
+        return self._format.id_column
+
+    def prompt_of(self, values: Mapping[str, object]) -> str:
+        """The prompt that the template makes of a row. Raises `LineError`."""
+        assert self._template
+        try:
+            return self._template.render(values)
+        except MissingField as error:
+            raise LineError("missing_field", str(error)) from None
+
+    def from_row(self, line: int, custom_id: str | None, values: Mapping[str, object]) -> JobRequest | RejectedLine:
+        """The request for a row of a table: of the template, or of its only value."""
+        if self._template is None:
+            (prompt,) = values.values()
+            return self.from_prompt(line, custom_id, field_text(prompt))
+        try:
+            return self.from_prompt(line, custom_id, self.prompt_of(values))
+        except LineError as error:
+            content_hash = hash64(repr((custom_id, values)).encode(errors="surrogateescape"))
+            return RejectedLine(
+                line=line, code=error.code, message=str(error), custom_id=custom_id, content_hash=content_hash
+            )
 
     def check_url(self, url: object) -> str:
         """Returns `url`. Raises `LineError` if it is not an allowed endpoint."""

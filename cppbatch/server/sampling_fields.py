@@ -135,6 +135,7 @@ class SamplingFields(StructuredFields, kw_only=True):
             if not defaults.keys().isdisjoint(GRAMMARS):
                 message = "cannot be used together with another format of the answer, or a tool call that is required"
                 raise InvalidRequest(constraint.field, message)
+        given["compact_json"] = self.is_compact or None
         if self.top_k == -1:
             given["top_k"] = 0
         if self.speculative_n_max is not None and self.speculative_n_max <= 0:

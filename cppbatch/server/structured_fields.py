@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cppbatch.closed_objects import compact_schema
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_bounds import excess
 
@@ -85,7 +86,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     whitespace_pattern: str | None = None
     """Is not supported."""
     disable_any_whitespace: bool | None = None
-    """true is not supported."""
+    """vLLM's name of `compact_json`."""
     disable_additional_properties: bool | None = None
     """true is not supported: give `"additionalProperties": false` in the schema."""
     disable_fallback: bool | None = None
@@ -111,7 +112,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
         return found
 
 
-_UNSUPPORTED = ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+_UNSUPPORTED = ("structural_tag", "whitespace_pattern", "disable_additional_properties")
 _KINDS = {"json": "json_schema", "regex": "guided_regex", "choice": "guided_choice", "grammar": "grammar"}
 
 
@@ -120,6 +121,8 @@ class StructuredFields(msgspec.Struct, kw_only=True):
 
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | bool | None = None
+    compact_json: bool | None = None
+    """JSON of a schema has no white space between its tokens."""
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     grammar: str | None = None
@@ -154,7 +157,17 @@ class StructuredFields(msgspec.Struct, kw_only=True):
         wanted = self.constraint()
         if wanted is None or wanted.kind != "json_schema" or wanted.field == "json_schema":
             return None
-        return decoded_schema(wanted.field, wanted.value)
+        return self.compacted(decoded_schema(wanted.field, wanted.value))
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether JSON has no white space between its tokens."""
+        theirs = self.structured_outputs is not None and self.structured_outputs.disable_any_whitespace
+        return bool(self.compact_json or theirs)
+
+    def compacted(self, schema: Schema) -> Schema:
+        """The schema of what this request asks for."""
+        return compact_schema(schema) if self.is_compact else schema
 
 
 _ALONE = {
@@ -178,7 +191,7 @@ def one_schema(field: str, schema: Schema | None, body: StructuredFields) -> Sch
     other = StructuredFields.schema(body)
     if schema is not None and (constraint := body.constraint()):
         raise InvalidRequest(constraint.field, f"cannot be used together with {field}: give one constraint only")
-    return other if schema is None else schema
+    return other if schema is None else body.compacted(schema)
 
 
 def decoded_schema(field: str, schema: Schema | str) -> Schema:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import logging
 import re
 import signal
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import pyarrow.parquet as pq
 import pytest
 
 from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
@@ -145,13 +148,53 @@ def test_settings_may_change_until_there_are_results(run: Run, tiny_llama: Path,
     assert "was started with max_tokens 4, and now max_tokens is 5" in err
 
 
+def test_results_are_not_written_as_json_lines_into_another_format(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("abc\n")
+    code, _, err = run("batch", source, "-o", tmp_path / "t.xlsx", "-m", tiny_llama)
+    assert code == 2
+    assert f"JSON lines, CSV or Parquet: name it {tmp_path / 't.jsonl'} or .csv" in err
+    assert list(tmp_path.iterdir()) == [source]
+
+
 @pytest.mark.parametrize("name", ["t.csv", "t.TSV", "t.parquet"])
-def test_results_are_not_written_as_json_lines_into_a_table(
+def test_a_table_joins_the_columns_of_the_input_with_the_answers(
     run: Run, tiny_llama: Path, tmp_path: Path, name: str
+) -> None:
+    source, output = tmp_path / "in.csv", tmp_path / name
+    source.write_text("key,review,stars\na,good,5\nb,bad,1\na,twice,3\n")
+    template = ["--template", "Review: {review}. Label:", "--id-column", "key", "--choice", "yes", "--choice", "no"]
+    batch = ["batch", source, "-o", output, "-m", tiny_llama, *template, *SMALL, "--in-process"]
+    code, _, err = run(*batch)
+    assert code == 1, err  # the name of the third row is taken
+    assert "2 done, 1 failed; " in err
+    assert f"results: {output}; errors: {tmp_path / 't.errors.jsonl'}" in err
+    if name == "t.parquet":
+        rows = pq.read_table(output).to_pylist()
+    else:
+        with output.open(newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="," if name == "t.csv" else "\t"))
+    assert [(row["key"], row["review"], row["stars"]) for row in rows] == [
+        ("a", "good", "5"), ("b", "bad", "1"), ("a", "twice", "3"),
+    ]  # fmt: skip
+    assert {row["answer"] for row in rows[:2]} <= {"yes", "no"}
+    assert "line 2 has the custom_id 'a' too" in rows[2]["error"]
+    output.unlink()
+    run(*batch)
+    assert output.exists(), "the same command writes it again, without a model"
+
+
+def test_json_of_a_schema_is_compact_in_batch_unless_it_is_not_to_be(
+    run: Run, tiny_llama: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "in.txt"
     source.write_text("abc\n")
-    code, _, err = run("batch", source, "-o", tmp_path / name, "-m", tiny_llama)
-    assert code == 2
-    assert f"results are written as JSON lines: name it {tmp_path / 't.jsonl'}" in err
-    assert list(tmp_path.iterdir()) == [source]
+    schema = '{"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "required": ["a", "b"]}'
+    texts = {}
+    for flags in ((), ("--no-compact-json",)):
+        out = tmp_path / f"out{len(flags)}.jsonl"
+        code, _, err = run("batch", source, "-o", out, "-m", tiny_llama, "-j", schema, *flags, *SMALL, "--in-process")
+        assert code == 0, err
+        texts[flags] = json.loads(out.read_text())["text"]
+    assert texts[()] == '{"a":1,"b":2}'
+    assert json.loads(texts[("--no-compact-json",)]) == {"a": 1, "b": 2}

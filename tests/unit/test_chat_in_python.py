@@ -50,7 +50,7 @@ def test_one_conversation_has_one_answer_and_a_list_has_a_list_in_its_order(engi
     assert [answer.text for answer in several[:2]] == [one.text, one.text]
     assert len(several) == 3
     assert [answer.text for answer in engine.chat([HELLO], SHORT)] == [one.text]
-    assert engine.chat([]) == []
+    assert engine.chat(list[str]()) == []
 
 
 def test_several_conversations_share_the_steps(engine: BatchInferenceEngine) -> None:
@@ -138,8 +138,9 @@ def test_a_conversation_that_fails_says_so_and_has_no_message_of_another(engine:
 
 def test_options_reach_the_template_as_on_the_server(engine: BatchInferenceEngine) -> None:
     form = scripted(engine)
-    options = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "reasoning_effort": "low"}
-    engine.chat(HELLO, SHORT, tools=TOOLS, chat_template_kwargs={"a": 1}, priority=3, **options)  # type: ignore[arg-type]
+    choice = {"type": "function", "function": {"name": "weather"}}
+    variables = {"a": 1}
+    engine.chat(HELLO, SHORT, tools=TOOLS, tool_choice=choice, reasoning_effort="low", chat_template_kwargs=variables)
     asked = form.asked
     assert [tool["function"]["name"] for tool in asked["tools"]] == ["weather"]
     assert (asked["choice"].mode, asked["choice"].name) == ("required", "weather")

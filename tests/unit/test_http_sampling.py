@@ -27,7 +27,7 @@ OTHERS: Json = {
     "dry_sequence_breakers": ["x"], "samplers": list(reversed(SAMPLERS)), "logit_bias": {"5": 1.5, "word": -2.0},
     "suppress_tokens": [1, 2], "ignore_eos": True, "speculate": False, "stop": ["a", "b"], "stop_token_ids": [7],
     "include_stop": True, "skip_special_tokens": False, "visible_tokens": ["<|im_start|>"], "echo": True, "logprobs": 4,
-    "post_sampling_probs": True,
+    "post_sampling_probs": True, "compact_json": True,
     "json_schema": {"type": "array"}, "guided_regex": "a+", "guided_choice": ["a", "b"], "grammar": 'root ::= "a"',
 }  # fmt: skip
 """A value for each field that is not its default."""

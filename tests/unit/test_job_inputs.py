@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -404,20 +405,23 @@ def test_what_does_not_fit_a_file_is_an_error_at_once(name: str, options: dict[s
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
-def test_how_much_is_read_grows_from_nothing_to_all(tmp_path: Path, name: str) -> None:
+def test_entries_are_counted_without_reading_them_as_requests(tmp_path: Path, name: str) -> None:
     n = 3000
     if name == "in.parquet":
         pq.write_table(pa.table({"prompt": ["a"] * n}), tmp_path / name)
+    elif name == "in.csv":
+        (tmp_path / name).write_text("prompt\n" + '"a\n\nb"\n\n' * n)
     else:
-        (tmp_path / name).write_text('"prompt"\n' + '"a"\n' * (n - (name != "in.csv")))
-    with InputReader(detect_input_format(tmp_path / name), URLS) as reader:
-        assert reader.fraction == 0
-        fractions = [reader.fraction for _ in reader]
-        assert reader.fraction == 1
-    assert len(fractions) == n
-    assert fractions == sorted(fractions)
-    assert abs(fractions[n // 2] - 0.5) < 0.01
-    assert fractions[-1] == 1
+        (tmp_path / name).write_text('"a"\n\n  \n' * n)
+    reader = InputReader(detect_input_format(tmp_path / name), URLS)
+    assert reader.count() == n == len(list(reader))
+    assert reader.count(lambda: True) is None
+
+
+def test_records_that_cannot_be_read_are_counted_too(reading: Any, tmp_path: Path) -> None:
+    found = reading("in.csv", 'id,prompt\n1,a\n2\n3,b,c\n4,"open\n5,d\n')
+    assert len(found) > 3
+    assert InputReader(detect_input_format(tmp_path / "in.csv"), URLS).count() == len(found)
 
 
 def test_a_reader_can_be_left_and_begun_again(tmp_path: Path) -> None:
@@ -426,3 +430,67 @@ def test_a_reader_can_be_left_and_begun_again(tmp_path: Path) -> None:
     assert next(iter(reader)).line == 1
     assert [each.line for each in reader] == [1, 2]
     reader.close()
+
+
+# --- templates ------------------------------------------------------------------------------------------------------
+
+ROWS = {
+    "in.csv": "key,text,stars\na,good,5\nb,bad,1\n",
+    "in.tsv": "key\ttext\tstars\na\tgood\t5\nb\tbad\t1\n",
+    "in.jsonl": '{"key": "a", "text": "good", "stars": 5}\n{"key": "b", "text": "bad", "stars": 1}\n',
+}
+
+
+@pytest.mark.parametrize("name", [*ROWS, "in.parquet"])
+def test_a_template_makes_prompts_of_the_columns(reading: Any, tmp_path: Path, name: str) -> None:
+    options = {"template": "{{{stars}}} stars: {text}?", "id_column": "key"}
+    if name == "in.parquet":
+        pq.write_table(pa.table({"key": ["a", "b"], "text": ["good", "bad"], "stars": [5, 1]}), tmp_path / name)
+        found = read(tmp_path / name, **options)
+    else:
+        found = reading(name, ROWS[name], **options)
+    assert prompts(found) == ["{5} stars: good?", "{1} stars: bad?"]
+    assert codes(found) == ["a", "b"]
+    assert [item.body for item in found if isinstance(item, JobRequest)] == [{"prompt": p} for p in prompts(found)]
+
+
+def test_a_template_makes_chats_too_and_of_a_text_files_lines(reading: Any) -> None:
+    one = only(reading("in.txt", "sea\n", template="A poem about the {prompt}:", endpoint="chat", system="Be brief."))
+    assert [message["content"] for message in one.body["messages"]] == ["Be brief.", "A poem about the sea:"]
+
+
+def test_a_row_without_a_value_is_an_error_of_that_row_only(reading: Any) -> None:
+    lines = '{"text": "a"}\n{"txt": "b"}\n{"text": null}\n"c"\n{"text": "d"}\n'
+    found = reading("in.jsonl", lines, template="x {text}")
+    assert codes(found) == ["line-1", "missing_field", "missing_field", "missing_field", "line-5"]
+    assert found[1].message == "'text' does not exist; there are 'txt'"
+    assert found[2].message == "'text' is null"
+    assert codes(reading("in.jsonl", '{"text": "a"}\n', template="{text}", id_column="key")) == ["missing_custom_id"]
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("Classify:", "names no column"),
+        ("{}", "{} names no column"),
+        ("{text!r}", "followed by a format"),
+        ('{"label": 1} {text}', "followed by a format"),
+        ("{text", "expected '}'"),
+        ("text}", "Single '}'"),
+    ],
+)
+def test_a_template_that_is_none_is_an_error_at_once(template: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        detect_input_format("in.csv", template=template)
+
+
+def test_columns_that_a_template_names_must_exist(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("id,review\n1,a\n")
+    with pytest.raises(ConfigError, match=r"has no column 'text'; there are 'id', 'review' \(--template\)"):
+        read(tmp_path / "in.csv", template="{text}")
+    with pytest.raises(ConfigError, match=r"has no column 'key'; .* \(--id-column\)"):
+        read(tmp_path / "in.csv", column="review", id_column="key")
+    with pytest.raises(ConfigError, match="give one of them"):
+        detect_input_format("in.csv", column="review", template="{review}")
+    with pytest.raises(ConfigError, match=r"\{prompt\} stands for a line"):
+        detect_input_format("in.txt", template="{text}")

@@ -29,7 +29,7 @@ with BatchInferenceEngine("model.gguf", n_ctx=4096, kv_layout="unified", lora=((
     print(engine.embed(["a", Pair("query", "document")], dimensions=8, priority=2).shape)
     answer = engine.chat("a", system="b", tools=[{"type": "function"}], priority=1)
     messages: list[dict[str, str]] = [{"role": "user", "content": "a"}]
-    print(answer.text, answer.tool_calls, engine.chat(messages).message["role"], engine.generate([messages, "a"])[0].text)
+    print(answer.text, answer.tool_calls, engine.chat(messages).message, engine.generate([messages, "a"])[0].text)
     for each in engine.chat(["a", messages], [SamplingParams(), SamplingParams()], on_event=print, timeout=3):
         print(each.reasoning.upper(), each.finish_reason)
     with engine.chat_stream(messages, SamplingParams(), tool_choice="auto") as stream:

@@ -41,11 +41,20 @@ class OfflineJob:
         """Sequences that the engine runs."""
         self._reader = reader
         self._n_read = 0
+        self._n_counted: int | None = None
+        self._is_stopped = False
 
     @property
-    def n_lines(self) -> int:
-        """Lines of the input that are not blank; an estimate until the whole input was read."""
-        return max(self._n_read, round(self._n_read / max(self._reader.fraction, 1e-9)))
+    def n_lines(self) -> int | None:
+        """Lines of the input that are not blank; None until they are counted."""
+        return None if self._n_counted is None else max(self._n_counted, self._n_read)
+
+    async def count_lines(self) -> None:
+        """Counts the lines, on another thread. Cancelling it ends the thread soon."""
+        try:
+            self._n_counted = await asyncio.to_thread(self._reader.count, lambda: self._is_stopped)
+        finally:
+            self._is_stopped = True
 
     def chunks(self) -> Iterator[Chunk]:
         """The chunks of the input. Counts their lines."""
@@ -92,6 +101,7 @@ async def run_offline(
     first = await asyncio.to_thread(_first_open_chunk, until_stop, offline.journal)
     if not first:
         return not stop.is_set()
+    counting = asyncio.create_task(offline.count_lines())
     engine = deployment.start(config)
     try:
         with show_loading(lambda: engine.health().progress):
@@ -115,6 +125,8 @@ async def run_offline(
         finally:
             polling.cancel()
     finally:
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
         await engine.close()
 
 

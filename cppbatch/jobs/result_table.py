@@ -1,0 +1,284 @@
+"""The results of a finished job as a table: the rows of the input in their order, with the answers as further columns.
+
+While the job runs, its results are JSON lines in another file, as those of every job. The table is made of them at the
+end, so that it is complete or not there at all.
+"""
+
+from __future__ import annotations
+
+import csv
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from cppbatch.jobs.csv_input import CsvInput
+from cppbatch.jobs.durable_files import move_into_place, storage_error
+from cppbatch.jobs.input_format import InputFormat
+from cppbatch.jobs.job_request import Json, RejectedLine
+from cppbatch.jobs.line_reader import LineReader
+from cppbatch.jobs.parquet_input import ParquetInput, import_pyarrow
+from cppbatch.jobs.prompt_template import field_text
+from cppbatch.jobs.request_builder import RequestBuilder
+
+_ROWS_AT_ONCE = 1024
+_TEXT_COLUMNS = ("answer", "reasoning_content", "tool_calls", "logprobs", "finish_reason")
+_OPTIONAL = frozenset(("reasoning_content", "tool_calls", "logprobs", "embedding"))
+"""Columns that the table has only if a result has them."""
+_COUNTS = ("prompt_tokens", "completion_tokens")
+
+Row = tuple[int, list[Any]]
+"""The number of a line of the input, and the values of its columns."""
+
+
+def write_table(input_format: InputFormat, results: Path, errors: Path, output: Path) -> None:
+    """Writes `output`, a CSV or Parquet file, of the input and its results. Another file of this name is replaced.
+
+    Raises `ConfigError` if the input cannot be read, `StorageError`.
+    """
+    found = _Results([path for path in (results, errors) if path.exists()])
+    source = _open_input(input_format)
+    part = output.with_name(output.name + ".part")
+    try:
+        answers = _answer_columns(source.columns, found.columns)
+        make = _CsvTable if output.suffix.lower() in (".csv", ".tsv") else _ParquetTable
+        table = make(part, source, dict(zip(answers, found.columns, strict=True)))
+        try:
+            rows: list[list[Any]] = []
+            for line, values in source.rows():
+                rows.append([*values, *found.values(line)])
+                if len(rows) == _ROWS_AT_ONCE:
+                    table.write(rows)
+                    rows = []
+            table.write(rows)
+        finally:
+            table.close()
+        move_into_place(part, output)
+    except OSError as error:
+        raise storage_error(output, error) from error
+    finally:
+        source.close()
+        found.close()
+        part.unlink(missing_ok=True)
+
+
+def _answer_columns(columns: Sequence[str], answers: Sequence[str]) -> list[str]:
+    """The names of the answers' columns: `answer_2` ... if the input has such columns, of an earlier job perhaps."""
+    number, names = 1, list(answers)
+    while not set(names).isdisjoint(columns):
+        number += 1
+        names = [f"{name}_{number}" for name in answers]
+    return names
+
+
+class _Results:
+    """The results and errors of a job, found by the number of their line, in constant memory a line."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = [path.open("rb") for path in paths]
+        seen: set[str] = set()
+        lines, places = array("q"), array("q")  # file * 2 ** 56 + offset
+        for number, file in enumerate(self._files):
+            offset = 0
+            for raw in file:
+                result: Json = msgspec.json.decode(raw)
+                lines.append(result["line"])
+                places.append((number << 56) + offset)
+                offset += len(raw)
+                seen |= _OPTIONAL & result.keys()
+        order = np.argsort(np.array(lines), kind="stable")
+        self._lines, self._places = np.array(lines)[order], np.array(places)[order]
+        texts = [name for name in _TEXT_COLUMNS if name in seen or name not in _OPTIONAL]
+        counts: tuple[str, ...] = _COUNTS
+        if "embedding" in seen:
+            texts, counts = ["embedding"], ("prompt_tokens",)
+        self.columns = (*texts, *counts, "error")
+
+    def values(self, line: int) -> list[Any]:
+        """The values of `columns` for a line of the input."""
+        result = self._result(line)
+        if result.get("response") is not None or result.get("error") is not None:
+            error = _message(result)
+            return [error if name == "error" else None for name in self.columns]
+        usage = result.get("usage", {})
+        fields = result | usage | {"answer": result.get("text"), "error": None}
+        if "choices" in result:
+            fields["answer"] = [choice["text"] for choice in result["choices"]]
+            fields["finish_reason"] = result["choices"][0]["finish_reason"]
+        if "embeddings" in result:
+            fields["embedding"] = result["embeddings"]
+        return [fields.get(name) for name in self.columns]
+
+    def _result(self, line: int) -> Json:
+        place = int(np.searchsorted(self._lines, line, side="right")) - 1  # the last one, if it was tried again
+        if place < 0 or self._lines[place] != line:
+            return {}
+        number, offset = divmod(int(self._places[place]), 1 << 56)
+        file = self._files[number]
+        file.seek(offset)
+        result: Json = msgspec.json.decode(file.readline())
+        return result
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files:
+            file.close()
+
+
+def _message(result: Json) -> str:
+    """The message of a line that was refused or failed."""
+    if result["error"] is not None:
+        return str(result["error"]["message"])
+    return str(result["response"]["body"]["error"]["message"])
+
+
+# --- the input ------------------------------------------------------------------------------------------------------
+
+
+class _Input(Protocol):
+    """All columns of an input file."""
+
+    columns: list[str]
+
+    def rows(self) -> Iterator[Row]: ...
+    def close(self) -> None: ...
+
+
+def _open_input(input_format: InputFormat) -> _Input:
+    kinds: dict[str, type[_CsvRows] | type[_ParquetRows] | type[_JsonRows] | type[_TextRows]] = {
+        "csv": _CsvRows, "parquet": _ParquetRows, "jsonl": _JsonRows, "txt": _TextRows,
+    }  # fmt: skip
+    return kinds[input_format.kind](input_format)
+
+
+class _CsvRows:
+    def __init__(self, input_format: InputFormat) -> None:
+        self._input = CsvInput(input_format, RequestBuilder(input_format, ()))
+        self._records = self._input.records()
+        self._first = next(self._records, None)
+        self.columns = self._input.columns
+
+    def rows(self) -> Iterator[Row]:
+        """All rows, without records that cannot be read."""
+        for record in (self._first, *self._records) if self._first else ():
+            if not isinstance(record, RejectedLine):
+                line, values = record
+                yield line, [value.encode(errors="surrogateescape").decode(errors="replace") for value in values]
+
+    def close(self) -> None:
+        self._input.close()
+
+
+class _ParquetRows:
+    def __init__(self, input_format: InputFormat) -> None:
+        self._input = ParquetInput(input_format, RequestBuilder(input_format, ()))
+        self.schema = self._input.schema
+        self.columns: list[str] = self.schema.names
+
+    def rows(self) -> Iterator[Row]:
+        yield from enumerate(self._input.rows(self.columns), start=1)
+
+    def close(self) -> None:
+        self._input.close()
+
+
+class _JsonRows:
+    """Lines of JSON. The columns are the fields of all lines."""
+
+    def __init__(self, input_format: InputFormat) -> None:
+        self._path = input_format.path
+        self.columns = list(dict.fromkeys(name for _, record in self._records() for name in record))
+
+    def _records(self) -> Iterator[tuple[int, Json]]:
+        lines = LineReader(self._path)
+        try:
+            for number, raw in lines:
+                try:
+                    record: Any = msgspec.json.decode(raw) if raw.strip() else None
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+                if isinstance(record, (str, dict)):
+                    yield number, {"prompt": record} if isinstance(record, str) else record
+        finally:
+            lines.close()
+
+    def rows(self) -> Iterator[Row]:
+        for number, record in self._records():
+            yield number, [record.get(name) for name in self.columns]
+
+    def close(self) -> None:
+        pass
+
+
+class _TextRows:
+    """Lines that are prompts."""
+
+    columns: list[str]
+
+    def __init__(self, input_format: InputFormat) -> None:
+        self._lines = LineReader(input_format.path)
+        self.columns = ["prompt"]
+
+    def rows(self) -> Iterator[Row]:
+        for number, raw in self._lines:
+            if raw.strip():
+                yield number, [raw.rstrip(b"\r\n").decode(errors="replace")]
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+# --- the output -----------------------------------------------------------------------------------------------------
+
+
+class _CsvTable:
+    """`.csv` has commas, `.tsv` tabs."""
+
+    def __init__(self, path: Path, source: _Input, answers: dict[str, str]) -> None:
+        self._file = path.open("w", encoding="utf-8", newline="")
+        is_tsv = path.name.lower().endswith(".tsv.part")
+        self._writer = csv.writer(self._file, delimiter="\t" if is_tsv else ",", lineterminator="\n")
+        self._writer.writerow([*source.columns, *answers])
+
+    def write(self, rows: list[list[Any]]) -> None:
+        self._writer.writerows([field_text(value) for value in row] for row in rows)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _ParquetTable:
+    """Columns of a Parquet input keep their types; others are text."""
+
+    def __init__(self, path: Path, source: _Input, answers: dict[str, str]) -> None:
+        self._arrow, parquet = import_pyarrow()
+        arrow = self._arrow
+        if isinstance(source, _ParquetRows):
+            fields = [(field.name, _plain_type(arrow, field.type)) for field in source.schema]
+        else:
+            fields = [(name, arrow.string()) for name in source.columns]
+        kinds = {name: arrow.int64() for name in _COUNTS} | {"embedding": arrow.list_(arrow.float32())}
+        fields += [(name, kinds.get(answer, arrow.string())) for name, answer in answers.items()]
+        self._schema = arrow.schema(fields)
+        self._writer = parquet.ParquetWriter(path, self._schema)
+
+    def write(self, rows: list[list[Any]]) -> None:
+        if not rows:
+            return
+        columns = []
+        for field, values in zip(self._schema, zip(*rows, strict=True), strict=True):
+            is_text = self._arrow.types.is_string(field.type)
+            shown = [None if value is None else field_text(value) for value in values] if is_text else values
+            columns.append(self._arrow.array(shown, field.type))
+        self._writer.write_batch(self._arrow.record_batch(columns, schema=self._schema))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _plain_type(arrow: Any, kind: Any) -> Any:
+    """The type of a column's values, without their encoding."""
+    return kind.value_type if arrow.types.is_dictionary(kind) else kind
