@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import os
@@ -13,19 +14,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SHORT = sorted((ROOT / "examples" / "short").glob("*.py"))
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
 
 Run = Callable[..., str]
 
 
-def start(name: str, *args: str | Path) -> subprocess.Popen[str]:
+def start(name: str, *args: str | Path, stdin: int | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, ROOT / "examples" / f"{name}.py", *args]
     return subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        list(map(str, command)),
+        cwd=ROOT,
+        env=ENV,
+        text=True,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -42,6 +51,60 @@ def test_each_example_is_short_and_in_the_list_of_the_readme(example: Path) -> N
     assert len(source.splitlines()) < 60
     assert "args.model or pull_default()" in source
     assert f"[{example.name}]({example.name})" in (ROOT / "examples" / "README.md").read_text()
+
+
+# --- short programs -------------------------------------------------------------------------------------------------
+
+
+def code_lines(source: str) -> list[str]:
+    """The lines of a program without its docstring and blank lines."""
+    docstring = ast.get_docstring(ast.parse(source), clean=False) or ""
+    return [line for line in source.replace(f'"""{docstring}"""', "").splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("example", SHORT, ids=lambda path: path.stem)
+def test_a_short_program_has_twelve_lines_and_no_template_written_by_hand(example: Path) -> None:
+    source = example.read_text()
+    assert len(code_lines(source)) <= 12
+    assert "<|" not in source
+    assert f"[short/{example.name}](short/{example.name})" in (ROOT / "examples" / "README.md").read_text()
+
+
+def test_the_short_programs_classify_summarise_and_embed(default_model: Path, tmp_path: Path) -> None:
+    reviews = ROOT / "examples/data/reviews.csv"
+    rows = list(csv.DictReader(run("short/classify", reviews).splitlines()))
+    with reviews.open(newline="") as file:
+        assert [{"id": row["id"], "review": row["review"]} for row in rows] == list(csv.DictReader(file))
+    assert {row["label"] for row in rows} <= {"positive", "negative"}
+
+    lines = run("short/summaries", ROOT / "examples/data/notes").splitlines()
+    assert {name for name in ("bakery.txt", "ferry.txt", "library.txt") if any(name in line for line in lines)} == {
+        "bakery.txt", "ferry.txt", "library.txt",
+    }  # fmt: skip
+
+    shown = run("short/embeddings", ROOT / "examples/data/questions.txt", tmp_path / "vectors.npy")
+    assert re.fullmatch(r"(\d+) vectors of (\d+) numbers\n", shown)
+    assert np.allclose(np.linalg.norm(np.load(tmp_path / "vectors.npy"), axis=1), 1, atol=1e-5)
+
+    temperatures = [line.split()[0] for line in run("short/temperatures", "Tell me about the sea.").splitlines()]
+    assert temperatures == [f"{i / 10:.1f}" for i in range(16)]
+
+
+def test_ctrl_c_in_the_short_chat_cuts_an_answer_and_the_conversation_goes_on(default_model: Path) -> None:
+    process = start("short/chat", stdin=subprocess.PIPE)
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write("Tell me a very long story about the sea, with many chapters.\n")
+    process.stdin.flush()
+    while len(process.stdout.read(1)) and process.stdout.read(40).strip() == "":
+        pass  # until it answers
+    process.send_signal(signal.SIGINT)
+    shown, err = process.communicate("What did I ask you before?\n\n", timeout=120)
+    assert process.returncode == 0, err
+    assert shown.count("\n> ") == 2, "the next question is asked for, and after its answer another one"
+
+
+# --- others ---------------------------------------------------------------------------------------------------------
 
 
 def test_basic_batch_shows_each_prompt_with_its_continuation_and_takes_a_step_per_token(tiny_llama: Path) -> None:

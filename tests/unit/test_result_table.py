@@ -78,14 +78,13 @@ def test_an_output_can_be_the_input_of_the_next_job(tmp_path: Path) -> None:
 def test_reasoning_and_calls_have_columns_where_there_are_any(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text\na\n")
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    more = {"reasoning_content": "hm", "tool_calls": calls}
-    (row,) = read_csv(table(tmp_path, "in.csv", output="out.csv", **more))
+    (row,) = read_csv(table(tmp_path, "in.csv", output="out.csv", reasoning_content="hm", tool_calls=calls))
     assert row["reasoning_content"] == "hm"
     assert json.loads(row["tool_calls"]) == calls
 
 
 def test_columns_of_parquet_keep_their_types(tmp_path: Path) -> None:
-    columns = {"text": ["a", "b"], "n": [1, None], "at": pa.array([0, 1], pa.timestamp("s")), "tags": [["x"], []]}
+    columns = {"text": ["a", "b"], "n": [1, None], "at": pa.array([0, 1], pa.timestamp("ms")), "tags": [["x"], []]}
     written = pa.table(columns | {"kind": pa.array(["k", "k"]).dictionary_encode()})
     pq.write_table(written, tmp_path / "in.parquet")
     found = pq.read_table(table(tmp_path, "in.parquet", output="out.parquet", fails="b"))

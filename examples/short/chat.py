@@ -1,0 +1,15 @@
+"""A conversation in the terminal. Ctrl-C cuts an answer short, an empty line ends the conversation."""
+
+import contextlib
+
+from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
+
+messages: list[dict[str, object]] = []
+with BatchInferenceEngine(pull_default()) as engine:
+    while question := input("\n> "):
+        messages.append({"role": "user", "content": question})
+        stream = engine.chat_stream(messages, SamplingParams(max_tokens=500))
+        with contextlib.suppress(KeyboardInterrupt), stream:
+            for event in stream:
+                print(event.text, end="", flush=True)
+        messages.append(stream.message)
