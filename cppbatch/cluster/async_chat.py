@@ -16,6 +16,7 @@ from cppbatch.engine.chat_requests import ChatOptions, ChatRequests, Conversatio
 from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatReader
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
+from cppbatch.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from cppbatch.cluster.engine_client import EngineClient
@@ -89,7 +90,10 @@ async def _events(
     """The events of the request, with the parser of their text."""
     requests = ChatRequests(await client.chat_format(options.get("chat_template")), options)
     # On another thread, because rendering a long conversation takes time.
-    request, prepared = await asyncio.to_thread(requests.request, f"chat-{uuid.uuid4().hex}", conversation, params)
-    async with aclosing(client.submit(request)) as events:
-        async for event in events:
-            yield event, prepared
+    made = await asyncio.to_thread(requests.request, f"chat-{uuid.uuid4().hex}", conversation, params)
+    try:
+        async with aclosing(client.submit(made.request)) as events:
+            async for event in events:
+                yield event, made.chat
+    except InvalidRequest as error:
+        raise made.renamed(error) from error

@@ -67,6 +67,11 @@ class ChatRequest(NamedTuple):
     chat: PreparedChat
     """Makes the parser of the answer."""
 
+    def renamed(self, error: InvalidRequest) -> InvalidRequest:
+        """The engine's error with the field of the conversation in place of that of the prompt."""
+        names = {"prompt": "messages", **self.chat.renamed("json_schema")}
+        return error.renamed(names.get(error.field, error.field))
+
 
 class ChatRequests:
     """Makes the requests of conversations with the same options. Raises `InvalidRequest` for wrong options."""

@@ -242,8 +242,7 @@ def prepared_chat(engine: Engine, made: ChatRequest) -> Prepared:
     try:
         return Prepared(engine.prepare(made.request), made.chat)
     except InvalidRequest as error:
-        names = {"prompt": "messages", **made.chat.renamed("json_schema")}
-        raise error.renamed(names.get(error.field, error.field)) from error
+        raise made.renamed(error) from error
 
 
 def _prepare_all(

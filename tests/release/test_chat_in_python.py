@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, InvalidRequest, LocalEngine, SamplingParams
 from cppbatch.engine.chat_results import ChatCompletion
 from tests.scripted_chat import ChatServer
 
@@ -92,5 +92,7 @@ async def test_with_asyncio_too(default_model: Path, answers: dict[str, Any]) ->
                     break
         while (await engine.stats()).running:  # noqa: ASYNC110  # it is cancelled within a step
             await asyncio.sleep(0.01)
+        with pytest.raises(InvalidRequest, match=r"^messages: has .* tokens"):
+            await engine.chat("long " * 5000)
         assert left.completion is None
         assert left.message["content"]
