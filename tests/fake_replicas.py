@@ -4,6 +4,7 @@ network between them that loses, delays and breaks what a test says."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
@@ -16,8 +17,8 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState, TokenPiece
 from cppbatch.errors import EngineClosed, InvalidRequest
-from cppbatch.ray.engine_replica import ReplicaEngine
 from cppbatch.ray.ray_engine import RayEngine
+from cppbatch.ray.replica_engine import ReplicaEngine
 from cppbatch.ray.replica_set import ReplicaLost, ReplicaSetStatus
 
 
@@ -98,6 +99,7 @@ class FakeReplica:
         self.service = ReplicaEngine(engine, name)
         self.streams: list[_Stream] = []
         self.is_alive = True
+        self.drains = False
         self.n_messages = 0
 
     def kill(self, *, unread: bool = True) -> None:
@@ -119,9 +121,12 @@ class _Stream:
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
-        async for message in self._generator:
-            self._replica.n_messages += 1
-            self._queue.put_nowait(message)
+        try:
+            async for message in self._generator:
+                self._replica.n_messages += 1
+                self._queue.put_nowait(message)
+        except EngineClosed as error:
+            self._queue.put_nowait(ReplicaLost(str(error)))
         self._queue.put_nowait(None)
 
     def break_off(self, *, keep: bool) -> None:
@@ -154,8 +159,10 @@ class FakeReplicas:
         self._numbers = itertools.count()
         self.replicas: list[FakeReplica] = []
         self.state: ReplicaSetStatus | None = None
-        self.choose: Callable[[], FakeReplica] = lambda: min(self.alive, key=lambda r: len(r.streams))
+        self.status_error: Exception | None = None
+        self.choose: Callable[[], FakeReplica] = lambda: min(self.taking, key=lambda r: len(r.streams))
         self.added = asyncio.Event()
+        self.leases: Counter[str] = Counter()
         self.cancels: Counter[str] = Counter()
         for _ in range(n):
             self.add()
@@ -170,15 +177,20 @@ class FakeReplicas:
     def alive(self) -> list[FakeReplica]:
         return [replica for replica in self.replicas if replica.is_alive]
 
+    @property
+    def taking(self) -> list[FakeReplica]:
+        return [replica for replica in self.alive if not replica.drains]
+
     async def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
         replica = await self._replica()
         stream = _Stream(replica, replica.service.run(prefixes, message))
         replica.streams.append(stream)
-        async for data in stream.messages():
-            yield data
+        async with contextlib.aclosing(stream.messages()) as messages:
+            async for data in messages:
+                yield data
 
     async def _replica(self) -> FakeReplica:
-        while not self.alive:
+        while not self.taking:
             self.added.clear()
             await self.added.wait()
         return self.choose()
@@ -186,17 +198,24 @@ class FakeReplicas:
     async def ask(self, message: bytes) -> bytes:
         return await (await self._replica()).service.ask(message)
 
-    async def cancel(self, request_ids: list[str]) -> None:
+    async def cancel(self, request_ids: list[str]) -> set[str]:
         self.cancels.update(request_ids)
-        for replica in self.alive:
-            await replica.service.cancel(request_ids)
+        return {await replica.service.cancel(request_ids) for replica in self.alive if not replica.drains}
 
     async def reports(self) -> list[bytes]:
         return [await replica.service.report() for replica in self.alive]
 
     async def status(self) -> ReplicaSetStatus:
+        if self.status_error:
+            raise self.status_error
         n = len(self.alive)
         return self.state or ReplicaSetStatus(status="running" if n else "starting", n_running=n, n_wanted=n)
+
+    async def renew_lease(self, front: str) -> None:
+        self.leases[front] += 1
+
+    async def close(self, front: str) -> None:
+        del self.leases[front]
 
     def engine(self, **settings: Any) -> RayEngine:
         """A front over these replicas."""

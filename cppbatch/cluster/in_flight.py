@@ -125,6 +125,11 @@ class InFlightRequest:
         self._arrived_at = perf_counter() - (resume.age if resume else 0.0)
         self._first_token_at = self._arrived_at + resume.first_token_seconds if resume else 0.0
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether an event with a token has come."""
+        return bool(self._tokens)
+
     def message(self) -> Question | Submit:
         """The message that starts the request in a worker, or continues it after the tokens so far."""
         if self._question:

@@ -2,113 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
-import platform
-from collections.abc import AsyncGenerator
 
 import msgspec
+from ray import serve
 
 from cppbatch.cluster.engine_process import EngineProcess
-from cppbatch.cluster.prefix_router import Prefix
-from cppbatch.cluster.worker_link import Check, Checked, Refused, SlotDone, Tokenize, Tokenized
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import INT32_MAX
-from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
+from cppbatch.errors import CppBatchError
+from cppbatch.ray.front_leases import LeaseWatch
+from cppbatch.ray.load_reports import LoadReport, put_report, remove_errors, remove_report
 from cppbatch.ray.node_model import model_on_this_node
-from cppbatch.ray.ray_messages import (
-    Answer,
-    NotRun,
-    NotValid,
-    ReplicaReport,
-    Submission,
-    decode_question,
-    decode_submission,
-    encode,
-)
-from cppbatch.ray.stream_group import StreamGroup
+from cppbatch.ray.replica_engine import ReplicaEngine
 
 log = logging.getLogger("cppbatch.ray")
 
-_MAX_IDLE_GROUPS = 256  # of fronts that have ended, or have lost the group
-
-
-class ReplicaEngine:
-    """Runs the requests of all fronts in one engine. Its methods take and return MessagePack (`ray_messages`): Ray
-    would pickle objects."""
-
-    def __init__(self, engine: EngineProcess, name: str) -> None:
-        self._engine = engine
-        self._name = name
-        self._groups: dict[str, StreamGroup] = {}
-
-    async def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
-        """Runs a `Submission`. Yields a `StreamOpened`, then the messages of its stream group while it carries them.
-
-        `prefixes` are for the request router (`PrefixRequestRouter`).
-        """
-        submission = decode_submission(message)
-        group = self._group(submission.front)
-        async with contextlib.aclosing(group.stream(lambda: self._run(submission, group))) as messages:
-            async for data in messages:
-                yield data
-
-    def _group(self, front: str) -> StreamGroup:
-        group = self._groups.pop(front, None) or StreamGroup(self._name, front)
-        self._groups[front] = group  # the last used one is the last
-        for name in [name for name, other in self._groups.items() if other.is_idle][:-_MAX_IDLE_GROUPS]:
-            del self._groups[name]
-        return group
-
-    async def _run(self, submission: Submission, group: StreamGroup) -> None:
-        request = submission.request
-        try:
-            async with contextlib.aclosing(self._engine.submit(request, resume=submission.resume)) as events:
-                async for event in events:
-                    group.put(event)
-        except InvalidRequest as error:
-            group.put(NotValid(request.id, Refused(0, error.field, error.message, error.overflow)))
-        except (EngineClosed, QueueFull) as error:
-            group.put(NotRun(request.id, str(error)))
-        except Exception as error:
-            log.exception("a request could not be run")
-            group.put(NotRun(request.id, f"{type(error).__name__}: {error}"))
-
-    async def cancel(self, request_ids: list[str]) -> None:
-        """Ends requests within a step; unknown ids are ignored."""
-        for request_id in request_ids:
-            await self._engine.cancel(request_id)
-
-    async def ask(self, message: bytes) -> bytes:
-        """Answers a `Check`, `Tokenize` or `SlotAction` with `Checked`, `Tokenized` or `SlotDone`; or `Refused`."""
-        question = decode_question(message)
-        answer: Answer
-        try:
-            if isinstance(question, Check):
-                await self._engine.check(question.request)
-                answer = Checked(0)
-            elif isinstance(question, Tokenize):
-                pieces = await self._engine.tokenize(
-                    question.text, add_special=question.add_special, parse_special=question.parse_special
-                )
-                distinct = list({piece.id: piece for piece in pieces}.values())
-                answer = Tokenized(0, [piece.id for piece in pieces], distinct)
-            else:
-                answer = SlotDone(0, await self._engine.slot_action(question.action, question.slot, question.path))
-        except InvalidRequest as error:
-            answer = Refused(0, error.field, error.message, error.overflow)
-        return encode(answer)
-
-    async def report(self) -> bytes:
-        """A `ReplicaReport`."""
-        workers = await self._engine.workers()
-        return encode(ReplicaReport(replica=self._name, node=platform.node(), info=self._engine.info, workers=workers))
-
-    async def check_health(self) -> None:
-        """Called by Serve. Raises `CppBatchError` if the engine has failed: Serve then replaces the replica."""
-        health = self._engine.health()
-        if health.status in ("failed", "closed"):
-            raise CppBatchError(f"the engine has {health.status}: {health.error}")
+_REPORT_PERIOD_S = 0.5
+_LEASE_PERIOD_S = 4.0
 
 
 class EngineReplica(ReplicaEngine):
@@ -118,18 +30,49 @@ class EngineReplica(ReplicaEngine):
         self, config: EngineConfig, *, step_timeout: float = 300.0
     ) -> None:
         """Starts a worker process and waits until it has loaded the model. Raises what loading raises."""
-        from ray import serve
-
-        name = serve.get_replica_context().replica_id.unique_id
-        unlimited = msgspec.structs.replace(
-            config,
-            model_path=model_on_this_node(config.model_path),
-            max_queue=INT32_MAX - config.n_parallel,  # the fronts limit it
-        )
-        engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout)
+        name = str(serve.get_replica_context().replica_id.unique_id)
+        logging.getLogger("cppbatch").setLevel(logging.INFO)
+        application = str(serve.get_replica_context().app_name)
+        await asyncio.to_thread(remove_errors, application)
         try:
-            await engine.loaded()
-        except BaseException:
-            await engine.close()
+            engine = await _load(config, name, application, step_timeout=step_timeout)
+        except Exception as error:
+            kind = type(error).__name__ if isinstance(error, CppBatchError) else None
+            await asyncio.to_thread(put_report, application, name, LoadReport(error=str(error), error_kind=kind))
             raise
+        await asyncio.to_thread(remove_report, application, name)
         super().__init__(engine, name)
+        self._watching = asyncio.ensure_future(self._watch_fronts())
+
+    async def _watch_fronts(self) -> None:
+        """Ends the requests of fronts that were killed."""
+        watch = LeaseWatch()
+        while True:
+            await asyncio.sleep(_LEASE_PERIOD_S)
+            try:
+                expired = await asyncio.to_thread(watch.expired, self.fronts)
+            except Exception as error:
+                log.warning("the leases of fronts are not known: %s: %s", type(error).__name__, error)
+                continue
+            for front in expired:
+                log.warning("the front %s has not renewed its lease; its requests end", front)
+                self.drop_front(front)
+
+
+async def _load(config: EngineConfig, name: str, application: str, *, step_timeout: float) -> EngineProcess:
+    """Starts an engine and reports how far it is until it has loaded the model. Raises what loading raises."""
+    unlimited = msgspec.structs.replace(
+        config,
+        model_path=await asyncio.to_thread(model_on_this_node, config.model_path),
+        max_queue=INT32_MAX - config.n_parallel,  # the fronts limit it
+    )
+    engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout)
+    try:
+        loading = asyncio.ensure_future(engine.loaded())
+        while not (await asyncio.wait([loading], timeout=_REPORT_PERIOD_S))[0]:
+            await asyncio.to_thread(put_report, application, name, LoadReport(progress=engine.health().progress))
+        loading.result()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Coroutine
 from time import perf_counter
 from typing import Any
+
+import msgspec
 
 from cppbatch import errors
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use, running_loop
@@ -43,13 +46,14 @@ from cppbatch.ray.ray_messages import (
     encode,
 )
 from cppbatch.ray.replica_set import ReplicaLost, ReplicaSet, ReplicaSetStatus
-from cppbatch.ray.sent_requests import SentGroup, SentGroups, SentRequest
+from cppbatch.ray.sent_requests import SentGroup, SentGroups, SentRequest, SentStream
 
 log = logging.getLogger("cppbatch.ray")
 
 _MAX_LOST = 5  # replicas in a row, without a token of the request in between, after which it fails
 _PAUSE_S = 0.2  # before a request is sent again, times the number of lost replicas
 _STATUS_PERIOD_S, _LOADING_PERIOD_S = 1.0, 0.25
+_LEASE_PERIOD_S = 4.0
 _MAX_FINISH_TIMES = 64
 
 
@@ -65,20 +69,21 @@ class RayEngine(EngineClient):
         self.config = config
         self._replicas = replicas
         self._front = uuid.uuid4().hex[:8]
-        self._n_epochs = 0  # a lost stream group has a hole: requests after that go into other groups
+        self._epoch = 0  # a lost stream group has a hole: requests after that go into other groups
         self._n_sent = 0
         self._requests: dict[str, SentRequest] = {}  # unfinished, by `sent_as`
         self._by_id: dict[str, SentRequest] = {}  # by the client's id; while the iterator of `submit` is open
         self._groups = SentGroups()
-        self._to_cancel: list[str] = []
+        self._to_cancel: list[tuple[str, SentGroup]] = []
         self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
         self._tasks: set[asyncio.Task[None]] = set()
         self._status = ReplicaSetStatus(status="starting")
+        self._has_more = False  # replicas than at the time before
         self._info: ModelInfo | None = None
         self._closed = False
         self._loaded: asyncio.Future[None] = loop.create_future()
         self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
-        self._watching = asyncio.ensure_future(self._watch())
+        self._background = [asyncio.ensure_future(work) for work in (self._watch(), self._renew_lease())]
 
     async def loaded(self) -> None:
         """Waits until a replica has loaded the model. Raises what loading raised."""
@@ -164,15 +169,14 @@ class RayEngine(EngineClient):
         finally:
             del self._by_id[request.id]
             if submitted.sent_as in self._requests:
-                self._remove(submitted)
-                self._send_cancel(submitted)
+                self._abandon(submitted)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
         if request := self._by_id.get(request_id):
             request.cancelled = True
             if request.group:
-                self._send_cancel(request)  # the replica sends the last event
+                self._send_cancel(request.sent_as, request.group)  # the replica sends the last event
             elif request.sent_as in self._requests:
                 self._end(request, FinishReason.CANCELLED)
 
@@ -197,55 +201,70 @@ class RayEngine(EngineClient):
         """Sends the request to a replica, to be continued behind its tokens so far."""
         self._n_sent += 1
         request.sent_as = f"{self._front}-{self._n_sent}"
-        front = f"{self._front}.{self._n_epochs}"
+        sent = replaced(request.request, id=request.sent_as)
         try:
-            message = encode(Submission(front, replaced(request.request, id=request.sent_as), request.resume_state()))
+            message = encode(Submission(self._front, self._epoch, sent, request.resume_state()))
         except UnicodeEncodeError as error:
             request.outputs.fail(InvalidRequest("prompt", f"has half of a surrogate pair: {error}"))
             return
         self._requests[request.sent_as] = request
-        self._start_task(self._read(request, request.sent_as, message))
+        self._start_task(self._read(SentStream(request), message))
 
-    async def _read(self, request: SentRequest, sent_as: str, message: bytes) -> None:
+    async def _read(self, stream: SentStream, message: bytes) -> None:
         """Reads one stream to its end, even if its own request ends before: it may carry events of others."""
-        prefixes = prompt_prefixes(request.request)
-        group: SentGroup | None = None
         try:
-            async with contextlib.aclosing(self._replicas.run(prefixes, message)) as messages:
-                async for data in messages:
-                    received = decode_to_front(data)
-                    if isinstance(received, StreamOpened):
-                        group = self._groups.get(received.group)
-                        self._opened(request, sent_as, group)
-                    elif group:
-                        for in_order in group.in_order(received):
-                            self._handle(in_order, group)
+            await self._follow(stream, message)
         except (ReplicaLost, asyncio.CancelledError) as error:  # Ray raises the second one for some lost calls
             if self._closed:
                 raise
-            if group:
-                self._lose_group(group, str(error))
-            elif sent_as in self._requests:
-                self._send_again(request, str(error))
+            if stream.group:
+                self._lose_group(stream.group, str(error))
+            elif stream.sent_as in self._requests:
+                self._send_again(stream.request, str(error))
         except Exception as error:  # a bug: no reader waits forever
             log.exception("a request could not be run on the cluster")
-            if sent_as in self._requests:
-                self._end(request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            if stream.sent_as in self._requests:
+                self._end(stream.request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        finally:
+            if stream.group:
+                stream.group.streams.pop(stream.sent_as, None)
 
-    def _opened(self, request: SentRequest, sent_as: str, group: SentGroup) -> None:
-        if sent_as not in self._requests:  # the request has ended meanwhile
-            self._send_cancel_as(sent_as)
-        elif group.is_lost:  # the request was on the way into the group
-            self._remove(request)
-            self._send_cancel_as(sent_as)
-            self._send(request)
-        else:
+    async def _follow(self, stream: SentStream, message: bytes) -> None:
+        prefixes = prompt_prefixes(stream.request.request)
+        async with contextlib.aclosing(self._replicas.run(prefixes, message)) as messages:
+            async for data in messages:
+                received = decode_to_front(data)
+                if isinstance(received, StreamOpened):
+                    self._opened(stream, self._groups.get(received.group, received.replica))
+                elif stream.group:
+                    for in_order in stream.group.in_order(received):
+                        self._handle(in_order, stream.group)
+                if stream.group and stream.group.is_lost:
+                    return  # closes the stream
+
+    def _opened(self, stream: SentStream, group: SentGroup) -> None:
+        task = asyncio.current_task()
+        assert task
+        stream.group, group.streams[stream.sent_as] = group, task
+        if request := self._request_in(group, stream.sent_as):
+            if group.is_lost:  # the request was on the way into it
+                self._remove(request)
+                self._send(request)
+        elif not group.is_lost:  # the request has ended meanwhile
+            self._send_cancel(stream.sent_as, group)
+
+    def _request_in(self, group: SentGroup, sent_as: str) -> SentRequest | None:
+        """The request that a replica tells of; None if it has ended here. Its first events may overtake the message
+        that opens its stream."""
+        request = self._requests.get(sent_as)
+        if request and not request.group:
             request.group = group
             group.requests[sent_as] = request
+        return request
 
     def _handle(self, message: GroupEvents, group: SentGroup) -> None:
         for event in message.events:
-            if request := group.requests.get(event.request_id):
+            if request := self._request_in(group, event.request_id):
                 if event.tokens:
                     request.n_crashes = 0
                 if event.finish_reason:
@@ -253,12 +272,12 @@ class RayEngine(EngineClient):
                     self._finish_times.append(perf_counter())
                 request.put(event)
         for invalid in message.not_valid:
-            if request := group.requests.get(invalid.request_id):
+            if request := self._request_in(group, invalid.request_id):
                 refused = invalid.refused
                 self._remove(request)
                 request.outputs.fail(InvalidRequest(refused.field, refused.message, refused.overflow))
         for not_run in message.not_run:
-            if request := group.requests.get(not_run.request_id):
+            if request := self._request_in(group, not_run.request_id):
                 self._send_again(request, not_run.why)
 
     def _remove(self, request: SentRequest) -> None:
@@ -268,17 +287,28 @@ class RayEngine(EngineClient):
             del request.group.requests[request.sent_as]
             request.group = None
 
+    def _abandon(self, request: SentRequest) -> None:
+        """Removes a request, and cancels it in its replica."""
+        group = request.group
+        self._remove(request)
+        if group:
+            self._send_cancel(request.sent_as, group)
+
     def _lose_group(self, group: SentGroup, why: str) -> None:
-        """A stream of the group broke. Continues its requests elsewhere, in groups without a hole."""
+        """A stream of the group broke. Continues its requests elsewhere, in groups without a hole, and closes its other
+        streams, which ends the requests in the replica if that is still there."""
         if group.is_lost:
             return
         group.is_lost = True
-        self._n_epochs += 1
+        self._epoch += 1
         lost = list(group.requests.values())
-        log.warning("a replica was lost (%s); its %d requests continue in other replicas", why, len(lost))
+        if lost:
+            log.warning("a replica was lost (%s); its %d requests continue in other replicas", why, len(lost))
         for request in lost:
-            self._send_cancel(request)  # in case that only the connection was lost
             self._send_again(request, why)
+        for task in group.streams.values():
+            if task is not asyncio.current_task():
+                task.cancel()
 
     def _send_again(self, request: SentRequest, why: str) -> None:
         self._remove(request)
@@ -300,19 +330,27 @@ class RayEngine(EngineClient):
     def _put_last_event(request: SentRequest, reason: FinishReason, error: str | None = None) -> None:
         request.outputs.put(GenerationEvent(request_id=request.sent_as, finish_reason=reason, error=error))
 
-    def _send_cancel(self, request: SentRequest) -> None:
-        self._send_cancel_as(request.sent_as)
-
-    def _send_cancel_as(self, sent_as: str) -> None:
-        self._to_cancel.append(sent_as)
+    def _send_cancel(self, sent_as: str, group: SentGroup) -> None:
+        self._to_cancel.append((sent_as, group))
         if len(self._to_cancel) == 1:
             self._start_task(self._cancel_all())
 
     async def _cancel_all(self) -> None:
-        """Cancels, in one call, all requests that this turn of the event loop cancels."""
+        """Cancels, in one call, all requests that this turn of the event loop cancels.
+
+        Serve does not pass the call to replicas that drain. Their groups are given up: closed streams end all requests
+        there, and the other requests continue elsewhere.
+        """
         await asyncio.sleep(0)
-        request_ids, self._to_cancel = self._to_cancel, []
-        await self._replicas.cancel(request_ids)
+        cancelled, self._to_cancel = self._to_cancel, []
+        try:
+            reached = await self._replicas.cancel([sent_as for sent_as, _ in cancelled])
+        except Exception:
+            log.exception("requests could not be cancelled; their streams are closed")
+            reached = set()
+        for sent_as, group in cancelled:
+            if group.replica not in reached and sent_as in group.streams:
+                self._lose_group(group, "it ends")
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -324,16 +362,45 @@ class RayEngine(EngineClient):
     async def _watch(self) -> None:
         """Keeps the status, and `info` from the first replica that runs."""
         while True:
+            n_before, has_more = self._status.n_running, self._has_more
             try:
-                self._status = await self._replicas.status()
-                if self._status.status == "failed":
-                    self._fail(self._status)
-                elif self._info is None and self._status.status == "running":
-                    self._info = next(iter(await self._reports())).info
-                    self._loaded.set_result(None)
-            except Exception as error:  # the cluster may be away for a while
-                log.warning("the state of the replicas is not known: %s: %s", type(error).__name__, error)
+                await self._update_status()
+            except Exception as error:
+                why = f"the Ray cluster does not answer ({type(error).__name__}: {error})"
+                if self._status.message != why:
+                    log.warning("%s", why)
+                self._status = msgspec.structs.replace(self._status, status="starting", message=why)
+            self._has_more = self._status.n_running > n_before > 0
+            if has_more:  # since the last time: by now Serve's router knows the new replicas
+                self._spread()
             await asyncio.sleep(_STATUS_PERIOD_S if self._loaded.done() else _LOADING_PERIOD_S)
+
+    async def _renew_lease(self) -> None:
+        """Tells the replicas that this front still runs: without that they end its requests."""
+        while True:
+            try:
+                await self._replicas.renew_lease(self._front)
+            except Exception as error:  # `_watch` reports that the cluster does not answer
+                log.debug("the lease was not renewed: %s", error)
+            await asyncio.sleep(_LEASE_PERIOD_S)
+
+    async def _update_status(self) -> None:
+        self._status = await self._replicas.status()
+        if self._status.status == "failed":
+            self._fail(self._status)
+        elif self._info is None and self._status.status == "running" and (reports := await self._reports()):
+            self._info = reports[0].info
+            self._loaded.set_result(None)
+
+    def _spread(self) -> None:
+        """Sends requests that wait in the queues of replicas again, so that new replicas get their share."""
+        share = math.ceil(len(self._requests) / max(1, self._status.n_running))
+        for group in self._groups:
+            n_more = len(group.requests) - max(share, self.config.n_parallel)
+            waiting = [each for each in group.requests.values() if not each.has_tokens and not each.cancelled]
+            for request in waiting[-n_more:] if n_more > 0 else ():
+                self._abandon(request)
+                self._send(request)
 
     def _fail(self, status: ReplicaSetStatus) -> None:
         error = status.message or "no replica runs"
@@ -363,15 +430,12 @@ class RayEngine(EngineClient):
     async def close(self) -> None:
         """Ends all requests here and in the replicas, which go on running; the last events are `cancelled`."""
         self._closed = True
-        self._watching.cancel()
-        cancelled = list(self._requests.values())
-        for request in cancelled:
+        for request in list(self._requests.values()):
             self._end(request, FinishReason.CANCELLED)
         if not self._loaded.done():
             self._loaded.set_exception(EngineClosed("the engine was closed while it loaded the model"))
-        if cancelled:
-            with contextlib.suppress(Exception):
-                await self._replicas.cancel([request.sent_as for request in cancelled])
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(self._watching, *self._tasks, return_exceptions=True)
+        tasks = [*self._background, *self._tasks]
+        for task in tasks:
+            task.cancel()  # closes the streams, which ends the requests in the replicas
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._replicas.close(self._front)

@@ -18,7 +18,8 @@ class Submission(msgspec.Struct, frozen=True):
     """Run this request, or continue it where a lost replica stopped. `request.id` is unique among all fronts."""
 
     front: str
-    """Requests with the same value are in one stream group of a replica."""
+    epoch: int
+    """Requests of the same front and epoch are in one stream group of a replica."""
     request: GenerationRequest
     resume: ResumeState
 

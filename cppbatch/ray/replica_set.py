@@ -33,16 +33,25 @@ class ReplicaSet(Protocol):
     """All replicas of a deployment."""
 
     def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
-        """Calls `EngineReplica.run` in one replica; waits until there is one. Raises `ReplicaLost`."""
+        """Calls `EngineReplica.run` in one replica; waits until there is one. Raises `ReplicaLost`.
+
+        Closing it early ends the call in the replica.
+        """
 
     async def ask(self, message: bytes) -> bytes:
         """Calls `EngineReplica.ask` in one replica; waits until there is one. Raises `ReplicaLost`."""
 
-    async def cancel(self, request_ids: list[str]) -> None:
-        """Calls `EngineReplica.cancel` in all replicas that can be reached."""
+    async def cancel(self, request_ids: list[str]) -> set[str]:
+        """Calls `EngineReplica.cancel` in all replicas that take requests. Returns their names."""
 
     async def reports(self) -> list[bytes]:
         """`EngineReplica.report` of all replicas that answer."""
 
     async def status(self) -> ReplicaSetStatus:
         """The state of all replicas."""
+
+    async def renew_lease(self, front: str) -> None:
+        """Tells all replicas that a front still runs."""
+
+    async def close(self, front: str) -> None:
+        """Ends the connection of a front; the replicas go on running."""

@@ -3,12 +3,14 @@ concerns."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
 
 from cppbatch.cluster.in_flight import InFlightRequest
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.ray.ray_messages import GroupEvents
+from cppbatch.ray.replica_set import ReplicaLost
 
 _MAX_GROUPS = 4096  # more than a cluster has replicas at once
 
@@ -24,19 +26,35 @@ class SentRequest(InFlightRequest):
         """The group that carries its events; None until a replica runs it."""
 
 
+class SentStream:
+    """A stream of a request that was sent. The request may be sent again before the stream has ended."""
+
+    def __init__(self, request: SentRequest) -> None:
+        self.request = request
+        self.sent_as = request.sent_as
+        self.group: SentGroup | None = None
+        """None until the replica has opened the stream."""
+
+
 class SentGroup:
     """The front's side of a stream group. A stream that breaks may take messages with it: then the group has a hole,
     and none of its later messages may be used."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: str) -> None:
+        self.replica = replica
         self.is_lost = False
+        self.streams: dict[str, asyncio.Task[None]] = {}
+        """The tasks that read the open streams, by the id of the stream's request."""
         self.requests: dict[str, SentRequest] = {}
         """The unfinished requests of the group, by the id that the replica knows."""
         self._n_received = 0
         self._early: dict[int, GroupEvents] = {}  # overtook a message on the stream of an earlier carrier
 
     def in_order(self, message: GroupEvents) -> Iterator[GroupEvents]:
-        """Yields this message and those that waited for it; nothing if it must wait for another one."""
+        """Yields this message and those that waited for it; nothing if it must wait for another one. Raises
+        `ReplicaLost` for a number that was used before: the replica has begun the group again."""
+        if message.number < self._n_received:
+            raise ReplicaLost("it does not know the requests any more")
         self._early[message.number] = message
         while not self.is_lost and (following := self._early.pop(self._n_received, None)):
             self._n_received += 1
@@ -49,9 +67,13 @@ class SentGroups:
     def __init__(self) -> None:
         self._groups: OrderedDict[str, SentGroup] = OrderedDict()
 
-    def get(self, name: str) -> SentGroup:
+    def __iter__(self) -> Iterator[SentGroup]:
+        """Iterates over a copy."""
+        return iter(list(self._groups.values()))
+
+    def get(self, name: str, replica: str) -> SentGroup:
         """The group of this name."""
-        group = self._groups.setdefault(name, SentGroup())
+        group = self._groups.setdefault(name, SentGroup(replica))
         self._groups.move_to_end(name)
         while len(self._groups) > _MAX_GROUPS:
             self._groups.popitem(last=False)

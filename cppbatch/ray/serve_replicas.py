@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 import ray
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
 from cppbatch.cluster.prefix_router import Prefix
+from cppbatch.ray.front_leases import end_lease, renew_lease
+from cppbatch.ray.load_reports import load_reports
 from cppbatch.ray.replica_set import ReplicaLost, ReplicaSetStatus
 
 Result = TypeVar("Result")
@@ -26,29 +29,35 @@ class ServeReplicas:
     """The replicas of an application, over a `DeploymentHandle`. Ray must be initialised."""
 
     def __init__(self, application: str, deployment: str = DEPLOYMENT) -> None:
-        """Raises `ray.serve.exceptions.RayServeException` if there is no such application."""
+        """`application` may still be starting."""
         self._application, self._deployment = application, deployment
-        self._handle = serve.get_deployment_handle(deployment, application)
+        self._handle = DeploymentHandle(deployment, application)  # not a cached one: it belongs to one event loop
         self._run = self._handle.options(method_name="run", stream=True)
         self._ask = self._handle.options(method_name="ask")
 
     async def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
         """As in `ReplicaSet`."""
         response = self._run.remote(prefixes, message)
+        has_ended = False
         try:
             while True:
                 yield await _reached(response.__anext__())
-        except StopAsyncIteration:
-            return
+        except (StopAsyncIteration, ReplicaLost) as end:
+            has_ended = True
+            if isinstance(end, ReplicaLost):
+                raise
+        finally:
+            if not has_ended:
+                response.cancel()
 
     async def ask(self, message: bytes) -> bytes:
         """As in `ReplicaSet`."""
         answer: bytes = await _reached(self._ask.remote(message))
         return answer
 
-    async def cancel(self, request_ids: list[str]) -> None:
+    async def cancel(self, request_ids: list[str]) -> set[str]:
         """As in `ReplicaSet`."""
-        await self._broadcast("cancel", request_ids)
+        return {name for name in await self._broadcast("cancel", request_ids) if isinstance(name, str)}
 
     async def reports(self) -> list[bytes]:
         """As in `ReplicaSet`."""
@@ -63,21 +72,39 @@ class ServeReplicas:
             return []
         return answers
 
+    async def renew_lease(self, front: str) -> None:
+        """As in `ReplicaSet`."""
+        await asyncio.to_thread(renew_lease, front)
+
+    async def close(self, front: str) -> None:
+        """As in `ReplicaSet`."""
+        await asyncio.to_thread(end_lease, front)
+        await self._handle.shutdown_async()
+
     async def status(self) -> ReplicaSetStatus:
         """As in `ReplicaSet`."""
-        found = (await asyncio.to_thread(serve.status)).applications.get(self._application)
-        deployment = found and found.deployments.get(self._deployment)
+        return await asyncio.to_thread(self._status)
+
+    def _status(self) -> ReplicaSetStatus:
+        found = serve.status().applications.get(self._application)
         if found is None or found.status == ApplicationStatus.DELETING:
-            return ReplicaSetStatus(status="failed", message=f"the Serve application {self._application!r} was deleted")
+            return ReplicaSetStatus(status="failed", message=f"the Serve application {self._application!r} is gone")
+        deployment = found.deployments.get(self._deployment)
         states = deployment.replica_states if deployment else {}
         n_running = states.get(ReplicaState.RUNNING, 0)
         n_wanted = sum(states.values()) - states.get(ReplicaState.STOPPING, 0)
-        message = (deployment.message if deployment else "") or found.message or None
-        if found.status == ApplicationStatus.DEPLOY_FAILED and not n_running:
-            return ReplicaSetStatus(status="failed", message=message)
         if n_running:
             return ReplicaSetStatus(status="running", n_running=n_running, n_wanted=n_wanted, progress=1.0)
-        return ReplicaSetStatus(status="starting", n_wanted=n_wanted, message=message)
+        reports = load_reports(self._application)
+        failed = next((report for report in reports if report.error), None)
+        message = failed.error if failed else (deployment.message if deployment else "") or found.message
+        return ReplicaSetStatus(
+            status="failed" if found.status == ApplicationStatus.DEPLOY_FAILED else "starting",
+            n_wanted=n_wanted,
+            progress=max((report.progress for report in reports), default=0.0),
+            message=message or None,
+            error_kind=failed.error_kind if failed else None,
+        )
 
 
 async def _reached(call: Awaitable[Result]) -> Result:

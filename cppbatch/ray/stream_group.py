@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from cppbatch.engine.request import GenerationEvent
+from cppbatch.errors import EngineClosed
 from cppbatch.ray.ray_messages import GroupEvents, NotRun, NotValid, StreamOpened, encode
 
 
@@ -26,6 +27,7 @@ class StreamGroup:
         self._opened = encode(StreamOpened(replica, f"{replica}/{front}"))
         self._streams: list[_Stream] = []  # the oldest first
         self._n_sent = 0
+        self._closed_because: str | None = None
         self._events: list[GenerationEvent] = []
         self._not_valid: list[NotValid] = []
         self._not_run: list[NotRun] = []
@@ -45,6 +47,12 @@ class StreamGroup:
             self._not_run.append(item)
         self._wake_carrier()
 
+    def close(self, why: str) -> None:
+        """Ends all streams and their requests. The streams raise `EngineClosed`."""
+        self._closed_because = why
+        for stream in self._streams:
+            stream.wake.set()
+
     def _wake_carrier(self) -> None:
         if self._streams:
             self._streams[0].wake.set()
@@ -52,7 +60,7 @@ class StreamGroup:
     async def stream(self, run: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[bytes, None]:
         """Runs a request, which puts its events into this group. Yields messages while this stream is the carrier.
 
-        Ends when the request has ended. Closing it early cancels `run`.
+        Ends when the request has ended. Closing it early cancels `run`. Raises `EngineClosed` after `close`.
         """
         stream = _Stream()
         self._streams.append(stream)
@@ -68,6 +76,8 @@ class StreamGroup:
             while True:
                 await stream.wake.wait()
                 stream.wake.clear()
+                if self._closed_because:
+                    raise EngineClosed(self._closed_because)
                 while self._streams[0] is stream and self._has_items():
                     yield self._take()
                 if stream.ended:

@@ -28,6 +28,7 @@ from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.in_flight import InFlightRequest
 from cppbatch.cluster.worker_link import LoadFailed
 from cppbatch.config import EngineConfig
+from cppbatch.engine.request import ResumeState
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
 from tests import tiny_models
@@ -114,6 +115,23 @@ async def until(condition: Any, seconds: float = 30) -> None:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("the condition did not become true")
+
+
+async def test_a_request_continues_where_another_engine_stopped(tiny_llama: Path) -> None:
+    its = request("a", temperature=1.0, seed=7, max_tokens=60)
+    async with opened(tiny_llama) as first:
+        whole = await run(first, its)
+    tokens = [token for event in whole for token in event.tokens]
+    so_far = ResumeState(tokens=tokens[:25], age=3.0, first_token_seconds=0.5)
+    async with opened(tiny_llama) as second:
+        rest = [event async for event in second.submit(its, resume=so_far)]
+    assert [token for event in rest for token in event.tokens] == tokens[25:]
+    assert "".join(event.text for event in whole).endswith("".join(event.text for event in rest))
+    usage = rest[-1].usage
+    assert usage
+    assert usage.completion_tokens == 60
+    assert usage.first_token_seconds == pytest.approx(0.5)
+    assert usage.total_seconds > 3
 
 
 # --- workers that die -------------------------------------------------------------------------------------------------

@@ -105,6 +105,23 @@ async def test_messages_of_two_carriers_that_overtake_each_other_are_put_in_orde
         second.assert_complete()
 
 
+async def test_events_may_overtake_the_opening_of_their_own_stream() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        first = (await start(engine, 1))[0]
+        second = Reader(engine, request("second"))
+        replica = cluster.replicas[0]
+        await _until(lambda: len(replica.streams) == 2)
+        replica.streams[1].go.clear()
+        await settle()
+        await cluster.step(4)
+        assert second.text == "second0 second1 second2 second3 "
+        replica.streams[1].go.set()
+        await cluster.step(6)
+        first.assert_complete()
+        second.assert_complete()
+
+
 @pytest.mark.parametrize("unread", [True, False], ids=["last messages arrive", "last messages are lost"])
 async def test_the_requests_of_a_killed_replica_continue_elsewhere(unread: bool) -> None:
     cluster = FakeReplicas(3)
@@ -145,7 +162,7 @@ async def test_a_broken_stream_of_a_living_replica_leaves_no_hole() -> None:
         await cluster.step(2)
         carrier.break_off(keep=False)  # its messages are lost; the other streams go on
         await settle()
-        assert len(cluster.replicas[0].engine.running) == 4, "the requests of the lost group are cancelled"
+        assert len(cluster.replicas[0].engine.running) == 4, "the requests of the lost group have ended in the replica"
         late = Reader(engine, request("late", 20))
         await settle()
         await cluster.step(30)
@@ -161,7 +178,6 @@ async def test_a_request_on_the_way_into_a_lost_group_is_sent_again() -> None:
         replica = cluster.replicas[0]
         await _until(lambda: len(replica.streams) == 2)
         replica.streams[1].go.clear()  # the front does not know yet in which group the request is
-        await cluster.step(3)
         replica.streams[0].break_off(keep=False)
         await settle()
         replica.streams[0].go.set()
@@ -169,6 +185,23 @@ async def test_a_request_on_the_way_into_a_lost_group_is_sent_again() -> None:
         await cluster.step(30)
         first.assert_complete()
         second.assert_complete()
+
+
+async def test_new_replicas_get_their_share_of_the_waiting_requests() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster, n_parallel=2) as engine:
+        running = await start(engine, 2, tokens=100)
+        await cluster.step()
+        waiting = [Reader(engine, request(f"w{i}")) for i in range(10)]
+        await settle()
+        first, second = cluster.replicas[0], cluster.add()
+        await _until(lambda: second.engine.running)
+        await settle()
+        assert [len(replica.engine.running) for replica in (first, second)] == [6, 6]
+        assert not {reader.asked.id for reader in running} & {str(r[0].prompt) for r in second.engine.running.values()}
+        await cluster.step(100)
+        for reader in running + waiting:
+            reader.assert_complete()
 
 
 async def test_a_request_fails_after_five_lost_replicas_in_a_row() -> None:
@@ -226,6 +259,25 @@ async def test_closing_the_iterator_cancels_in_the_replica() -> None:
         assert not any(stream in replica.streams for replica in cluster.replicas for stream in carriers)
         await cluster.step(20)
         for reader in readers[2:]:
+            reader.assert_complete()
+
+
+async def test_a_cancel_that_does_not_reach_a_draining_replica_closes_its_streams() -> None:
+    cluster = FakeReplicas(2)
+    async with opened(cluster) as engine:
+        readers = await start(engine, 6)
+        await cluster.step(2)
+        draining, other = cluster.replicas
+        draining.drains = True
+        there = {running.prompt for running, *_ in draining.engine.running.values()}
+        first, *rest = [reader for reader in readers if reader.asked.prompt in there]
+        await engine.cancel(first.asked.id)
+        await settle()
+        assert first.finish_reason is FinishReason.CANCELLED
+        assert not draining.engine.running
+        assert len(other.engine.running) == 5
+        await cluster.step(20)
+        for reader in rest:
             reader.assert_complete()
 
 
@@ -330,6 +382,25 @@ async def test_a_slow_reader_gets_merged_events() -> None:
         await events.aclose()
 
 
+async def test_a_replica_ends_the_requests_of_a_front_that_does_not_answer() -> None:
+    cluster = FakeReplicas(2)
+    async with opened(cluster) as engine, opened(cluster) as other:
+        cluster.choose = lambda: cluster.replicas[0]
+        readers = await start(engine, 3)
+        reader = Reader(other, request("other"))
+        await settle()
+        await cluster.step(2)
+        (silent, _), service = cluster.leases, cluster.replicas[0].service
+        assert len(service.fronts) == 2
+        cluster.choose = lambda: cluster.replicas[1]
+        service.drop_front(silent)
+        await settle()
+        assert len(cluster.replicas[0].engine.running) == 1
+        await cluster.step(12)
+        for each in [*readers, reader]:  # this front lives, so its requests continue elsewhere
+            each.assert_complete()
+
+
 async def test_closing_ends_requests_here_and_in_the_replicas() -> None:
     cluster = FakeReplicas(1)
     engine = cluster.engine()
@@ -363,6 +434,16 @@ async def test_health_tells_what_the_replicas_do() -> None:
     assert engine.health().takes_requests
     assert engine.health().error == "no node has 8 free CPUs"
     await engine.close()
+
+
+async def test_a_cluster_that_does_not_answer_is_the_reason_that_health_gives() -> None:
+    cluster = FakeReplicas(1)
+    async with opened(cluster) as engine:
+        cluster.status_error = ConnectionError("no route to host")
+        await _until(lambda: engine.health().status == "restarting")
+        assert engine.health().error == "the Ray cluster does not answer (ConnectionError: no route to host)"
+        cluster.status_error = None
+        await _until(lambda: engine.health().status == "ok")
 
 
 async def test_loading_fails_with_the_error_of_the_replica() -> None:
