@@ -468,9 +468,11 @@ _PROFILE_AND_MEMORY = [
 ]  # fmt: skip
 
 
-def profile_and_memory_options(command: Command, *, says_start: Callable[[], bool] = lambda: True) -> Command:
+def profile_and_memory_options(
+    command: Command, *, says_start: Callable[[], bool] = lambda: True, to_stderr: bool = True
+) -> Command:
     """Adds --no-profile and --no-memory-check. The command gets its `config` with the profile's settings, or else sizes
-    that fit, checked. If `says_start()`, lines on stderr say what runs where."""
+    that fit, checked. If `says_start()`, lines say what runs where. `to_stderr`: there, not on stdout."""
 
     @wraps(command)
     def with_checked_config(config: EngineConfig, use_profile: bool, memory_check: bool, **arguments: Any) -> Any:
@@ -487,7 +489,7 @@ def profile_and_memory_options(command: Command, *, says_start: Callable[[], boo
             deployment.configs if deployment else lambda one: [one],
             use_profile=use_profile,
             memory_check=memory_check,
-            say=partial(click.echo, err=True),
+            say=partial(click.echo, err=to_stderr),
             says_start=says_start(),
         )
         if memory_check and deployment and deployment.is_autoscaled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @ray_options
 @engine_options
 @unneeded_flags  # where the log is set up
-@profile_and_memory_options
+@partial(profile_and_memory_options, to_stderr=False)  # stderr is for the log, which may be JSON
 def serve(
     config: EngineConfig, deployment: Deployment, ray: RayTarget | None, settings: ServerSettings, address: Address
 ) -> None:
