@@ -35,7 +35,7 @@ def test_the_architecture_is_one_page() -> None:
 
 def test_every_module_of_the_architecture_and_the_glossary_exists() -> None:
     paths = re.findall(
-        r"`((?:bench|chat|cli|cluster|engine|jobs|llama|models|server)/[\w/]+\.py)", ARCHITECTURE + GLOSSARY
+        r"`((?:bench|chat|cli|cluster|engine|jobs|llama|models|ray|server)/[\w/]+\.py)", ARCHITECTURE + GLOSSARY
     )
     assert len(paths) > 60
     assert [path for path in paths if not (ROOT / "cppbatch" / path).exists()] == []
