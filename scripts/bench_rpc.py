@@ -67,9 +67,17 @@ class CountingProxy:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._loop.call_soon_threadsafe(self._server.close)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    async def _close(self) -> None:
+        """Ends the connections too: the worker serves nobody else before."""
+        self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there = await asyncio.open_connection("127.0.0.1", self._target)
@@ -77,7 +85,7 @@ class CountingProxy:
         await asyncio.gather(sending, self._pass_on(there[0], writer, sent=False))
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, sent: bool) -> None:
-        with contextlib.suppress(ConnectionError):
+        try:
             while data := await reader.read(1 << 20):
                 if sent:
                     self.n_sent += len(data)
@@ -86,7 +94,10 @@ class CountingProxy:
                     self.n_received += len(data)
                 writer.write(data)
                 await writer.drain()
-        writer.close()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
 
 
 def texts_and_speed(engine: BatchInferenceEngine, prompts: Sequence[str], n_new: int) -> tuple[list[list[int]], float]:
