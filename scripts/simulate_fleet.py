@@ -202,7 +202,14 @@ def measure_times(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """Measures the step times, computes a load in real time, and simulates it with these times."""
-    from cppbatch.bench.fleet.measure_replica import mean_times, measure_step_times, open_engine, run_load
+    from cppbatch.bench.fleet.measure_replica import (
+        mean_times,
+        measure_step_times,
+        open_engine,
+        run_load,
+        step_ratios,
+        take_steps,
+    )
     from cppbatch.models.pull import choose_model
 
     model = str(choose_model(args.model))
@@ -212,6 +219,7 @@ def compare(args: argparse.Namespace) -> None:
         before = measure_step_times(engine, name=engine.info.name, source="measured before and after", start_s=0.0)
         load = make_load(args, n_replicas=1, times=before)
         real = run_load(engine, load, progress=progress_line("measured", load))
+        steps = take_steps(engine)
         after = measure_step_times(engine, name=engine.info.name, source="measured after", start_s=0.0)
     times = mean_times(before, after)
     print(msgspec.json.encode(times).decode(), flush=True)
@@ -227,6 +235,8 @@ def compare(args: argparse.Namespace) -> None:
         f"TTFT p50 {other.ttft_p50 / one.ttft_p50:.2f}, p95 {other.ttft_p95 / one.ttft_p95:.2f}, "
         f"s a token {other.token_p50 / one.token_p50:.2f}, cached tokens {other.cached_tokens / one.cached_tokens:.2f}"
     )
+    for kind, (n, ratio) in step_ratios(steps, times).items():
+        print(f"{n} steps of {kind}, all together: simulated / measured {ratio:.2f}")
     if args.json:
         write_json(args.json, {"times": times, "load": load, "results": results})
 

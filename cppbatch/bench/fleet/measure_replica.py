@@ -15,7 +15,7 @@ import numpy as np
 from cppbatch.bench.fleet.conversations import Conversation, Load, conversations
 from cppbatch.bench.fleet.fleet_simulation import FleetRun
 from cppbatch.bench.fleet.simulated_request import SimulatedRequest
-from cppbatch.bench.fleet.step_times import Curve, StepTimes
+from cppbatch.bench.fleet.step_times import Curve, StepTimes, at
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.scheduler import Scheduler, StepPlan
@@ -178,6 +178,26 @@ def mean_times(one: StepTimes, other: StepTimes) -> StepTimes:
         row_cell_us=(one.row_cell_us + other.row_cell_us) / 2,
         prompt_cell_us=(one.prompt_cell_us + other.prompt_cell_us) / 2,
     )
+
+
+def take_steps(engine: BatchInferenceEngine) -> list[Step]:
+    """The steps since the last load began."""
+    return list(_recording(engine).steps)
+
+
+def step_ratios(steps: Sequence[Step], times: StepTimes) -> dict[str, tuple[int, float]]:
+    """By what steps computed: their number, and their simulated time by the measured one."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for step in steps:
+        kind = ("rows and prompts" if step.n_prompt else "rows") if step.rows else "prompts"
+        milliseconds = sum(at(times.rows_ms, n) for n in step.rows) + step.row_cells * times.row_cell_us / 1e3
+        if step.n_prompt:
+            milliseconds += (
+                times.prompts_ms([step.n_prompt]) + step.n_prompt * step.n_before * times.prompt_cell_us / 1e3
+            )
+        for i, value in enumerate((1, milliseconds / 1e3, step.seconds)):
+            sums[kind][i] += value
+    return {kind: (int(n), simulated / measured) for kind, (n, simulated, measured) in sums.items()}
 
 
 def run_load(

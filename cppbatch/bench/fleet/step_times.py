@@ -57,11 +57,11 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 prompt_cells += n * sequence.n_computed
                 pieces.append(n)
         if pieces:
-            milliseconds += self._prompts_ms(pieces)
+            milliseconds += self.prompts_ms(pieces)
         return milliseconds / 1e3 + (row_cells * self.row_cell_us + prompt_cells * self.prompt_cell_us) / 1e6
 
-    def _prompts_ms(self, pieces: Sequence[int]) -> float:
-        """On a GPU prompts fill ubatches together, on a CPU each has its own (`in_batch_order`)."""
+    def prompts_ms(self, pieces: Sequence[int]) -> float:
+        """Of pieces of prompts. On a GPU they fill ubatches together, on a CPU each has its own (`in_batch_order`)."""
         together: Iterable[int] = [sum(pieces)] if self.on_gpu else pieces
         milliseconds = 0.0
         for n in together:
