@@ -26,7 +26,7 @@ from cppbatch.bench.fleet.routing import ROUTINGS
 from cppbatch.bench.fleet.serve_autoscaling import Autoscaling
 from cppbatch.bench.fleet.step_times import StepTimes, load_step_times
 
-CPU_TIMES = Path(__file__).parent / "step_times" / "epyc-2-cores-smollm2.json"
+CPU_TIMES = Path(__file__).parent / "step_times" / "epyc-1-core-smollm2.json"
 
 
 def main() -> None:
