@@ -112,6 +112,11 @@ def test_times_between_two_measured_points_are_on_the_line_through_them() -> Non
     assert [at(curve, n) for n in (1, 2, 3, 4, 5)] == [10.0, 15.0, 20.0, 40.0, 60.0]
 
 
+@pytest.mark.parametrize(("n", "n_before"), [(1, 0), (100, 7), (512, 0), (513, 0), (1700, 30)])
+def test_the_cells_before_each_token_of_a_prompt_are_those_before_its_ubatch(n: int, n_before: int) -> None:
+    assert TIMES.cells_before_ubatches(n, n_before) == sum(n_before + i // 512 * 512 for i in range(n))
+
+
 def test_conversations_come_at_the_rate_of_the_day_and_in_bursts() -> None:
     load = Load(rate=300.0, seconds=1000.0, day_s=1000.0, day_swing=0.6)
     starts = np.array([at for at, _ in conversations(load)])

@@ -54,11 +54,16 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if sequence.status is SeqStatus.DECODE:
                 row_cells += sequence.n_computed
             else:
-                prompt_cells += n * sequence.n_computed
+                prompt_cells += self.cells_before_ubatches(n, sequence.n_computed)
                 pieces.append(n)
         if pieces:
             milliseconds += self.prompts_ms(pieces)
         return milliseconds / 1e3 + (row_cells * self.row_cell_us + prompt_cells * self.prompt_cell_us) / 1e6
+
+    def cells_before_ubatches(self, n: int, n_before: int) -> int:
+        """For each of `n` prompt tokens the cells before its ubatch, summed; `n_before` of them before the first."""
+        whole, rest = divmod(n, self.n_ubatch)
+        return n * n_before + self.n_ubatch**2 * whole * (whole - 1) // 2 + rest * whole * self.n_ubatch
 
     def prompts_ms(self, pieces: Sequence[int]) -> float:
         """Of pieces of prompts. On a GPU they fill ubatches together, on a CPU each has its own (`in_batch_order`)."""
