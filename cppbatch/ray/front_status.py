@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import signal
 import time
@@ -16,7 +16,6 @@ from cppbatch.ray.front_records import FrontRecord, forget, records
 from cppbatch.ray.ray_deployment import delete_left_behind
 from cppbatch.ray.serve_details import deployment_details
 
-_REPORT_SECONDS = 5.0
 _END_SECONDS = 120.0  # beyond the drain timeout; then the front is killed
 
 
@@ -52,21 +51,12 @@ def state_of(record: FrontRecord) -> FrontState:
 
 
 def _ask(application: str) -> FrontState:
-    from ray import serve
-
-    from cppbatch.ray.ray_messages import decode_report
     from cppbatch.ray.serve_replicas import DEPLOYMENT
 
     details = deployment_details(application, DEPLOYMENT)
     if details is None:
         return FrontState(replicas=[], message=f"its application {application} is not in the cluster")
-    in_flight: dict[str, int] = {}
-    with contextlib.suppress(TimeoutError):
-        handle = serve.get_deployment_handle(DEPLOYMENT, application)
-        for data in handle.broadcast("report").results(timeout_s=_REPORT_SECONDS, return_exceptions=True):
-            if isinstance(data, bytes):
-                report = decode_report(data)
-                in_flight[report.replica] = sum(worker.in_flight for worker in report.workers)
+    in_flight = asyncio.run(_requests(application))
     num_cpus = details.required_resources.get("CPU", 0)
     return FrontState(
         replicas=[
@@ -82,6 +72,15 @@ def _ask(application: str) -> FrontState:
         ],
         message=details.message,
     )
+
+
+async def _requests(application: str) -> dict[str, int]:
+    """The unfinished requests of each replica that answers, by its name."""
+    from cppbatch.ray.ray_messages import decode_report
+    from cppbatch.ray.serve_replicas import ServeReplicas
+
+    reports = map(decode_report, await ServeReplicas(application).reports())
+    return {report.replica: sum(worker.in_flight for worker in report.workers) for report in reports}
 
 
 def end(record: FrontRecord, *, say: Callable[[str], None]) -> bool:
