@@ -209,16 +209,17 @@ def ray_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
         ],
         stdout=(folder / "ray-start").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
-    processes: list[psutil.Process] = []
     try:
         wait_for(lambda: "Ray runtime started" in (folder / "ray-start").read_text(), 60)
         yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
-        processes = psutil.Process(started.pid).children(recursive=True)
     finally:
-        started.terminate()
-        started.wait(30)
-        for process in psutil.wait_procs(processes, timeout=10)[1]:
-            process.kill()
+        processes = psutil.Process(started.pid).children(recursive=True)
+        for process in processes:  # and not `ray stop`, which would end other clusters too
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        started.kill()
+        started.wait(10)
+        psutil.wait_procs(processes, timeout=10)
 
 
 def test_a_joined_cluster_goes_on(tiny_llama: Path, ray_head: tuple[str, str]) -> None:
