@@ -7,8 +7,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
-from cppbatch.closed_objects import closed_objects
+from cppbatch import SamplingParams
+from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.closed_objects import closed_objects, compact_schema
+from cppbatch.engine.sampling.grammar_check import GrammarChecker
+from cppbatch.engine.sampling.grammar_child import bytes_tokenizer
 
 INTEGER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": INTEGER}}
@@ -73,3 +78,23 @@ def test_a_deep_schema_is_no_recursion() -> None:
     for _ in range(5000):
         inner = inner["items"]
     assert inner == {**A, "additionalProperties": False}
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("as_rule", [False, True], ids=["json_schema", "a rule of a grammar"])
+def test_compact_json_has_no_white_space_between_its_tokens(compact: bool, as_rule: bool) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
+    wanted = compact_schema(schema) if compact else schema
+    if as_rule:
+        lark = LarkGrammar({})
+        definition = lark.source(lark.json(wanted))
+    else:
+        params = SamplingParams(json_schema=schema, compact_json=compact)
+        checker = GrammarChecker()
+        definition = checker.definition("json_schema", str(params.json_schema))
+        checker.close()
+    for text, is_allowed in (('{"a":[1,"b c"]}', True), ('{"a": [1, 2]}', not compact)):
+        matcher = LLMatcher(bytes_tokenizer(), definition)
+        assert (matcher.try_consume_tokens(list(text.encode())) == len(text)) == is_allowed
+    assert compact_schema(True) == {"x-guidance": {"whitespace_pattern": ""}}
+    assert compact_schema(False) is False

@@ -20,6 +20,7 @@ from cppbatch.typed_json import convert
 Json = dict[str, Any]
 
 SCHEMA: Json = {"type": "array", "items": {"type": "integer"}}
+COMPACT: Json = SCHEMA | {"x-guidance": {"whitespace_pattern": ""}}
 
 GBNF = 'root ::= "a"'
 
@@ -36,6 +37,13 @@ FORMS: dict[str, tuple[Json, Json]] = {
         {"guided_regex": "a+"},
     ),
     "guided_json": ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
+    "compact": ({"guided_json": SCHEMA, "compact_json": True}, {"json_schema": COMPACT}),
+    "vLLM's compact": (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, {"json_schema": COMPACT},
+    ),
+    "a compact response_format": (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}, "compact_json": True}, {"json_schema": COMPACT},
+    ),
     "guided_json as text": ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
     "guided_regex": ({"guided_regex": "a+"}, {"guided_regex": "a+"}),
     "guided_choice": ({"guided_choice": ["a"]}, {"guided_choice": ["a"]}),
