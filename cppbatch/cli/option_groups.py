@@ -10,12 +10,12 @@ _SAMPLING = (
     "n_predict temperature top_k top_p min_p typical_p top_n_sigma xtc_probability xtc_threshold dynatemp_range "
     "dynatemp_exponent repetition_penalty penalty_last_n presence_penalty frequency_penalty dry_multiplier dry_base "
     "dry_allowed_length dry_penalty_last_n dry_sequence_breakers adaptive_target adaptive_decay mirostat mirostat_eta "
-    "mirostat_tau samplers ignore_eos seed json_schema grammar stop"
+    "mirostat_tau samplers ignore_eos seed json_schema guided_choice grammar compact_json stop"
 )
 
 GROUPS: Mapping[str, str] = {
-    "Input and output": "prompts file as_json output errors column endpoint system ordered longest_first retry_failed "
-    "overwrite",
+    "Input and output": "prompts file as_chat as_json output errors column id_column template endpoint system ordered "
+    "longest_first retry_failed overwrite",
     "Model": "model hf_repo hf_file lora chat_template template_variables reasoning pooling",
     "Batch and memory": "n_parallel n_ctx n_batch n_ubatch prefix_cache prefix_cache_ram swap_space cache_type_k "
     "cache_type_v context_shift n_keep memory_check",
