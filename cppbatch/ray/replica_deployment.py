@@ -6,6 +6,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from cppbatch.config import EngineConfig
 from cppbatch.ray.engine_replica import EngineReplica
@@ -26,6 +27,10 @@ def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **o
         request_router_class=PrefixRequestRouter, request_router_kwargs={"n_parallel": config.n_parallel}
     )
     deployment = serve.deployment(
-        EngineReplica, name=DEPLOYMENT, max_ongoing_requests=_UNLIMITED, request_router_config=routing
+        EngineReplica,
+        name=DEPLOYMENT,
+        max_ongoing_requests=_UNLIMITED,
+        request_router_config=routing,
+        logging_config=LoggingConfig(enable_access_log=False),  # the front has one
     )
     return deployment.options(**options).bind(config, step_timeout=step_timeout)
