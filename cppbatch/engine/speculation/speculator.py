@@ -22,6 +22,7 @@ from cppbatch.engine.step_cost import TILES, Groups, StepCost
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
 _TRY_SHARE = 0.01  # of the time for such tries
+_FIRST_TRIES = 4.0  # steps whose time the first drafts of a draft model may take: nothing is known of them yet
 _SLOWDOWN = 2.5  # times the step without drafts: tokens of other sequences come as much later
 _SHORT_S = 0.05  # a step that is shorter may have drafts in any case
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
@@ -85,7 +86,8 @@ class Speculator:
     """Collects the drafts of the proposers, and chooses how many of their tokens a step computes.
 
     Proposers that only look something up are asked in every step. A draft model is asked if its usual drafts, for the
-    time that they take, make tokens faster; where they do not, it is asked again after 100 times that time.
+    time that they take, make tokens faster; where they do not, it is asked again after 100 times that time. The first
+    tries come sooner.
     """
 
     def __init__(self, proposers: Sequence[Proposer], draft_max: int, *, equal_only: bool = False) -> None:
@@ -97,8 +99,7 @@ class Speculator:
         self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
         self._model = cast("ModelProposer | None", next((p for p in proposers if p.costs_compute), None))
         self._draft_max = draft_max
-        self._untried_s = 0.0  # time of steps since the last one with drafts
-        self._unasked_s = 0.0  # time of steps since the draft model was asked last
+        self._drafts_tried, self._model_tried = _Tries(0.0), _Tries(_FIRST_TRIES)
         self._expected = self._accepted = 0.0  # tokens of the latest drafts: the estimates may be too high
         self._usual: dict[Seq, Usual] = {}  # drafts of the draft model
         self._usual_of_all = _FIRST_GUESS
@@ -126,14 +127,13 @@ class Speculator:
         if self._model:
             self._ask_model(self._model, step, drafts, most)
         plan, rate = step.best([_accepted(draft) for draft in drafts])
-        self._untried_s += step.seconds
+        self._drafts_tried.step(step.seconds)
         if plan is None:
             return None
         if rate < _WORTH * step.rate_without:
             seconds = (len(rows) + plan.expected) / rate - step.seconds
-            if rate < _TRIED * step.rate_without or seconds > _TRY_SHARE * self._untried_s:
+            if rate < _TRIED * step.rate_without or not self._drafts_tried.may_take(seconds):
                 return None
-        self._untried_s = 0.0
         self._expected = _KEPT * self._expected + plan.expected / self._trust
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
             if n:
@@ -175,10 +175,9 @@ class Speculator:
         n_tokens = len(step.rows) + plan.expected
         rate = n_tokens / (n_tokens / rate + seconds)
         is_worth = rate > _WORTH * max(step.rate_without, step.best(before)[1])
-        self._unasked_s += step.seconds
-        if not is_worth and seconds > _TRY_SHARE * self._unasked_s:
+        self._model_tried.step(step.seconds)
+        if not is_worth and not self._model_tried.may_take(seconds):
             return
-        self._unasked_s = 0.0
         made = model.propose(step.rows, [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)])
         for sequence, draft, n in zip(step.rows, made, asked, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
@@ -201,6 +200,27 @@ class Speculator:
 def max_draft_rows(n_vocab: int) -> int:
     """How many rows a step with drafts may have, for the memory of their logits. `n_vocab`: logits of a row."""
     return _LOGITS_BYTES // (4 * max(1, n_vocab))
+
+
+class _Tries:
+    """The time for drafts that are probably not worth it: their estimates may be wrong."""
+
+    def __init__(self, n_first: float) -> None:
+        """`n_first`: steps whose time may be used at the beginning."""
+        self._n_first = n_first
+        self._left_s: float | None = None
+
+    def step(self, seconds: float) -> None:
+        """Before a step that takes so long without drafts."""
+        self._left_s = (self._n_first * seconds if self._left_s is None else self._left_s) + _TRY_SHARE * seconds
+
+    def may_take(self, seconds: float) -> bool:
+        """Whether a try may take so long; if it may, it does."""
+        assert self._left_s is not None
+        if seconds > self._left_s:
+            return False
+        self._left_s = min(self._left_s - seconds, self._n_first * seconds)  # no series of tries after a long time
+        return True
 
 
 class _Step:
