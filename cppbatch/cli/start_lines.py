@@ -27,7 +27,7 @@ def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free:
     `host_free`: bytes. `chosen`: whether -np or -c was not given.
     """
     n = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
-    of_workers = f" in each of {len(estimate.footprints)} workers" if estimate and len(estimate.footprints) > 1 else ""
+    of_workers = f" in each of {len(estimate.footprints)} engines" if estimate and len(estimate.footprints) > 1 else ""
     source = ", chosen for this memory" if chosen and estimate else ""
     line = f"{n} at once{of_workers}, {config.n_ctx:,} KV cells (-np {config.n_parallel} -c {config.n_ctx}{source})"
     if estimate is None:
@@ -45,8 +45,10 @@ def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free:
 
 
 def _where(config: EngineConfig, estimate: MemoryEstimate) -> str:
-    threads = config.n_threads or available_threads()
-    on_cpu = f"on the CPU with {threads} thread{'s' if threads > 1 else ''}"
+    n_engines = len(estimate.footprints)
+    threads = config.n_threads or max(1, available_threads() // n_engines)  # they divide the cores
+    each = " each" if n_engines > 1 else ""
+    on_cpu = f"on the CPU with {threads} thread{'s' if threads > 1 else ''}{each}"
     places = {location(b, estimate.devices) for f in estimate.footprints for b in f.buffers if b.kind == "weights"}
     used = [device for device in estimate.devices if device.name in places]
     if not used:

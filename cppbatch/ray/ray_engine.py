@@ -303,7 +303,7 @@ class RayEngine(EngineClient):
         self._epoch += 1
         lost = list(group.requests.values())
         if lost:
-            log.warning("a replica was lost (%s); its %d requests continue in other replicas", why, len(lost))
+            log.warning("a replica was lost (%s); its requests continue in other replicas: %d", why, len(lost))
         for request in lost:
             self._send_again(request, why)
         for task in group.streams.values():

@@ -12,6 +12,7 @@ from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import MAPPED
 from cppbatch.bench.profile import TunedSettings, save_profile
+from cppbatch.cli import start_lines
 from cppbatch.cli.formats import format_count
 from cppbatch.cli.plan_start import plan_start
 from cppbatch.cli.start_lines import model_line, sizes_line
@@ -42,6 +43,12 @@ def test_the_model_its_weights_and_the_device() -> None:
     assert model_line(CONFIG, FACTS, None) == line
 
 
+def test_several_engines_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_lines, "available_threads", lambda: 8)
+    line = model_line(replace(CONFIG, n_threads=0), FACTS, estimate(n=2))
+    assert line.endswith("on the CPU with 4 threads each")
+
+
 def test_layers_that_are_not_on_the_gpu_are_counted() -> None:
     line = model_line(replace(CONFIG, n_gpu_layers=20), FACTS, estimate("CUDA0"))
     assert line.endswith("20 of 32 layers on CUDA0 (NVIDIA H100 80GB HBM3), the others on the CPU with 6 threads")
@@ -57,7 +64,7 @@ def test_sequences_tokens_and_memory() -> None:
         "1 sequence at once, 16,384 KV cells (-np 1 -c 16384): up to 8,192 tokens each; takes 1.00 GiB of 20.00 GiB "
         "free memory and 7.00 GiB of 79.00 GiB free memory of CUDA0"
     )
-    assert " in each of 2 workers, " in sizes_line(CONFIG, estimate(n=2), 20 * GIB, chosen=False)
+    assert " in each of 2 engines, " in sizes_line(CONFIG, estimate(n=2), 20 * GIB, chosen=False)
 
 
 def test_numbers_of_weights() -> None:
