@@ -241,3 +241,41 @@ def test_sampling_accepted_tokens_is_part_of_what_drafts_cost() -> None:
 def test_drafts_that_would_take_too_long_in_any_number_are_left_out(streams: bool) -> None:
     its, _ = plan([(8, 0.95)] * 4, {4: 0.010, 5: 0.200, 256: 9.0}, streams=streams)
     assert its is None
+
+
+class Unsure:
+    """A draft model that gives four right tokens in every `every`-th call, and none in the others. 5 ms a decode."""
+
+    costs_compute = True
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.n_calls = 0
+
+    def seconds(self, n_sequences: int, k: int) -> float:
+        return 0.005 * k
+
+    def read_seconds(self, sequence: Seq) -> float:
+        return 0.0
+
+    def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
+        self.n_calls += 1
+        if self.n_calls % self.every:
+            return [None] * len(sequences)
+        return [Draft(np.arange(4, dtype=np.int32), np.full(4, 0.85))] * len(sequences)
+
+    def finished(self, sequence: Seq) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("every", "is_worth"), [(1, True), (2, True), (10, False)])
+def test_a_draft_model_that_is_often_unsure_is_asked_while_its_drafts_pay(every: int, is_worth: bool) -> None:
+    """A call without a draft costs one decode of the draft model. The times are those of a model four times as deep as
+    the default model, in BF16."""
+    cost, model = StepCost(), Unsure(every)
+    cost.seed((n, 0.036 + 0.005 * n) for n in range(1, 65))
+    speculator, sequences = Speculator([model], 16), decoding(1)
+    for _ in range(300):
+        if speculator.plan(sequences, (1,), cost, DraftLimits(100, [100], False)):
+            speculator.verified(3, 0.0)
+    assert (model.n_calls > 250) if is_worth else (model.n_calls < 100)

@@ -76,9 +76,11 @@ class Usual(NamedTuple):
     length: int
     acceptance: float
     """The probability that a token is accepted if those before it are."""
+    made: float
+    """The share of the calls that give a draft: an unsure draft model stops after its first token."""
 
 
-_FIRST_GUESS = Usual(6, 0.7)  # before anything is known
+_FIRST_GUESS = Usual(6, 0.7, 0.8)  # before anything is known
 _NO_DRAFT: Probabilities = np.zeros(0)
 
 
@@ -157,7 +159,9 @@ class Speculator:
         before = [_accepted(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
         guesses = [_of_usual(each, n) for each, n in zip(usual, most, strict=True)]
-        is_better = [guess.sum() > known.sum() for guess, known in zip(guesses, before, strict=True)]
+        is_better = [
+            each.made * guess.sum() > known.sum() for each, guess, known in zip(usual, guesses, before, strict=True)
+        ]
         plan, rate = step.best(
             [guess if better else known for guess, known, better in zip(guesses, before, is_better, strict=True)]
         )
@@ -172,8 +176,10 @@ class Speculator:
             for sequence, guess, n in zip(step.rows, guesses, asked, strict=True)
             if n
         )
+        share = sum(each.made for each, n in zip(usual, asked, strict=True) if n) / n_asked
         n_tokens = len(step.rows) + plan.expected
-        rate = n_tokens / (n_tokens / rate + seconds)
+        with_drafts, without = n_tokens / rate + seconds, step.seconds + model.seconds(n_asked, 1)
+        rate = (len(step.rows) + share * plan.expected) / (share * with_drafts + (1 - share) * without)
         is_worth = rate > _WORTH * max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
         if not is_worth and not self._model_tried.may_take(seconds):
@@ -336,8 +342,13 @@ def _of_usual(usual: Usual, most: int) -> Probabilities:
 
 def _mean(old: Usual, draft: Draft | None) -> Usual:
     """Running means. A length is rounded up, so that drafts may become longer again."""
-    length, acceptance = (len(draft.tokens), float(draft.probabilities.mean())) if draft else (0, 0.0)
-    return Usual(ceil(old.length + _NEW * (length - old.length)), old.acceptance + _NEW * (acceptance - old.acceptance))
+    if draft is None:
+        return old._replace(made=(1 - _NEW) * old.made)
+    return Usual(
+        ceil(old.length + _NEW * (len(draft.tokens) - old.length)),
+        old.acceptance + _NEW * (float(draft.probabilities.mean()) - old.acceptance),
+        old.made + _NEW * (1 - old.made),
+    )
 
 
 def _take_better(drafts: list[Draft | None], others: Sequence[Draft | None]) -> None:
