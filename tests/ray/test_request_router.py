@@ -91,7 +91,8 @@ async def test_a_request_that_was_cancelled_before_it_was_sent_is_dropped(
     routing: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("cppbatch.ray.request_router.time", SimpleNamespace(monotonic=lambda: now))
+    # Of the class, not of the module by its name: Ray may have imported that again.
+    monkeypatch.setitem(PrefixRequestRouter._drop_unsent.__globals__, "time", SimpleNamespace(monotonic=lambda: now))
     assert await routing.choose(call(0)) == "a"
     now = 11.0
     assert await routing.choose(call(1)) == "a"
