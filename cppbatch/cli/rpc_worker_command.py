@@ -53,8 +53,8 @@ _CONSENT = "--i-trust-every-machine-that-can-connect"
     _CONSENT,
     "consent",
     is_flag=True,
-    help="Needed for a --host other than loopback: whoever can connect can crash this worker, and may run code as "
-    "this user.",
+    help="Needed for a --host other than loopback: any program that connects can crash this worker, and may run code "
+    "as this user.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show connections.")
 def rpc_worker(
@@ -102,7 +102,7 @@ def _checked_host(host: str, *, consent: bool) -> str:
     if not (address.is_loopback or consent):
         raise ConfigError(
             f"--host {host} lets other machines connect. llama.cpp's RPC asks for no password, encrypts nothing and is "
-            "not safe against bad input: whoever can connect may run code as you. Use an SSH tunnel or WireGuard "
+            "not safe against bad input: any program that connects may run code as you. Use an SSH tunnel or WireGuard "
             f"(docs/rpc.md), or say {_CONSENT}"
         )
     return str(address)

@@ -153,7 +153,7 @@ class AutoscaledGroup(EngineGroup):
         try:
             await self.loaded()
         except (CppBatchError, OSError):
-            return  # whoever waits for `loaded` gets the error
+            return  # `loaded` raises the error
         self._limit_to_cores()
         self._divide_cores()
         log.info("workers: %d, up to %d while requests wait", len(self._engines), self._rule.max_workers)

@@ -1,4 +1,4 @@
-"""The progress of loading a model, for whoever shows it."""
+"""The progress of loading a model, and how it is shown."""
 
 from __future__ import annotations
 
