@@ -1,6 +1,6 @@
 """Makes .venv ready: builds llama-cpp-python once for this machine, then installs cppbatch (editable).
 
-Usage: python3 scripts/install.py [--dev] [--ray]      (on Windows: py scripts\\install.py)
+Usage: python3 scripts/install.py [--dev] [--browser] [--ray]      (on Windows: py scripts\\install.py)
 Environment: CPPBATCH_BACKEND=cuda|metal|vulkan|cpu, CPPBATCH_WHEELS, CMAKE_ARGS, CXX.
 Standard library only, and no syntax newer than Python 3.8, so that an old Python gets a clear message.
 """
@@ -302,11 +302,12 @@ def main() -> None:
         fail(f"cppbatch needs Python 3.10 or newer; {sys.executable} is {platform.python_version()}.")
     parser = argparse.ArgumentParser(description="Make .venv ready to run cppbatch.")
     parser.add_argument("--dev", action="store_true", help="with the tools that scripts/test runs")
+    parser.add_argument("--browser", action="store_true", help="with Playwright, to test the web page")
     parser.add_argument("--ray", action="store_true", help="with Ray, for several machines (docs/ray.md)")
     wanted = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as for Ctrl-C
     try:
-        install([name for name in ("dev", "ray") if getattr(wanted, name)])
+        install([name for name in ("dev", "browser", "ray") if getattr(wanted, name)])
     except KeyboardInterrupt:
         fail("\nInterrupted; run it again to continue.", 130)
     except subprocess.CalledProcessError as error:

@@ -1,0 +1,121 @@
+"""What tests of several tabs ask of a page: accessibility, overflow, keyboard focus, themes, phone width."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from axe_playwright_python.base import AXE_SCRIPT
+from playwright.sync_api import Locator, Page, expect
+
+TABS = ("chat", "playground", "live", "jobs", "models")
+PHONE = {"width": 360, "height": 740}
+
+
+def open_tab(page: Page, url: str, tab: str = "") -> Locator:
+    """Opens the page at a tab and waits until the tab is drawn. Returns its <main>."""
+    page.goto(f"{url}#{tab}" if tab else url)
+    main = page.locator("main")
+    expect(main).not_to_be_empty()
+    expect(main.get_by_text(re.compile(r"^Loading"))).to_have_count(0)
+    return main
+
+
+def phone(page: Page) -> None:
+    page.set_viewport_size(PHONE)
+
+
+def dark(page: Page) -> None:
+    """The system asks for dark colours; the page's theme is `auto` until somebody changes it."""
+    page.emulate_media(color_scheme="dark")
+
+
+def axe_violations(page: Page, *impacts: str) -> list[str]:
+    """What axe-core finds of these impacts ("serious" and "critical" by default), one line for each element."""
+    wanted = impacts or ("serious", "critical")
+    page.evaluate(AXE_SCRIPT)
+    found = page.evaluate("axe.run({resultTypes: ['violations']}).then(results => results.violations)")
+    return [
+        f"{violation['id']} ({violation['impact']}): {' '.join(map(str, node['target']))}: {_messages(node)}"
+        for violation in found
+        if violation["impact"] in wanted
+        for node in violation["nodes"]
+    ]
+
+
+def _messages(node: dict[str, Any]) -> str:
+    return "; ".join(check["message"] for check in node["any"] + node["all"] + node["none"])
+
+
+def overflow(page: Page) -> list[str]:
+    """The elements that make the document scroll horizontally, [] if it does not."""
+    found: list[str] = page.evaluate(_OVERFLOW)
+    return found
+
+
+_OVERFLOW = """() => {
+  const width = document.documentElement.clientWidth
+  if (document.documentElement.scrollWidth <= width && document.body.scrollWidth <= width) return []
+  const wide = [...document.querySelectorAll('body *')].filter((element) => {
+    if (element.getBoundingClientRect().right <= width + 0.5) return false
+    for (let parent = element.parentElement; parent; parent = parent.parentElement)
+      if (parent !== document.body && getComputedStyle(parent).overflowX !== 'visible') return false
+    return true
+  })
+  const names = wide.map((element) => `${element.tagName.toLowerCase()}.${element.className}`)
+  return names.length ? names : [`document: ${document.documentElement.scrollWidth} px`]
+}"""
+
+
+class Focused(NamedTuple):
+    """The element that has the keyboard's focus. `name`: what a screen reader says."""
+
+    tag: str
+    role: str
+    name: str
+    visible: bool
+    outlined: bool
+
+
+def focused(page: Page) -> Focused | None:
+    """None when nothing but the document has the focus."""
+    found = page.evaluate(_FOCUSED)
+    return Focused(**found) if found else None
+
+
+_FOCUSED = """() => {
+  const element = document.activeElement
+  if (!element || element === document.body || element === document.documentElement) return null
+  const labels = [...(element.labels || [])].map((label) => label.textContent)
+  const described = (element.getAttribute('aria-labelledby') || '').split(/\\s+/).filter(Boolean)
+    .map((id) => document.getElementById(id)?.textContent || '')
+  const style = getComputedStyle(element), box = element.getBoundingClientRect()
+  const field = /^(input|select|textarea)$/i.test(element.tagName)
+  const own = field ? element.getAttribute('placeholder') : element.textContent
+  const names = [element.getAttribute('aria-label'), described.join(' '), labels.join(' '), element.title, own]
+  const name = names.find((text) => text && text.trim()) || ''
+  return {
+    tag: element.tagName.toLowerCase(),
+    role: element.getAttribute('role') || '',
+    name: name.trim().replace(/\\s+/g, ' '),
+    visible: box.width > 0 && box.height > 0 && style.visibility !== 'hidden',
+    outlined: (style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) > 0) || style.boxShadow !== 'none',
+  }
+}"""
+
+
+def walk_by_tab_key(page: Page, limit: int = 200) -> list[Focused]:
+    """The elements that the Tab key reaches, from the beginning of the document until it leaves it.
+
+    Raises `AssertionError` when the focus is caught: the same element twice in a row, or more than `limit` elements.
+    """
+    page.evaluate("document.activeElement?.blur(); window.scrollTo(0, 0)")
+    page.evaluate("getSelection()?.removeAllRanges()")
+    reached: list[Focused] = []
+    for _ in range(limit):
+        page.keyboard.press("Tab")
+        here = focused(page)
+        if here is None:
+            return reached
+        reached.append(here)
+    raise AssertionError(f"the Tab key does not leave the document after {limit} elements: {reached[-5:]}")

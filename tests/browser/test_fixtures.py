@@ -1,0 +1,42 @@
+"""The fixtures notice what they promise to notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from playwright.sync_api import BrowserContext, Page
+
+from tests.browser.conftest import PageErrors
+from tests.browser.page_checks import axe_violations, overflow, walk_by_tab_key
+from tests.server_process import ServerProcess
+
+
+def test_errors_of_a_page_are_noticed_and_can_be_allowed(page: Page, errors: PageErrors) -> None:
+    page.set_content("<script>console.error('one'); setTimeout(() => { throw new Error('two') })</script>")
+    page.evaluate("fetch('https://example.org/three').catch(() => {})")
+    page.wait_for_function("new Promise((done) => setTimeout(() => done(true), 50))")
+    found = "\n".join(errors.unexpected)
+    assert "console: one" in found
+    assert "exception: two" in found
+    assert "request to another host: https://example.org/three" in found
+    assert "ERR_NAME_NOT_RESOLVED" in found, "and it was not reached"
+    errors.allow("one|two|example.org|ERR_NAME_NOT_RESOLVED")
+    assert not errors.unexpected
+
+
+def test_missing_labels_wide_elements_and_the_tab_key_are_seen(new_context: Callable[..., BrowserContext]) -> None:
+    page = new_context(viewport={"width": 360, "height": 740}).new_page()
+    page.set_content("<main><h1>Title</h1><input id=i><button class=w>Send</button></main><a href='#x'>Next</a>")
+    assert overflow(page) == []
+    rules = [line.split(":")[0] for line in axe_violations(page)]
+    assert rules == ["document-title (serious)", "html-has-lang (serious)", "label (critical)"]
+    assert [(e.tag, e.name) for e in walk_by_tab_key(page)] == [("input", ""), ("button", "Send"), ("a", "Next")]
+    page.add_style_tag(content=".w { width: 500px }")
+    assert overflow(page) == ["button.w"]
+
+
+def test_a_server_of_its_own_has_the_flags_that_it_is_given(
+    fresh_server: Callable[..., ServerProcess], tiny_llama: str
+) -> None:
+    own = fresh_server("-m", tiny_llama, "-np", "3", "-c", "256", "--no-metrics")
+    assert own.get("/props")["total_slots"] == 3
