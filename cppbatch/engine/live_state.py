@@ -1,0 +1,111 @@
+"""What an engine does now, for `GET /live`: its sequences, its queue, and which sequences share which KV cells."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MAX_QUEUE = 100
+"""Waiting sequences that are shown."""
+
+
+class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """A running or waiting sequence. It has no text, and no name that a client chose."""
+
+    number: int
+    """Counts the sequences of this worker process: another sequence has another number."""
+    state: Literal["prefill", "decode", "swapped", "waiting"]
+    """swapped: preempted, its keys and values are in host memory. waiting: it has no cells."""
+    seq_id: int | None
+    """None: it does not run."""
+    priority: int | None
+    """None: the server requires API keys, which may have priorities of their own."""
+    rank: float | None
+    """The order of the queue: `priority - age / 10`, so the difference between two sequences never changes. None as
+    `priority`."""
+    age: float
+    """Seconds since it arrived. In the queue: its waiting time."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens taken from the prefix cache."""
+    computed_tokens: int
+    """Tokens of prompt and text in KV cells. In prefill: the progress, up to `prompt_tokens + generated_tokens`."""
+    generated_tokens: int
+    max_tokens: int
+    """The most that it may generate."""
+    drafted_tokens: int
+    """Draft tokens that were verified."""
+    accepted_tokens: int
+
+
+class LiveSegment(msgspec.Struct, frozen=True, kw_only=True):
+    """KV cells of consecutive positions with the same holders. 16 sequences that share a prompt of 200 tokens: one
+    segment of 200 tokens with 16 sequences, and 16 segments with one each."""
+
+    start: int
+    """The position of its first token. The cells of a sequence are its segments in order of `start`, from 0 on."""
+    tokens: int
+    sequences: list[int]
+    """The seq_ids of the running sequences that hold it, rising."""
+    prefixes: int
+    """How many cached prefixes hold it."""
+    cached: bool
+    """Only cached prefixes hold it: its cells are freed when others need them."""
+
+
+class LiveCells(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cells. `used + cached + free = total`; the segments without `cached` have `used` tokens, the others
+    `cached`."""
+
+    layout: Literal["unified", "per-sequence"]
+    """unified: all sequences share all cells. per-sequence: each seq_id has `per_sequence` cells of its own, and no
+    segment has two holders."""
+    total: int
+    per_sequence: int
+    """The most that one sequence can have."""
+    used: int
+    """Held by running sequences; shared ones count once."""
+    cached: int
+    """Held by cached prefixes only."""
+    free: int
+    segments: list[LiveSegment]
+    """The segments of each sequence in order of `start`; those that it shares with an earlier one are there."""
+    host_prefixes: int
+    """Cached prefixes in host memory."""
+    host_bytes: int
+    swapped_bytes: int
+    """Host memory of swapped sequences."""
+
+
+class LiveCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """Counted since the start of the worker process, as in `EngineStats`."""
+
+    steps: int
+    decode_steps: int
+    decode_rows: int
+    prompt_tokens: int
+    generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    preempted: int
+    """How often a sequence was preempted."""
+    step_seconds: dict[str, float]
+    """Time of all steps, split into `PHASES`."""
+
+
+class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine between two steps."""
+
+    clock: float
+    """Seconds, from an unknown start: for differences."""
+    n_parallel: int
+    """The most sequences that run at once."""
+    counters: LiveCounters
+    rows: list[LiveSequence]
+    """The running sequences in order of rank, then the swapped ones among the first 100 of the queue."""
+    waiting: int
+    """The length of the queue, without the swapped sequences in `rows`."""
+    queue: list[LiveSequence]
+    """The first ones of the queue, at most 100, in order of rank."""
+    cells: LiveCells
