@@ -29,6 +29,7 @@ from cppbatch.jobs.batch_records import (
     FinalStatus,
     InputDetails,
     RequestCounts,
+    ResultsSoFar,
 )
 from cppbatch.jobs.batch_store import BatchStore
 from cppbatch.jobs.batch_validation import read_batch_input, validate_input
@@ -79,15 +80,40 @@ class ActiveBatch:
         self._folder = data.batch(record.batch.id)
         self._thread = _new_thread()
         self._journal: Journal | None = None
+        self._result_bytes = (0, 0)  # when the journal was closed
         self._cancelled = asyncio.Event()
         if record.batch.status == "cancelling":
             self._cancelled.set()
 
     @property
     def batch(self) -> Batch:
-        """The batch with its current counts."""
+        """The batch with its current counts, and its results so far until it has ended."""
         batch, journal = self.record.batch, self._journal
-        return msgspec.structs.replace(batch, **_progress(batch, journal)) if journal else batch
+        if batch.has_ended:
+            return batch
+        output_bytes, error_bytes = self._committed_bytes
+        so_far = ResultsSoFar(
+            output_file_id=self.record.output_file_id,
+            output_bytes=output_bytes,
+            error_file_id=self.record.error_file_id,
+            error_bytes=error_bytes,
+        )
+        return msgspec.structs.replace(batch, results_so_far=so_far, **(_progress(batch, journal) if journal else {}))
+
+    @property
+    def _committed_bytes(self) -> tuple[int, int]:
+        return self._journal.committed_bytes if self._journal else self._result_bytes
+
+    def results_so_far(self, file_id: str) -> tuple[File, tuple[Path, Path]] | None:
+        """The output or error file with the results so far, and its contents; None if it is another file.
+
+        The contents are in the first of the two paths that exists. Beyond `File.bytes` they are being written.
+        """
+        if file_id not in (self.record.output_file_id, self.record.error_file_id):
+            return None
+        place = int(file_id == self.record.error_file_id)
+        file = self._result_files(*self._committed_bytes)[place]
+        return file, (self._result_paths()[place], self._data.content(file_id))  # `_finalize` moves them
 
     async def cancel(self) -> None:
         """Starts to cancel the batch. Results so far are kept."""
@@ -245,6 +271,7 @@ class ActiveBatch:
         """Also closes a journal whose opening was cancelled: the thread runs one call after another."""
         if journal := await self._on_thread(self._close_open_journal):
             self._update(**_progress(self.record.batch, journal))
+            self._result_bytes = journal.committed_bytes
             self._journal = None
 
     def _close_open_journal(self) -> Journal | None:
@@ -299,25 +326,30 @@ class ActiveBatch:
 
     def _move_results(self) -> list[File]:
         """Moves the result files into place unless they are there, and returns them. May be repeated."""
-        record, now = self.record, _now()
-        ids = (record.output_file_id, record.error_file_id)
         files = []
-        for path, file_id, kind in zip(self._result_paths(), ids, ("output", "error"), strict=True):
-            content = self._data.content(file_id)
+        for path, file in zip(self._result_paths(), self._result_files(0, 0), strict=True):
+            content = self._data.content(file.id)
             if path.exists() and path.stat().st_size:
                 move_into_place(path, content)
             if content.exists():
-                files.append(
-                    File(
-                        id=file_id,
-                        bytes=content.stat().st_size,
-                        created_at=now,
-                        expires_at=now + record.output_lifetime_s if record.output_lifetime_s else None,
-                        filename=f"{record.batch.id}_{kind}.jsonl",
-                        purpose="batch_output",
-                    )
-                )
+                files.append(msgspec.structs.replace(file, bytes=content.stat().st_size))
         return files
+
+    def _result_files(self, *sizes: int) -> list[File]:
+        """The output file and the error file with these sizes."""
+        record, now = self.record, _now()
+        ids = (record.output_file_id, record.error_file_id)
+        return [
+            File(
+                id=file_id,
+                bytes=n_bytes,
+                created_at=now,
+                expires_at=now + record.output_lifetime_s if record.output_lifetime_s else None,
+                filename=f"{record.batch.id}_{kind}.jsonl",
+                purpose="batch_output",
+            )
+            for file_id, kind, n_bytes in zip(ids, ("output", "error"), sizes, strict=True)
+        ]
 
 
 def _progress(batch: Batch, journal: Journal) -> dict[str, Any]:

@@ -7,11 +7,12 @@ import logging
 import time
 import uuid
 from collections.abc import Collection, Coroutine
+from pathlib import Path
 from typing import Any
 
 from cppbatch.errors import Conflict, InvalidRequest, StorageError
 from cppbatch.jobs.active_batch import ActiveBatch, BatchResources
-from cppbatch.jobs.batch_records import Batch, BatchRecord, check_metadata, completion_window_seconds
+from cppbatch.jobs.batch_records import Batch, BatchRecord, File, check_metadata, completion_window_seconds
 from cppbatch.jobs.batch_store import BatchStore, Page
 from cppbatch.jobs.data_folder import DataFolder
 
@@ -98,6 +99,17 @@ class BatchManager:
     def _visible(self, batch_id: str, viewer: str | None) -> ActiveBatch | None:
         active = self._active.get(batch_id)
         return active if active and (viewer is None or active.record.owner in ("", viewer)) else None
+
+    async def file(self, file_id: str, viewer: str | None = None) -> tuple[File, tuple[Path, ...]]:
+        """A file, also one with the results so far of a batch that has not ended, and its contents.
+
+        The contents are the first `File.bytes` bytes of the first path that exists. Raises `NotFound`.
+        """
+        for batch_id in self._active:
+            active = self._visible(batch_id, viewer)
+            if active and (found := active.results_so_far(file_id)):
+                return found
+        return await self.data.query(BatchStore.file, file_id, viewer), (self.data.content(file_id),)
 
     async def page(self, page: Page, viewer: str | None = None) -> tuple[list[Batch], bool]:
         """A page of batches, and whether there are more."""

@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cppbatch.errors import InvalidRequest
 
@@ -91,6 +92,15 @@ class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int = 0
 
 
+class ResultsSoFar(msgspec.Struct, frozen=True, kw_only=True):
+    """The files that a batch writes while it runs. Their contents only grow, by whole lines."""
+
+    output_file_id: str
+    output_bytes: int = 0
+    error_file_id: str
+    error_bytes: int = 0
+
+
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch as the API shows it. Times are Unix times in seconds."""
 
@@ -105,6 +115,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: BatchStatus = "validating"
     output_file_id: str | None = None
     error_file_id: str | None = None
+    results_so_far: ResultsSoFar | UnsetType = UNSET
+    """Until the batch has ended; then its results are in `output_file_id` and `error_file_id`."""
     created_at: int
     in_progress_at: int | None = None
     expires_at: int

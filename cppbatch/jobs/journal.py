@@ -57,6 +57,12 @@ class Journal:
             self._output.close()
             raise
         self.tokens = Counter({name: ledger.number(name) for name in _TOKEN_COUNTS})
+        self.committed_bytes = self._sizes
+        """Sizes of the output and of the errors without what is being written."""
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._output.size, self._errors.size if self._errors else 0
 
     @property
     def n_completed(self) -> int:
@@ -105,6 +111,7 @@ class Journal:
                 [(result.line, result.data) for result in ok] if self._ordered else (),
             )
         self.tokens = tokens
+        self.committed_bytes = self._sizes
         if self._ordered:
             self._write_ready()
 
@@ -113,6 +120,7 @@ class Journal:
             with self._sizes_restored_on_error():
                 self._output.append(b"".join(data for _, data in ready))
                 self.ledger.release((line for line, _ in ready), {"output_bytes": self._output.size})
+            self.committed_bytes = self._sizes
 
     @contextlib.contextmanager
     def _sizes_restored_on_error(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ _STATUS = {
     404: "There is no object of this name",
     409: "The request conflicts with the current state",
     413: "The body is larger than the server allows",
+    416: "The header Range begins beyond the end of the file",
     429: "The queue is full, too many requests are being answered, or the rate of the API key is reached; Retry-After "
     "says when to try again",
     500: "The engine could not finish the request",

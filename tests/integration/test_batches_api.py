@@ -28,7 +28,18 @@ from cppbatch.server.batches.batch_handler import BatchRequestHandler
 from cppbatch.server.storage import STORAGE
 from tests import tiny_models
 from tests.app_thread import AppThread
-from tests.batch_files import client_of, counts, line, lines, make_batch, results, start_server, wait_for, wait_until
+from tests.batch_files import (
+    Json,
+    client_of,
+    counts,
+    line,
+    lines,
+    make_batch,
+    results,
+    start_server,
+    wait_for,
+    wait_until,
+)
 
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 
@@ -331,6 +342,68 @@ def test_what_was_answered_before_a_cancel_stays(client: OpenAI) -> None:
         client.batches.cancel(batch.id)
     with pytest.raises(openai.NotFoundError):
         client.batches.cancel("batch_none")
+
+
+def part_of(server: AppThread, file_id: str, part: str) -> tuple[int, str | None, bytes]:
+    """The status, the Content-Range and the body of an answer to the header `Range`."""
+    request = urllib.request.Request(f"{server.url}/v1/files/{file_id}/content", headers={"Range": part})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.headers["Content-Range"], answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["Content-Range"], error.read()
+
+
+def test_a_part_of_a_file_can_be_read(client: OpenAI, server: AppThread) -> None:
+    file = client.files.create(file=("a.bin", b"0123456789"), purpose="user_data")
+    for part, expected in (
+        ("bytes=4-", (206, "bytes 4-9/10", b"456789")),
+        ("bytes=0-0", (206, "bytes 0-0/10", b"0")),
+        ("bytes=8-99", (206, "bytes 8-9/10", b"89")),
+        ("bytes=-3", (206, "bytes 7-9/10", b"789")),
+        ("lines=1-2", (200, None, b"0123456789")),
+        ("bytes=0-1,4-5", (200, None, b"0123456789")),
+    ):
+        assert part_of(server, file.id, part) == expected, part
+    status, _, body = part_of(server, file.id, "bytes=10-")
+    assert status == 416
+    assert "beyond the end of the file, which has 10 bytes" in json.loads(body)["error"]["message"]
+
+
+def test_results_are_read_while_a_batch_runs(client: OpenAI, server: AppThread) -> None:
+    data = b"no JSON\n" + lines(10) + lines(400, **LONG).replace(b"item-", b"late-")
+    batch = make_batch(client, data)
+    wait_until(lambda: counts(client.batches.retrieve(batch.id)).completed > 3)
+    running = client.batches.retrieve(batch.id)
+    assert (running.output_file_id, running.error_file_id) == (None, None)
+    so_far: Json = running.to_dict()["results_so_far"]  # type: ignore[assignment]
+    output_id, error_id = so_far["output_file_id"], so_far["error_file_id"]
+    assert [error["error"]["code"] for error in results(client, error_id)] == ["invalid_json"]
+    assert client.files.content(error_id).read().endswith(b"}\n")
+    _, _, first = part_of(server, output_id, f"bytes=0-{so_far['output_bytes'] - 1}")
+    assert len(first.splitlines()) >= 4
+    assert all(json.loads(each)["response"]["status_code"] == 200 for each in first.splitlines())
+    wait_until(lambda: client.files.retrieve(output_id).bytes > len(first))
+    status, _, more = part_of(server, output_id, f"bytes={len(first)}-")
+    assert (status, json.loads(more.splitlines()[0])["error"]) == (206, None)
+    with pytest.raises(openai.NotFoundError):
+        client.files.delete(output_id)
+    client.batches.cancel(batch.id)
+    ended = wait_for(client, batch.id, "cancelled")
+    assert (ended.output_file_id, ended.error_file_id) == (output_id, error_id)
+    assert "results_so_far" not in ended.to_dict()
+    assert client.files.content(output_id).content.startswith(first + more)
+
+
+def test_results_are_read_after_a_restart_before_the_batch_goes_on(start: Start, tmp_path: Path) -> None:
+    first = start()
+    batch = make_batch(client_of(first), lines(10) + lines(400, **LONG).replace(b"item-", b"late-"))
+    wait_until(lambda: counts(client_of(first).batches.retrieve(batch.id)).completed > 3)
+    first.stop()
+    client = client_of(start(tiny_models.llama(tmp_path / "other.gguf")))  # the batch waits for its model
+    wait_until(lambda: counts(client.batches.retrieve(batch.id)).completed > 3)
+    so_far: Json = client.batches.retrieve(batch.id).to_dict()["results_so_far"]  # type: ignore[assignment]
+    assert len(results(client, so_far["output_file_id"])) == counts(client.batches.retrieve(batch.id)).completed
 
 
 def test_when_its_time_is_up_the_rest_is_in_the_error_file(client: OpenAI) -> None:

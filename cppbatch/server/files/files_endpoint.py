@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal
 
@@ -101,8 +103,8 @@ async def list_files(request: web.Request) -> web.Response:
 @routes.get("/v1/files/{id}")
 async def get_file(request: web.Request) -> web.Response:
     """Returns a file object."""
-    data = batches_of(request).data
-    return json_response(await data.query(BatchStore.file, request.match_info["id"], viewer_of(request)))
+    file, _ = await batches_of(request).file(request.match_info["id"], viewer_of(request))
+    return json_response(file)
 
 
 @routes.delete("/v1/files/{id}")
@@ -115,20 +117,28 @@ async def delete_file(request: web.Request) -> web.Response:
 
 @routes.get("/v1/files/{id}/content")
 async def get_file_content(request: web.Request) -> web.StreamResponse:
-    """Returns the contents of a file.
+    """Returns the contents of a file, with the header `Range` a part of them.
 
     Does not use aiohttp's `FileResponse`: there the kernel sends the file, so a client that does not read would not
     be noticed.
     """
-    data = batches_of(request).data
-    file = await data.query(BatchStore.file, request.match_info["id"], viewer_of(request))
-    content = await asyncio.to_thread(_open_content, data.content(file.id))
+    file, paths = await batches_of(request).file(request.match_info["id"], viewer_of(request))
+    part = _requested_part(request, file.bytes)
+    kind = "application/jsonl" if file.filename.endswith(".jsonl") else "application/octet-stream"
+    response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: kind, hdrs.ACCEPT_RANGES: "bytes"})
+    if part is not None:
+        response.set_status(206)
+        response.headers[hdrs.CONTENT_RANGE] = f"bytes {part.start}-{part.stop - 1}/{file.bytes}"
+    start, stop = (part.start, part.stop) if part is not None else (0, file.bytes)
+    content = await asyncio.to_thread(_open_content, paths, start) if stop else io.BytesIO()
     try:
-        kind = "application/jsonl" if file.filename.endswith(".jsonl") else "application/octet-stream"
-        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: kind})
-        response.content_length = file.bytes
+        response.content_length = n_left = stop - start
         await response.prepare(request)
-        while request.method != hdrs.METH_HEAD and (chunk := await asyncio.to_thread(content.read, _CHUNK_BYTES)):
+        while request.method != hdrs.METH_HEAD and n_left:
+            chunk = await asyncio.to_thread(content.read, min(n_left, _CHUNK_BYTES))
+            if not chunk:
+                break
+            n_left -= len(chunk)
             await response.write(chunk)
             await request.writer.drain()
         await response.write_eof()
@@ -137,11 +147,31 @@ async def get_file_content(request: web.Request) -> web.StreamResponse:
         content.close()
 
 
-def _open_content(path: Path) -> BinaryIO:
+def _requested_part(request: web.Request, n_bytes: int) -> range | None:
+    """The bytes that the header `Range` names; None without it, and if it is malformed, which HTTP ignores."""
     try:
-        return path.open("rb")
-    except FileNotFoundError:
-        raise NotFound("id", f"the contents of {path.name} are missing from the server's data folder") from None
+        wanted = request.http_range
+    except ValueError:
+        return None
+    if wanted.start is None and wanted.stop is None:
+        return None
+    part = range(n_bytes)[wanted]
+    if not part:
+        text = f"Range: {request.headers[hdrs.RANGE][:80]!r} is beyond the end of the file, which has {n_bytes} bytes"
+        raise web.HTTPRequestRangeNotSatisfiable(text=text)
+    return part
+
+
+def _open_content(paths: Sequence[Path], start: int) -> BinaryIO:
+    """Opens the first path that exists."""
+    for path in paths:
+        try:
+            content = path.open("rb")
+        except FileNotFoundError:
+            continue
+        content.seek(start)
+        return content
+    raise NotFound("id", f"the contents of {paths[-1].name} are missing from the server's data folder")
 
 
 ENDPOINTS = {
@@ -155,9 +185,9 @@ ENDPOINTS = {
     ("get", "/v1/files"): query_endpoint("Lists the files", FileList, (400, 401, 503), query=FileQuery),
     ("get", "/v1/files/{id}"): query_endpoint("Returns a file object", File, (401, 404, 503)),
     ("get", "/v1/files/{id}/content"): Endpoint(
-        "Returns the contents of a file",
+        "Returns the contents of a file; with the header Range a part of them, with status 206",
         {"application/octet-stream": BINARY, "application/jsonl": BINARY},
-        (401, 404, 503),
+        (401, 404, 416, 503),
     ),
     ("delete", "/v1/files/{id}"): query_endpoint(
         "Deletes a file, unless a batch reads it", FileDeleted, (401, 403, 404, 409, 429, 503, 507)
