@@ -84,7 +84,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """The share of the layers of each device: those of `rpc` in this order, then this machine's GPUs. (): in proportion
     to their free memory (--tensor-split)."""
     n_threads: int = 0
-    """Compute threads; 0: one for each physical core that this process may use (-t)."""
+    """Compute threads at most; 0: one for each physical core that this process may use (-t). On a CPU steps use one
+    fewer for each core that other programs keep busy (docs/decisions/0032)."""
     repack: Repacking = "auto"
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...), unless its build crashes with it. auto: on, except
     where timed kernels are clearly faster without it for `n_parallel` sequences (--repack, docs/decisions/0028)."""

@@ -12,11 +12,6 @@ import sys
 
 from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-INSTRUCTIONS = """Label each text with one of: {labels}.
-
-Text: {text}
-JSON: """
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -29,19 +24,18 @@ def main() -> None:
     label = {"type": "string", "enum": args.labels}
     schema = {"type": "object", "properties": {"label": label}, "required": ["label"], "additionalProperties": False}
     params = SamplingParams(json_schema=schema, temperature=0)
-    labels = ", ".join(args.labels)
+    system = f"Label the text with one of: {', '.join(args.labels)}. Answer in JSON."
     with (
         open(args.file, encoding="utf-8", newline="") as file,
         BatchInferenceEngine(args.model or pull_default()) as engine,
     ):
         rows = list(csv.DictReader(file))
-        prompts = [INSTRUCTIONS.format(labels=labels, text=row[args.column]) for row in rows]
-        results = engine.generate(prompts, params)
+        answers = engine.chat([row[args.column] for row in rows], params, system=system)
 
     writer = csv.DictWriter(sys.stdout, [*rows[0], "label"])
     writer.writeheader()
-    for row, result in zip(rows, results, strict=True):
-        writer.writerow({**row, "label": json.loads(result.text)["label"]})
+    for row, answer in zip(rows, answers, strict=True):
+        writer.writerow({**row, "label": json.loads(answer.text)["label"]})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Summarises every text file of a folder. All prompts share one system prompt, which is computed once.
+"""Summarises every text file of a folder. All conversations share one system message, which is computed once.
 
 .venv/bin/python examples/summarise_folder.py examples/data/notes
 """
@@ -26,15 +26,14 @@ def main() -> None:
 
     files = sorted(args.folder.glob(args.pattern))
     texts = [file.read_text(encoding="utf-8")[: args.characters] for file in files]
-    prompts = [f"{SYSTEM}\nDocument: {text}\nSummary: This is about" for text in texts]
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=0, stop=(".", "\n"))
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0)
     with BatchInferenceEngine(args.model or pull_default()) as engine:
-        results = engine.generate(prompts, params)
+        answers = engine.chat(texts, params, system=SYSTEM)
 
-    for file, result in zip(files, results, strict=True):
-        print(f"{file.name}: about{result.text}")
-    prompt_tokens = sum(result.usage.prompt_tokens for result in results)
-    cached_tokens = sum(result.usage.cached_tokens for result in results)
+    for file, answer in zip(files, answers, strict=True):
+        print(f"{file.name}: {' '.join(answer.text.split())}")
+    prompt_tokens = sum(answer.usage.prompt_tokens for answer in answers)
+    cached_tokens = sum(answer.usage.cached_tokens for answer in answers)
     print(f"{cached_tokens} of {prompt_tokens} prompt tokens came from the prefix cache.")
 
 

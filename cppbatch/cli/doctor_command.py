@@ -13,10 +13,15 @@ from rich.markup import escape
 
 import cppbatch
 from cppbatch.config import EngineConfig, available_threads
+from cppbatch.engine.compute_threads import usable_cpus
 from cppbatch.errors import CppBatchError
 
 if TYPE_CHECKING:
     from cppbatch.llama import Backend
+
+
+_WATCH_S = 0.5
+_BUSY = 0.3  # cores that other programs use, from which on it is said
 
 
 class Finding(NamedTuple):
@@ -48,6 +53,7 @@ def doctor() -> None:
 def _findings() -> Iterator[Finding]:
     yield Finding("cppbatch", f"{cppbatch.__version__}, Python {sys.version.split()[0]}")
     yield Finding("threads", f"{available_threads()} compute threads (one per core that this process may use)")
+    yield _other_programs()
     from cppbatch.llama import Backend
     from cppbatch.llama.library import PINNED_VERSION
 
@@ -65,6 +71,22 @@ def _findings() -> Iterator[Finding]:
     yield _rpc(backend)
     yield _self_check()
     yield from _model()
+
+
+def _other_programs() -> Finding:
+    from cppbatch.bench.other_programs import watch_other_programs
+
+    others = watch_other_programs(_WATCH_S)
+    if others.cores < _BUSY:
+        return Finding("cores", "other programs leave them alone")
+    names = ", ".join(f"{each.name} (process {each.pid}) {each.cores:.1f}" for each in others.busiest)
+    return Finding(
+        "cores",
+        f"other programs use {others.cores:.1f} of {len(usable_cpus())}{': ' if names else ''}{names}. Steps use fewer "
+        "threads meanwhile, and figures of `tune` and `bench` come out too low. End them, or make them give way: "
+        f"renice -n 19 {' '.join(str(each.pid) for each in others.busiest) or 'PROCESS'}",
+        is_note=True,
+    )
 
 
 def _rpc(backend: Backend) -> Finding:

@@ -181,7 +181,7 @@ _SETTINGS = [
     option(
         "-t", "--threads", "n_threads", env="THREADS", llama_env="LLAMA_ARG_THREADS", type=int,
         default=_DEFAULTS.n_threads,
-        help="Compute threads; 0: one per core.",
+        help="Compute threads at most; 0: one per core. Steps use fewer while other programs keep cores busy.",
     ),
     option(
         "--repack", env="REPACK", llama_env="LLAMA_ARG_REPACK", type=Switch(), default=_DEFAULTS.repack,

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import psutil
 
 _INTERVAL_S = 0.5  # between two readings; one takes 0.1 ms
+_FIRST_S = 0.1  # to the first reading: mostly the time in which the model is loaded
 _BUSY = 0.6  # cores that other programs use, from which on a thread is given up
-_QUIET = 0.3  # and below which it is taken back
+_QUIET = 0.3  # and below which it is taken back, in two readings in a row: one thread too many costs most
 
 
 class CpuTimes(NamedTuple):
@@ -31,7 +32,7 @@ class ComputeThreads:
     """The number of compute threads for the next step.
 
     Example: on 2 cores, a program that compiles something takes one of them; within half a second steps use one thread,
-    and two again when it has ended.
+    and two again when it has ended. An engine that is loaded meanwhile begins with one.
     """
 
     def __init__(
@@ -46,23 +47,26 @@ class ComputeThreads:
         process may use. `read`, `clock`: for tests."""
         self._most, self._n_cpus = most, n_cpus
         self._read, self._clock = read or read_cpu_times, clock
-        self._now = most
+        self._now = self._free_before = most
+        self._interval_s = _FIRST_S
         self._at, self._times = clock(), self._read()
 
     def limit(self, most: int) -> None:
         """Steps use at most so many threads from now on."""
-        self._most, self._now = most, min(most, self._now)
+        self._most, self._now, self._free_before = most, min(most, self._now), most
 
     def now(self) -> int:
         """The number for a step that begins now."""
         now = self._clock()
-        if now - self._at < _INTERVAL_S:
+        if now - self._at < self._interval_s:
             return self._now
         times = self._read()
         busy = busy_cores(self._times, times, now - self._at)
         if self._at + 4 * _INTERVAL_S > now:  # else the engine was idle, and this is about a time long ago
-            fewest, most = (max(1, min(self._most, self._n_cpus - int(busy + 1 - limit))) for limit in (_BUSY, _QUIET))
-            self._now = min(fewest, self._now) if fewest < self._now else max(most, self._now)
+            fewest, free = (max(1, min(self._most, self._n_cpus - int(busy + 1 - limit))) for limit in (_BUSY, _QUIET))
+            self._now = fewest if fewest < self._now else max(self._now, min(free, self._free_before))
+            self._free_before = free
+            self._interval_s = _INTERVAL_S
         self._at, self._times = now, times
         return self._now
 
@@ -79,11 +83,14 @@ def usable_cpus() -> set[int]:
 
 
 def read_cpu_times() -> CpuTimes:
-    """The times until now."""
+    """The times until now, without those of programs of lower priority (nice), which give way to this one."""
     usable = usable_cpus()
+    is_nice = os.name == "posix" and os.nice(0) > 0  # then this process is one of those
     of_each = psutil.cpu_times(percpu=True)
     busy = sum(
-        times.user + times.system + getattr(times, "nice", 0.0) for i, times in enumerate(of_each) if i in usable
+        times.user + times.system + (getattr(times, "nice", 0.0) if is_nice else 0.0)
+        for i, times in enumerate(of_each)
+        if i in usable
     )
     own = psutil.Process().cpu_times()
     return CpuTimes(busy, own.user + own.system)

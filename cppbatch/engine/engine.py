@@ -264,7 +264,7 @@ class BatchInferenceEngine:
 
     def limit_threads(self, n: int) -> None:
         """Steps use at most `n` compute threads from now on. No effect on a GPU, or where `n_threads` is given."""
-        if self._runtime.threads:
+        if self._runtime.threads and not self.config.n_threads:
             self._runtime.threads.limit(n)
 
     # --- the step loop ------------------------------------------------------------------------------------------

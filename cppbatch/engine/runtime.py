@@ -105,7 +105,7 @@ class Runtime:
     """Tokens, and rows of logits if it has any, that a ubatch computes at least. With `deterministic` more than 1 where
     fewer are computed by another kernel, which adds in another order."""
     threads: ComputeThreads | None = None
-    """Compute threads of each step; None: always the same."""
+    """Compute threads of each step; None on a GPU."""
     layouts: Layouts | None = None
     """None: the layout is fixed."""
     proposers: Sequence[Proposer] = ()
@@ -119,9 +119,10 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
 
     Raises `ModelError`, `LibraryError` or `LlamaError`.
     """
+    threads = _compute_threads(config)
     model = load_model(config, progress)
     try:
-        return open_runtime(config, model, model.close)
+        return open_runtime(config, model, model.close, threads)
     except BaseException:
         model.close()
         raise
@@ -169,13 +170,19 @@ def _why_not_repacked(config: EngineConfig) -> str | None:
         return None
 
 
-def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] | None = None) -> Runtime:
+def open_runtime(
+    config: EngineConfig,
+    model: Model,
+    close: Callable[[], None] | None = None,
+    threads: ComputeThreads | None = None,
+) -> Runtime:
     """Makes a context for a loaded model. One model may have several contexts, also at the same time.
 
     If the settings name a draft model, it is loaded too; closing the runtime frees it. `close`: closes the rest of the
-    runtime; None: that frees only the context. Raises `ModelError` or `LlamaError`.
+    runtime; None: that frees only the context. `threads`: made before the model was loaded; None: now. Raises
+    `ModelError` or `LlamaError`.
     """
-    runtime = _open_runtime(config, model, close)
+    runtime = _open_runtime(config, model, close, threads or _compute_threads(config))
     draft_settings = draft_config(config)
     if draft_settings is None or not _can_remove_drafts(model) or runtime.context.backend_sampling:
         return runtime
@@ -197,12 +204,23 @@ def open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] |
     return replace(runtime, proposers=(*runtime.proposers, proposer), close=close_both)
 
 
-def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] | None) -> Runtime:
+def _compute_threads(config: EngineConfig) -> ComputeThreads | None:
+    """What chooses the threads of each step; None on a GPU, where they hardly matter."""
+    if _on_gpu(config):
+        return None
+    return ComputeThreads(config.n_threads or available_threads(), len(usable_cpus()))
+
+
+def _open_runtime(
+    config: EngineConfig, model: Model, close: Callable[[], None] | None, threads: ComputeThreads | None
+) -> Runtime:
     """The runtime without a draft model."""
     context = make_context(config, model)
     close = close or context.close
+    if threads:
+        context.use_threads(threads.now())  # also for the probes below
     if pooling := _pooling(config, model):
-        return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close)
+        return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close, threads=threads)
     on_gpu = _on_gpu(config)
     min_rows = _min_rows(context, on_gpu=on_gpu) if config.deterministic else 1
     sharing = probe_prefix_sharing(context) if config.prefix_cache else "none"
@@ -214,7 +232,6 @@ def _open_runtime(config: EngineConfig, model: Model, close: Callable[[], None] 
                 f"{named('sampling')} is 'backend', and llama.cpp cannot sample on this device; use 'host'"
             )
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
-    threads = None if on_gpu or config.n_threads else ComputeThreads(available_threads(), len(usable_cpus()))
     info = _info(model, context, config, min_rows=min_rows)
     runtime = Runtime(
         context,

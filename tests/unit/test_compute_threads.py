@@ -40,6 +40,25 @@ def test_a_busy_core_is_left_to_the_program_that_has_it_and_taken_back_when_it_e
     assert machine.run(2, others=0.05)[-1] == 2
 
 
+def test_a_program_that_pauses_for_less_than_a_second_does_not_get_its_core_taken() -> None:
+    machine = Machine(2)
+    machine.run(1, others=1.0)
+    for _ in range(5):
+        assert set(machine.run(0.6, others=0.0)) == {1}
+        assert set(machine.run(0.6, others=1.0)) == {1}
+
+
+def test_an_engine_that_is_loaded_beside_a_busy_program_begins_with_fewer_threads() -> None:
+    machine = Machine(2)
+    machine.time, machine.own_s, machine.others_s = 0.3, 0.3, 0.3
+    assert machine.run(1, others=1.0)[0] == 1
+
+    machine = Machine(2)
+    machine.time, machine.own_s = 30, 30  # a large model, a quiet machine
+    assert machine.run(1, others=0.0)[0] == 2
+    assert machine.run(1, others=1.0)[-1] == 1
+
+
 def test_half_a_busy_core_changes_nothing_either_way() -> None:
     machine = Machine(2)
     assert set(machine.run(5, others=0.5)) == {2}
@@ -64,6 +83,13 @@ def test_the_most_can_be_changed_while_it_runs() -> None:
     machine.threads.limit(4)
     assert machine.run(3, others=0.1)[-1] == 4
     assert machine.run(3, others=1.0)[-1] == 3
+
+
+def test_a_given_number_is_the_most() -> None:
+    machine = Machine(8, most=6)
+    assert set(machine.run(3, others=2.0)) == {6}
+    assert machine.run(3, others=4.0)[-1] == 4
+    assert machine.run(3, others=0.0)[-1] == 6
 
 
 def test_what_happened_while_the_engine_was_idle_does_not_count() -> None:

@@ -82,7 +82,7 @@ def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -
     started: set[str] = set()
     while len(started) < n:  # until each has its first token
         started |= {event.request_id for event in engine.step()}
-    adapted = perf_counter() + (0 if engine.config.n_threads else _ADAPT_S)
+    adapted = perf_counter() + _ADAPT_S
     for i in range(max(_WARM_UP, max_tokens // 4) if seconds else 0):
         if i >= _WARM_UP and perf_counter() > adapted:
             break

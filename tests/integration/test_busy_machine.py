@@ -1,0 +1,70 @@
+"""Other programs keep the cores busy: engines use fewer threads, and `cppbatch doctor` says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cppbatch import EngineConfig
+from cppbatch.bench import other_programs
+from cppbatch.cli import doctor_command
+from cppbatch.engine.compute_threads import usable_cpus
+from cppbatch.engine.runtime import Runtime, load_runtime
+
+Busy = Callable[[int], AbstractContextManager[list[int]]]
+
+
+@contextmanager
+def busy(n: int) -> Iterator[list[int]]:
+    """Keeps `n` cores busy; the numbers of the processes."""
+    with ExitStack() as stack:
+        loops = [stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"])) for _ in range(n)]
+        for loop in loops:
+            stack.callback(loop.kill)
+        time.sleep(0.2)  # until they have started
+        yield [loop.pid for loop in loops]
+
+
+@contextmanager
+def loaded(config: EngineConfig) -> Iterator[Runtime]:
+    runtime = load_runtime(config)
+    yield runtime
+    runtime.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"n_threads": len(usable_cpus())}, {"pooling": "mean"}], ids=str)
+def test_beside_busy_cores_an_engine_uses_one_thread_also_with_a_number_of_its_own(
+    tiny_llama: Path, settings: dict[str, object]
+) -> None:
+    config = EngineConfig(str(tiny_llama), n_ctx=256, n_parallel=2, **settings)  # type: ignore[arg-type]
+    with busy(len(usable_cpus())), loaded(config) as runtime:
+        assert runtime.threads
+        time.sleep(0.6)
+        assert runtime.threads.now() == 1
+
+
+def test_doctor_names_the_programs_that_keep_cores_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_command, "_WATCH_S", 1.0)
+    with busy(len(usable_cpus())) as pids:
+        others = other_programs.watch_other_programs(1.0)
+        shown = CliRunner().invoke(doctor_command.doctor).output
+    assert others.cores > 0.5 * len(pids)
+    named = {each.pid for each in others.busiest}
+    assert named & set(pids)
+    [line] = [line for line in shown.splitlines() if line.split()[1:2] == ["cores"]]
+    assert line.startswith(" !")
+    assert any(f"(process {pid})" in line for pid in pids)
+    assert "renice" in line
+
+
+def test_doctor_says_nothing_of_cores_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = other_programs.OtherPrograms(0.1, [])
+    monkeypatch.setattr(other_programs, "watch_other_programs", lambda seconds: quiet)
+    assert "ok cores        other programs leave them alone" in CliRunner().invoke(doctor_command.doctor).output
