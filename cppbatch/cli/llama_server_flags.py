@@ -40,14 +40,12 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
 
 _STARTED = "the model is ready when the server answers"
 _TEMPLATE = "chat templates are always Jinja templates, or llama.cpp's own by name"
-_WEB_PAGE = "there is no web page"
 _LINES = "--log-format chooses between text and JSON"
 
 UNNEEDED = (
     UnneededFlag("-cb --cont-batching -nocb --no-cont-batching", "batching is always continuous"),
     UnneededFlag("--jinja --no-jinja", _TEMPLATE),
     UnneededFlag("--embedding --embeddings --rerank --reranking", "the model's kind says what it returns; --pooling"),
-    UnneededFlag("--webui --no-webui --ui --no-ui", _WEB_PAGE),
     UnneededFlag("--warmup --no-warmup", _STARTED),
     UnneededFlag("--mmap --no-mmap --mlock", "the model's file is mapped into memory, and not locked there"),
     UnneededFlag("-lm --load-mode", "the model's file is mapped into memory, and not locked there", "MODE"),

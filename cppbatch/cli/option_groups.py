@@ -27,7 +27,7 @@ GROUPS: Mapping[str, str] = {
     "Network and keys": "hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins",
     "Limits": "max_queue max_concurrent max_concurrent_per_key request_timeout idle_timeout drain_timeout max_tokens "
     "max_n max_prompts_per_batch max_body_mb max_file_mb",
-    "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path metrics slots props",
+    "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path metrics slots props webui",
     "Sampling": _SAMPLING,
     "Log and debugging": "log_level access_log log_format verbose trace",
 }

@@ -142,6 +142,10 @@ _OPTIONS = [
     ),
     option("--slots/--no-slots", env="SLOTS", llama_env="LLAMA_ARG_ENDPOINT_SLOTS", default=True, help="Serve /slots."),
     option(
+        "--webui/--no-webui", "--ui/--no-ui", "webui", env="WEBUI", llama_env="LLAMA_ARG_UI LLAMA_ARG_WEBUI",
+        default=True, help="Serve the web page at /.",
+    ),
+    option(
         "--slot-save-path", env="SLOT_SAVE_PATH", metavar="DIR",
         type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True, resolve_path=True), default=None,
         help="Folder in which POST /slots/{id} saves the cached prefixes of slots. Without it: no such requests.",
@@ -176,7 +180,7 @@ _OPTIONS = [
     ),
     option(
         "--access-log/--no-access-log", env="ACCESS_LOG", default=True,
-        help="Log each request; those of /health and /ready only at the level debug.",
+        help="Log each request; those of /health, /ready and the web page only at the level debug.",
     ),
 ]  # fmt: skip
 
@@ -214,6 +218,7 @@ def server_options(command: Command) -> Command:
             tags=arguments.pop("tags"),
             metrics=arguments.pop("metrics"),
             slots=arguments.pop("slots"),
+            webui=arguments.pop("webui"),
             slot_save_path=arguments.pop("slot_save_path"),
             predict_path=_predict_path(),
             strict_model=arguments.pop("strict_model"),

@@ -15,6 +15,7 @@ from cppbatch.server.connections import connection_of, reading
 from cppbatch.server.key_usage import KEY_USAGE
 from cppbatch.server.keys import KEY
 from cppbatch.server.serving import SERVING
+from cppbatch.server.web_page import is_page
 
 _ALWAYS_SERVED = frozenset({"/health", "/v1/health", "/ready", "/metrics"})
 _WITHOUT_BODY = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
@@ -58,7 +59,7 @@ IN_FLIGHT = web.AppKey("in_flight", InFlight)
 @web.middleware
 async def availability_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuses requests with status 503 while the model loads, after the engine has failed, and during shutdown."""
-    if request.path in _ALWAYS_SERVED or request.method == hdrs.METH_OPTIONS:
+    if request.path in _ALWAYS_SERVED or is_page(request.path) or request.method == hdrs.METH_OPTIONS:
         return await handler(request)
     state = request.app[SERVING].client.health()
     in_flight = request.app[IN_FLIGHT]

@@ -13,17 +13,19 @@ _QUESTION = "Why is the sky blue?"
 
 
 def first_lines(
-    info: ModelInfo, config: EngineConfig, urls: Sequence[str], *, has_template: bool, has_keys: bool
+    info: ModelInfo, config: EngineConfig, urls: Sequence[str], *, has_template: bool, has_keys: bool, has_page: bool
 ) -> list[str]:
     """What is served, with how many KV cells and why, where, and a request that fits the model.
 
     `has_template`: whether there is a chat template. `has_keys`: whether requests need an API key.
+    `has_page`: whether the web page is served.
     """
     sequences = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
     reason = changed_cells(info, config)
     path, body = _example(info, has_template=has_template)
     key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if has_keys else ""
-    ready = f"{' and '.join(urls)}  (OpenAI-compatible API under {urls[0]}/v1; Ctrl-C drains and stops)"
+    page = "the web page; " if has_page else ""
+    ready = f"{' and '.join(urls)}  ({page}OpenAI-compatible API under {urls[0]}/v1; Ctrl-C drains and stops)"
     return [
         f"{info.name} ({info.description}): {sequences} at once over {_cells(info)}",
         *([reason] if reason else []),

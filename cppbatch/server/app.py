@@ -7,7 +7,7 @@ from aiohttp.typedefs import Middleware
 
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.gpu_state import GpuSampler
-from cppbatch.server import input_tokens, openapi, status
+from cppbatch.server import input_tokens, openapi, status, web_page
 from cppbatch.server.admission import IN_FLIGHT, InFlight, admission_middleware, availability_middleware
 from cppbatch.server.anthropic import messages
 from cppbatch.server.api_errors import error_middleware
@@ -83,6 +83,8 @@ def create_app(
     app[STORAGE] = storage or Storage()
     for routes in _ROUTES:
         app.add_routes(routes)
+    if settings.webui:
+        app.add_routes(web_page.routes)
     if settings.predict_path:
         app.router.add_post(settings.predict_path, predict)
     app.cleanup_ctx.append(run_batches)

@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 from cppbatch.errors import ConfigError
 from cppbatch.server.api_errors import ApiError, error_response
 from cppbatch.server.key_rules import KeyRules
+from cppbatch.server.web_page import is_page
 
 KEY = web.RequestKey("api_key", KeyRules)
 """`request[KEY]`: the rules of the request's key; absent when the server requires no keys."""
@@ -69,14 +70,14 @@ class Keys:
 
 
 def key_middleware(keys: Keys) -> Middleware:
-    """Refuses requests without a valid key, except for `OPEN_PATHS`."""
+    """Refuses requests without a valid key, except for `OPEN_PATHS` and the web page."""
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         for given in _given(request):
             if rules := keys.rules_of(given):
                 request[KEY] = rules
-        if KEY in request or request.path in OPEN_PATHS:
+        if KEY in request or request.path in OPEN_PATHS or is_page(request.path):
             return await handler(request)
         message = "this server wants its API key: Authorization: Bearer KEY"
         return error_response(request, ApiError(401, message, "authentication_error", code="invalid_api_key"))

@@ -18,6 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from cppbatch.server.keys import KEY
+from cppbatch.server.web_page import is_page
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -143,5 +144,6 @@ def _log_access(request: web.Request, status: int, n_bytes: int, seconds: float)
     who = f"{fields['remote']} key {fields['key']}" if fields["key"] else fields["remote"]
     message = "%s %s %d, %.3f s, %d bytes, %s"
     values = (request.method, fields["path"], status, seconds, n_bytes, who)
-    level = logging.DEBUG if fields["path"] in _POLLED else logging.INFO
+    is_quiet = request.path in _POLLED or (is_page(request.path) and status < 400)
+    level = logging.DEBUG if is_quiet else logging.INFO
     access_log.log(level, message, *values, extra={"fields": fields})

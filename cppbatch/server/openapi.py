@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from aiohttp import web
 from cppbatch import __version__
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
-from cppbatch.server import input_tokens, status
+from cppbatch.server import input_tokens, status, web_page
 from cppbatch.server.anthropic import messages
 from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
@@ -59,6 +60,7 @@ async def openapi(_request: web.Request) -> web.Response:
 
 
 ENDPOINTS = {
+    **web_page.ENDPOINTS,
     **status.ENDPOINTS,
     ("get", "/openapi.json"): Endpoint("This document", json_content({"type": "object"}), (401, 503)),
     **models_endpoint.ENDPOINTS,
@@ -114,7 +116,8 @@ def _operation(path: str, endpoint: Endpoint) -> Json:
         kind = endpoint.unavailable if code == 503 else endpoint.error
         responses[str(code)] = {"description": _STATUS[code], "content": _content(json_content(schema_ref(kind)))}
     operation: Json = {"summary": endpoint.summary, "responses": responses}
-    parameters = [{"name": "id", "in": "path", "required": True, "schema": TEXT}] if "{id}" in path else []
+    names = re.findall(r"{(\w+)}", path)
+    parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
     if endpoint.query:
         (fields,) = msgspec.json.schema(endpoint.query)["$defs"].values()
         parameters += [{"name": name, "in": "query", "schema": of} for name, of in fields["properties"].items()]

@@ -100,7 +100,12 @@ async def _wait_until_loaded(engine: EngineClient, stop: asyncio.Event, show_loa
 def _first_lines(engine: EngineClient, listener: Listener, settings: ServerSettings) -> list[str]:
     has_template = bool(settings.chat_template or engine.info.chat_template)
     return first_lines(
-        engine.info, engine.config, listener.urls, has_template=has_template, has_keys=bool(settings.keys)
+        engine.info,
+        engine.config,
+        listener.urls,
+        has_template=has_template,
+        has_keys=bool(settings.keys),
+        has_page=settings.webui,
     )
 
 

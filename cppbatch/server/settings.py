@@ -31,6 +31,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Words about the model for `/v1/models`. They change nothing else."""
     metrics: bool = True
     """Whether `/metrics` is served."""
+    webui: bool = True
+    """Whether the web page is served."""
     slots: bool = True
     """Whether `/slots` is served."""
     slot_save_path: Path | None = None

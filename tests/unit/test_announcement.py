@@ -17,10 +17,13 @@ _INFO: dict[str, Any] = {
 }  # fmt: skip
 
 
-def announced(*, n: int = 16, urls: tuple[str, ...] = ("http://x",), keys: bool = False, **fields: Any) -> list[str]:
+def announced(
+    *, n: int = 16, urls: tuple[str, ...] = ("http://x",), keys: bool = False, has_page: bool = True, **fields: Any
+) -> list[str]:
     info = ModelInfo(**{**_INFO, **fields})
     config = EngineConfig("m.gguf", n_ctx=info.n_ctx, n_parallel=n)
-    return first_lines(info, config, urls, has_template=info.chat_template is not None, has_keys=keys)
+    has_template = info.chat_template is not None
+    return first_lines(info, config, urls, has_template=has_template, has_keys=keys, has_page=has_page)
 
 
 @pytest.mark.parametrize(("n", "text"), [(1, "1 sequence at once"), (2, "2 sequences at once")])
@@ -50,6 +53,11 @@ def test_the_request_to_try_is_one_that_the_model_can_answer(fields: dict[str, A
 def test_a_request_to_try_has_the_key_if_one_is_required() -> None:
     assert '-H "Authorization: Bearer $CPPBATCH_API_KEY"' in announced(keys=True)[-1]
     assert "Authorization" not in announced()[-1]
+
+
+def test_the_address_is_the_web_page_unless_there_is_none() -> None:
+    assert "ready at http://x  (the web page; OpenAI-compatible API under http://x/v1;" in announced()[1]
+    assert "ready at http://x  (OpenAI-compatible API under http://x/v1;" in announced(has_page=False)[1]
 
 
 def test_every_address_is_shown() -> None:

@@ -1,0 +1,107 @@
+"""The web page: static files of `server/page/`, at `/` and below `/page/`.
+
+They are the same for everybody and contain no secret, so they need no API key; the page sends the key with each call
+of the API. They are served while the model loads, too.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from aiohttp import ETag, hdrs, web
+
+from cppbatch.server.endpoint import TEXT, Endpoint
+
+INDEX, PREFIX = "/", "/page/"
+
+_FOLDER = Path(__file__).with_name("page")
+_MEDIA_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+"""By suffix. Other files of the folder, such as licences, are not served."""
+
+# The page loads and calls nothing but this server, and runs no script that a model wrote.
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self' data: blob:",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+_HEADERS = {
+    hdrs.CACHE_CONTROL: "no-cache",  # a browser asks whether the file has changed, which costs a 304
+    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+routes = web.RouteTableDef()
+
+
+class PageFile(NamedTuple):
+    """A file of the page."""
+
+    content: bytes
+    media_type: str
+    etag: str
+    """A digest of the content."""
+
+
+def is_page(path: str) -> bool:
+    """Whether the path is one of the page's."""
+    return path == INDEX or path.startswith(PREFIX)
+
+
+@lru_cache(maxsize=1)
+def page_files() -> dict[str, PageFile]:
+    """All files of the page, by their path below `/page/`."""
+    found: dict[str, PageFile] = {}
+    for path in _FOLDER.rglob("*"):
+        if media_type := _MEDIA_TYPES.get(path.suffix):
+            content = path.read_bytes()
+            name = path.relative_to(_FOLDER).as_posix()
+            found[name] = PageFile(content, media_type, sha256(content).hexdigest()[:32])
+    return found
+
+
+@routes.get(INDEX)
+async def index(request: web.Request) -> web.Response:
+    """The page."""
+    return _response(request, page_files()["index.html"])
+
+
+@routes.get(f"{PREFIX}{{path:.+}}")
+async def page_file(request: web.Request) -> web.Response:
+    """A file of the page."""
+    file = page_files().get(request.match_info["path"])
+    if file is None:
+        raise web.HTTPNotFound(text=f"the page has no file {request.match_info['path']!r:.200}")
+    return _response(request, file)
+
+
+def _response(request: web.Request, file: PageFile) -> web.Response:
+    if any(tag.value in (file.etag, "*") for tag in request.if_none_match or ()):
+        response = web.Response(status=304, headers=_HEADERS)
+    else:
+        response = web.Response(body=file.content, content_type=file.media_type, charset="utf-8", headers=_HEADERS)
+    response.etag = ETag(file.etag)
+    return response
+
+
+ENDPOINTS = {
+    ("get", INDEX): Endpoint("The web page; needs no API key", {"text/html": TEXT}),
+    ("get", f"{PREFIX}{{path}}"): Endpoint(
+        "A file of the web page; needs no API key", dict.fromkeys(_MEDIA_TYPES.values(), TEXT), (404,)
+    ),
+}
