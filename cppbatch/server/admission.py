@@ -19,6 +19,7 @@ from cppbatch.server.web_page import is_page
 
 _ALWAYS_SERVED = frozenset({"/health", "/v1/health", "/ready", "/metrics"})
 _WITHOUT_BODY = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
+_ENDS_WORK = frozenset({"/generate/batch/cancel"})  # takes no slot, so that a key with one slot can cancel what it runs
 _STREAMED_BODIES = ((hdrs.METH_POST, "/v1/files"),)  # written to disk by their handlers while they are read
 
 
@@ -96,7 +97,8 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
             if (request.method, request.path) not in _STREAMED_BODIES:
                 with reading(request):
                     await _read_body(request, request.app[SERVING].limits.max_body_mb)
-            held.enter_context(request.app[KEY_USAGE].one(request))
+            if request.path not in _ENDS_WORK:
+                held.enter_context(request.app[KEY_USAGE].one(request))
             if rules := request.get(KEY):
                 request.app[SERVING].check_key(rules)
         if connection:

@@ -16,7 +16,8 @@ from cppbatch.server.batches.batch_background import run_batches
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import CrossOrigin, preflight_middleware
 from cppbatch.server.files import files_endpoint
-from cppbatch.server.generate import generate_batch, generate_endpoint
+from cppbatch.server.generate import cancel_item, generate_batch, generate_endpoint
+from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatches
 from cppbatch.server.key_usage import KEY_USAGE, KeyUsage, add_rate_headers
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.limits import Slots
@@ -53,6 +54,7 @@ _ROUTES = (
     rerank_endpoint.routes,
     generate_endpoint.routes,
     generate_batch.routes,
+    cancel_item.routes,
     llama_completion.routes,
     llama_infill.routes,
     llama_tokenize.routes,
@@ -79,6 +81,7 @@ def create_app(
     app[METRICS] = ServerMetrics()
     app[GPUS] = GpuSampler()
     app[IN_FLIGHT] = InFlight()
+    app[RUNNING_BATCHES] = RunningBatches()
     app[KEY_USAGE] = KeyUsage(Slots(settings.limits))
     app[STORAGE] = storage or Storage()
     for routes in _ROUTES:

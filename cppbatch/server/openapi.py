@@ -17,7 +17,7 @@ from cppbatch.server.anthropic import messages
 from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
 from cppbatch.server.files import files_endpoint
-from cppbatch.server.generate import generate_batch, generate_endpoint
+from cppbatch.server.generate import cancel_item, generate_batch, generate_endpoint
 from cppbatch.server.llama_server import (
     llama_completion,
     llama_embeddings,
@@ -73,6 +73,7 @@ ENDPOINTS = {
     **rerank_endpoint.ENDPOINTS,
     **generate_endpoint.ENDPOINTS,
     **generate_batch.ENDPOINTS,
+    **cancel_item.ENDPOINTS,
     **files_endpoint.ENDPOINTS,
     **batches_endpoint.ENDPOINTS,
     **llama_completion.ENDPOINTS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Container
 from time import perf_counter
 
 import msgspec
@@ -29,6 +29,7 @@ async def run_requests(
     check_first: bool = False,
     wait_when_full: bool = False,
     errors_as_events: bool = False,
+    cancelled: Container[str] = (),
 ) -> AsyncGenerator[Event, None]:
     """Runs the requests in their order and yields (index, event) as events come. Closing it cancels all requests.
 
@@ -41,6 +42,8 @@ async def run_requests(
     Otherwise `QueueFull` is raised; only a list too large to run at once waits, from its second request on.
     `errors_as_events`: a request that fails ends with an event that has the error, and the others go on. Otherwise the
     others are cancelled and the exception is raised here.
+    `cancelled`: with `wait_when_full`, ids of requests that must not start any more; ids may be added while this runs.
+    Such a request has one event.
     """
     if not errors_as_events:
         await _check(client, requests, only_long=not check_first)
@@ -50,7 +53,7 @@ async def run_requests(
 
     def submit(index: int) -> AsyncGenerator[GenerationEvent, None]:
         if wait_when_full or (len(requests) > at_once and index > 0):
-            return _submit_with_retry(client, requests[index], began)
+            return _submit_with_retry(client, requests[index], began, cancelled)
         return client.submit(requests[index])
 
     if len(requests) == 1 and not errors_as_events:
@@ -106,16 +109,16 @@ async def _check(client: EngineClient, requests: list[GenerationRequest], *, onl
 
 
 async def _submit_with_retry(
-    client: EngineClient, request: GenerationRequest, began: float
+    client: EngineClient, request: GenerationRequest, began: float, cancelled: Container[str]
 ) -> AsyncGenerator[GenerationEvent, None]:
-    """`client.submit`, repeated while the queue is full and the request's timeouts allow.
+    """`client.submit`, repeated while the queue is full and the request's timeouts allow, unless it is cancelled.
 
     The times in its events, and its timeouts, count from `began` (`perf_counter`).
     """
     timeouts = [seconds for seconds in (request.timeout, request.queue_timeout) if seconds is not None]
     longest_wait = min(timeouts, default=float("inf"))
     pause = _FIRST_PAUSE
-    while True:
+    while request.id not in cancelled:
         waited = perf_counter() - began
         has_started = False
         try:
@@ -129,6 +132,7 @@ async def _submit_with_retry(
                 raise
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+    yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
 
 
 def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequest:

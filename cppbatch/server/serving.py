@@ -149,14 +149,14 @@ class Serving:
         the client uses chat completions. Raises `InvalidRequest`.
         """
         try:
-            chat = await self._chat_format()
             return await asyncio.to_thread(
-                chat.prepare,
+                self.rendered,
+                await self.chat_format(),
                 messages,
                 tools=tools,
                 choice=choice,
                 schema=schema,
-                variables=self.settings.template_variables | variables,
+                variables=variables,
                 continue_final_message=continue_final_message,
             )
         except InvalidRequest as error:
@@ -166,6 +166,10 @@ class Serving:
             for ours, theirs in field_names.items():
                 field = field.replace(ours, theirs)
             raise error.renamed(field) from error
+
+    def rendered(self, chat: ChatFormat, messages: list[Json], *, variables: Json, **options: Any) -> PreparedChat:
+        """`ChatFormat.prepare`, with the server's variables for the template (--chat-template-kwargs)."""
+        return chat.prepare(messages, variables=self.settings.template_variables | variables, **options)
 
     def default_params(self, max_tokens: int | None = None) -> Json:
         """The fields of `SamplingParams` for requests that do not set them.
@@ -201,7 +205,7 @@ class Serving:
             requests += [first, *(replaced(first, id=f"{name}-{p * n + i}", params=each[i]) for i in range(1, n))]
         return requests
 
-    async def _chat_format(self) -> ChatFormat:
+    async def chat_format(self) -> ChatFormat:
         """The model's chat format, created with the first chat. Raises `InvalidRequest` for a broken template."""
         if self._chat is None:
             template = ChatTemplate(

@@ -206,7 +206,7 @@ def _listed(name: str, known: frozenset[str]) -> _Refused | None:
         return _Refused(f"cannot be used: this server keeps nothing between requests; {_STATE[name]}")
     if name == "add_special_tokens":  # messages have their own, so there its default is false
         reason = "is not supported; give a prompt of token ids to /v1/completions"
-        return _Refused(reason, ("messages" not in known,), is_given_empty=True)
+        return _Refused(reason, ("messages" not in known or "prompt" in known,), is_given_empty=True)
     refused = _TEXT_FIELDS.get(name)
     return refused._replace(reason=f"is not supported; {refused.reason}") if refused else None
 

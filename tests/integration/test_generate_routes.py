@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
 from cppbatch.server.app import create_app
+from cppbatch.server.keys import Keys, api_key
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 
@@ -124,6 +125,9 @@ async def test_a_stream_says_the_same_and_its_last_event_has_the_rest(http: Http
 
 BAD = {
     "no prompt": ({}, "prompt"),
+    "a prompt and messages": ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+    "messages of nobody": ({"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role"),
+    "messages too long": ({"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
     "an empty prompt": ({"prompt": ""}, "prompt"),
     "a prompt too long": ({"prompt": TOO_LONG}, "prompt"),
     "an unknown token": ({"prompt": [1, 10**6]}, "prompt[1]"),
@@ -159,6 +163,7 @@ async def test_a_batch_says_what_each_prompt_alone_would_get(http: Http) -> None
 BAD_ITEMS = {
     "an empty prompt": ("", "prompts[1]"),
     "no prompt at all": ({"temperature": 1}, "prompts[1].prompt"),
+    "messages of nobody": ({"messages": [{"role": "cat", "content": "a"}]}, "prompts[1].messages[0].role"),
     "a number": (5, "prompts[1]"),
     "nothing": (None, "prompts[1]"),
     "an unknown token": ([1, 10**6], "prompts[1][1]"),
@@ -200,6 +205,7 @@ BAD_BATCHES = {
     "too many prompts": ({"prompts": ["a"] * 257}, "prompts"),
     "one text for prompts": ({"prompts": "abc"}, "prompts"),
     "a prompt without params": ({"prompt": "a"}, "params"),
+    "a prompt and messages": ({"prompt": "a", "messages": [], "params": [{}]}, "prompts"),
     "both ways at once": ({"prompts": ["a"], "prompt": "a", "params": [{}]}, "prompts"),
     "prompts with no params": ({"prompts": ["a"], "params": []}, "params"),
     "too many prompts with params": ({"prompts": ["a"] * 16, "params": [{}] * 17}, "params"),
@@ -354,3 +360,104 @@ async def test_the_most_prompts_of_a_batch_can_be_set(engine: LocalEngine) -> No
         assert status == 400
         assert "--max-prompts-per-batch" in answer["error"]["message"]
         assert len((await batch(http, prompts=["a"] * 2))["results"]) == 2
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+async def rendered(http: Http, messages: list[Json]) -> str:
+    """The prompt of a conversation."""
+    _, answer = await post(http, "/apply-template", {"messages": messages})
+    prompt: str = answer["prompt"]
+    return prompt
+
+
+async def test_a_conversation_continues_as_the_prompt_that_its_template_makes(http: Http) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    _, answer = await post(http, "/generate", {**GREEDY, "messages": messages})
+    assert answer["text"] == await text_of(http, await rendered(http, messages))
+
+
+async def test_conversations_and_prompts_are_items_of_one_batch(http: Http) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("Hi", "What is a cat?")]
+    items = [{"messages": chats[0]}, "abc", {"messages": chats[1], "max_tokens": 3}]
+    results = (await batch(http, prompts=items, params=[{}, {"temperature": 1, "seed": 4}]))["results"]
+    prompts = [await rendered(http, chats[0]), "abc", await rendered(http, chats[1])]
+    assert [result["text"] for result in results] == [
+        await text_of(http, prompt, **fields, max_tokens=3 if prompt == prompts[2] else 6)
+        for prompt in prompts
+        for fields in ({}, {"temperature": 1, "seed": 4})
+    ]
+
+
+async def test_one_conversation_with_several_params_computes_its_prompt_once(http: Http) -> None:
+    messages = [{"role": "user", "content": "the cat sat on the mat and " * 6}]
+    answer = await batch(http, messages=messages, params=[{"seed": i, "temperature": 1} for i in range(8)])
+    n = answer["results"][0]["prompt_tokens"]
+    assert answer["cached_tokens"] >= 7 * (n - 1)
+
+
+async def test_the_messages_of_an_item_are_named_when_they_are_wrong(http: Http) -> None:
+    messages, too_long = ([{"role": "user", "content": text}] for text in ("Hi", TOO_LONG))
+    answer = await batch(http, messages=messages, params=[{}, {"messages": messages}])
+    assert answer["results"][1]["error"]["param"] == "params[1].messages"
+    answer = await batch(http, prompts=["abc", {"messages": too_long}])
+    assert answer["results"][1]["error"]["param"] == "prompts[1].messages"
+
+
+# --- ending one item --------------------------------------------------------------------------------------------------
+
+LONG: Json = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+
+async def cancel(http: Http, request_id: str, index: int) -> int:
+    return (await post(http, "/generate/batch/cancel", {"request_id": request_id, "index": index}))[0]
+
+
+async def test_one_item_of_a_running_batch_is_ended_and_the_others_go_on(http: Http, engine: LocalEngine) -> None:
+    body = {**LONG, "prompts": ["a"] * 12, "request_id": "b", "stream": True, "max_tokens": 60}
+    ends: dict[int, Json] = {}
+    async with http.post("/generate/batch", json=body) as answer:
+        asked = False
+        async for line in answer.content:
+            event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: {") else {}
+            if event.get("index") == 1 and not asked:
+                asked = True
+                # 1 runs, 7 waits in the engine, 11 has not been submitted yet
+                assert [await cancel(http, "b", index) for index in (1, 7, 11)] == [200] * 3
+            if "finish_reason" in event:
+                ends[event["index"]] = event
+            if "total_prompts" in event:
+                assert (event["total_prompts"], event["failed"]) == (12, 0)
+    cancelled = {index for index, event in ends.items() if event["finish_reason"] == "cancelled"}
+    assert (cancelled, len(ends)) == ({1, 7, 11}, 12)
+    assert 0 < ends[1]["completion_tokens"] < 60
+    assert await is_idle(engine)
+
+
+async def test_only_an_item_of_a_running_batch_can_be_ended(http: Http) -> None:
+    assert await cancel(http, "b", 0) == 404
+    body = {**LONG, "prompts": ["a"], "request_id": "b", "stream": True}
+    async with http.post("/generate/batch", json=body) as answer:
+        await answer.content.readline()
+        assert await cancel(http, "b", 1) == 400
+        assert await cancel(http, "b", -1) == 400
+        status, twice = await post(http, "/generate/batch", {"prompts": ["a"], "request_id": "b", "max_tokens": 1})
+        assert (status, twice["error"]["param"]) == (400, "request_id")
+        assert await cancel(http, "b", 0) == 200
+        await answer.text()
+    assert await cancel(http, "b", 0) == 404
+
+
+async def test_a_key_ends_items_of_its_own_batches_also_when_its_slots_are_taken(engine: LocalEngine) -> None:
+    keys = Keys([api_key("one", max_concurrent=1), api_key("two")])
+    async with TestClient(TestServer(create_app(engine, ServerSettings(keys=keys)))) as http:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        body = {**LONG, "prompts": ["a"], "request_id": "b", "stream": True}
+        async with http.post("/generate/batch", json=body, headers=one) as answer:
+            await answer.content.readline()
+            item = {"request_id": "b", "index": 0}
+            for headers, status in ((two, 404), (one, 200)):
+                async with http.post("/generate/batch/cancel", json=item, headers=headers) as ended:
+                    assert ended.status == status
+            assert '"finish_reason":"cancelled"' in await answer.text()

@@ -7,6 +7,7 @@ from msgspec import UNSET
 
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.server.generate.batch_items import BatchItem
+from cppbatch.server.generate.cancel_item import RunningBatch
 from cppbatch.server.generate.generate_batch import GenerateBatchBuilder
 
 
@@ -15,8 +16,8 @@ from cppbatch.server.generate.generate_batch import GenerateBatchBuilder
     [("task", "model"), ("prompt", "prompts[1]"), ("max_tokens", "max_tokens")],
 )
 def test_an_error_of_the_engine_names_the_field_of_the_body(field: str, shown: str) -> None:
-    builder = GenerateBatchBuilder([BatchItem([(f"prompts[{i}]", prompt)], {}) for i, prompt in enumerate("ab")])
-    builder.request_items += [1]
+    items = [BatchItem([(f"prompts[{i}]", prompt)], {}) for i, prompt in enumerate("ab")]
+    builder = GenerateBatchBuilder(items, [1], RunningBatch({1: "x"}, 2))
     event = GenerationEvent(request_id="x", finish_reason=FinishReason.ERROR, error="is wrong", error_field=field)
     builder.record(0, event)
     builder.set_error(0, RuntimeError("another one"))

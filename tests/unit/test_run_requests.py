@@ -261,3 +261,25 @@ async def test_waiting_ends_with_the_shorter_timeout() -> None:
         await read(run(client, requests(1, timeout=60.0, queue_timeout=0.02), wait_when_full=True))
     (index, event), *_ = await read(run(client, requests(1, timeout=0.02), wait_when_full=True, errors_as_events=True))
     assert (index, event.finish_reason) == (0, FinishReason.ERROR)
+
+
+async def test_a_request_that_is_cancelled_before_its_turn_is_never_submitted() -> None:
+    client = FakeClient(n_parallel=1, max_queue=0)
+    cancelled = {"r2"}
+    events = await read(run(client, requests(4), wait_when_full=True, cancelled=cancelled))  # type: ignore[arg-type]
+    assert [request.id for request in client.submitted] == ["r0", "r1", "r3"]
+    assert [event.finish_reason for index, event in events if index == 2] == [FinishReason.CANCELLED]
+    assert sum(event.finish_reason is FinishReason.STOP for _, event in events) == 3
+
+
+async def test_a_request_that_is_cancelled_while_the_queue_is_full_is_not_tried_again() -> None:
+    client = FakeClient()
+    cancelled: set[str] = set()
+
+    def refuse(request: GenerationRequest) -> None:
+        cancelled.add(request.id)
+        raise QueueFull(1, 1)
+
+    client.before = refuse
+    events = await read(run(client, requests(1), wait_when_full=True, errors_as_events=True, cancelled=cancelled))  # type: ignore[arg-type]
+    assert [event.finish_reason for _, event in events] == [FinishReason.CANCELLED]

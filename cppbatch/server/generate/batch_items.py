@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,19 +19,31 @@ from cppbatch.typed_json import convert
 
 Json = dict[str, Any]
 
-_BATCH_ONLY = ("stream", "stream_options")
+_BATCH_ONLY = ("stream", "stream_options", "request_id")
 """Fields that an item must not have."""
+_PROMPTS = ("prompt", "messages")
+"""Fields of which an item has one."""
 
 
 class GenerateBatchRequest(GenerateFields, kw_only=True):
-    """The body of `POST /generate/batch`: `prompts`, or one `prompt` with several `params`, or each of `prompts` with
-    each of `params`. All other fields apply to every item."""
+    """The body of `POST /generate/batch`: `prompts`, or one `prompt` (or `messages`) with several `params`, or each of
+    `prompts` with each of `params`. All other fields apply to every item."""
 
     prompts: list[Any] | None = None
-    """Each is a text, a list of token ids, or an object with a `prompt` and fields that override those of the body."""
+    """Each is a text, a list of token ids, or an object with a `prompt` or `messages` and fields that override those of
+    the body."""
     prompt: str | list[int] | None = None
     settings: list[Any] | None = msgspec.field(default=None, name="params")
     """Objects with fields, each for one completion of `prompt`, or of each of `prompts`."""
+    request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+    """A name by which `POST /generate/batch/cancel` finds this batch while it runs."""
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the prompt of any item is a conversation."""
+        return self.messages is not None or any(
+            isinstance(each, dict) and each.get("messages") is not None for each in self.prompts or ()
+        )
 
 
 class BatchItem:
@@ -47,10 +59,11 @@ class BatchItem:
         merged = self._shared
         for path, json in self._parts:
             own = json if isinstance(json, dict) else {"prompt": json}
-            if "prompt" in merged and own is not json:
-                raise InvalidRequest(path, f"is {json!r:.80}; it must be an object of sampling fields")
-            if "prompt" in merged and "prompt" in own:
-                raise InvalidRequest("prompt", "is given already; here are sampling fields")
+            if not merged.keys().isdisjoint(_PROMPTS):
+                if own is not json:
+                    raise InvalidRequest(path, f"is {json!r:.80}; it must be an object of sampling fields")
+                for name in own.keys() & _PROMPTS:
+                    raise InvalidRequest(name, "is given already; here are sampling fields")
             for name in _BATCH_ONLY:
                 if own.get(name):
                     raise InvalidRequest(name, "is for a whole batch, not for one of its items")
@@ -65,10 +78,13 @@ class BatchItem:
     def field_name(self, field: str) -> str:
         """The name of a field in the body, within the part that has it."""
         root = re.split(r"[.\[]", field, maxsplit=1)[0]
+        first = self._parts[0][1]
+        if root == "prompt" and ("messages" in self._shared or (isinstance(first, dict) and "messages" in first)):
+            root = field = "messages"
         for path, json in reversed(self._parts):
             if isinstance(json, dict) and root in json:
                 return f"{path}.{field}"
-        if root == "prompt" and "prompt" not in self._shared:
+        if root == "prompt" and self._shared.keys().isdisjoint(_PROMPTS):
             path, json = self._parts[0]
             return f"{path}.{field}" if isinstance(json, dict) else path + field.removeprefix("prompt")
         return field
@@ -79,8 +95,9 @@ def batch_items(body: GenerateBatchRequest, limits: Limits) -> list[BatchItem]:
 
     Raises `InvalidRequest` if there are none, or too many.
     """
-    if (body.prompts is None) == (body.prompt is None):
-        raise InvalidRequest("prompts", "is required, or one `prompt` with several `params`; not both")
+    if sum(each is not None for each in (body.prompts, body.prompt, body.messages)) != 1:
+        message = "is required, or one `prompt` or `messages` with several `params`; give one of the three"
+        raise InvalidRequest("prompts", message)
     lists = {name: json for name, json in (("prompts", body.prompts), ("params", body.settings)) if json is not None}
     for name in lists or ("params",):
         if not lists.get(name):

@@ -10,11 +10,13 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.engine.request import GenerationEvent
+from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import ErrorDetail, api_error, openai_error
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
+from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatch
 from cppbatch.server.generate.generate_endpoint import (
     GenerateChunk,
     checked_params,
@@ -23,7 +25,7 @@ from cppbatch.server.generate.generate_endpoint import (
     text_result,
 )
 from cppbatch.server.key_rules import KeyRules
-from cppbatch.server.keys import KEY
+from cppbatch.server.keys import KEY, viewer_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.run_requests import run_requests
@@ -74,9 +76,14 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
     body = await read_json(request, GenerateBatchRequest)
     serving = request.app[SERVING]
     rules = request.get(KEY)
-    prepared = await asyncio.to_thread(prepare_batch, body, serving, rules)  # 256 items with large fields take seconds
-    events = run_requests(serving.client, prepared.requests, wait_when_full=True, errors_as_events=True)
-    return await respond(request, prepared, events)
+    chat = await serving.chat_format() if body.has_messages else None
+    # on a thread: 256 items with large fields take seconds
+    prepared, batch = await asyncio.to_thread(prepare_batch, body, serving, rules, chat)
+    with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
+        events = run_requests(
+            serving.client, prepared.requests, wait_when_full=True, errors_as_events=True, cancelled=batch.cancelled
+        )
+        return await respond(request, prepared, events)
 
 
 ENDPOINTS = {
@@ -88,42 +95,49 @@ ENDPOINTS = {
 }
 
 
-def prepare_batch(body: GenerateBatchRequest, serving: Serving, rules: KeyRules | None) -> PreparedRequest:
+def prepare_batch(
+    body: GenerateBatchRequest, serving: Serving, rules: KeyRules | None, chat: ChatFormat | None
+) -> tuple[PreparedRequest, RunningBatch]:
     """Engine requests for the valid items, and a builder that holds the errors of the others.
 
-    `rules`: those of the request's key. Raises `InvalidRequest` for errors that concern all items."""
+    `rules`: those of the request's key. `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all
+    items."""
     items = batch_items(body, serving.limits)
     checked_params(body, serving)
-    builder, name = GenerateBatchBuilder(items), new_id("batch-")
-    requests = []
+    name = new_id("batch-")
+    requests: dict[int, GenerationRequest] = {}
+    errors: dict[int, InvalidRequest] = {}
     for i, item in enumerate(items):
         try:
             fields = item.body()
-            request = engine_request(fields, serving, f"{name}-{i}")
+            request = engine_request(fields, serving, f"{name}-{i}", chat)
             if rules:
                 serving.check_key(rules, fields.model)
                 (request,) = rules.engine_requests([request], serving.info.adapters)
-            requests.append(request)
+            requests[i] = request
         except InvalidRequest as error:
-            builder.set_error(i, error)
-        else:
-            builder.request_items.append(i)
-    return PreparedRequest(requests, builder, stream=bool(body.stream))
+            errors[i] = error
+    batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items))
+    builder = GenerateBatchBuilder(items, [*requests], batch)
+    for i, why in errors.items():
+        builder.set_error(i, why)
+    return PreparedRequest([*requests.values()], builder, stream=bool(body.stream)), batch
 
 
 Totals = TypeVar("Totals", bound=BatchTotals)
 
 
 class GenerateBatchBuilder(ResponseBuilder):
-    """Builds the response of `/generate/batch`. An item that fails has an error as its result."""
+    """Builds the response of `/generate/batch`. An item that fails has an error as its result.
 
-    def __init__(self, items: list[BatchItem]) -> None:
+    `request_items`: for each engine request, the index of its item.
+    """
+
+    def __init__(self, items: list[BatchItem], request_items: list[int], batch: RunningBatch) -> None:
         super().__init__()
-        self._items = items
+        self._items, self._request_items, self._batch = items, request_items, batch
         self._began = perf_counter()
         self._errors: dict[int, ErrorDetail] = {}  # by item
-        self.request_items: list[int] = []
-        """For each engine request, the index of its item."""
 
     def set_error(self, item: int, error: Exception) -> None:
         """Makes this error the result of an item."""
@@ -133,16 +147,20 @@ class GenerateBatchBuilder(ResponseBuilder):
         self._errors[item] = openai_error(api_error(error)).error
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """As in `ResponseBuilder`, but a failure becomes the result of the item."""
+        """As in `ResponseBuilder`, but a failure becomes the result of the item, and the client may have cancelled
+        it."""
+        if event.finish_reason is FinishReason.CANCELLED and self._batch.has_cancelled(self._request_items[index]):
+            self.last_events[index] = event
+            return
         try:
             super().record(index, event)
         except Exception as error:
-            self.set_error(self.request_items[index], error)
+            self.set_error(self._request_items[index], error)
 
     def build(self, completions: list[list[GenerationEvent]]) -> GenerateBatchResponse:
         """As in `ResponseBuilder`."""
         results = {i: BatchResult(index=i, error=error) for i, error in self._errors.items()}
-        for i, events in zip(self.request_items, completions, strict=True):
+        for i, events in zip(self._request_items, completions, strict=True):
             if i not in self._errors:
                 result = text_result(BatchResult, events, index=i)
                 results[i] = msgspec.structs.replace(result, generated_text=result.text)
@@ -153,12 +171,12 @@ class GenerateBatchBuilder(ResponseBuilder):
         return [
             ServerSentEvent(BatchResult(index=i, error=error))
             for i, error in self._errors.items()
-            if i not in self.request_items
+            if i not in self._request_items
         ]
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        i = self.request_items[index]
+        i = self._request_items[index]
         if i in self._errors:
             return [ServerSentEvent(BatchResult(index=i, error=self._errors[i]))]
         return [ServerSentEvent(text_result(BatchResult, [event], index=i))] if has_content(event) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +10,9 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.message_types import ChatMessage, checked_variables, conversation_of
+from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
@@ -19,12 +23,18 @@ from cppbatch.server.response_logprobs import LogprobEntry, logprob_entries
 from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.server.serving import SERVING, Serving, new_id
 
+Json = dict[str, Any]
+
 routes = web.RouteTableDef()
 
 
 class GenerateFields(SamplingFields, kw_only=True):
     """The fields of `/generate` and `/generate/batch` except the prompts."""
 
+    messages: list[ChatMessage] | None = None
+    """A conversation instead of a prompt: the chat template makes the prompt of it."""
+    chat_template_kwargs: Json | None = None
+    """For `messages`: further variables for the chat template, such as `enable_thinking`."""
     logprobs: int | None = None
     """Log-probabilities of the generated tokens, and of this many (to 20) of the likeliest at each position."""
     echo: bool | None = None
@@ -41,7 +51,7 @@ class GenerateFields(SamplingFields, kw_only=True):
 class GenerateRequest(GenerateFields, kw_only=True):
     """The body of `POST /generate`, and an item of `/generate/batch` merged with the fields of all items."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | None = None
     """Text, or token ids, which are used as they are."""
 
 
@@ -99,31 +109,53 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 @routes.post("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
     """Completes a prompt."""
-    body = await read_json(request, GenerateRequest)
-    return await respond(request, prepare_generate(body, request.app[SERVING]))
+    body, serving = await read_json(request, GenerateRequest), request.app[SERVING]
+    chat = None if body.messages is None else await serving.chat_format()
+    return await respond(request, await asyncio.to_thread(prepare_generate, body, serving, chat))
 
 
 ENDPOINTS = {("post", "/generate"): generation_endpoint("Completes a prompt", GenerateRequest, GenerateResponse)}
 
 
-def prepare_generate(body: GenerateRequest, serving: Serving) -> PreparedRequest:
-    """The engine request and the builder. Raises `InvalidRequest`."""
-    return PreparedRequest([engine_request(body, serving, new_id("gen-"))], GenerateBuilder(), stream=bool(body.stream))
+def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatFormat | None) -> PreparedRequest:
+    """The engine request and the builder. `chat`: for `messages`. Raises `InvalidRequest`."""
+    request = engine_request(body, serving, new_id("gen-"), chat)
+    names = {"prompt": "messages"} if body.messages is not None else {}
+    return PreparedRequest([request], GenerateBuilder(), stream=bool(body.stream), field_names=names)
 
 
-def engine_request(body: GenerateRequest, serving: Serving, name: str) -> GenerationRequest:
-    """The engine request for a prompt. Raises `InvalidRequest`."""
-    (request,) = serving.engine_requests(body, name, [body.prompt], checked_params(body, serving))
+def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: ChatFormat | None) -> GenerationRequest:
+    """The engine request for a prompt, or for `messages`, which `chat` renders. Raises `InvalidRequest`."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt", "is required, or messages; not both")
+    prompt, required = body.prompt, None
+    if body.messages is not None:
+        assert chat
+        serving.check_size("messages", body.messages, None)
+        prepared = serving.rendered(
+            chat,
+            conversation_of(body.messages),
+            tools=[],
+            choice=ToolChoice(mode="none"),
+            schema=body.schema(),
+            variables=checked_variables(body.chat_template_kwargs or {}),
+        )
+        prompt, required = prepared.prompt, prepared.params
+    assert prompt is not None
+    (request,) = serving.engine_requests(body, name, [prompt], checked_params(body, serving, required))
     return request
 
 
-def checked_params(body: GenerateFields, serving: Serving) -> SamplingParams:
-    """Checks all fields but the prompt and returns the sampling parameters. Raises `InvalidRequest`."""
+def checked_params(body: GenerateFields, serving: Serving, required: Json | None = None) -> SamplingParams:
+    """Checks all fields but the prompt and returns the sampling parameters. Raises `InvalidRequest`.
+
+    `required`: the parameters that a conversation requires; None: there is none."""
     body.check_single_completion()
     serving.check(body)
-    schema = body.schema()
-    form = {} if schema is None else {"json_schema": schema}
-    return serving.params(body, form)
+    if required is None:
+        schema = body.schema()
+        required = {} if schema is None else {"json_schema": schema}
+    return serving.params(body, required)
 
 
 class GenerateBuilder(ResponseBuilder):
@@ -156,10 +188,9 @@ def text_result(kind: type[Result], events: Sequence[GenerationEvent], **fields:
         fields["logprobs"] = logprob_entries(entries)
     last = events[-1]
     if last.finish_reason:
-        usage = last.usage
-        assert usage
+        fields["finish_reason"] = last.finish_reason
+    if last.finish_reason and (usage := last.usage):  # a request that was cancelled while it waited has none
         fields |= {
-            "finish_reason": last.finish_reason,
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,

@@ -1,0 +1,107 @@
+"""`POST /generate/batch/cancel`: ends one item of a batch that runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.cluster.engine_client import EngineClient
+from cppbatch.errors import InvalidRequest, NotFound
+from cppbatch.server.api_errors import json_response
+from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.keys import viewer_of
+from cppbatch.server.parse import read_json
+from cppbatch.server.serving import SERVING
+
+routes = web.RouteTableDef()
+
+PATH = "/generate/batch/cancel"
+
+
+class RunningBatch:
+    """The ids of the engine requests of a batch that runs, by item. Invalid items have none."""
+
+    def __init__(self, ids: dict[int, str], n_items: int) -> None:
+        self.n_items = n_items
+        self.cancelled: set[str] = set()
+        """The ids of the engine requests that the client has cancelled."""
+        self._ids = ids
+
+    def has_cancelled(self, index: int) -> bool:
+        """Whether the client has cancelled the item."""
+        return self._ids.get(index) in self.cancelled
+
+    async def cancel(self, index: int, client: EngineClient) -> None:
+        """Ends an item within a step, or keeps it from starting. An item that has ended stays as it is."""
+        if request_id := self._ids.get(index):
+            self.cancelled.add(request_id)
+            await client.cancel(request_id)
+
+
+class RunningBatches:
+    """The batches with a `request_id`, while they run. Each API key sees its own."""
+
+    def __init__(self) -> None:
+        self._batches: dict[tuple[str | None, str], RunningBatch] = {}
+
+    @contextlib.contextmanager
+    def one(self, owner: str | None, request_id: str | None, batch: RunningBatch) -> Iterator[None]:
+        """Knows the batch meanwhile, if it has an id. Raises `InvalidRequest` for the id of another one."""
+        if request_id is None:
+            yield
+            return
+        key = owner, request_id
+        if key in self._batches:
+            raise InvalidRequest("request_id", f"{request_id!r:.140} is the id of a batch that is still running")
+        self._batches[key] = batch
+        try:
+            yield
+        finally:
+            del self._batches[key]
+
+    def get(self, owner: str | None, request_id: str) -> RunningBatch:
+        """The running batch with this id. Raises `NotFound`."""
+        if batch := self._batches.get((owner, request_id)):
+            return batch
+        raise NotFound("request_id", f"{request_id!r:.140} is not the id of a batch that is running")
+
+
+RUNNING_BATCHES = web.AppKey("running_batches", RunningBatches)
+
+
+class CancelItemRequest(msgspec.Struct):
+    """The body of `POST /generate/batch/cancel`."""
+
+    request_id: str
+    """As in the body of the batch."""
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    """Of the item."""
+
+
+class CancelItemResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /generate/batch/cancel`."""
+
+    request_id: str
+    index: int
+
+
+@routes.post(PATH)
+async def cancel_item(request: web.Request) -> web.Response:
+    """Ends one item of a running batch; the others continue."""
+    body = await read_json(request, CancelItemRequest)
+    batch = request.app[RUNNING_BATCHES].get(viewer_of(request), body.request_id)
+    if body.index >= batch.n_items:
+        raise InvalidRequest("index", f"is {body.index}; the batch has {batch.n_items} items, from 0")
+    await batch.cancel(body.index, request.app[SERVING].client)
+    return json_response(CancelItemResponse(request_id=body.request_id, index=body.index))
+
+
+ENDPOINTS = {
+    ("post", PATH): generation_endpoint(
+        "Ends one item of a running batch; the others continue", CancelItemRequest, CancelItemResponse, streams=False
+    ),
+}
