@@ -99,7 +99,9 @@ def job_options(command: Command) -> Command:
         from cppbatch.jobs.file_job import FileJob, is_table
         from cppbatch.jobs.input_format import detect_input_format
 
-        params = {"compact_json": True} | params
+        assumed = {"max_tokens"} if is_capped else set()
+        if "compact_json" not in params:
+            params, assumed = {"compact_json": True} | params, assumed | {"compact_json"}
         SamplingParams(**params)  # raises for wrong values before a model is downloaded
         input_format = detect_input_format(
             input_file,
@@ -120,6 +122,7 @@ def job_options(command: Command) -> Command:
             chat_template=chat_template,
             ordered=arguments.pop("ordered"),
             longest_first=arguments.pop("longest_first"),
+            assumed=frozenset(assumed),
         )
         return command(job=job, **arguments)
 
@@ -138,7 +141,7 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
     with one prompt per line, .csv, .parquet. After Ctrl-C, a crash or a power loss, run the same command again: it
     answers every line exactly once. The exit code is 1 if lines failed.
     """
-    from cppbatch.jobs.file_job import open_job
+    from cppbatch.jobs.file_job import as_begun, open_job
     from cppbatch.jobs.input_reader import InputReader
     from cppbatch.jobs.result_table import write_table
     from cppbatch.server.batches.batch_handler import URLS
@@ -146,6 +149,7 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
 
     with InputReader(job.input_format, URLS) as reader:
         reader.check()  # before anything is written
+        job = job if overwrite else as_begun(job, say=_say)
         journal = open_job(job, config.model_path, overwrite=overwrite, retry_failed=retry_failed, say=_say)
         if job.plain_max_tokens:
             _say(f"plain prompts get at most {job.plain_max_tokens} tokens; -n sets another limit, -n -1 none")

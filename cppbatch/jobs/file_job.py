@@ -42,6 +42,8 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     """Write results in the order of the input's lines instead of as they arrive."""
     longest_first: bool = False
     """Start with the requests with the most prompt and output tokens."""
+    assumed: frozenset[str] = frozenset()
+    """Names of settings that were not given and have a default. A job that was begun without them goes on without."""
 
     def __post_init__(self) -> None:
         names = {
@@ -127,6 +129,28 @@ def open_job(
         raise
 
 
+def as_begun(job: FileJob, *, say: Callable[[str], None]) -> FileJob:
+    """The job without those assumed settings that its results so far were made without, by an earlier version."""
+    if not (job.ledger.exists() and job.results.exists()):
+        return job
+    ledger = Ledger(job.ledger)
+    try:
+        previous = ledger.note(_SETTINGS_NOTE) if ledger.n_completed or ledger.n_failed else None
+    finally:
+        ledger.close()
+    now = job.settings("")
+    without = {name for name in job.assumed if previous and previous.get(name) is None and now.get(name) is not None}
+    if not without:
+        return job
+    shown = " and ".join(f"{name} {_json_or_unset(now[name])}" for name in sorted(without))
+    say(f"the job was begun without {shown}, as this version sets by default, and goes on without")
+    return msgspec.structs.replace(
+        job,
+        defaults={name: value for name, value in job.defaults.items() if name not in without},
+        plain_max_tokens=None if "max_tokens" in without else job.plain_max_tokens,
+    )
+
+
 def _previous_error_files(job: FileJob) -> list[Path]:
     """The error file, if the job has used it before; otherwise none, because the file is not the job's own."""
     ledger = Ledger(job.ledger)
@@ -179,9 +203,10 @@ def _check_settings(job: FileJob, model: str, ledger: Ledger) -> None:
         return
     for name in {**previous, **settings}:
         if previous.get(name) != settings.get(name):
+            same = f"-m {Path(model).with_name(previous['model'])}" if name == "model" else "the same settings"
             raise ConfigError(
                 f"{job.output} was started with {name} {_json_or_unset(previous.get(name))}, and now {name} is "
-                f"{_json_or_unset(settings.get(name))}: use the same settings to resume, another -o, or --overwrite"
+                f"{_json_or_unset(settings.get(name))}: use {same} to resume, another -o, or --overwrite"
             )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from cppbatch.errors import ConfigError, StorageError
-from cppbatch.jobs.file_job import FileJob, open_job
+from cppbatch.jobs.file_job import FileJob, as_begun, open_job
 from cppbatch.jobs.input_format import detect_input_format
 from cppbatch.jobs.journal import Journal
 from tests.job_results import item, result
@@ -76,3 +77,39 @@ def test_an_output_that_is_a_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(StorageError, match="out cannot be written"):
         opened(a_job(tmp_path, output=tmp_path / "out"), overwrite=True)
+
+
+def with_defaults(job: FileJob, *assumed: str) -> FileJob:
+    """The job as a later version starts it, with two new defaults of which the user has given none or some."""
+    return replace(job, defaults={"compact_json": True}, plain_max_tokens=512, assumed=frozenset(assumed))
+
+
+def test_a_job_that_an_earlier_version_began_goes_on_without_the_new_defaults(tmp_path: Path) -> None:
+    begun(tmp_path)
+    said: list[str] = []
+    job = as_begun(with_defaults(a_job(tmp_path), "max_tokens", "compact_json"), say=said.append)
+    assert (job.plain_max_tokens, job.defaults) == (None, {})
+    assert said == [
+        "the job was begun without compact_json true and max_tokens 512, as this version sets by default, and goes on "
+        "without"
+    ]
+    opened(job).close()
+
+
+def test_a_setting_that_is_given_must_be_that_of_the_beginning(tmp_path: Path) -> None:
+    begun(tmp_path)
+    job = as_begun(with_defaults(a_job(tmp_path), "compact_json"), say=lambda _: None)
+    with pytest.raises(ConfigError, match="was started with max_tokens unset, and now max_tokens is 512"):
+        opened(job)
+
+
+def test_a_job_without_results_takes_the_defaults_of_today(tmp_path: Path) -> None:
+    opened(a_job(tmp_path)).close()
+    job = with_defaults(a_job(tmp_path), "max_tokens", "compact_json")
+    assert as_begun(job, say=pytest.fail) == job
+
+
+def test_a_job_of_another_model_says_how_to_name_it(tmp_path: Path) -> None:
+    begun(tmp_path)
+    with pytest.raises(ConfigError, match=r"use -m models/model\.gguf to resume"):
+        open_job(a_job(tmp_path), "models/model-BF16.gguf", say=lambda _: None)
