@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 from axe_playwright_python.base import AXE_SCRIPT
@@ -12,13 +11,19 @@ TABS = ("chat", "playground", "live", "jobs", "models")
 PHONE = {"width": 360, "height": 740}
 
 
-def open_tab(page: Page, url: str, tab: str = "") -> Locator:
-    """Opens the page at a tab and waits until the tab is drawn. Returns its <main>."""
-    page.goto(f"{url}#{tab}" if tab else url)
-    main = page.locator("main")
-    expect(main).not_to_be_empty()
-    expect(main.get_by_text(re.compile(r"^Loading"))).to_have_count(0)
-    return main
+def open_tab(page: Page, url: str, tab: str = "chat") -> Locator:
+    """Opens the page at a tab, and waits until the tab is drawn. Returns the tab's section."""
+    page.goto(f"{url}#{tab}")
+    section = page.locator(f"main > section.{tab}")
+    expect(section).to_be_visible()
+    expect(section.locator("*").first).to_be_attached()
+    return section
+
+
+def wait_ready(page: Page) -> None:
+    """Until the header says that the server is ready, and the page knows its model."""
+    expect(page.locator("header .health")).to_have_text("ready")
+    expect(page.locator("header .model")).to_be_visible()
 
 
 def phone(page: Page) -> None:
@@ -71,6 +76,8 @@ class Focused(NamedTuple):
     """The element that has the keyboard's focus. `name`: what a screen reader says."""
 
     tag: str
+    tab: str
+    """The tab of the page in which it is, "" for the header."""
     role: str
     name: str
     visible: bool
@@ -96,6 +103,7 @@ _FOCUSED = """() => {
   const name = names.find((text) => text && text.trim()) || ''
   return {
     tag: element.tagName.toLowerCase(),
+    tab: element.closest('main > section')?.classList[1] || '',
     role: element.getAttribute('role') || '',
     name: name.trim().replace(/\\s+/g, ' '),
     visible: box.width > 0 && box.height > 0 && style.visibility !== 'hidden',

@@ -1,0 +1,72 @@
+"""The page is small, soon usable, and comes from this server alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from urllib.parse import urlsplit
+
+from playwright.sync_api import BrowserContext, Page, Response
+
+import cppbatch.server
+from tests.browser.page_checks import TABS, open_tab, wait_ready
+from tests.server_process import ServerProcess
+
+MAX_BYTES = 300_000
+MAX_MS = 200
+FOLDER = Path(cppbatch.server.__file__).parent / "page"
+USABLE = """
+new MutationObserver((changes, observer) => {
+  if (!document.querySelector('main > section.chat textarea:not(:disabled)')) return
+  observer.disconnect()
+  requestAnimationFrame(() => setTimeout(() => { window.usableAfter = performance.now() }))
+}).observe(document, {childList: true, subtree: true, attributes: true})
+"""
+
+
+def test_all_files_of_the_page_weigh_less_than_300_kb() -> None:
+    sizes = {str(path.relative_to(FOLDER)): path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()}
+    assert {"index.html", "app.js", "style.css"} <= sizes.keys()
+    assert sum(sizes.values()) < MAX_BYTES, sorted(sizes.items(), key=lambda item: -item[1])[:10]
+
+
+def test_what_every_tab_loads_comes_from_this_server_and_weighs_less_than_300_kb(
+    page: Page, server: ServerProcess, url: str
+) -> None:
+    responses: list[Response] = []
+    page.on("response", responses.append)
+    for tab in TABS:
+        open_tab(page, url, tab)
+    wait_ready(page)
+    files = [response for response in responses if urlsplit(response.url).path.startswith("/page/")]
+    assert len(files) > 10
+    assert {f"{urlsplit(r.url).scheme}://{urlsplit(r.url).netloc}" for r in responses} == {server.url}
+    assert sum(len(response.body()) for response in files) < MAX_BYTES
+
+
+def test_a_second_visit_transfers_no_file_again(page: Page, url: str) -> None:
+    open_tab(page, url)
+    wait_ready(page)
+    statuses: dict[str, int] = {}
+    page.on("response", lambda response: statuses.update({urlsplit(response.url).path: response.status}))
+    page.goto("about:blank")
+    open_tab(page, url)
+    wait_ready(page)
+    transferred = page.evaluate(
+        "performance.getEntriesByType('resource').filter((one) => one.name.includes('/page/'))"
+        ".reduce((sum, one) => sum + one.encodedBodySize * (one.transferSize > 300 ? 1 : 0), 0)"
+    )
+    assert transferred == 0, statuses
+
+
+def test_the_page_is_usable_within_200_ms(new_context: Callable[..., BrowserContext], url: str) -> None:
+    """From the beginning of the navigation, with an empty cache, until the first tab takes input: median of 5."""
+    times = []
+    for _ in range(5):
+        page = new_context().new_page()
+        page.add_init_script(USABLE)
+        page.goto(url)
+        times.append(page.wait_for_function("window.usableAfter").json_value())
+        page.close()
+    assert median(times) < MAX_MS, times

@@ -1,0 +1,95 @@
+"""The page while its server loads, ends, starts again, or serves no page."""
+
+from __future__ import annotations
+
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from playwright.sync_api import Page, expect
+
+from cppbatch.bench.child_process import free_port
+from tests.browser.conftest import PageErrors
+from tests.browser.page_checks import TABS, open_tab, wait_ready
+from tests.server_process import ServerProcess
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not within the time"
+        time.sleep(0.02)
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def health(page: Page, text: str) -> None:
+    expect(page.locator("header .health")).to_contain_text(text)
+
+
+def test_the_page_shows_that_the_model_loads_and_goes_on_by_itself(
+    page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], tiny_llama: Path
+) -> None:
+    errors.allow("status of 503")
+    port = free_port()
+    server = fresh_server("-m", tiny_llama, "-np", "2", "-c", "512", "--port", port, ready=False)
+    process = psutil.Process(server.process.pid)
+    until(lambda: bool(process.children()))
+    workers = process.children(recursive=True)
+    for worker in workers:
+        worker.send_signal(signal.SIGSTOP)  # the model never gets loaded
+    url = f"http://127.0.0.1:{port}/"
+    until(lambda: answers(f"{url}health"))
+    for tab in TABS:
+        open_tab(page, url, tab)
+        health(page, "loading the model")
+    open_tab(page, url)
+    for worker in workers:
+        worker.send_signal(signal.SIGCONT)
+    wait_ready(page)
+
+
+def test_the_page_says_that_the_server_is_gone_and_goes_on_when_it_is_back(
+    page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], tiny_llama: Path
+) -> None:
+    errors.allow("ERR_CONNECTION_REFUSED|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED_ENCODING")
+    errors.allow("status of 503")
+    port = free_port()
+    flags = ("-m", tiny_llama, "-np", "2", "-c", "512", "--port", port)
+    first = fresh_server(*flags)
+    for tab in TABS:
+        open_tab(page, f"{first.url}/", tab)
+    wait_ready(page)
+    first.stop()
+    health(page, "not reachable")
+    fresh_server(*flags)
+    health(page, "ready")
+    for tab in TABS:
+        page.evaluate(f"location.hash = '{tab}'")
+        expect(page.locator(f"main > section.{tab}")).to_be_visible()
+    wait_ready(page)
+
+
+@pytest.mark.parametrize("flag", ["--no-webui", "--no-ui"])
+def test_a_server_without_the_page_has_its_api_alone(
+    fresh_server: Callable[..., ServerProcess], tiny_llama: Path, flag: str
+) -> None:
+    server = fresh_server("-m", tiny_llama, "-np", "2", "-c", "512", flag)
+    assert server.get("/v1/models")["data"]
+    for path in ("/", "/page/app.js"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(server.url + path, timeout=10)
+        assert refused.value.code == 404
