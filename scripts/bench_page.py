@@ -60,7 +60,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         data = stack.enter_context(tempfile.TemporaryDirectory())
         # Without drafts: how many of them are accepted differs from text to text.
-        flags: list[str | Path] = ["-m", choose_model(args.model), "--spec", "off", "--data-dir", data, "--no-access-log"]
+        flags: list[str | Path] = ["-m", choose_model(args.model), "--spec", "off", "--data-dir", data]
         server = stack.enter_context(running_server([*CPPBATCH, "serve", *flags]))
         browsers = Browsers(stack.enter_context(_playwright()), args.pages, args.nice)
         bench_serve(server.url, requests=16, seed=1)  # warm-up
