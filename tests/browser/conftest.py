@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from tests.browser.chromium import NoChromiumError, find_chromium
 from tests.server_process import ServerProcess
@@ -19,6 +19,8 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # no other host can be reached
 )
+TIMEOUT_MS = 30_000  # of `expect` and of actions: machines that run tests are busy
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 class PageErrors:
@@ -113,15 +115,18 @@ def errors() -> Iterator[PageErrors]:
 
 
 @pytest.fixture
-def new_context(chromium: Browser, errors: PageErrors) -> Iterator[Callable[..., BrowserContext]]:
-    """Makes browser contexts (each with its own storage, cache and settings) that are watched for errors."""
+def new_context(chromium: Browser, errors: PageErrors, fresh_server: object) -> Iterator[Callable[..., BrowserContext]]:
+    """Makes browser contexts (each with its own storage, cache and settings) that are watched for errors.
+
+    They are closed before the servers of `fresh_server` end.
+    """
     with contextlib.ExitStack() as stack:
 
         def new_context(**options: object) -> BrowserContext:
             settings = {"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options}
             context = chromium.new_context(**settings)
             stack.callback(context.close)
-            context.set_default_timeout(30_000)
+            context.set_default_timeout(TIMEOUT_MS)
             context.grant_permissions(["clipboard-read", "clipboard-write"])
             errors.watch(context)
             return context

@@ -31,8 +31,8 @@ def phone(page: Page) -> None:
 
 
 def dark(page: Page) -> None:
-    """The system asks for dark colours; the page's theme is `auto` until somebody changes it."""
-    page.emulate_media(color_scheme="dark")
+    """The system asks for dark colours; the page's theme is `auto` until somebody changes it. They do not fade in."""
+    page.emulate_media(color_scheme="dark", reduced_motion="reduce")
 
 
 def axe_violations(page: Page, *impacts: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,17 @@ from tests.server_process import ServerProcess
 KEY = "sk-right-key"
 
 
+@pytest.fixture(scope="module")
+def keyed_server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    data = tmp_path_factory.mktemp("keyed-data")
+    with ServerProcess("-m", tiny_llama, "-np", "2", "-c", "512", "--api-key", KEY, "--data-dir", data) as process:
+        yield process.wait_ready()
+
+
 @pytest.fixture
-def keyed_url(fresh_server: Callable[..., ServerProcess], tiny_llama: Path, errors: PageErrors) -> str:
+def keyed_url(keyed_server: ServerProcess, errors: PageErrors) -> str:
     errors.allow("status of 401")
-    return f"{fresh_server('-m', tiny_llama, '-np', '2', '-c', '512', '--api-key', KEY).url}/"
+    return f"{keyed_server.url}/"
 
 
 def key_dialog(page: Page) -> Locator:
@@ -54,7 +61,7 @@ def test_the_key_is_kept_after_a_reload_and_serves_every_tab(page: Page, keyed_u
 
 def test_the_key_is_in_no_url_no_cookie_and_no_text_of_the_page(page: Page, keyed_url: str) -> None:
     requests: list[Request] = []
-    page.on("request", requests.append)
+    page.on("request", lambda request: requests.append(request))  # noqa: PLW0108  # Playwright marks its handlers
     page.goto(keyed_url)
     give_key(page, KEY)
     for tab in TABS:

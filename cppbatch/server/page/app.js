@@ -175,7 +175,8 @@ function App() {
         <${ThemeButton} /></div>
     </header>
     <main id="main" ref=${main} tabindex="-1">${opened.map((each) => html`<section key=${each} class=${`tab ${each}`}
-      aria-label=${TABS[each]} hidden=${each !== tab}><${Tab} name=${each} active=${each === tab} server=${server} />
+      aria-label=${TABS[each]} hidden=${each !== tab}><h1 class="hidden-text">${TABS[each]}</h1>
+      <${Tab} name=${each} active=${each === tab} server=${server} />
     </section>`)}</main>
     ${keyRequest && html`<${KeyDialog} onEnd=${endKey} />`}
     <${Confirm} /><${Toasts} />`;
