@@ -78,6 +78,17 @@ def n_shared(tip: Span | None) -> int:
     return tip.stop if tip else 0
 
 
+def spans_of(tip: Span | None) -> list[Span]:
+    """The spans of a sequence in order of position. Joins those that no other sequence tells apart."""
+    spans: list[Span] = []
+    while tip:
+        _join(tip)
+        spans.append(tip)
+        tip = tip.parent
+    spans.reverse()
+    return spans
+
+
 def n_held(tips: Iterable[Span | None]) -> int:
     """How many cells these sequences hold together; shared ones count once."""
     seen: set[Span] = set()

@@ -26,6 +26,7 @@ from cppbatch.engine.embeddings import Vector
 from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch
+from cppbatch.engine.live_state import LiveEngine, live_engine
 from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.output_processor import OutputProcessor
@@ -731,6 +732,10 @@ class BatchInferenceEngine:
         return self.turns.run(
             lambda: self.metrics.stats(self.kv, running=len(scheduler.running), waiting=len(scheduler.waiting))
         )
+
+    def live(self) -> LiveEngine:
+        """What the engine does now: its sequences, its queue, who holds which KV cells."""
+        return self.turns.run(lambda: live_engine(self._scheduler, self.kv, self.metrics))
 
     def clear_prefix_cache(self) -> None:
         """Removes all cached prefixes. Their cells and host memory are free when this returns."""

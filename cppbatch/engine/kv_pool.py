@@ -110,14 +110,15 @@ class KVPool:
         self.n_ctx_seq = memory.n_ctx_seq
         self.n_seq_ids = memory.n_seq_ids
         self.unified = memory.kv_unified
-        self._n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
-        self._max_cached = self._cached_share * self._n_cells
+        self.n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
+        self._max_cached = self._cached_share * self.n_cells
         self._cells = Cells()
         # Heaps: the lowest free seq_id is used first, so that the seq_ids in use are neighbours. Only the first
         # n_seq_max may be in a batch; the others can hold cells of cached prefixes.
         self._free_ids = list(range(memory.n_seq_max))
         self._cache_only_ids = list(range(memory.n_seq_max, self.n_seq_ids))
-        self._running: dict[int, Seq] = {}
+        self.running: dict[int, Seq] = {}
+        """The running sequences by seq_id."""
         self._moves: list[Callable[[], object]] = []
         self._moving: list[Seq] = []
         self._copied: dict[Seq | CachedPrefix, SavedState] = {}  # within one `apply`
@@ -127,7 +128,7 @@ class KVPool:
     @property
     def n_used(self) -> int:
         """Cells of running sequences; shared ones count once."""
-        return n_held(sequence.cells for sequence in self._running.values())
+        return n_held(sequence.cells for sequence in self.running.values())
 
     @property
     def n_cached(self) -> int:
@@ -137,7 +138,7 @@ class KVPool:
     @property
     def n_free(self) -> int:
         """Cells that no sequence and no cached prefix holds."""
-        return self._n_cells - self._cells.n_used
+        return self.n_cells - self._cells.n_used
 
     @property
     def n_free_ids(self) -> int:
@@ -180,12 +181,12 @@ class KVPool:
         if not self.unified:
             return True
         shared = self._cells.share(match.source.cells, match.n) if match and self._shares_cells(match) else None
-        staying = [s.cells for s in self._running.values() if s not in without]
+        staying = [s.cells for s in self.running.values() if s not in without]
         held = n_held([*staying, shared])
         n_new = sequence.n_tokens - (shared.stop if shared else 0)
         self._cells.free(shared)
         at_first = match.source.n_computed if match and shared is None else 0  # restored whole, then truncated
-        return self._n_cells - held >= max(n_new + n_more, at_first)
+        return self.n_cells - held >= max(n_new + n_more, at_first)
 
     # --- planning: changes the accounting; `apply` changes the memory -------------------------------------------
 
@@ -223,7 +224,7 @@ class KVPool:
         self.cache.drop(cached)
         sequence.seq_id, sequence.n_computed = cached.seq_id, n
         sequence.cells = self._cells.cut(cached.cells, n)
-        self._running[sequence.seq_id] = sequence
+        self.running[sequence.seq_id] = sequence
         self._moves.append(partial(self._memory.remove, sequence.seq_id, n))
 
     def _take_prefix(self, sequence: Seq, match: Match) -> None:
@@ -311,14 +312,14 @@ class KVPool:
     def _take_id(self, sequence: Seq, keep: object) -> None:
         if not self._free_ids:
             self._evict(keep)
-        if self.cache.sharing != "cells" and self._running:
+        if self.cache.sharing != "cells" and self.running:
             # llama.cpp computes neighbouring streams together: no stream between them may hold only a cached prefix.
-            between = range(min(self._running), self._free_ids[0])
+            between = range(min(self.running), self._free_ids[0])
             in_the_way = [c for c in self.cache.in_cells if c.seq_id in between and c is not keep]
             if in_the_way:
                 self._move_out(min(in_the_way, key=lambda cached: cached.seq_id))
         sequence.seq_id = heappop(self._free_ids)
-        self._running[sequence.seq_id] = sequence
+        self.running[sequence.seq_id] = sequence
 
     def _move(self, sequence: Seq, move: Callable[[], object]) -> None:
         """Notes a move that may fail. The sequence computes nothing before `apply` has made it."""
@@ -466,7 +467,7 @@ class KVPool:
             self.cache.slots[sequence.request.id_slot] = tokens, sequence.salt
         cached = CachedPrefix(tokens, sequence.salt, sequence.seq_id, sequence.cells)
         self.cache.forget(sequence)
-        del self._running[sequence.seq_id]
+        del self.running[sequence.seq_id]
         sequence.seq_id, sequence.cells = -1, None
         for redundant in self.cache.add(cached):
             self._drop(redundant)
@@ -545,7 +546,7 @@ class KVPool:
         self.cache.forget(sequence)
         self._cells.free(sequence.cells)
         sequence.cells = None
-        del self._running[sequence.seq_id]
+        del self.running[sequence.seq_id]
         self._free_id(sequence.seq_id)
         sequence.seq_id = -1
 
@@ -562,15 +563,15 @@ class KVPool:
     def check(self) -> None:
         """Raises `AssertionError` when the accounting is inconsistent or does not match llama.cpp's memory."""
         seq_ids = [*self._free_ids, *self._cache_only_ids]
-        check_invariants(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
-        require(self.n_free >= 0, f"{self._cells.n_used} cells are used of {self._n_cells}")
+        check_invariants(self._memory, self._cells.n_used, self.running, self.cache, seq_ids)
+        require(self.n_free >= 0, f"{self._cells.n_used} cells are used of {self.n_cells}")
         require(not self._moves, "planned moves were not applied")
         require(0 <= self.swapped_bytes <= self._swap_bytes, f"{self.swapped_bytes} bytes are swapped out")
 
     def dump(self) -> str:
         """The holder of each seq_id, for the log."""
         seq_ids = [*self._free_ids, *self._cache_only_ids]
-        return dump_cells(self._memory, self._cells.n_used, self._running, self.cache, seq_ids)
+        return dump_cells(self._memory, self._cells.n_used, self.running, self.cache, seq_ids)
 
     def rebuild(self) -> None:
         """Empties llama.cpp's memory and resets the accounting: no sequence holds anything any more."""

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Literal
 
 import msgspec
 
+from cppbatch.config import KvLayout
+from cppbatch.engine.cells import Span, spans_of
+from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.metrics import Metrics
+from cppbatch.engine.scheduler import Scheduler
+from cppbatch.engine.sequence import Seq, SeqStatus
+
 MAX_QUEUE = 100
 """Waiting sequences that are shown."""
+
+ShownState = Literal["prefill", "decode", "swapped", "waiting"]
+_STATES: dict[SeqStatus, ShownState] = {
+    SeqStatus.WAITING: "waiting",
+    SeqStatus.PREFILL: "prefill",
+    SeqStatus.DECODE: "decode",
+    SeqStatus.SWAPPED: "swapped",
+}
 
 
 class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +31,7 @@ class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     """Counts the sequences of this worker process: another sequence has another number."""
-    state: Literal["prefill", "decode", "swapped", "waiting"]
+    state: ShownState
     """swapped: preempted, its keys and values are in host memory. waiting: it has no cells."""
     seq_id: int | None
     """None: it does not run."""
@@ -58,7 +74,7 @@ class LiveCells(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cells. `used + cached + free = total`; the segments without `cached` have `used` tokens, the others
     `cached`."""
 
-    layout: Literal["unified", "per-sequence"]
+    layout: KvLayout
     """unified: all sequences share all cells. per-sequence: each seq_id has `per_sequence` cells of its own, and no
     segment has two holders."""
     total: int
@@ -88,8 +104,8 @@ class LiveCounters(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     drafted_tokens: int
     accepted_tokens: int
-    preempted: int
-    """How often a sequence was preempted."""
+    swaps: int
+    recomputes: int
     step_seconds: dict[str, float]
     """Time of all steps, split into `PHASES`."""
 
@@ -109,3 +125,86 @@ class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
     queue: list[LiveSequence]
     """The first ones of the queue, at most 100, in order of rank."""
     cells: LiveCells
+
+
+def live_engine(scheduler: Scheduler, kv: KVPool, metrics: Metrics) -> LiveEngine:
+    """The state between two steps. Takes time for each running sequence, segment, and shown sequence of the queue."""
+    now = perf_counter()
+    first = scheduler.waiting[:MAX_QUEUE]
+    queue = [_shown(sequence, now) for sequence in first if sequence.status is not SeqStatus.SWAPPED]
+    swapped = [_shown(sequence, now) for sequence in first if sequence.status is SeqStatus.SWAPPED]
+    return LiveEngine(
+        clock=now,
+        n_parallel=scheduler.n_parallel,
+        counters=LiveCounters(
+            steps=metrics.steps,
+            decode_steps=metrics.decode_steps,
+            decode_rows=metrics.decode_rows,
+            prompt_tokens=metrics.prompt_tokens,
+            generated_tokens=metrics.generated_tokens,
+            drafted_tokens=metrics.drafted_tokens,
+            accepted_tokens=metrics.accepted_tokens,
+            swaps=kv.n_swaps,
+            recomputes=kv.n_recomputes,
+            step_seconds=dict(metrics.seconds),
+        ),
+        rows=[*(_shown(sequence, now) for sequence in scheduler.running), *swapped],
+        waiting=len(scheduler.waiting) - len(swapped),
+        queue=queue,
+        cells=live_cells(kv),
+    )
+
+
+def _shown(sequence: Seq, now: float) -> LiveSequence:
+    request, age = sequence.request, now - sequence.arrived_at
+    return LiveSequence(
+        number=sequence.rank[1],
+        state=_STATES[sequence.status],
+        seq_id=sequence.seq_id if sequence.seq_id >= 0 else None,
+        priority=request.priority,
+        rank=round(request.priority - age / 10, 4),
+        age=round(age, 3),
+        prompt_tokens=sequence.n_prompt,
+        cached_tokens=sequence.n_cached,
+        computed_tokens=sequence.n_computed,
+        generated_tokens=sequence.n_generated,
+        max_tokens=sequence.max_new,
+        drafted_tokens=sequence.n_drafted,
+        accepted_tokens=sequence.n_accepted,
+    )
+
+
+def live_cells(kv: KVPool) -> LiveCells:
+    """Who holds which cells."""
+    holders: dict[Span, list[int]] = {}
+    n_prefixes: dict[Span, int] = {}
+    for seq_id, sequence in sorted(kv.running.items()):
+        for span in spans_of(sequence.cells):
+            holders.setdefault(span, []).append(seq_id)
+    for prefix in kv.cache.in_cells:
+        for span in spans_of(prefix.cells):
+            holders.setdefault(span, [])
+            n_prefixes[span] = n_prefixes.get(span, 0) + 1
+    segments = [
+        LiveSegment(
+            start=span.start,
+            tokens=span.stop - span.start,
+            sequences=sequences,
+            prefixes=n_prefixes.get(span, 0),
+            cached=not sequences,
+        )
+        for span, sequences in holders.items()
+    ]
+    cached = sum(segment.tokens for segment in segments if segment.cached)
+    return LiveCells(
+        layout=kv.layout,
+        total=kv.n_cells,
+        per_sequence=kv.n_ctx_seq,
+        used=kv.n_cells - kv.n_free - cached,
+        cached=cached,
+        free=kv.n_free,
+        segments=segments,
+        host_prefixes=len(kv.cache.in_host),
+        host_bytes=kv.cache.used_host_bytes,
+        swapped_bytes=kv.swapped_bytes,
+    )

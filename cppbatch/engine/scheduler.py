@@ -148,7 +148,7 @@ class Scheduler:
         self._kv = kv
         self._speculator = speculator
         self._max_draft_rows = min(step_tokens, ubatch_tokens or step_tokens, max_draft_rows)
-        self._n_parallel = n_parallel
+        self.n_parallel = n_parallel
         self._step_tokens = step_tokens
         self._new_budget = partial(StepBudget, step_tokens, target_step_s, ubatch_tokens, prefer=prefer)
         budget = self._new_budget()
@@ -159,7 +159,7 @@ class Scheduler:
         self._on_gpu = on_gpu
         self._min_rows = min_rows
         self._ubatch_tokens = ubatch_tokens or step_tokens
-        self._headroom = max(1, min(_MAX_HEADROOM, kv.n_ctx // (4 * self._n_parallel)))
+        self._headroom = max(1, min(_MAX_HEADROOM, kv.n_ctx // (4 * self.n_parallel)))
         # Both lists are in order of rank.
         self.waiting: list[Seq] = []
         self.running: list[Seq] = []
@@ -444,13 +444,13 @@ class Scheduler:
         """Moves waiting sequences that fit to the running ones, in order of rank."""
         admitted: list[Seq] = []
         at, n_seen = 0, 0
-        while at < len(self.waiting) and n_seen < 2 * self._n_parallel:  # bounded: many may wait for a prefix
+        while at < len(self.waiting) and n_seen < 2 * self.n_parallel:  # bounded: many may wait for a prefix
             sequence = self.waiting[at]
             if sequence in self._just_preempted:
                 break
             n_seen += 1
             lower = self._lower_priority(sequence)
-            if len(self.running) >= self._n_parallel and not lower:
+            if len(self.running) >= self.n_parallel and not lower:
                 break
             if sequence.n_tokens > self._kv.n_ctx_seq:
                 self.blocked = sequence
@@ -471,7 +471,7 @@ class Scheduler:
 
     def _fits(self, sequence: Seq, match: Match | None) -> bool:
         """Whether fewer than n_parallel run, and the cells for its tokens and the growth of all of them are free."""
-        if len(self.running) >= self._n_parallel:
+        if len(self.running) >= self.n_parallel:
             return False
         if not self.running:
             return True
@@ -515,8 +515,8 @@ class PoolingScheduler(Scheduler):
     def plan(self) -> StepPlan:
         """The next step; see `Scheduler.plan`."""
         plan = StepPlan()
-        for sequence in self.waiting[: _MAX_LOOKED_AT * self._n_parallel]:
-            if len(plan.admitted) == self._n_parallel:
+        for sequence in self.waiting[: _MAX_LOOKED_AT * self.n_parallel]:
+            if len(plan.admitted) == self.n_parallel:
                 break
             if plan.n_tokens + sequence.n_tokens <= self._step_tokens:
                 self._kv.admit(sequence)

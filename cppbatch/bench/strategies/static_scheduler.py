@@ -98,11 +98,11 @@ class StaticScheduler(Scheduler):
         for sequence in self.waiting:
             length = round_up(sequence.n_tokens, self._bucket) if self._is_by_length else 0
             by_length.setdefault(length, []).append(sequence)
-        batches = [each[: self._n_parallel] for each in by_length.values()]
+        batches = [each[: self.n_parallel] for each in by_length.values()]
         is_late = bool(self.waiting) and self._clock() - self.waiting[0].arrived_at >= self._max_wait_s
         if is_late:
             return batches[0]
-        return next((batch for batch in batches if len(batch) == self._n_parallel), [])
+        return next((batch for batch in batches if len(batch) == self.n_parallel), [])
 
     def _admit(self) -> list[Seq]:
         if self.running or self._n_padding:
