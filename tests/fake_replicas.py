@@ -205,6 +205,9 @@ class FakeReplicas:
     async def reports(self) -> list[bytes]:
         return [await replica.service.report() for replica in self.alive]
 
+    async def live(self) -> list[bytes]:
+        return [await replica.service.live() for replica in self.alive]
+
     async def status(self) -> ReplicaSetStatus:
         if self.status_error:
             raise self.status_error

@@ -11,7 +11,7 @@ from time import monotonic
 
 import msgspec
 
-from cppbatch.cluster.engine_client import ScalingState, WorkerState
+from cppbatch.cluster.engine_client import ScalingState, WorkerLive, WorkerState
 from cppbatch.cluster.engine_group import EngineGroup
 from cppbatch.cluster.engine_process import EngineProcess, Withdrawn
 from cppbatch.cluster.scaling_rule import Load, ScalingRule
@@ -90,6 +90,11 @@ class AutoscaledGroup(EngineGroup):
         """The state of each worker: those that run, the one that starts, those that drain."""
         draining = {engine.name for engine in self._draining}
         return [msgspec.structs.replace(each, draining=each.name in draining) for each in await super().workers()]
+
+    async def live(self) -> list[WorkerLive]:
+        """What each worker does now, the one that starts included."""
+        draining = {engine.name for engine in self._draining}
+        return [msgspec.structs.replace(each, draining=each.name in draining) for each in await super().live()]
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""

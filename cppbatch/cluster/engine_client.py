@@ -17,6 +17,7 @@ from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.config import EngineConfig
 from cppbatch.engine.chat_requests import ChatOptions, Conversation, chat_template_of
 from cppbatch.engine.chat_results import ChatCompletion
+from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
@@ -64,6 +65,27 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """It gets no new requests, and ends when its last request has ended (autoscaling)."""
     stats: EngineStats | None = None
     """None while it does not answer."""
+
+
+class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker, or a replica, does now."""
+
+    name: str
+    """`local`, the number of the worker, or the name of the replica."""
+    pid: int | None
+    """None while no process runs."""
+    device: int | None
+    """The GPU it was assigned, if any."""
+    health: Health
+    in_flight: int
+    """Unfinished requests."""
+    restarts: int
+    draining: bool
+    """It gets no new requests, and ends when its last request has ended."""
+    age: float | None
+    """How old `engine` is, in seconds: a worker answers between two steps. None as `engine`."""
+    engine: LiveEngine | None
+    """None while no engine runs."""
 
 
 class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +207,13 @@ class EngineClient(ABC):
     @abstractmethod
     async def workers(self) -> list[WorkerState]:
         """The state of each engine."""
+
+    @abstractmethod
+    async def live(self) -> list[WorkerLive]:
+        """What each engine does now, for `GET /live`. Returns soon: an engine in a long step shows an earlier state.
+
+        Several times a second is fine. An idle engine is not asked, and one that sleeps is not woken.
+        """
 
     @abstractmethod
     async def close(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use
+from cppbatch.cluster.engine_client import EngineClient, Health, WorkerLive, WorkerState, id_in_use
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.prefix_router import PrefixRouter, prompt_prefixes
 from cppbatch.cluster.worker_link import SlotActionName
@@ -125,6 +125,11 @@ class EngineGroup(EngineClient):
     async def workers(self) -> list[WorkerState]:
         """The state of each worker."""
         each = await asyncio.gather(*(engine.workers() for engine in self._all_engines()))
+        return [state for states in each for state in states]
+
+    async def live(self) -> list[WorkerLive]:
+        """What each worker does now."""
+        each = await asyncio.gather(*(engine.live() for engine in self._all_engines()))
         return [state for states in each for state in states]
 
     async def close(self) -> None:

@@ -7,14 +7,16 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use, running_loop
+from cppbatch.cluster.engine_client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
 from cppbatch.cluster.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests
+from cppbatch.cluster.latest_live import LatestLive
 from cppbatch.cluster.supervisor import Supervisor
 from cppbatch.cluster.worker_link import (
     Answer,
@@ -23,8 +25,10 @@ from cppbatch.cluster.worker_link import (
     Checked,
     Events,
     FromWorker,
+    GetLive,
     GetStats,
     LimitThreads,
+    Live,
     Question,
     Refused,
     SlotAction,
@@ -97,6 +101,7 @@ class EngineProcess(EngineClient):
         self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
         self._stats_waiters: list[asyncio.Future[None]] = []
         self._last_stats: EngineStats | None = None
+        self._live = LatestLive()
         self._max_threads = 0
         self._closed = False
         self._task = asyncio.ensure_future(self._supervise())
@@ -281,6 +286,7 @@ class EngineProcess(EngineClient):
     def on_worker_ready(self, stats: EngineStats) -> None:
         """Sends the requests that wait for this worker."""
         self._last_stats = stats
+        self._live.reset()
         if not self._loaded.done():
             self._loaded.set_result(None)
         self._send_thread_limit()
@@ -295,6 +301,8 @@ class EngineProcess(EngineClient):
         elif isinstance(message, Stats):
             self._last_stats = message.stats
             self._wake_stats_waiters()
+        elif isinstance(message, Live):
+            self._live.received(message.engine)
         elif isinstance(message, Refused):
             if request := self._in_flight.get(message.number):
                 self._fail(request, InvalidRequest(message.field, message.message, message.overflow))
@@ -334,6 +342,7 @@ class EngineProcess(EngineClient):
         if give_up:
             self._end_all(FinishReason.ERROR, give_up)
         self._wake_stats_waiters()
+        self._live.reset()
 
     def _end(self, request: InFlightRequest, reason: FinishReason, error: str | None = None) -> None:
         """Makes the last event, in place of the worker."""
@@ -377,6 +386,26 @@ class EngineProcess(EngineClient):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(waiter, _STATS_TIMEOUT_S)
         return self._last_stats
+
+    async def live(self) -> list[WorkerLive]:
+        """What this one worker does now."""
+        engine = age = None
+        if worker := self._supervisor.worker:
+            engine, age = await self._live.get(partial(worker.send, GetLive()), self.idle_seconds)
+            worker = self._supervisor.worker  # it may have ended meanwhile
+        return [
+            WorkerLive(
+                name=self.name,
+                pid=worker.pid if worker else None,
+                device=self.config.device,
+                health=self.health(),
+                in_flight=self.in_flight,
+                restarts=self._supervisor.restarts,
+                draining=False,
+                age=age if worker else None,
+                engine=engine if worker else None,
+            )
+        ]
 
     def _wake_stats_waiters(self) -> None:
         for waiter in self._stats_waiters:

@@ -13,11 +13,13 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use, running_loop
+from cppbatch.cluster.engine_client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
 from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.in_flight import OutputCollector
+from cppbatch.cluster.latest_live import LatestLive
 from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
@@ -67,6 +69,8 @@ class LocalEngine(EngineClient):
         self._by_id: dict[str, _LocalRequest] = {}
         self._by_number: dict[str, _LocalRequest] = {}
         self._waiters: set[asyncio.Future[Any]] = set()
+        self._live = LatestLive()
+        self._empty_since = monotonic()
         self._input_threads = InputThreads()
         # A daemon: a second Ctrl-C does not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
@@ -101,6 +105,12 @@ class LocalEngine(EngineClient):
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
         """As in `EngineClient`."""
+        try:
+            return await self._slot_action(action, slot, path)
+        finally:
+            self._empty_since = monotonic()  # what `live` says has changed
+
+    async def _slot_action(self, action: SlotActionName, slot: int, path: str) -> SlotReport:
         slots, files = self._ready().slots, self._input_threads.for_files()
         if action == "erase":
             return await self._between_steps(lambda: slots.erase(slot))
@@ -146,6 +156,7 @@ class LocalEngine(EngineClient):
                 yield await submitted.outputs.get()
         finally:
             del self._by_id[request.id], self._by_number[submitted.number]
+            self._empty_since = monotonic()
             if in_engine and not submitted.outputs.finished:
                 self._step_loop.post(lambda engine: engine.cancel(submitted.number))
 
@@ -177,6 +188,28 @@ class LocalEngine(EngineClient):
         stats = await self.stats() if self._health.status == "ok" and not self._closing else None
         state = WorkerState(name="local", pid=os.getpid(), health=self._health, in_flight=len(self._by_id), stats=stats)
         return [state]
+
+    async def live(self) -> list[WorkerLive]:
+        """What this one engine does now."""
+        engine = age = None
+        if self._health.status == "ok" and not self._closing:
+            idle_seconds = 0.0 if self._by_id else monotonic() - self._empty_since
+            engine, age = await self._live.get(self._ask_live, idle_seconds)
+        state = WorkerLive(
+            name="local",
+            pid=os.getpid(),
+            device=self.config.device,
+            health=self._health,
+            in_flight=len(self._by_id),
+            restarts=0,
+            draining=False,
+            age=age,
+            engine=engine,
+        )
+        return [state]
+
+    def _ask_live(self) -> None:
+        self._step_loop.post(lambda engine: self._call_on_loop(self._live.received, engine.live()))
 
     async def close(self) -> None:
         """Ends the engine after the current step; stops a model that is still loading."""

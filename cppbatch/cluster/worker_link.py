@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from cppbatch.config import EngineConfig
+from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState, TokenPiece
@@ -95,6 +96,10 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     """The answer is `Stats`."""
 
 
+class GetLive(msgspec.Struct, frozen=True, tag=True):
+    """The answer is `Live`."""
+
+
 class LimitThreads(msgspec.Struct, frozen=True, tag=True):
     """Use at most so many compute threads, from the next step on."""
 
@@ -102,7 +107,7 @@ class LimitThreads(msgspec.Struct, frozen=True, tag=True):
 
 
 Question = Check | Tokenize | SlotAction
-ToWorker = Submit | Question | Cancel | GetStats | LimitThreads
+ToWorker = Submit | Question | Cancel | GetStats | GetLive | LimitThreads
 
 # --- from the worker --------------------------------------------------------------------------------------------------
 
@@ -176,6 +181,12 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class Live(msgspec.Struct, frozen=True, tag=True):
+    """What the engine does now."""
+
+    engine: LiveEngine
+
+
 class Log(msgspec.Struct, frozen=True, tag=True):
     """A log record."""
 
@@ -185,7 +196,7 @@ class Log(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Checked | Tokenized | SlotDone
-FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Answer | Stats | Log
+FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Answer | Stats | Live | Log
 
 encode = msgspec.msgpack.Encoder().encode
 _for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -24,8 +24,10 @@ from cppbatch.cluster.worker_link import (
     Checked,
     Events,
     FromWorker,
+    GetLive,
     GetStats,
     LimitThreads,
+    Live,
     Loaded,
     LoadFailed,
     Loading,
@@ -110,6 +112,8 @@ class Worker:
             self._step_loop.post(lambda engine: self._cancel(engine, number))
         elif isinstance(message, GetStats):
             self._step_loop.post(lambda engine: self._link.send(Stats(engine.stats())))
+        elif isinstance(message, GetLive):
+            self._step_loop.post(lambda engine: self._link.send(Live(engine.live())))
         elif isinstance(message, LimitThreads):
             limit = message.n
             self._step_loop.post(lambda engine: engine.limit_threads(limit))

@@ -10,6 +10,8 @@ from collections.abc import Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cppbatch.errors import Conflict, InvalidRequest, StorageError
 from cppbatch.jobs.active_batch import ActiveBatch, BatchResources
 from cppbatch.jobs.batch_records import Batch, BatchRecord, File, check_metadata, completion_window_seconds
@@ -41,6 +43,11 @@ class BatchManager:
     def open_batches(self) -> list[Batch]:
         """The batches that have not ended, with their current counts."""
         return [active.batch for active in self._active.values()]
+
+    @property
+    def open_records(self) -> list[BatchRecord]:
+        """The same with the server's own data on them."""
+        return [msgspec.structs.replace(active.record, batch=active.batch) for active in self._active.values()]
 
     async def create(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from cppbatch import errors
-from cppbatch.cluster.engine_client import EngineClient, Health, WorkerState, id_in_use, running_loop
+from cppbatch.cluster.engine_client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
 from cppbatch.cluster.prefix_router import prompt_prefixes
 from cppbatch.cluster.worker_link import (
     Check,
@@ -34,6 +34,7 @@ from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.ray.live_replicas import LiveReplicas
 from cppbatch.ray.ray_messages import (
     Answer,
     GroupEvents,
@@ -74,6 +75,7 @@ class RayEngine(EngineClient):
         self._requests: dict[str, SentRequest] = {}  # unfinished, by `sent_as`
         self._by_id: dict[str, SentRequest] = {}  # by the client's id; while the iterator of `submit` is open
         self._groups = SentGroups()
+        self._live = LiveReplicas(replicas)
         self._to_cancel: list[tuple[str, SentGroup]] = []
         self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -427,6 +429,10 @@ class RayEngine(EngineClient):
             return []
         return [worker for report in await self._reports() for worker in report.workers]
 
+    async def live(self) -> list[WorkerLive]:
+        """What the worker of each replica that answers does now."""
+        return [] if self._closed or self._info is None else await self._live.get(idle=not self._requests)
+
     async def close(self) -> None:
         """Ends all requests here and in the replicas, which go on running; the last events are `cancelled`."""
         self._closed = True
@@ -437,5 +443,5 @@ class RayEngine(EngineClient):
         tasks = [*self._background, *self._tasks]
         for task in tasks:
             task.cancel()  # closes the streams, which ends the requests in the replicas
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self._live.close(), return_exceptions=True)
         await self._replicas.close(self._front)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cppbatch.cluster.engine_client import WorkerState
+from cppbatch.cluster.engine_client import WorkerLive, WorkerState
 from cppbatch.cluster.worker_link import Checked, Question, Refused, SlotDone, Tokenized
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState
@@ -75,4 +75,5 @@ _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 _question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 decode_to_front, decode_question, decode_answer = _to_front.decode, _question.decode, _answer.decode
+decode_live = msgspec.msgpack.Decoder(list[WorkerLive]).decode
 decode_report = msgspec.msgpack.Decoder(ReplicaReport).decode

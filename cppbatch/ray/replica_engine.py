@@ -111,6 +111,10 @@ class ReplicaEngine:
         workers = await self._engine.workers()
         return encode(ReplicaReport(replica=self._name, node=platform.node(), info=self._engine.info, workers=workers))
 
+    async def live(self) -> bytes:
+        """The `WorkerLive` of its worker, in a list."""
+        return encode(await self._engine.live())
+
     async def check_health(self) -> None:
         """Called by Serve. Raises `CppBatchError` if the engine has failed: Serve then replaces the replica."""
         health = self._engine.health()

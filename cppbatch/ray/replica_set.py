@@ -47,6 +47,9 @@ class ReplicaSet(Protocol):
     async def reports(self) -> list[bytes]:
         """`EngineReplica.report` of all replicas that answer."""
 
+    async def live(self) -> list[bytes]:
+        """`EngineReplica.live` of all replicas that answer."""
+
     async def status(self) -> ReplicaSetStatus:
         """The state of all replicas."""
 

@@ -63,6 +63,10 @@ class ServeReplicas:
         """As in `ReplicaSet`."""
         return [report for report in await self._broadcast("report") if isinstance(report, bytes)]
 
+    async def live(self) -> list[bytes]:
+        """As in `ReplicaSet`."""
+        return [state for state in await self._broadcast("live") if isinstance(state, bytes)]
+
     async def _broadcast(self, method: str, *args: Any) -> list[Any]:
         try:
             answers: list[Any] = await self._handle.broadcast(method, *args).results_async(

@@ -7,7 +7,7 @@ from aiohttp.typedefs import Middleware
 
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.gpu_state import GpuSampler
-from cppbatch.server import input_tokens, openapi, status, web_page
+from cppbatch.server import input_tokens, live_endpoint, openapi, status, web_page
 from cppbatch.server.admission import IN_FLIGHT, InFlight, admission_middleware, availability_middleware
 from cppbatch.server.anthropic import messages
 from cppbatch.server.api_errors import error_middleware
@@ -21,6 +21,7 @@ from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatches
 from cppbatch.server.key_usage import KEY_USAGE, KeyUsage, add_rate_headers
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.limits import Slots
+from cppbatch.server.live_endpoint import add_live
 from cppbatch.server.llama_server import (
     llama_completion,
     llama_embeddings,
@@ -43,6 +44,7 @@ from cppbatch.server.vertex_predict import predict
 
 _ROUTES = (
     status.routes,
+    live_endpoint.routes,
     openapi.routes,
     models_endpoint.routes,
     completions.routes,
@@ -84,6 +86,7 @@ def create_app(
     app[RUNNING_BATCHES] = RunningBatches()
     app[KEY_USAGE] = KeyUsage(Slots(settings.limits))
     app[STORAGE] = storage or Storage()
+    add_live(app)
     for routes in _ROUTES:
         app.add_routes(routes)
     if settings.webui:

@@ -60,6 +60,11 @@ class Connections:
             if connection in self._open:
                 self._unanswered[connection] = None
 
+    def give_way(self, connection: Connection) -> None:
+        """The connection may be closed in favour of a new one, though its request is being answered."""
+        if connection in self._open:
+            self._unanswered[connection] = None
+
     async def watch(self) -> None:
         """Closes overdue connections, until it is cancelled."""
         loop = asyncio.get_running_loop()
@@ -113,6 +118,10 @@ class Connection(asyncio.Protocol):
         """While a request is answered."""
         with self._connections.answering(self):
             yield
+
+    def give_way(self) -> None:
+        """The answer of this request is one without an end: it may be closed in favour of a new connection."""
+        self._connections.give_way(self)
 
     # --- called by `Connections` ------------------------------------------------------------------------------------
 

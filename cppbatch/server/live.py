@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from cppbatch.cluster.engine_client import Health, ScalingState
-from cppbatch.engine.live_state import LiveEngine
+from cppbatch.cluster.engine_client import Health, ScalingState, WorkerLive
 from cppbatch.jobs.batch_records import BatchStatus
 
 
@@ -38,27 +37,11 @@ class LiveInterval(msgspec.Struct, frozen=True, kw_only=True):
     with the next step."""
 
 
-class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker, or a replica."""
+class LiveWorker(WorkerLive, frozen=True, kw_only=True):
+    """A worker, or a replica, with what it did last."""
 
-    name: str
-    """`local`, the number of the worker, or the name of the replica."""
-    pid: int | None
-    """None while no process runs."""
-    device: int | None
-    """The GPU it was assigned, if any."""
-    health: Health
-    in_flight: int
-    """Unfinished requests."""
-    restarts: int
-    draining: bool
-    """It gets no new requests, and ends when its last request has ended."""
-    age: float | None
-    """How old `engine` is, in seconds: a worker answers between two steps. None as `engine`."""
-    engine: LiveEngine | None
-    """None while no engine runs."""
     interval: LiveInterval | None
-    """None until there are two states of the same process."""
+    """None until there are two states of the same process, and while it has nothing to do."""
 
 
 class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):

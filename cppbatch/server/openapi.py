@@ -12,7 +12,7 @@ from aiohttp import web
 from cppbatch import __version__
 from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
 from cppbatch.engine.request import OPTION_RANGES
-from cppbatch.server import input_tokens, status, web_page
+from cppbatch.server import input_tokens, live_endpoint, status, web_page
 from cppbatch.server.anthropic import messages
 from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
@@ -62,6 +62,7 @@ async def openapi(_request: web.Request) -> web.Response:
 ENDPOINTS = {
     **web_page.ENDPOINTS,
     **status.ENDPOINTS,
+    **live_endpoint.ENDPOINTS,
     ("get", "/openapi.json"): Endpoint("This document", json_content({"type": "object"}), (401, 503)),
     **models_endpoint.ENDPOINTS,
     **completions.ENDPOINTS,

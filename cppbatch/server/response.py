@@ -21,7 +21,11 @@ from cppbatch.server.serving import SERVING
 
 Json = dict[str, Any]
 
-_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
 
 
 class ServerSentEvent(NamedTuple):
@@ -175,7 +179,7 @@ async def _send_stream(
         first = await anext(events, None)  # None: there are no requests
         if first:
             builder.record(*first)  # raises if the completion has already failed
-        response = web.StreamResponse(headers=_HEADERS)
+        response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(request)
         try:
             start = builder.stream_start()

@@ -20,6 +20,7 @@ from cppbatch.engine.histogram import Histogram as EngineHistogram
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.gpu_state import GpuSampler, GpuState
+from cppbatch.server.live_times import LiveTimes
 from cppbatch.server.run_requests import Event
 from cppbatch.server.server_stats import BatchStats, CompletionSums, RecentCompletions
 
@@ -78,6 +79,8 @@ class ServerMetrics:
             "completion_time", "From the request to the end of the text", _COMPLETION_BUCKETS
         )
         self.recent = RecentCompletions()
+        self.live: LiveTimes | None = None
+        """Set while `GET /live` is read."""
         self.sums = CompletionSums()
         self._recent_sums = CompletionSums()
 
@@ -137,15 +140,20 @@ class _RequestObserver:
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """Counts an event that has come now."""
-        now = perf_counter()
+        now, live = perf_counter(), self._metrics.live
         if n := len(event.tokens):
             self._tokens.inc(n)
             self._n_counted[index] += n
             if index in self._last_token_at:
-                for _ in range(n):  # the tokens of a merged event are taken as evenly spaced
-                    self._gap.observe((now - self._last_token_at[index]) / n)
+                gap = (now - self._last_token_at[index]) / n  # the tokens of a merged event are taken as evenly spaced
+                for _ in range(n):
+                    self._gap.observe(gap)
+                if live:
+                    live.add_gap(now, gap, n)
             else:
                 self._metrics.first_token.labels(self._endpoint).observe(now - self._began)
+                if live:
+                    live.add_first_token(now, now - self._began)
             self._last_token_at[index] = now
         if event.finish_reason:
             self.n_ended += 1

@@ -12,6 +12,7 @@ from platformdirs import user_data_path
 
 from cppbatch.errors import DiskFull, StorageError
 from cppbatch.jobs.batch_manager import BatchManager
+from cppbatch.jobs.batch_records import BatchRecord
 from cppbatch.jobs.data_folder import open_data_folder
 from cppbatch.server.api_errors import NoStorage
 from cppbatch.server.server_stats import BatchStats
@@ -74,6 +75,10 @@ class Storage:
             completed=sum(each.completed for each in counts),
             failed=sum(each.failed for each in counts),
         )
+
+    def open_batches(self) -> list[BatchRecord]:
+        """The batches that have not ended, with their owners."""
+        return self.batches.open_records if self.batches else []
 
     async def stop(self) -> None:
         """Stops work on all batches; it continues after the next start."""

@@ -1,0 +1,107 @@
+"""Snapshots for `GET /live`: made by one task while anybody reads them, and shared by all readers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Generic, TypeVar
+
+log = logging.getLogger("cppbatch.server")
+
+INTERVAL_S = 0.2
+HEARTBEAT_S = 15.0
+
+Snapshot = TypeVar("Snapshot")
+
+
+class LiveFeed(Generic[Snapshot]):
+    """Calls `make` every 200 ms while there is a reader. A reader that is slow gets the latest snapshot next, and none
+    of those between."""
+
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[tuple[Snapshot, bool]]],
+        *,
+        on_stop: Callable[[], object] = lambda: None,
+        interval: float = INTERVAL_S,
+        heartbeat: float = HEARTBEAT_S,
+    ) -> None:
+        """`make` returns a snapshot, and whether it tells anything new: otherwise only new readers get it. `on_stop` is
+        called when the last reader has left."""
+        self._make, self._on_stop = make, on_stop
+        self._interval, self._heartbeat = interval, heartbeat
+        self._latest: Snapshot | None = None
+        self._n_changes = 0
+        self._changed = asyncio.Event()  # replaced by a new one with every change
+        self._n_readers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._sending: set[asyncio.Task[object]] = set()
+        self._closed = False
+
+    async def snapshots(self) -> AsyncGenerator[Snapshot | None, None]:
+        """The latest snapshot at once, and then each new one. None: nothing has changed for 15 seconds. Ends when the
+        feed is closed."""
+        self._n_readers += 1
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+        try:
+            seen = -1
+            while not self._closed:
+                changed = self._changed
+                if self._latest is not None and self._n_changes != seen:
+                    seen = self._n_changes
+                    yield self._latest
+                    continue
+                try:
+                    await asyncio.wait_for(changed.wait(), self._heartbeat)
+                except asyncio.TimeoutError:
+                    yield None
+        finally:
+            self._n_readers -= 1
+            if self._n_readers == 0:
+                self._stop()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            try:
+                self._latest, is_new = await self._make()
+            except Exception:  # a bug: the readers keep what they have, and the next snapshot may be right
+                log.exception("no snapshot for /live could be made")
+            else:
+                if is_new:
+                    self._wake()
+            await asyncio.sleep(max(self._interval / 4, began + self._interval - loop.time()))
+
+    def _wake(self) -> None:
+        self._n_changes += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _stop(self) -> None:
+        if self._task:
+            self._task.cancel()
+            self._task = None
+            self._latest = None
+            self._on_stop()
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """While a reader sends a snapshot: `close` cancels it, because its client may never read."""
+        task = asyncio.current_task()
+        assert task
+        self._sending.add(task)
+        try:
+            yield
+        finally:
+            self._sending.discard(task)
+
+    def close(self) -> None:
+        """Ends all readers at once."""
+        self._closed = True
+        self._wake()
+        for task in self._sending:
+            task.cancel()
