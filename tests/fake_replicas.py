@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from cppbatch.cluster.engine_client import Health, WorkerState
+from cppbatch.cluster.engine_client import Health, WorkerLive, WorkerState
 from cppbatch.cluster.in_flight import OutputCollector
 from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.config import EngineConfig
@@ -38,6 +38,7 @@ class FakeEngine:
         self.running: dict[str, tuple[GenerationRequest, int, OutputCollector]] = {}
         self.cancelled: list[str] = []
         self.failed: str | None = None
+        self.n_live = 0
         self.info = ModelInfo(
             name="fake", path="", description="", size_bytes=0, n_params=0, n_vocab=256, n_ctx=0, kv_layout="unified",
             sampling="host", n_ctx_train=0, max_sequence=0, bos="", eos="", chat_template=None,
@@ -84,6 +85,22 @@ class FakeEngine:
 
     async def tokenize(self, text: Any, **_: bool) -> list[TokenPiece]:
         return [TokenPiece(ord(letter), letter.encode()) for letter in text]
+
+    async def live(self) -> list[WorkerLive]:
+        self.n_live += 1
+        return [
+            WorkerLive(
+                name="w",
+                pid=1,
+                device=None,
+                health=Health(status="ok"),
+                in_flight=len(self.running),
+                restarts=0,
+                draining=False,
+                age=None,
+                engine=None,
+            )
+        ]
 
     async def workers(self) -> list[WorkerState]:
         return [WorkerState(name="w", health=Health(status="ok"), in_flight=len(self.running))]

@@ -17,8 +17,10 @@ from cppbatch.cluster.worker_link import (
     Checked,
     Events,
     FromWorker,
+    GetLive,
     GetStats,
     LimitThreads,
+    Live,
     Loaded,
     LoadFailed,
     Stats,
@@ -27,7 +29,7 @@ from cppbatch.cluster.worker_link import (
 )
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import FinishReason, GenerationEvent
-from tests.fakes import fake_engine
+from tests.fakes import fake_engine, greedy
 
 
 def text_of(prompt: object, n_tokens: int) -> str:
@@ -49,6 +51,10 @@ class FakeWorker:
         self.cut_off = 0
         """Unfinished requests that it had when it was ended without having died."""
         self.threads = config.n_threads
+        self.n_live = 0
+        """How often it was asked what it does."""
+        self.answers_live = True
+        """False: as in a long step."""
         self.pid = len(self.started)
         self._messages: asyncio.Queue[FromWorker] = asyncio.Queue()
         self._death = asyncio.Event()
@@ -75,11 +81,23 @@ class FakeWorker:
             self.threads = message.n
         elif isinstance(message, GetStats):
             self._messages.put_nowait(Stats(self._stats()))
+        elif isinstance(message, GetLive):
+            self.n_live += 1
+            if self.answers_live:
+                self.answer_live()
 
     def _stats(self) -> Any:
         with fake_engine() as engine:
             waiting = max(0, len(self.sequences) - self.config.n_parallel)
             return msgspec.structs.replace(engine.stats(), waiting=waiting, running=len(self.sequences) - waiting)
+
+    def answer_live(self) -> None:
+        """Says what an engine does that has as many requests."""
+        with fake_engine(n_parallel=8) as engine:
+            for _ in self.sequences:
+                engine.add_request([1, 2, 3], greedy(20))
+            engine.step()
+            self._messages.put_nowait(Live(engine.live()))
 
     def step(self) -> None:
         """Every running request gets its next token."""

@@ -66,7 +66,7 @@ def run(command: list[str], servers: Servers) -> str:
 
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
     assert len(PROGRAMS) == 26
-    assert len(COMMANDS) == 39
+    assert len(COMMANDS) == 40
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
