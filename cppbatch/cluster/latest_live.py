@@ -30,11 +30,12 @@ class LatestLive:
         `ask` sends the question. `idle_seconds`: how long there has been no request; 0.0 while there is any.
         """
         if self._engine is None or monotonic() - self._asked_at >= idle_seconds:
-            if self._answer is None:
-                self._answer = asyncio.get_running_loop().create_future()
+            answer = self._answer
+            if answer is None:
+                answer = self._answer = asyncio.get_running_loop().create_future()
                 self._asked_at = monotonic()
                 ask()
-            await asyncio.wait([self._answer], timeout=_WAIT_S)
+            await asyncio.wait([answer], timeout=_WAIT_S)
         return self._engine, round(monotonic() - self._received_at, 3) if self._engine else None
 
     def received(self, engine: LiveEngine) -> None:
