@@ -268,7 +268,7 @@ async def test_a_key_sees_neither_names_nor_priorities_nor_batches_of_others(
         assert [each.id for each in seen.batches] == [batch]
         other = await readers["bob"].until(lambda snapshot: n_decoding(snapshot) >= 3)
         for raw in readers["bob"].raw:
-            for secret in (b"SECRET", b"alice", b"batch_"):
+            for secret in (b"SECRET", b"alice", batch.encode()):
                 assert secret not in raw
         for snapshot in (seen, other):
             shown = snapshot.workers[0].engine
