@@ -113,7 +113,7 @@ async def test_64_streams_over_replicas_have_the_texts_of_one_engine(
         assert len(workers) == n_replicas
         assert all(worker.stats and worker.stats.generated_tokens for worker in workers), "each replica took a part"
         assert (await engine.stats()).finished == {"length": N_REQUESTS}
-        while len(live := await engine.live()) < n_replicas:
+        while len(live := await engine.live()) < n_replicas:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         assert sum(worker.engine.counters.generated_tokens for worker in live if worker.engine) > N_REQUESTS
 
