@@ -97,7 +97,7 @@ export async function* events(path, options = {}) {
         if (data === '[DONE]') return;
         if (!data) continue;
         const event = JSON.parse(data);
-        if (event?.error) throw apiError(event.error.code_status ?? 500, event.error);
+        if (event?.error && event.index === undefined) throw apiError(event.error.code_status ?? 500, event.error);
         yield event;
       }
     }

@@ -1,0 +1,161 @@
+// One run: a stream of `/generate/batch` and the cells that it fills. No DOM.
+import {batchBody} from './export_code.js';
+
+/** The answer to one prompt with one object of `params`. */
+export class Cell {
+  state = 'waiting'; // then running, and one of done, stopped, failed
+  text = '';
+  tokens = []; // {text, logprob, top: [{text, logprob}]}
+  totalLogprob = 0;
+  reason = ''; // why it failed, or the finish reason
+  seed = null; // of its text, once it has ended
+
+  constructor(index, label) {
+    Object.assign(this, {index, name: label ? `${index + 1}. ${label}` : `Cell ${index + 1}`});
+  }
+
+  get ended() {
+    return this.state !== 'waiting' && this.state !== 'running';
+  }
+
+  /** The end token counts, as when the server chooses the `best_of` several completions. */
+  get meanLogprob() {
+    return this.totalLogprob / this.tokens.length;
+  }
+
+  /** Tokens per second behind the first event; NaN before there are any. */
+  get rate() {
+    return (1000 * (this.tokens.length - this.firstTokens)) / (this.lastAt - this.firstAt);
+  }
+
+  /** Reads an event of the stream, at `now` milliseconds. */
+  read({error, text = '', token_texts: texts, logprobs = [], finish_reason: reason, seed = null}, now) {
+    if (error) return this.end('failed', error.message);
+    this.text += text;
+    logprobs.forEach(({token, logprob, top_logprobs: top}, i) => {
+      this.tokens.push({text: texts[i] ?? token, logprob, top: top.map((each) => ({text: each.token, ...each}))});
+      this.totalLogprob += logprob;
+    });
+    if (logprobs.length) {
+      this.firstAt ??= now;
+      this.firstTokens ??= logprobs.length;
+      this.lastAt = now;
+    }
+    this.state = 'running';
+    if (!reason) return undefined;
+    this.seed = seed;
+    return this.end(reason === 'cancelled' ? 'stopped' : 'done', reason);
+  }
+
+  end(state, reason) {
+    Object.assign(this, {state, reason});
+  }
+}
+
+export class GridRun {
+  startedAt = performance.now();
+  endedAt = 0;
+  error = ''; // what is wrong with all cells
+  #abort = new AbortController();
+  #listeners = new Map();
+  #changed = new Set();
+
+  /**
+   * plan: of `planRun`. alternatives: of each token. api: the shell's. schedule: calls a function before the next frame.
+   */
+  constructor({asked, labels}, alternatives, api, schedule) {
+    Object.assign(this, {asked, api, schedule});
+    this.cells = labels.map((label, index) => new Cell(index, label));
+    this.id = [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(36)).join('-');
+    this.body = {...batchBody(asked), logprobs: alternatives, stream: true, request_id: this.id};
+  }
+
+  get running() {
+    return !this.endedAt;
+  }
+
+  get nEnded() {
+    return this.cells.filter((cell) => cell.ended).length;
+  }
+
+  get nTokens() {
+    return this.cells.reduce((sum, cell) => sum + cell.tokens.length, 0);
+  }
+
+  /** Tokens per second of all cells together. */
+  get rate() {
+    return (1000 * this.nTokens) / ((this.endedAt || performance.now()) - this.startedAt);
+  }
+
+  /** Reads the stream until it ends. Never throws: the cells, or the run, have what went wrong. */
+  async start() {
+    try {
+      for await (const event of this.api.events('/generate/batch', {body: this.body, signal: this.#abort.signal})) {
+        const cell = this.cells[event.index];
+        if (!cell) continue; // the totals
+        cell.read(event, performance.now());
+        this.#change(cell.index, ...(cell.ended ? ['state'] : []));
+      }
+      this.#end('failed', 'The server has ended the stream early.');
+    } catch (error) {
+      const isStopped = this.#abort.signal.aborted;
+      if (!isStopped) this.error = error.message;
+      this.#end(isStopped ? 'stopped' : 'failed', isStopped ? 'cancelled' : error.message);
+    }
+  }
+
+  stop() {
+    this.#abort.abort();
+  }
+
+  /** Ends one cell: the last event of its stream says so. Throws what `request` throws. */
+  async stopCell(index) {
+    await this.api.request('/generate/batch/cancel', {body: {request_id: this.id, index}});
+  }
+
+  /**
+   * Calls `changed` before a frame that must show something new of: the cell with this index; a cell that has ended, or
+   * the end of all ('state'); anything ('run'). Returns a function that ends it.
+   */
+  listen(what, changed) {
+    if (!this.#listeners.has(what)) this.#listeners.set(what, new Set());
+    const all = this.#listeners.get(what).add(changed);
+    return () => { all.delete(changed); };
+  }
+
+  #end(state, reason) {
+    this.endedAt = performance.now();
+    const open = this.cells.filter((cell) => !cell.ended);
+    for (const cell of open) cell.end(state, reason);
+    this.#change('state', ...open.map((cell) => cell.index));
+  }
+
+  #change(...all) {
+    if (!this.#changed.size) {
+      this.schedule(() => {
+        const changed = [...this.#changed, 'run'];
+        this.#changed.clear();
+        for (const what of changed) this.#listeners.get(what)?.forEach((call) => call());
+      });
+    }
+    for (const what of all) this.#changed.add(what);
+  }
+}
+
+export const ORDERS = {
+  given: 'as given', mean: 'mean log-probability', total: 'total log-probability', length: 'length',
+};
+const VALUES = {mean: (cell) => cell.meanLogprob, total: (cell) => cell.totalLogprob, length: (cell) => cell.tokens.length};
+
+/** The cells in an order of `ORDERS`, the largest value first; cells without tokens come last. */
+export function ordered(cells, order) {
+  if (order === 'given') return cells;
+  const value = (cell) => (cell.tokens.length ? VALUES[order](cell) : -Infinity);
+  return [...cells].sort((a, b) => value(b) - value(a) || a.index - b.index);
+}
+
+/** Of two or more cells that are done, the one with the highest mean log-probability. */
+export function bestOf(cells) {
+  const done = cells.filter((cell) => cell.state === 'done' && cell.tokens.length);
+  return done.length > 1 ? ordered(done, 'mean')[0] : null;
+}
