@@ -9,7 +9,7 @@ with open(sys.argv[1], encoding="utf-8", newline="") as file:
     rows = list(csv.DictReader(file))
 params = SamplingParams(guided_choice=["positive", "negative"], temperature=0)
 with BatchInferenceEngine(pull_default()) as engine:
-    questions = [f"Is this review positive or negative? {row['review']}" for row in rows]
+    questions = [f"{row['review']} What is the sentiment of this review, positive or negative?" for row in rows]
     answers = engine.chat(questions, params, progress=True)
 writer = csv.DictWriter(sys.stdout, [*rows[0], "label"])
 writer.writeheader()
