@@ -85,7 +85,7 @@ def usable_cpus() -> set[int]:
 def read_cpu_times() -> CpuTimes:
     """The times until now, without those of programs of lower priority (nice), which give way to this one."""
     usable = usable_cpus()
-    is_nice = os.name == "posix" and os.nice(0) > 0  # then this process is one of those
+    is_nice = os.name == "posix" and os.getpriority(os.PRIO_PROCESS, 0) > 0  # then this process is one of those
     of_each = psutil.cpu_times(percpu=True)
     busy = sum(
         times.user + times.system + (getattr(times, "nice", 0.0) if is_nice else 0.0)
