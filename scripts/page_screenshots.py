@@ -1,0 +1,175 @@
+#!/usr/bin/env python3
+"""Takes the screenshots of docs/page.md: each tab of the web page, light and dark, while the server works.
+
+Starts a server with the default model, gives it a conversation, a grid, 22 streams that share a prompt, and a job of
+200 lines, and writes PNG files into docs/images/page/.
+
+    .venv/bin/python scripts/page_screenshots.py [--only chat,live] [--to FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, expect, sync_playwright
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cppbatch.bench.child_process import running_server
+from cppbatch.models.pull import choose_model
+from tests.browser.chromium import find_chromium
+from tests.browser.page_checks import PHONE, TABS, open_tab, wait_ready
+
+FOLDER = Path(__file__).parents[1] / "docs" / "images" / "page"
+MAX_BYTES = 120_000
+WIDE = {"width": 1280, "height": 800}
+SYSTEM = (
+    "You are a guide who answers travellers' questions about cities in Europe. Answer in plain English, name places by "
+    "their local names, mention how long a visit takes and what it costs, and do not repeat the question. "
+) * 4
+TOPICS = (
+    "the harbour", "the old town", "the largest park", "the cathedral", "the food market", "the river", "trams",
+    "the museum of art", "a day in the rain", "an evening with children", "the castle", "coffee houses",
+)  # fmt: skip
+
+
+def chat(page: Page, url: str) -> None:
+    """A conversation with an answer that has formatted code."""
+    section = open_tab(page, url, "chat")
+    for question in ("Hello! What can you help me with?", "Write a Python function that adds two numbers."):
+        box = section.get_by_role("textbox", name=re.compile("message", re.IGNORECASE))
+        box.fill(question)
+        box.press("Enter")
+        expect(section.get_by_role("button", name="Stop")).to_have_count(0, timeout=60_000)
+
+
+def playground(page: Page, url: str) -> None:
+    """A grid of 12 answers."""
+    section = open_tab(page, url, "playground")
+    section.get_by_label("Prompt", exact=True).fill("Describe the sea in one sentence.")
+    values = section.get_by_label(re.compile("^Values of temperature"))
+    if not values.count():
+        section.get_by_role("button", name="Vary another setting").click()
+    values.fill("0.2, 0.7, 1.2")
+    section.get_by_label("Samples of each").fill("4")
+    section.get_by_role("button", name="Run", exact=True).click()
+    expect(section.get_by_role("button", name="Stop all")).to_have_count(0, timeout=90_000)
+
+
+def live(page: Page, url: str) -> None:
+    """More streams than run at once, with a system prompt in common."""
+    open_tab(page, url, "live")
+    page.wait_for_timeout(9000)
+
+
+def jobs(page: Page, url: str) -> None:
+    """A job of 200 lines, while it runs."""
+    section = open_tab(page, url, "jobs")
+    lines = "\n".join(f"{i},{TOPICS[i % len(TOPICS)]}" for i in range(200))
+    table = {"name": "questions.csv", "mimeType": "text/csv", "buffer": f"id,topic\n{lines}\n".encode()}
+    section.locator("input[type=file]").set_input_files(table)
+    section.get_by_label("Template").fill("What should I know about {topic}?")
+    section.get_by_label("Most tokens of an answer").fill("48")
+    section.get_by_role("button", name="Start 200 lines").click()
+    expect(section.get_by_role("region", name="Results")).to_be_visible(timeout=60_000)
+    page.wait_for_timeout(8000)
+
+
+def models(page: Page, url: str) -> None:
+    open_tab(page, url, "models")
+    page.wait_for_timeout(1000)
+
+
+WORK: dict[str, Callable[[Page, str], None]] = {
+    "chat": chat, "playground": playground, "live": live, "jobs": jobs, "models": models,
+}  # fmt: skip
+ON_PHONE = ("chat", "live")
+
+
+@contextlib.contextmanager
+def streams(url: str, n: int = 22) -> Iterator[None]:
+    """Keeps so many streams open, each with another question behind the same system prompt."""
+    stop = threading.Event()
+
+    def ask(topic: str) -> None:
+        body = {
+            "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Tell me about {topic}."}],
+            "max_tokens": 400, "min_tokens": 200, "stream": True,
+        }  # fmt: skip
+        headers = {"Content-Type": "application/json"}
+        while not stop.is_set():
+            request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                for _ in answer:
+                    if stop.is_set():
+                        return
+
+    threads = [threading.Thread(target=ask, args=[TOPICS[i % len(TOPICS)]], daemon=True) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+
+
+def shoot(page: Page, path: Path) -> None:
+    """Writes a PNG of at most 256 colours. Raises ValueError if it is too large."""
+    image = Image.open(io.BytesIO(page.screenshot(animations="disabled", caret="hide"))).convert("RGB")
+    image.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    if path.stat().st_size >= MAX_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than {MAX_BYTES}")
+    print(path, path.stat().st_size)
+
+
+def take(page: Page, tab: str, folder: Path) -> None:
+    """The tab as it is, in both themes, and on a phone."""
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+        page.wait_for_timeout(300)
+        shoot(page, folder / f"{tab}-{theme}.png")
+    if tab in ON_PHONE:
+        page.emulate_media(color_scheme="light", reduced_motion="reduce")
+        page.set_viewport_size(PHONE)
+        page.wait_for_timeout(500)
+        shoot(page, folder / f"{tab}-phone.png")
+        page.set_viewport_size(WIDE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model")
+    parser.add_argument("--only", default=",".join(TABS), help="tabs, separated by commas")
+    parser.add_argument("--to", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    args.to.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        data = stack.enter_context(tempfile.TemporaryDirectory())
+        flags: list[str | Path] = ["-m", choose_model(args.model), "--data-dir", data, "--seed", "7"]
+        url = stack.enter_context(running_server([sys.executable, "-m", "cppbatch", "serve", *flags])).url
+        playwright = stack.enter_context(sync_playwright())
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        stack.callback(browser.close)
+        page = browser.new_page(viewport=WIDE, locale="en-US")
+        for tab in args.only.split(","):
+            with streams(url) if tab == "live" else contextlib.nullcontext():
+                WORK[tab](page, f"{url}/")
+                wait_ready(page)
+                take(page, tab, args.to)
+
+
+if __name__ == "__main__":
+    main()
