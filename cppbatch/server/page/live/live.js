@@ -1,3 +1,101 @@
-import {EmptyState, html} from '../components.js';
+// @ts-check
+// The Live tab: what the engine does now, from the snapshots of GET /live.
+import {events} from '../api.js';
+import {Button, Notice, html, stylesheet, useEffect, useRef, useState} from '../components.js';
+import {count, fixed, percent, plural, rate, seconds} from '../format.js';
+import {Chart} from './chart.js';
+import {follow} from './follow.js';
+import {BESIDE, LiveHistory, PHASES} from './live_history.js';
+import {NothingRuns, SampleButton} from './sample_requests.js';
+import {WorkerLine, WorkerView} from './worker_view.js';
 
-export const Live = () => html`<${EmptyState} title="Live">This tab is not there yet.<//>`;
+await stylesheet(import.meta.url, 'live.css');
+
+const IDLE = 3; // seconds without a request after which nothing runs
+
+const line = (label, of, colour) => ({label, of, colour});
+const perSecond = (value) => rate(value, '/s');
+const CHARTS = [
+  {title: 'Generated tokens', format: perSecond, series: [line('tokens', 'generated', 1)]},
+  {title: 'Prompt tokens', format: perSecond, series: [line('tokens', 'prompt', 2)]},
+  {title: 'Batch size', format: fixed, series: [line('decode rows of a step', 'batch', 3)]},
+  {title: 'Time of a step', areas: true, format: (ms) => seconds(ms / 1000), series: [
+    ...PHASES.map((name, i) => line(name, name, i + 1)),
+    ...BESIDE.map((name) => ({label: `${name} (beside the next step)`, of: name, beside: true}))]},
+  {title: 'Time to first token', format: seconds, series: [line('median', 'ttft', 4), line('95%', 'ttft95', 5)]},
+  {title: 'Time between tokens', format: seconds, series: [line('median', 'itl', 6), line('95%', 'itl95', 7)]},
+  {title: 'Draft tokens accepted', format: (share) => percent(share), series: [line('share', 'acceptance', 8)]},
+];
+
+export function Live({server, active}) {
+  const history = useRef(new LiveHistory()).current;
+  const [connection, setConnection] = useState({name: 'connecting'});
+  const [view, setView] = useState(null);
+  const [paused, setPaused] = useState(false);
+  const [ago, setAgo] = useState(null);
+  const isPaused = useRef(false);
+  const busyAt = useRef(0);
+  isPaused.current = paused;
+
+  useEffect(() => active && whileVisible((signal) => follow((inner) => events('/live', {signal: inner}), signal, (next) => {
+    history.add(next);
+    if (!isPaused.current) setView({...next, samples: history.samples, speeds: next.workers.map(({name}) => history.speeds(name))});
+  }, (state) => setConnection((last) => (last.name === state.name && state.name === 'open' ? last : state)))), [active]);
+
+  if (!view) return html`<div class="live-page"><${Connection} ...${connection} /></div>`;
+  const {workers, time, samples, speeds} = view;
+  if (workers.some(({in_flight}) => in_flight)) busyAt.current = time;
+  const idle = time - busyAt.current > IDLE;
+  return html`<div class=${`live-page ${connection.name}`}>
+    <${Connection} ...${connection} />
+    <div class="row">
+      <${Figures} view=${view} />
+      <${Button} aria-pressed=${String(paused)} onClick=${() => setPaused(!paused)}>Pause<//>
+      ${!idle && html`<${SampleButton} />`}
+    </div>
+    <ul class="workers" aria-label="Workers">${workers.map((worker) => html`<${WorkerLine} key=${worker.name}
+      worker=${worker} restartedAgo=${history.restartedAgo(worker.name)} />`)}</ul>
+    ${workers.map((worker, i) => worker.engine && html`<${WorkerView} key=${worker.name} worker=${worker}
+      speeds=${speeds[i]} titled=${workers.length > 1} empty=${idle && html`<${NothingRuns} keyed=${server.keyed} />`} />`)}
+    <section aria-label="Charts"><h2>The last two minutes</h2>
+      <div class="charts">${CHARTS.map((chart) => html`<${Chart} key=${chart.title} ...${chart} samples=${samples}
+        ago=${ago} onAgo=${setAgo} />`)}</div></section>
+  </div>`;
+}
+
+/** Runs `start(signal)` while the page can be seen. Returns the function that ends it. */
+function whileVisible(start) {
+  let controller = null;
+  const update = () => {
+    controller?.abort();
+    if (!document.hidden) start((controller = new AbortController()).signal);
+  };
+  update();
+  document.addEventListener('visibilitychange', update);
+  return () => {
+    document.removeEventListener('visibilitychange', update);
+    controller.abort();
+  };
+}
+
+function Connection({name, message, pause}) {
+  if (name === 'connecting') return html`<p class="hint" role="status">Connecting …</p>`;
+  if (name === 'refused') return html`<${Notice} kind="error">GET /live: ${message}<//>`;
+  return name === 'gone' && html`<${Notice} kind="error"><b>The server is gone.</b> ${message} What is below is what was last
+    seen. Next try in ${seconds(pause)}.<//>`;
+}
+
+function Figures({view: {workers, samples, batches}}) {
+  const engines = workers.flatMap(({engine}) => engine ?? []);
+  const sum = (of) => engines.reduce((total, engine) => total + of(engine), 0);
+  const last = samples[samples.length - 1];
+  const figures = [
+    ['running', `${sum(({rows}) => rows.length)} of ${sum(({n_parallel}) => n_parallel)}`],
+    ['waiting', count(sum(({waiting}) => waiting))],
+    ['generated', rate(last.generated)],
+    ['KV cells used', percent(sum(({cells}) => cells.used) / sum(({cells}) => cells.total))],
+    ['to the first token', seconds(last.ttft)],
+    ...batches.map(({completed, total}) => [html`<a href="#jobs">job</a>`, `${count(completed)} of ${plural(total, 'line')}`]),
+  ];
+  return html`<dl class="grow">${figures.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+}

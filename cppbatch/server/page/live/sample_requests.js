@@ -1,0 +1,36 @@
+// @ts-check
+// What to do when nothing runs: a command to copy, and a button that sends 16 requests.
+import {request} from '../api.js';
+import {Button, CopyButton, EmptyState, html, toast, useState} from '../components.js';
+import {plural, seconds} from '../format.js';
+
+const GUIDE = 'You are the guide of a natural history museum. You answer every visitor in a few friendly sentences, with '
+  + 'one surprising fact and without technical words, and you end with a question about what they have seen today.\n\n';
+const ANIMALS = 'otters owls bees whales bats geckos ravens squids horses ants eels penguins spiders wolves swifts toads';
+
+/** One request with 16 prompts that share a prefix: 16 sequences of one batch. */
+async function sendSamples() {
+  const began = performance.now();
+  const prompt = ANIMALS.split(' ').map((animal) => `${GUIDE}Visitor: What is special about ${animal}?\nGuide:`);
+  const {usage} = await request('/v1/completions', {body: {prompt, max_tokens: 200}});
+  toast(`16 samples: ${plural(usage.completion_tokens, 'token')} in ${seconds((performance.now() - began) / 1000)}`);
+}
+
+export function SampleButton({kind = ''}) {
+  const [busy, setBusy] = useState(false);
+  const send = () => {
+    setBusy(true);
+    sendSamples().catch((error) => toast(error.message, 'error')).finally(() => setBusy(false));
+  };
+  return html`<${Button} kind=${kind} icon="send" disabled=${busy} onClick=${send}>Send 16 sample requests<//>`;
+}
+
+export function NothingRuns({keyed}) {
+  const key = keyed ? "-H 'Authorization: Bearer YOUR-KEY' " : '';
+  const command = `curl ${new URL('v1/completions', location.href.split('#')[0])} ${key}-H 'Content-Type: application/json' ${
+    ''}-d '{"prompt": "The sea is", "max_tokens": 200}'`;
+  return html`<${EmptyState} title="Nothing is running" actions=${html`<${SampleButton} kind="primary" />`}>
+    <p>Every running request is a row here. Send 16 at once and see them computed together, or one from a terminal:</p>
+    <div class="curl"><code>${command}</code><${CopyButton} text=${command} label="Copy the command" /></div>
+  <//>`;
+}
