@@ -12,6 +12,7 @@ import {WorkerLine, WorkerView} from './worker_view.js';
 await stylesheet(import.meta.url, 'live.css');
 
 const IDLE = 3; // seconds without a request after which nothing runs
+const TICK = 1000; // ms
 
 const line = (label, of, colour) => ({label, of, colour});
 const perSecond = (value) => rate(value, '/s');
@@ -34,29 +35,40 @@ export function Live({server, active}) {
   const [paused, setPaused] = useState(false);
   const [ago, setAgo] = useState(null);
   const isPaused = useRef(false);
-  const busyAt = useRef(0);
   isPaused.current = paused;
 
-  useEffect(() => active && whileVisible((signal) => follow((inner) => events('/live', {signal: inner}), signal, (next) => {
-    history.add(next);
-    if (!isPaused.current) setView({...next, samples: history.samples, speeds: next.workers.map(({name}) => history.speeds(name))});
-  }, (state) => setConnection((last) => (last.name === state.name && state.name === 'open' ? last : state)))), [active]);
+  useEffect(() => active && whileVisible((signal) => {
+    let last = null;
+    let receivedAt = 0;
+    const receive = (snapshot) => {
+      [last, receivedAt] = [snapshot, performance.now()];
+      history.add(snapshot);
+      if (!isPaused.current) setView(history.view());
+    };
+    const open = (inner) => events('/live', {signal: inner});
+    follow(open, signal, receive, (state) => {
+      if (state.name !== 'open') last = null;
+      setConnection((before) => (before.name === 'open' && state.name === 'open' ? before : state));
+    });
+    const clock = setInterval(() => { // the server sends nothing while nothing changes
+      if (last && performance.now() - receivedAt > TICK) receive({...last, time: last.time + TICK / 1000});
+    }, TICK);
+    signal.addEventListener('abort', () => clearInterval(clock));
+  }), [active]);
 
   if (!view) return html`<div class="live-page"><${Connection} ...${connection} /></div>`;
-  const {workers, time, samples, speeds} = view;
-  if (workers.some(({in_flight}) => in_flight)) busyAt.current = time;
-  const idle = time - busyAt.current > IDLE;
+  const {snapshot: {workers, batches}, samples, speeds, idle} = view;
   return html`<div class=${`live-page ${connection.name}`}>
     <${Connection} ...${connection} />
     <div class="row">
-      <${Figures} view=${view} />
+      <${Figures} ...${{workers, batches, last: samples[samples.length - 1]}} />
       <${Button} aria-pressed=${String(paused)} onClick=${() => setPaused(!paused)}>Pause<//>
-      ${!idle && html`<${SampleButton} />`}
+      ${idle <= IDLE && html`<${SampleButton} />`}
     </div>
-    <ul class="workers" aria-label="Workers">${workers.map((worker) => html`<${WorkerLine} key=${worker.name}
-      worker=${worker} restartedAgo=${history.restartedAgo(worker.name)} />`)}</ul>
+    <ul class="workers" aria-label="Workers">${workers.map((worker, i) => html`<${WorkerLine} key=${worker.name}
+      worker=${worker} restartedAgo=${view.restarted[i]} />`)}</ul>
     ${workers.map((worker, i) => worker.engine && html`<${WorkerView} key=${worker.name} worker=${worker}
-      speeds=${speeds[i]} titled=${workers.length > 1} empty=${idle && html`<${NothingRuns} keyed=${server.keyed} />`} />`)}
+      speeds=${speeds[i]} titled=${workers.length > 1} empty=${idle > IDLE && html`<${NothingRuns} keyed=${server.keyed} />`} />`)}
     <section aria-label="Charts"><h2>The last two minutes</h2>
       <div class="charts">${CHARTS.map((chart) => html`<${Chart} key=${chart.title} ...${chart} samples=${samples}
         ago=${ago} onAgo=${setAgo} />`)}</div></section>
@@ -85,10 +97,9 @@ function Connection({name, message, pause}) {
     seen. Next try in ${seconds(pause)}.<//>`;
 }
 
-function Figures({view: {workers, samples, batches}}) {
+function Figures({workers, batches, last}) {
   const engines = workers.flatMap(({engine}) => engine ?? []);
   const sum = (of) => engines.reduce((total, engine) => total + of(engine), 0);
-  const last = samples[samples.length - 1];
   const figures = [
     ['running', `${sum(({rows}) => rows.length)} of ${sum(({n_parallel}) => n_parallel)}`],
     ['waiting', count(sum(({waiting}) => waiting))],

@@ -18,11 +18,13 @@ export class LiveHistory {
     this.snapshots = [];
     this.intervals = [];
     this.workers = new Map();
+    this.busyAt = 0;
   }
 
   /** Adds a snapshot of GET /live. */
   add(snapshot) {
     const {time} = snapshot;
+    if (snapshot.workers.some(({in_flight}) => in_flight)) this.busyAt = time;
     const isRecent = (each) => each.time > time - MEAN;
     this.snapshots = [...this.snapshots.filter(isRecent), snapshot];
     this.intervals = this.intervals.filter(isRecent);
@@ -53,25 +55,29 @@ export class LiveHistory {
     };
   }
 
-  /** Generated tokens/s of each running sequence of a worker, by number, over the last second. */
-  speeds(name) {
-    const speeds = new Map();
-    const states = this.snapshots.map(({workers}) => workers.find((each) => each.name === name));
-    const now = states.pop();
-    const oldest = new Map();
-    for (const {pid, engine} of states.filter((state) => state?.engine).reverse()) {
-      if (pid === now.pid) for (const row of engine.rows) oldest.set(row.number, [row.generated_tokens, engine.clock]);
-    }
-    for (const {number, generated_tokens: generated} of now?.engine?.rows ?? []) {
-      const [before, clock] = oldest.get(number) ?? [0, Infinity];
-      if (clock < now.engine.clock) speeds.set(number, (generated - before) / (now.engine.clock - clock));
-    }
-    return speeds;
+  /** What the tab shows: the last snapshot, the samples, the seconds since the last request, and for each worker the
+   * seconds since its restart was seen (or NaN) and the generated tokens/s of its sequences by number. */
+  view() {
+    const snapshot = this.snapshots[this.snapshots.length - 1];
+    const {time, workers} = snapshot;
+    return {
+      snapshot, samples: this.samples, idle: time - this.busyAt,
+      restarted: workers.map(({name}) => time - this.workers.get(name).restarted),
+      speeds: workers.map((worker) => this.speeds(worker)),
+    };
   }
 
-  /** Seconds since a restart of a worker was seen, or null. */
-  restartedAgo(name) {
-    const at = this.workers.get(name)?.restarted;
-    return at ? this.snapshots[this.snapshots.length - 1].time - at : null;
+  speeds({name, pid, engine}) {
+    const speeds = new Map();
+    const oldest = new Map();
+    for (const {workers} of [...this.snapshots].reverse()) {
+      const before = workers.find((each) => each.name === name && each.pid === pid)?.engine;
+      for (const {number, generated_tokens} of before?.rows ?? []) oldest.set(number, [generated_tokens, before.clock]);
+    }
+    for (const {number, generated_tokens} of engine?.rows ?? []) {
+      const [before, clock] = oldest.get(number);
+      if (clock < engine.clock) speeds.set(number, (generated_tokens - before) / (engine.clock - clock));
+    }
+    return speeds;
   }
 }

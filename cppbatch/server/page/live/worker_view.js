@@ -13,8 +13,7 @@ export function WorkerLine({worker, restartedAgo}) {
   const {name, pid, device, health: {status, error}, in_flight, restarts, draining, age, engine} = worker;
   const kind = {ok: 'ok', sleeping: 'ok', failed: 'error', closed: 'error'}[status] ?? 'warning';
   const news = status === 'restarting' ? `worker ${name} is restarted: its requests continue`
-    : restartedAgo !== null && restartedAgo < NEWS
-      && `worker ${name} restarted ${seconds(Math.round(restartedAgo))} ago: its requests continue`;
+    : restartedAgo < NEWS && `worker ${name} restarted ${seconds(Math.round(restartedAgo))} ago: its requests continue`;
   const facts = [pid && `pid ${pid}`, device !== null && `GPU ${device}`, plural(in_flight, 'unfinished request'),
     restarts > 0 && plural(restarts, 'restart'), draining && 'drains: it gets no new requests',
     engine && in_flight > 0 && age > 1.5 && `in a step since ${seconds(age)}`, error];
