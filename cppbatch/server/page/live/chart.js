@@ -26,7 +26,7 @@ export function Chart({title, samples, series, format, areas = false, ago, onAgo
     event.preventDefault();
     choose(Math.round(ago ?? 0) + step);
   };
-  const values = series.map(({of}) => format(shown[of]));
+  const values = series.map(({of}) => format(shown[of] ?? NaN));
   const when = ago === null ? 'now' : `${Math.round(ago)} s ago`;
   const look = ({colour}, i) => `c${colour} ${areas ? `area${i % 2}` : `line${i}`}`;
   return html`<figure>

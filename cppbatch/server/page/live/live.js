@@ -15,17 +15,16 @@ const IDLE = 3; // seconds without a request after which nothing runs
 const TICK = 1000; // ms
 
 const line = (label, of, colour) => ({label, of, colour});
-const perSecond = (value) => rate(value, '/s');
 const CHARTS = [
-  {title: 'Generated tokens', format: perSecond, series: [line('tokens', 'generated', 1)]},
-  {title: 'Prompt tokens', format: perSecond, series: [line('tokens', 'prompt', 2)]},
-  {title: 'Batch size', format: fixed, series: [line('decode rows of a step', 'batch', 3)]},
+  {title: 'Generated tokens', format: rate, series: [line('generated', 'generated', 1)]},
+  {title: 'Prompt tokens', format: rate, series: [line('computed', 'prompt', 2)]},
+  {title: 'Batch size', format: fixed, series: [line('sequences in decode', 'batch', 3)]},
   {title: 'Time of a step', areas: true, format: (ms) => seconds(ms / 1000), series: [
     ...PHASES.map((name, i) => line(name, name, i + 1)),
     ...BESIDE.map((name) => ({label: `${name} (beside the next step)`, of: name, beside: true}))]},
   {title: 'Time to first token', format: seconds, series: [line('median', 'ttft', 4), line('95%', 'ttft95', 5)]},
   {title: 'Time between tokens', format: seconds, series: [line('median', 'itl', 6), line('95%', 'itl95', 7)]},
-  {title: 'Draft tokens accepted', format: (share) => percent(share), series: [line('share', 'acceptance', 8)]},
+  {title: 'Draft tokens accepted', format: percent, series: [line('accepted', 'acceptance', 8)]},
 ];
 
 export function Live({server, active}) {
@@ -67,8 +66,9 @@ export function Live({server, active}) {
     </div>
     <ul class="workers" aria-label="Workers">${workers.map((worker, i) => html`<${WorkerLine} key=${worker.name}
       worker=${worker} restartedAgo=${view.restarted[i]} />`)}</ul>
-    ${workers.map((worker, i) => worker.engine && html`<${WorkerView} key=${worker.name} worker=${worker}
-      speeds=${speeds[i]} titled=${workers.length > 1} empty=${idle > IDLE && html`<${NothingRuns} keyed=${server.keyed} />`} />`)}
+    ${idle > IDLE && html`<${NothingRuns} keyed=${server.keyed} />`}
+    ${workers.map(({name, engine}, i) => engine && html`<${WorkerView} key=${name} engine=${engine} speeds=${speeds[i]}
+      of=${workers.length > 1 ? ` of worker ${name}` : ''} />`)}
     <section aria-label="Charts"><h2>The last two minutes</h2>
       <div class="charts">${CHARTS.map((chart) => html`<${Chart} key=${chart.title} ...${chart} samples=${samples}
         ago=${ago} onAgo=${setAgo} />`)}</div></section>

@@ -21,20 +21,18 @@ export function WorkerLine({worker, restartedAgo}) {
     <span class="muted"> ${facts.filter(Boolean).join(' · ')}</span></li>`;
 }
 
-/** `titled`: whether the name of the worker is shown. `empty`: what to show when it computes nothing; or null. */
-export function WorkerView({worker: {name, engine}, speeds, titled, empty}) {
+/** `of`: the worker, where there are several. `speeds`: tokens/s by number. */
+export function WorkerView({engine: {rows, queue, waiting, cells, n_parallel}, speeds, of}) {
   const [chosen, setChosen] = useState([]);
   const places = useRef([]);
-  const {rows, queue, waiting, cells, n_parallel} = engine;
   places.current = placeRows(places.current, rows.map(({number}) => number));
   const numberOf = new Map(rows.map(({seq_id, number}) => [seq_id, number]));
   const picked = new Set(rows.filter(({number}) => chosen.includes(number)).map(({number}) => number));
-  const of = titled ? ` of worker ${name}` : '';
   return html`<div class="engine">
     <section aria-label=${`Batch${of}`}>
       <h2>Batch${of} <span>${rows.length} of ${plural(n_parallel, 'sequence')}</span></h2>
-      ${!rows.length && empty ? empty : html`<${Sequences} ...${{rows, speeds, picked}} places=${places.current}
-        onPick=${(number) => setChosen(picked.size === 1 && picked.has(number) ? [] : [number])} />`}
+      <${Sequences} ...${{rows, speeds, picked}} places=${places.current}
+        onPick=${(number) => setChosen(picked.size === 1 && picked.has(number) ? [] : [number])} />
       <h2>Queue <span>${count(waiting)} waiting</span></h2>
       <${Queue} queue=${queue} waiting=${waiting} />
     </section>
