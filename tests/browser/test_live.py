@@ -1,0 +1,306 @@
+"""The Live tab: the batch, its shared KV cells, a worker that dies, a server that is gone, and what it costs to look."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.browser.conftest import PageErrors
+from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone
+from tests.server_process import ServerProcess
+
+SHARED = "The quick brown fox jumps over the lazy dog. " * 20
+FLAGS = ("-np", "16", "-c", "8192", "--kv-layout", "unified", "--spec", "off")
+
+
+@pytest.fixture
+def batch_server(fresh_server: Callable[..., ServerProcess], default_model: Path) -> ServerProcess:
+    """16 sequences at once in one set of cells."""
+    return fresh_server("-m", default_model, *FLAGS)
+
+
+class Streams(threading.Thread):
+    """16 streaming requests with one shared prompt, in one request. `finish_reasons`: of the choices that ended."""
+
+    def __init__(self, server: ServerProcess, max_tokens: int = 300) -> None:
+        super().__init__(daemon=True)
+        prompts = [f"{SHARED}Number {i}:" for i in range(16)]
+        body = {"prompt": prompts, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        self._request = urllib.request.Request(f"{server.url}/v1/completions", data, headers)
+        self.finish_reasons: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        with urllib.request.urlopen(self._request, timeout=120) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    reasons = [choice["finish_reason"] for choice in json.loads(line[6:])["choices"]]
+                    self.finish_reasons += filter(None, reasons)
+
+
+def rows(page: Page) -> Locator:
+    return page.locator("tr[data-state]")
+
+
+def cells(page: Page) -> Locator:
+    return page.get_by_role("list", name="Segments of KV cells")
+
+
+def test_16_streams_are_16_rows_and_their_shared_prompt_is_one_block(page: Page, batch_server: ServerProcess) -> None:
+    open_tab(page, f"{batch_server.url}/", "live")
+    streams = Streams(batch_server)
+    expect(rows(page)).to_have_count(16)
+    expect(page.locator("tr[data-state=decode]")).to_have_count(16)
+    shared = cells(page).get_by_role("button", name="shared by 16")
+    expect(shared).to_have_count(1)
+    expect(shared).to_have_attribute("title", re.compile(r"stored once, held by 1[67]: #\d+(, #\d+){15}"))
+    own = cells(page).get_by_role("button", name=re.compile(r"^#\d+: \d+$"))
+    expect(own).to_have_count(16)
+
+    shared.click()
+    expect(page.locator("tr.picked")).to_have_count(16)
+    shared.click()
+    expect(page.locator("tr.picked")).to_have_count(0)
+    first = rows(page).nth(0).get_by_role("button")
+    number = first.inner_text()
+    first.press("Enter")
+    expect(shared).to_have_attribute("aria-pressed", "true")
+    expect(cells(page).get_by_role("button", name=f"{number}:", pressed=True)).to_have_count(1)
+    streams.join(60)
+    assert streams.finish_reasons == ["length"] * 16
+    expect(rows(page)).to_have_count(0)
+
+
+def test_rows_stay_where_they_are_until_their_sequences_end(page: Page, batch_server: ServerProcess) -> None:
+    open_tab(page, f"{batch_server.url}/", "live")
+    streams = Streams(batch_server, max_tokens=200)
+    expect(rows(page)).to_have_count(16)
+    order = rows(page).evaluate_all("rows => rows.map(row => row.dataset.number)")
+    seen = page.evaluate(
+        """() => new Promise((resolve) => {
+            const seen = new Set();
+            const look = () => {
+                const numbers = [...document.querySelectorAll('tr[data-state]')].map((row) => row.dataset.number);
+                if (!numbers.length) return resolve([...seen]);
+                seen.add(numbers.join());
+                setTimeout(look, 50);
+            };
+            look();
+        })"""
+    )
+    streams.join(60)
+    assert all(numbers == ",".join(each for each in order if each in numbers.split(",")) for numbers in seen)
+
+
+def test_a_worker_is_killed_the_page_says_so_and_the_streams_go_on(page: Page, batch_server: ServerProcess) -> None:
+    open_tab(page, f"{batch_server.url}/", "live")
+    streams = Streams(batch_server, max_tokens=400)
+    expect(page.locator("tr[data-state=decode]")).to_have_count(16)
+    os.kill(batch_server.get("/stats")["workers"][0]["pid"], signal.SIGKILL)
+    workers = page.get_by_role("list", name="Workers")
+    expect(workers).to_contain_text("its requests continue")
+    expect(workers).to_contain_text(re.compile(r"restarted .* ago: its requests continue"))
+    expect(page.locator("tr[data-state=decode]")).to_have_count(16)
+    streams.join(90)
+    assert streams.finish_reasons == ["length"] * 16
+    expect(workers).to_contain_text("1 restart")
+
+
+def test_nothing_runs_and_a_button_shows_a_batch(page: Page, batch_server: ServerProcess) -> None:
+    tab = open_tab(page, f"{batch_server.url}/", "live")
+    expect(tab.get_by_role("heading", name="Nothing is running")).to_be_visible()
+    tab.get_by_role("button", name="Copy the command").click()
+    command = page.evaluate("navigator.clipboard.readText()")
+    assert command.startswith(f"curl {batch_server.url}/v1/completions ")
+    tab.get_by_role("button", name="Send 16 sample requests").click()
+    expect(rows(page)).to_have_count(16)
+    expect(cells(page).get_by_role("button", name="shared by 16")).to_have_count(1)
+    expect(page.get_by_text(re.compile("16 samples: .* tokens in"))).to_be_visible(timeout=60_000)
+    expect(tab.get_by_role("heading", name="Nothing is running")).to_be_visible()
+
+
+def open_streams(server: ServerProcess) -> int:
+    """How many read GET /live, as the server counts them."""
+    return int(server.get("/stats")["live_readers"])
+
+
+def test_the_stream_is_closed_while_nobody_looks(page: Page, server: ServerProcess, url: str) -> None:
+    requests: list[str] = []
+    ended: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("requestfailed", lambda request: ended.append(request.url))
+    live = f"{url}live"
+    tab = open_tab(page, url, "live")
+    expect(tab.get_by_role("heading", name="KV cells")).to_be_visible()
+    assert requests.count(live) == 1
+    assert ended.count(live) == 0
+    page.get_by_role("link", name="Chat").click()
+    page.wait_for_timeout(500)
+    assert ended.count(live) == 1, "another tab of the page"
+    page.get_by_role("link", name="Live").click()
+    page.wait_for_timeout(500)
+    assert requests.count(live) == 2
+    page.evaluate(_HIDE, True)
+    page.wait_for_timeout(500)
+    assert ended.count(live) == 2, "another tab of the browser"
+    page.evaluate(_HIDE, False)
+    page.wait_for_timeout(500)
+    assert requests.count(live) - ended.count(live) == 1
+
+
+_HIDE = """(hidden) => {
+    Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
+    document.dispatchEvent(new Event('visibilitychange'));
+}"""
+
+
+def test_a_server_that_is_gone_and_comes_back(
+    page: Page, fresh_server: Callable[..., ServerProcess], tiny_llama: Path, errors: PageErrors
+) -> None:
+    errors.allow("ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE")
+    server = fresh_server("-m", tiny_llama)
+    tab = open_tab(page, f"{server.url}/", "live")
+    expect(tab.get_by_role("heading", name="KV cells")).to_be_visible()
+    server.stop()
+    expect(tab.get_by_role("alert")).to_contain_text("The server is gone.")
+    fresh_server("-m", tiny_llama, "--port", server.url.rsplit(":", 1)[1])
+    expect(tab.get_by_role("alert")).to_have_count(0)
+
+
+def test_times_of_the_charts_are_chosen_by_keyboard(page: Page, batch_server: ServerProcess) -> None:
+    open_tab(page, f"{batch_server.url}/", "live")
+    streams = Streams(batch_server, max_tokens=100)
+    streams.join(60)
+    chart = page.get_by_role("slider", name="Batch size: time")
+    expect(chart).to_have_attribute("aria-valuetext", re.compile("^now: "))
+    chart.focus()
+    chart.press("PageDown")
+    assert re.match(r"0 s ago|now", chart.get_attribute("aria-valuetext") or "")
+    for _ in range(3):
+        chart.press("ArrowLeft")
+    expect(chart).to_have_attribute("aria-valuetext", re.compile("^3 s ago: "))
+    other = page.get_by_role("slider", name="Generated tokens: time")
+    expect(other).to_have_attribute("aria-valuetext", re.compile("^3 s ago: generated .* tokens/s"))
+    chart.press("Escape")
+    expect(chart).to_have_attribute("aria-valuetext", re.compile("^now: "))
+
+
+def test_the_view_is_paused(page: Page, batch_server: ServerProcess) -> None:
+    open_tab(page, f"{batch_server.url}/", "live")
+    streams = Streams(batch_server, max_tokens=200)
+    expect(page.locator("tr[data-state=decode]")).to_have_count(16)
+    pause = page.get_by_role("button", name="Pause")
+    pause.press("Space")
+    expect(pause).to_have_attribute("aria-pressed", "true")
+    before = page.locator("main").inner_text()
+    streams.join(60)
+    assert page.locator("main").inner_text() == before
+    pause.press("Space")
+    expect(rows(page)).to_have_count(0)
+
+
+def test_a_full_tab_on_a_phone_and_in_both_themes(page: Page, batch_server: ServerProcess) -> None:
+    phone(page)
+    open_tab(page, f"{batch_server.url}/", "live")
+    assert axe_violations(page) == []
+    streams = [Streams(batch_server, max_tokens=200) for _ in range(2)]
+    expect(rows(page)).to_have_count(16)
+    expect(page.get_by_text("16 waiting")).to_be_visible()
+    assert overflow(page) == []
+    assert axe_violations(page) == []
+    dark(page)
+    assert axe_violations(page) == []
+    for each in streams:
+        each.join(60)
+
+
+def in_page(page: Page, url: str, module: str, code: str) -> Any:
+    """The value of an expression with the exports of a module of the tab."""
+    page.goto(f"{url}health")
+    return page.evaluate(f"import('{url}page/live/{module}').then((m) => {{ const {{{_EXPORTS[module]}}} = m; {code} }})")
+
+
+_EXPORTS = {
+    "cell_layout.js": "layoutCells, kindOf",
+    "row_places.js": "placeRows",
+    "scales.js": "axisEnd, mapWidth",
+    "follow.js": "follow",
+    "live_history.js": "LiveHistory",
+}
+
+
+def test_rows_of_the_table_are_kept_and_filled(page: Page, url: str) -> None:
+    code = "return [placeRows([7, 8, 9], [7, 9, 10]), placeRows([7, 8, 9], [8]), placeRows([null, 8], [])]"
+    assert in_page(page, url, "row_places.js", code) == [[7, 10, 9], [None, 8], []]
+
+
+def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
+    def segment(start: int, tokens: int, *sequences: int) -> dict[str, Any]:
+        cached = not sequences
+        return {"start": start, "tokens": tokens, "sequences": sequences, "prefixes": int(cached), "cached": cached}
+
+    segments = [
+        segment(0, 10, 1, 3), segment(10, 5, 1), segment(10, 2, 3), segment(0, 7, 2), segment(0, 4), segment(4, 4),
+    ]  # fmt: skip
+    code = f"""const {{blocks, rows}} = layoutCells({json.dumps(segments)}, (id) => id);
+        return [rows, blocks.map(({{segment, row, rows}}) => [kindOf(segment), segment.sequences, row, rows])]"""
+    n_rows, blocks = in_page(page, url, "cell_layout.js", code)
+    assert n_rows == 4
+    assert blocks == [
+        ["shared", [1, 3], 0, 2], ["own", [1], 0, 1], ["own", [3], 1, 1], ["own", [2], 2, 1],
+        ["cached", [], 3, 1], ["cached", [], 3, 1],
+    ]  # fmt: skip
+
+
+def test_axes_end_at_round_numbers(page: Page, url: str) -> None:
+    code = "return [[0, 0.3, 7, 20, 501].map(axisEnd), [1, 65, 97, 200].map(mapWidth)]"
+    assert in_page(page, url, "scales.js", code) == [[1, 0.5, 10, 20, 1000], [64, 96, 128, 256]]
+
+
+def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, url: str) -> None:
+    code = """
+        let tries = 0;
+        async function* open() {
+            tries += 1;
+            if (tries === 2 || tries === 3) throw new Error('cannot be reached');
+            if (tries === 5) throw Object.assign(new Error('wrong key'), {status: 401});
+            yield tries;
+        }
+        const seen = [];
+        const state = ({name, message}) => seen.push(message ? `${name}: ${message}` : name);
+        return follow(open, new AbortController().signal, (event) => seen.push(event), state, [0]).then(() => seen)"""
+    gone = "gone: cannot be reached"
+    assert in_page(page, url, "follow.js", code) == ["open", 1, gone, gone, "open", 4, "refused: wrong key"]
+
+
+def test_rates_are_means_of_a_second_and_a_silence_is_a_gap(page: Page, url: str) -> None:
+    example = json.loads((Path(__file__).parents[1] / "live_example.json").read_text())["full"]
+    code = f"""
+        const history = new LiveHistory();
+        const at = (time, tokens) => {{
+            const next = structuredClone({json.dumps(example)});
+            next.time = time;
+            next.tokens_per_second = tokens * 10;
+            next.workers[0].engine.clock = time;
+            next.workers[0].engine.rows[0].generated_tokens = tokens;
+            next.workers[1].restarts = time > 1000 ? 3 : 2;
+            history.add(next);
+        }};
+        at(1000, 10); at(1000.5, 20); at(1000.9, 30); at(1010, 30);
+        const {{samples, speeds, restarted}} = history.view();
+        return [samples.map(({{generated}}) => generated ?? null), speeds[0].get(101) ?? null, restarted[1]]"""
+    generated, speed, restarted = in_page(page, url, "live_history.js", code)
+    assert generated == [100, 150, 200, None, 300]
+    assert speed is None, "there is no earlier state of the last second"
+    assert restarted == pytest.approx(9.5)
