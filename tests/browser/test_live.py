@@ -1,4 +1,4 @@
-"""The Live tab: the batch, its shared KV cells, a worker that dies, a server that is gone, and what it costs to look."""
+"""The Live tab: the batch, its shared KV cells, a worker that dies, a server that is gone."""
 
 from __future__ import annotations
 
@@ -130,11 +130,6 @@ def test_nothing_runs_and_a_button_shows_a_batch(page: Page, batch_server: Serve
     expect(tab.get_by_role("heading", name="Nothing is running")).to_be_visible()
 
 
-def open_streams(server: ServerProcess) -> int:
-    """How many read GET /live, as the server counts them."""
-    return int(server.get("/stats")["live_readers"])
-
-
 def test_the_stream_is_closed_while_nobody_looks(page: Page, server: ServerProcess, url: str) -> None:
     requests: list[str] = []
     ended: list[str] = []
@@ -225,24 +220,17 @@ def test_a_full_tab_on_a_phone_and_in_both_themes(page: Page, batch_server: Serv
         each.join(60)
 
 
-def in_page(page: Page, url: str, module: str, code: str) -> Any:
-    """The value of an expression with the exports of a module of the tab."""
-    page.goto(f"{url}health")
-    return page.evaluate(f"import('{url}page/live/{module}').then((m) => {{ const {{{_EXPORTS[module]}}} = m; {code} }})")
-
-
-_EXPORTS = {
-    "cell_layout.js": "layoutCells, kindOf",
-    "row_places.js": "placeRows",
-    "scales.js": "axisEnd, mapWidth",
-    "follow.js": "follow",
-    "live_history.js": "LiveHistory",
-}
+def in_page(page: Page, url: str, module: str, function: str) -> Any:
+    """What a JavaScript function returns for the exports of a module of the tab."""
+    page.goto(url)
+    return page.evaluate(f"import('{url}page/live/{module}').then({function})")
 
 
 def test_rows_of_the_table_are_kept_and_filled(page: Page, url: str) -> None:
-    code = "return [placeRows([7, 8, 9], [7, 9, 10]), placeRows([7, 8, 9], [8]), placeRows([null, 8], [])]"
-    assert in_page(page, url, "row_places.js", code) == [[7, 10, 9], [None, 8], []]
+    function = (
+        "({placeRows}) => [placeRows([7, 8, 9], [7, 9, 10]), placeRows([7, 8, 9], [8]), placeRows([null, 8], [])]"
+    )
+    assert in_page(page, url, "row_places.js", function) == [[7, 10, 9], [None, 8], []]
 
 
 def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
@@ -250,26 +238,25 @@ def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
         cached = not sequences
         return {"start": start, "tokens": tokens, "sequences": sequences, "prefixes": int(cached), "cached": cached}
 
-    segments = [
-        segment(0, 10, 1, 3), segment(10, 5, 1), segment(10, 2, 3), segment(0, 7, 2), segment(0, 4), segment(4, 4),
-    ]  # fmt: skip
-    code = f"""const {{blocks, rows}} = layoutCells({json.dumps(segments)}, (id) => id);
-        return [rows, blocks.map(({{segment, row, rows}}) => [kindOf(segment), segment.sequences, row, rows])]"""
-    n_rows, blocks = in_page(page, url, "cell_layout.js", code)
+    shared = [segment(0, 10, 1, 3), segment(10, 5, 1), segment(10, 2, 3)]
+    segments = [*shared, segment(0, 7, 2), segment(0, 4), segment(4, 4)]
+    function = f"""({{layoutCells, kindOf}}) => {{
+        const {{blocks, rows}} = layoutCells({json.dumps(segments)}, (id) => id);
+        return [rows, blocks.map(({{segment, row, rows}}) => [kindOf(segment), segment.sequences, row, rows])];
+    }}"""
+    n_rows, blocks = in_page(page, url, "cell_layout.js", function)
     assert n_rows == 4
-    assert blocks == [
-        ["shared", [1, 3], 0, 2], ["own", [1], 0, 1], ["own", [3], 1, 1], ["own", [2], 2, 1],
-        ["cached", [], 3, 1], ["cached", [], 3, 1],
-    ]  # fmt: skip
+    assert blocks[:3] == [["shared", [1, 3], 0, 2], ["own", [1], 0, 1], ["own", [3], 1, 1]]
+    assert blocks[3:] == [["own", [2], 2, 1], ["cached", [], 3, 1], ["cached", [], 3, 1]]
 
 
 def test_axes_end_at_round_numbers(page: Page, url: str) -> None:
-    code = "return [[0, 0.3, 7, 20, 501].map(axisEnd), [1, 65, 97, 200].map(mapWidth)]"
-    assert in_page(page, url, "scales.js", code) == [[1, 0.5, 10, 20, 1000], [64, 96, 128, 256]]
+    function = "({axisEnd, mapWidth}) => [[0, 0.3, 7, 20, 501].map(axisEnd), [1, 65, 97, 200].map(mapWidth)]"
+    assert in_page(page, url, "scales.js", function) == [[1, 0.5, 10, 20, 1000], [64, 96, 128, 256]]
 
 
 def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, url: str) -> None:
-    code = """
+    function = """async ({follow}) => {
         let tries = 0;
         async function* open() {
             tries += 1;
@@ -278,29 +265,31 @@ def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, ur
             yield tries;
         }
         const seen = [];
-        const state = ({name, message}) => seen.push(message ? `${name}: ${message}` : name);
-        return follow(open, new AbortController().signal, (event) => seen.push(event), state, [0]).then(() => seen)"""
-    gone = "gone: cannot be reached"
-    assert in_page(page, url, "follow.js", code) == ["open", 1, gone, gone, "open", 4, "refused: wrong key"]
+        const state = ({message, pause}) => message && seen.push(`${message}, ${pause ?? 'for good'}`);
+        await follow(open, new AbortController().signal, (event) => seen.push(event), state, [0]);
+        return seen;
+    }"""
+    gone = "cannot be reached, 0"
+    assert in_page(page, url, "follow.js", function) == [1, gone, gone, 4, "wrong key, for good"]
 
 
 def test_rates_are_means_of_a_second_and_a_silence_is_a_gap(page: Page, url: str) -> None:
-    example = json.loads((Path(__file__).parents[1] / "live_example.json").read_text())["full"]
-    code = f"""
+    example = (Path(__file__).parents[1] / "live_example.json").read_text()
+    function = f"""({{LiveHistory}}) => {{
         const history = new LiveHistory();
-        const at = (time, tokens) => {{
-            const next = structuredClone({json.dumps(example)});
-            next.time = time;
-            next.tokens_per_second = tokens * 10;
+        const speeds = [];
+        for (const [time, tokens] of [[1000, 10], [1000.5, 20], [1000.9, 30], [1010, 30]]) {{
+            const next = structuredClone({example}.full);
+            Object.assign(next, {{time, tokens_per_second: tokens * 10}});
             next.workers[0].engine.clock = time;
             next.workers[0].engine.rows[0].generated_tokens = tokens;
             next.workers[1].restarts = time > 1000 ? 3 : 2;
             history.add(next);
-        }};
-        at(1000, 10); at(1000.5, 20); at(1000.9, 30); at(1010, 30);
-        const {{samples, speeds, restarted}} = history.view();
-        return [samples.map(({{generated}}) => generated ?? null), speeds[0].get(101) ?? null, restarted[1]]"""
-    generated, speed, restarted = in_page(page, url, "live_history.js", code)
+            speeds.push(history.view().speeds[0].get(101) || null);
+        }}
+        return [history.samples.map(({{generated}}) => generated ?? null), speeds, history.view().restarted[1]];
+    }}"""
+    generated, speeds, restarted = in_page(page, url, "live_history.js", function)
     assert generated == [100, 150, 200, None, 300]
-    assert speed is None, "there is no earlier state of the last second"
+    assert speeds == [None, pytest.approx(20), pytest.approx(20 / 0.9), None]
     assert restarted == pytest.approx(9.5)

@@ -1,19 +1,16 @@
 // @ts-check
 // Where the segments of KV cells are in the map. No DOM.
 
-/** @typedef {{start: number, tokens: number, sequences: number[], prefixes: number, cached: boolean}} Segment */
-
 /**
- * Sequences with a common prefix become neighbours: a shared segment is one block over the rows of the sequences that
- * hold it, and what follows it in each of them is beside it. What only cached prefixes hold comes below.
+ * Sequences with a common prefix become neighbours: a shared segment is one block over their rows, and what follows it
+ * in each of them is beside it. Segments that only cached prefixes hold come below.
  *
  *     [0, 10) of 1 and 2, [10, 15) of 1, [10, 12) of 2, [0, 5) cached:     1  ##########aaaaa
  *                                                                          2  ##########bb
  *                                                                             ccccc
  *
- * `place(seq_id)`: the order of the sequences; a group stands where its first one does.
- * @param {Segment[]} segments @param {(seqId: number) => number} place
- * @returns {{blocks: {segment: Segment, row: number, rows: number}[], rows: number}}
+ * `segments`: as in GET /live. `place(seq_id)`: the order of the sequences; a group stands where its first one does.
+ * Returns {blocks: [{segment, row, rows}], rows}.
  */
 export function layoutCells(segments, place) {
   const chains = new Map();
@@ -28,15 +25,12 @@ export function layoutCells(segments, place) {
     return at < 0 || at >= right.length ? left.length - right.length : first.get(left[at]) - first.get(right[at]);
   });
   const blocks = new Map();
-  ids.forEach((id, row) => {
-    for (const segment of chains.get(id)) {
-      const block = blocks.get(segment);
-      if (block) block.rows += 1;
-      else blocks.set(segment, {segment, row, rows: 1});
-    }
-  });
+  ids.forEach((id, row) => chains.get(id).forEach((segment) => {
+    if (blocks.has(segment)) blocks.get(segment).rows += 1;
+    else blocks.set(segment, {segment, row, rows: 1});
+  }));
   let rows = ids.length;
-  let end = Infinity; // of the last cached segment: one that begins behind it is in the same row
+  let end = Infinity; // of the last cached segment; one that begins behind it is in the same row
   for (const segment of segments.filter(({cached}) => cached)) {
     if (segment.start < end) rows += 1;
     end = segment.start + segment.tokens;
@@ -45,5 +39,5 @@ export function layoutCells(segments, place) {
   return {blocks: [...blocks.values()], rows};
 }
 
-/** What a segment is: cached (of no running sequence), shared (of several) or own (of one). @param {Segment} segment */
+/** cached: of no running sequence; shared: of several; own: of one. */
 export const kindOf = ({cached, sequences}) => (cached ? 'cached' : sequences.length > 1 ? 'shared' : 'own');

@@ -4,9 +4,9 @@
 const PAUSES = [0.5, 1, 2, 4, 8]; // seconds before the next try, by tries that failed in a row
 
 /**
- * Runs until `signal` is aborted or the server refuses. `open(signal)`: an async iterable of events. `onState` gets
- * {name: 'open'}, {name: 'gone', message, pause} when two tries have failed (there is another one in `pause` seconds),
- * or {name: 'refused', message}.
+ * Runs until `signal` is aborted or the server refuses. `open(signal)`: an async iterable of events. `onState` gets {}
+ * with each event, {message, pause} when two tries have failed (another one follows in `pause` seconds), and {message}
+ * when the server refuses.
  */
 export async function follow(open, signal, onEvent, onState, pauses = PAUSES) {
   for (let failures = 1; !signal.aborted; failures += 1) {
@@ -15,16 +15,16 @@ export async function follow(open, signal, onEvent, onState, pauses = PAUSES) {
       for await (const event of open(signal)) {
         if (signal.aborted) return;
         failures = 0;
-        onState({name: 'open'});
+        onState({});
         onEvent(event);
       }
     } catch (error) {
       if (signal.aborted) return;
       ({message} = error);
-      if (error.status >= 400 && ![429, 503].includes(error.status)) return onState({name: 'refused', message});
+      if (error.status >= 400 && ![429, 503].includes(error.status)) return onState({message});
     }
     const pause = pauses[Math.min(failures, pauses.length - 1)];
-    if (failures) onState({name: 'gone', message, pause});
+    if (failures) onState({message, pause});
     await new Promise((resolve) => {
       const wait = setTimeout(resolve, pause * 1000);
       signal.addEventListener('abort', () => resolve(clearTimeout(wait)), {once: true});

@@ -2,7 +2,7 @@
 // The Live tab: what the engine does now, from the snapshots of GET /live.
 import {events} from '../api.js';
 import {Button, Notice, html, stylesheet, useEffect, useRef, useState} from '../components.js';
-import {count, fixed, percent, plural, rate, seconds} from '../format.js';
+import {count, fixed, percent, rate, seconds} from '../format.js';
 import {Chart} from './chart.js';
 import {follow} from './follow.js';
 import {BESIDE, LiveHistory, PHASES} from './live_history.js';
@@ -14,22 +14,20 @@ await stylesheet(import.meta.url, 'live.css');
 const IDLE = 3; // seconds without a request after which nothing runs
 const TICK = 1000; // ms
 
-const line = (label, of, colour) => ({label, of, colour});
 const CHARTS = [
-  {title: 'Generated tokens', format: rate, series: [line('generated', 'generated', 1)]},
-  {title: 'Prompt tokens', format: rate, series: [line('computed', 'prompt', 2)]},
-  {title: 'Batch size', format: fixed, series: [line('sequences in decode', 'batch', 3)]},
+  {title: 'Generated tokens', format: rate, series: [['generated', 'generated', 1]]},
+  {title: 'Prompt tokens', format: rate, series: [['computed', 'prompt', 2]]},
+  {title: 'Batch size', format: fixed, series: [['sequences in decode', 'batch', 3]]},
   {title: 'Time of a step', areas: true, format: (ms) => seconds(ms / 1000), series: [
-    ...PHASES.map((name, i) => line(name, name, i + 1)),
-    ...BESIDE.map((name) => ({label: `${name} (beside the next step)`, of: name, beside: true}))]},
-  {title: 'Time to first token', format: seconds, series: [line('median', 'ttft', 4), line('95%', 'ttft95', 5)]},
-  {title: 'Time between tokens', format: seconds, series: [line('median', 'itl', 6), line('95%', 'itl95', 7)]},
-  {title: 'Draft tokens accepted', format: percent, series: [line('accepted', 'acceptance', 8)]},
+    ...PHASES.map((name, i) => [name, name, i + 1]), ...BESIDE.map((name) => [`${name}, beside the next`, name])]},
+  {title: 'Time to first token', format: seconds, series: [['median', 'ttft', 4], ['95%', 'ttft95', 5]]},
+  {title: 'Time between tokens', format: seconds, series: [['median', 'itl', 6], ['95%', 'itl95', 7]]},
+  {title: 'Draft tokens', format: percent, series: [['accepted', 'acceptance', 8]]},
 ];
 
 export function Live({server, active}) {
   const history = useRef(new LiveHistory()).current;
-  const [connection, setConnection] = useState({name: 'connecting'});
+  const [connection, setConnection] = useState({});
   const [view, setView] = useState(null);
   const [paused, setPaused] = useState(false);
   const [ago, setAgo] = useState(null);
@@ -44,10 +42,9 @@ export function Live({server, active}) {
       history.add(snapshot);
       if (!isPaused.current) setView(history.view());
     };
-    const open = (inner) => events('/live', {signal: inner});
-    follow(open, signal, receive, (state) => {
-      if (state.name !== 'open') last = null;
-      setConnection((before) => (before.name === 'open' && state.name === 'open' ? before : state));
+    follow((inner) => events('/live', {signal: inner}), signal, receive, (state) => {
+      if (state.message) last = null;
+      setConnection((before) => (before.message || state.message ? state : before));
     });
     const clock = setInterval(() => { // the server sends nothing while nothing changes
       if (last && performance.now() - receivedAt > TICK) receive({...last, time: last.time + TICK / 1000});
@@ -55,23 +52,26 @@ export function Live({server, active}) {
     signal.addEventListener('abort', () => clearInterval(clock));
   }), [active]);
 
-  if (!view) return html`<div class="live-page"><${Connection} ...${connection} /></div>`;
-  const {snapshot: {workers, batches}, samples, speeds, idle} = view;
-  return html`<div class=${`live-page ${connection.name}`}>
-    <${Connection} ...${connection} />
+  const {message, pause} = connection;
+  const problem = message && html`<${Notice} kind="error">${pause ? html`<b>The server is gone.</b> ${message}
+    Next try in ${seconds(pause)}. What is below was seen last.` : `GET /live: ${message}`}<//>`;
+  if (!view) return html`<div class="live-page">${problem}</div>`;
+  const {snapshot: {workers, batches}, samples, idle} = view;
+  return html`<div class=${`live-page ${problem && 'gone'}`}>
+    ${problem}
     <div class="row">
       <${Figures} ...${{workers, batches, last: samples[samples.length - 1]}} />
       <${Button} aria-pressed=${String(paused)} onClick=${() => setPaused(!paused)}>Pause<//>
       ${idle <= IDLE && html`<${SampleButton} />`}
     </div>
-    <ul class="workers" aria-label="Workers">${workers.map((worker, i) => html`<${WorkerLine} key=${worker.name}
-      worker=${worker} restartedAgo=${view.restarted[i]} />`)}</ul>
+    <ul aria-label="Workers">${workers.map((worker, i) => html`<${WorkerLine} worker=${worker}
+      restarted=${view.restarted[i]} />`)}</ul>
     ${idle > IDLE && html`<${NothingRuns} keyed=${server.keyed} />`}
-    ${workers.map(({name, engine}, i) => engine && html`<${WorkerView} key=${name} engine=${engine} speeds=${speeds[i]}
-      of=${workers.length > 1 ? ` of worker ${name}` : ''} />`)}
+    ${workers.map(({name, engine}, i) => engine && html`<${WorkerView} key=${name} engine=${engine}
+      speeds=${view.speeds[i]} of=${workers.length > 1 ? ` of worker ${name}` : ''} />`)}
     <section aria-label="Charts"><h2>The last two minutes</h2>
-      <div class="charts">${CHARTS.map((chart) => html`<${Chart} key=${chart.title} ...${chart} samples=${samples}
-        ago=${ago} onAgo=${setAgo} />`)}</div></section>
+      <div class="charts">${CHARTS.map((chart) => html`<${Chart} ...${chart} samples=${samples} ago=${ago}
+        onAgo=${setAgo} />`)}</div></section>
   </div>`;
 }
 
@@ -86,27 +86,19 @@ function whileVisible(start) {
   document.addEventListener('visibilitychange', update);
   return () => {
     document.removeEventListener('visibilitychange', update);
-    controller.abort();
+    controller?.abort();
   };
-}
-
-function Connection({name, message, pause}) {
-  if (name === 'connecting') return html`<p class="hint" role="status">Connecting …</p>`;
-  if (name === 'refused') return html`<${Notice} kind="error">GET /live: ${message}<//>`;
-  return name === 'gone' && html`<${Notice} kind="error"><b>The server is gone.</b> ${message} What is below is what was last
-    seen. Next try in ${seconds(pause)}.<//>`;
 }
 
 function Figures({workers, batches, last}) {
   const engines = workers.flatMap(({engine}) => engine ?? []);
   const sum = (of) => engines.reduce((total, engine) => total + of(engine), 0);
-  const figures = [
+  return html`<dl class="grow">${[
     ['running', `${sum(({rows}) => rows.length)} of ${sum(({n_parallel}) => n_parallel)}`],
     ['waiting', count(sum(({waiting}) => waiting))],
     ['generated', rate(last.generated)],
     ['KV cells used', percent(sum(({cells}) => cells.used) / sum(({cells}) => cells.total))],
     ['to the first token', seconds(last.ttft)],
-    ...batches.map(({completed, total}) => [html`<a href="#jobs">job</a>`, `${count(completed)} of ${plural(total, 'line')}`]),
-  ];
-  return html`<dl class="grow">${figures.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+    ...batches.map(({completed, total}) => [html`<a href="#jobs">job</a>`, `${count(completed)} of ${count(total)} lines`]),
+  ].map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }

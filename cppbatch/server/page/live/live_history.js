@@ -12,8 +12,8 @@ export const BESIDE = ['text', 'emit'];
 
 export class LiveHistory {
   constructor() {
-    /** @type {any[]} Oldest first: {time, generated, prompt, ttft, ttft95, itl, itl95, batch, acceptance, ...phases};
-     * times in seconds, phases in ms a step. A sample with only `time`: nothing is known of then. */
+    /** Oldest first: {time, generated, prompt, ttft, ttft95, itl, itl95, batch, acceptance, ...phases}, in seconds, and
+     * ms a step for the phases. Only {time}: nothing is known of then. @type {any[]} */
     this.samples = [];
     this.snapshots = [];
     this.intervals = [];
@@ -23,40 +23,39 @@ export class LiveHistory {
 
   /** Adds a snapshot of GET /live. */
   add(snapshot) {
-    const {time} = snapshot;
-    if (snapshot.workers.some(({in_flight}) => in_flight)) this.busyAt = time;
+    const {time, workers} = snapshot;
     const isRecent = (each) => each.time > time - MEAN;
+    if (workers.some(({in_flight}) => in_flight)) this.busyAt = time;
     this.snapshots = [...this.snapshots.filter(isRecent), snapshot];
     this.intervals = this.intervals.filter(isRecent);
-    for (const {name, engine, interval, restarts} of snapshot.workers) {
+    for (const {name, engine, interval, restarts} of workers) {
       const before = this.workers.get(name) ?? {restarts};
       const clock = engine?.clock;
       if (interval && clock !== before.clock) this.intervals.push({...interval, time});
       this.workers.set(name, {restarts, clock, restarted: restarts > before.restarts ? time : before.restarted});
     }
-    const last = this.samples[this.samples.length - 1]?.time ?? -Infinity;
+    const last = this.samples[this.samples.length - 1]?.time;
     if (time - last < APART) return;
-    if (time - last > GAP && last > 0) this.samples.push({time: last + APART});
+    if (time - last > GAP) this.samples.push({time: last + APART});
     this.samples = [...this.samples.filter((each) => each.time >= time - SECONDS), this.sample(snapshot)];
   }
 
   sample({time, first_token_seconds: ttft, inter_token_seconds: itl}) {
     const sum = (of) => this.intervals.reduce((total, each) => total + of(each), 0);
     const mean = (name) => this.snapshots.reduce((total, each) => total + each[name], 0) / this.snapshots.length;
-    const [steps, drafted] = [sum((each) => each.steps), sum((each) => each.drafted_tokens)];
-    const phases = [...PHASES, ...BESIDE].map((name) =>
-      [name, steps ? (sum((each) => each.phases[name] ?? 0) / steps) * 1000 : null]);
+    const steps = sum((each) => each.steps);
+    const phases = [...PHASES, ...BESIDE].map((name) => [name, (sum((each) => each.phases[name]) / steps) * 1000]);
     return {
       time, generated: mean('tokens_per_second'), prompt: mean('prompt_tokens_per_second'),
       ttft: ttft.p50, ttft95: ttft.p95, itl: itl.p50, itl95: itl.p95,
       batch: steps ? sum((each) => each.batch_size * each.steps) / steps : 0,
-      acceptance: drafted ? sum((each) => each.accepted_tokens) / drafted : null,
+      acceptance: sum((each) => each.accepted_tokens) / sum((each) => each.drafted_tokens),
       ...Object.fromEntries(phases),
     };
   }
 
-  /** What the tab shows: the last snapshot, the samples, the seconds since the last request, and for each worker the
-   * seconds since its restart was seen (or NaN) and the generated tokens/s of its sequences by number. */
+  /** What the tab shows. `idle`: seconds since the last request. For each worker: `restarted`, the seconds since its
+   * restart was seen, or NaN; `speeds`, the generated tokens/s of its sequences by number, over the last second. */
   view() {
     const snapshot = this.snapshots[this.snapshots.length - 1];
     const {time, workers} = snapshot;
@@ -68,16 +67,14 @@ export class LiveHistory {
   }
 
   speeds({name, pid, engine}) {
-    const speeds = new Map();
     const oldest = new Map();
     for (const {workers} of [...this.snapshots].reverse()) {
       const before = workers.find((each) => each.name === name && each.pid === pid)?.engine;
       for (const {number, generated_tokens} of before?.rows ?? []) oldest.set(number, [generated_tokens, before.clock]);
     }
-    for (const {number, generated_tokens} of engine?.rows ?? []) {
-      const [before, clock] = oldest.get(number);
-      if (clock < engine.clock) speeds.set(number, (generated_tokens - before) / (engine.clock - clock));
-    }
-    return speeds;
+    return new Map((engine?.rows ?? []).map(({number, generated_tokens}) => {
+      const [tokens, clock] = oldest.get(number);
+      return [number, (generated_tokens - tokens) / (engine.clock - clock)];
+    }));
   }
 }

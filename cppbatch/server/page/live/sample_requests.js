@@ -4,9 +4,9 @@ import {request} from '../api.js';
 import {Button, CopyButton, EmptyState, html, toast, useState} from '../components.js';
 import {plural, seconds} from '../format.js';
 
-const GUIDE = 'You are the guide of a natural history museum. You answer every visitor in a few friendly sentences, with '
-  + 'one surprising fact and without technical words, and you end with a question about what they have seen today.\n\n';
-const ANIMALS = 'otters owls bees whales bats geckos ravens squids horses ants eels penguins spiders wolves swifts toads';
+const GUIDE = 'You are the guide of a natural history museum. You answer every visitor in a few friendly sentences, '
+  + 'with a surprising fact and without technical words, and you end with a question about what they have seen.\n\n';
+const ANIMALS = 'otters owls bees whales bats geckos ravens squids horses ants eels geese spiders wolves swifts toads';
 
 /** One request with 16 prompts that share a prefix: 16 sequences of one batch. */
 async function sendSamples() {
@@ -27,8 +27,8 @@ export function SampleButton({kind = ''}) {
 
 export function NothingRuns({keyed}) {
   const key = keyed ? "-H 'Authorization: Bearer YOUR-KEY' " : '';
-  const command = `curl ${new URL('v1/completions', location.href.split('#')[0])} ${key}-H 'Content-Type: application/json' ${
-    ''}-d '{"prompt": "The sea is", "max_tokens": 200}'`;
+  const command = `curl ${new URL('v1/completions', location.href)} ${key}-H 'Content-Type: application/json' `
+    + `-d '{"prompt": "The sea is", "max_tokens": 200}'`;
   return html`<${EmptyState} title="Nothing is running" actions=${html`<${SampleButton} kind="primary" />`}>
     <p>Every running request is a row here. Send 16 at once and see them computed together, or one from a terminal:</p>
     <div class="curl"><code>${command}</code><${CopyButton} text=${command} label="Copy the command" /></div>

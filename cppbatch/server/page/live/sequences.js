@@ -5,16 +5,14 @@ import {count, fixed, percent, plural, seconds} from '../format.js';
 import {colourOf} from './row_places.js';
 
 const STATES = {prefill: '▷', decode: '●', swapped: '◫'};
+const COLUMNS = ['Sequence', 'State', 'Tokens of at most', 'Tokens/s', 'Drafts accepted', 'seq_id'];
 const SHOWN = 10; // of the queue
 
-export const nameOf = (number) => `#${number}`;
-
-/** `places`: the number of the sequence in each row, or null; `picked`: a Set of numbers. */
+/** `places`: the number of the sequence in each row, or null; `speeds`: tokens/s by number; `picked`: numbers. */
 export function Sequences({places, rows, speeds, picked, onPick}) {
   const byNumber = new Map(rows.map((row) => [row.number, row]));
   return html`<div class="scroll" tabindex="0" role="region" aria-label="Running sequences"><table>
-    <thead><tr>${['Sequence', 'State', 'Tokens of at most', 'Tokens/s', 'Drafts accepted', 'seq_id'].map((label, i) =>
-      html`<th scope="col" class=${i > 2 && 'end'}>${label}</th>`)}</tr></thead>
+    <thead><tr>${COLUMNS.map((label, i) => html`<th scope="col" class=${i > 2 && 'end'}>${label}</th>`)}</tr></thead>
     <tbody>${places.map((number, place) => (number === null
       ? html`<tr key=${`free ${place}`}><td colspan="6" class="muted">free</td></tr>`
       : html`<${Row} key=${number} row=${byNumber.get(number)} colour=${colourOf(place)} speed=${speeds.get(number)}
@@ -25,18 +23,16 @@ export function Sequences({places, rows, speeds, picked, onPick}) {
 }
 
 function Row({row, colour, speed, picked, onPick}) {
-  const {number, state, prompt_tokens: prompt, generated_tokens: generated, max_tokens, drafted_tokens: drafted} = row;
-  const [n, most] = [prompt + generated, prompt + max_tokens];
-  const computed = Math.min(row.computed_tokens, prompt);
-  const title = `${plural(prompt, 'prompt token')}, ${count(row.cached_tokens)} of them from the prefix cache; ${
-    count(generated)} generated`;
+  const {number, state, prompt_tokens: prompt, generated_tokens: generated, drafted_tokens: drafted} = row;
+  const [n, most] = [prompt + generated, prompt + row.max_tokens];
+  const title = `Prompt: ${count(prompt)}, ${count(row.cached_tokens)} of them cached. Generated: ${count(generated)}`;
   return html`<tr data-number=${number} data-state=${state} class=${picked && 'picked'}>
     <th scope="row"><button type="button" class=${`pick ${colour}`} aria-pressed=${String(picked)}
-      onClick=${() => onPick(number)}><i></i>${nameOf(number)}</button></th>
+      onClick=${() => onPick(number)}><i></i>#${number}</button></th>
     <td><span aria-hidden="true">${STATES[state]} </span>${state}${state === 'prefill'
       && ` ${percent(row.computed_tokens / n)}`}</td>
     <td title=${title}><svg class=${`bar ${colour}`} viewBox=${`0 0 ${most} 1`} preserveAspectRatio="none"
-      aria-hidden="true"><path class="prompt" d=${`M0 0h${computed}v1H0z`} />
+      aria-hidden="true"><path class="prompt" d=${`M0 0h${Math.min(row.computed_tokens, prompt)}v1H0z`} />
       <path d=${`M${prompt} 0h${generated}v1H${prompt}z`} /></svg>${count(n)} of ${count(most)}</td>
     <td class="end">${state === 'decode' ? fixed(speed) : '–'}</td>
     <td class="end">${drafted ? `${percent(row.accepted_tokens / drafted)} of ${count(drafted)}` : '–'}</td>
@@ -46,8 +42,8 @@ function Row({row, colour, speed, picked, onPick}) {
 
 /** The waiting requests, by rank. */
 export const Queue = ({queue, waiting}) => (waiting ? html`
-  <ol class="queue">${queue.slice(0, SHOWN).map(({number, age, prompt_tokens: prompt, priority, rank}) => html`
-    <li key=${number}><b>${nameOf(number)}</b> waits ${seconds(age)}, ${plural(prompt, 'prompt token')}${
-      priority ? `, priority ${priority}` : ''}${rank === null ? '' : `, rank ${fixed(rank, 2)}`}</li>`)}</ol>
-  <p class="hint">${waiting > SHOWN && `and ${count(waiting - SHOWN)} more. `}The lowest rank is admitted first: priority,
-    less a tenth of the seconds it has waited.</p>` : html`<p class="hint">Empty: nobody waits.</p>`);
+  <ol>${queue.slice(0, SHOWN).map(({number, age, prompt_tokens: prompt, priority, rank}) => html`<li key=${number}>
+    <b>#${number}</b> waits ${seconds(age)}, ${plural(prompt, 'prompt token')}${priority ? `, priority ${priority}` : ''
+    }${rank === null ? '' : `, rank ${fixed(rank, 2)}`}</li>`)}</ol>
+  <p class="hint">${waiting > SHOWN && `and ${count(waiting - SHOWN)} more. `}The lowest rank is admitted first: its
+    priority, less a tenth of the seconds it has waited.</p>` : html`<p class="hint">Empty: nobody waits.</p>`);
