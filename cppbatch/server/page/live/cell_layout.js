@@ -10,7 +10,7 @@
  *                                                                             ccccc
  *
  * `segments`: as in GET /live. `place(seq_id)`: the order of the sequences; a group stands where its first one does.
- * Returns {blocks: [{segment, row, rows}], rows}.
+ * Returns {blocks: [{segment, row, rows}], rows, held}; `held`: the rows of sequences.
  */
 export function layoutCells(segments, place) {
   const chains = new Map();
@@ -36,7 +36,7 @@ export function layoutCells(segments, place) {
     end = segment.start + segment.tokens;
     blocks.set(segment, {segment, row: rows - 1, rows: 1});
   }
-  return {blocks: [...blocks.values()], rows};
+  return {blocks: [...blocks.values()], rows, held: ids.length};
 }
 
 /** cached: of no running sequence; shared: of several; own: of one. */

@@ -6,14 +6,16 @@ import {kindOf, layoutCells} from './cell_layout.js';
 import {colourOf} from './row_places.js';
 import {mapWidth} from './scales.js';
 
-const [HEIGHT, MOST_ROWS] = [384, 128]; // of the map; in pixels
+const HEIGHT = 384; // pixels
+const CACHED = 16; // rows of cached prefixes that there is always room for
 
 /** `place(seq_id)`: its row in the table of sequences; `name(seq_id)`: as it is called there; `picked`: a Set of
  * seq_ids. Every block says in words what it is. */
 export function CellMap({cells, ...props}) {
-  const {blocks, rows} = layoutCells(cells.segments, props.place);
-  const shown = Math.min(MOST_ROWS, Math.max(4, Math.ceil(rows / 4) * 4)); // the height changes by 4 rows at once
-  const height = Math.max(3, Math.min(20, Math.floor(HEIGHT / shown)));
+  const {blocks, rows, held} = layoutCells(cells.segments, props.place);
+  const wanted = Math.max(4, Math.ceil(Math.min(rows, held + CACHED) / 4) * 4); // changes by 4 rows at once
+  const height = Math.max(3, Math.min(20, Math.floor(HEIGHT / wanted)));
+  const shown = Math.max(wanted, Math.min(rows, Math.floor(HEIGHT / height)));
   const end = mapWidth(Math.max(0, ...cells.segments.map(({start, tokens}) => start + tokens)));
   const boxOf = ({segment, row, rows: high}) => ({left: `${(segment.start / end) * 100}%`,
     width: `${(segment.tokens / end) * 100}%`, top: `${row * height}px`, height: `${high * height}px`});

@@ -20,8 +20,8 @@ const CHARTS = [
   {title: 'Batch size', format: fixed, series: [['sequences in decode', 'batch', 3]]},
   {title: 'Time of a step', areas: true, format: (ms) => seconds(ms / 1000), series: [
     ...PHASES.map((name, i) => [name, name, i + 1]), ...BESIDE.map((name) => [`${name}, beside the next`, name])]},
-  {title: 'Time to first token', format: seconds, series: [['median', 'ttft', 4], ['95%', 'ttft95', 5]]},
-  {title: 'Time between tokens', format: seconds, series: [['median', 'itl', 6], ['95%', 'itl95', 7]]},
+  {title: 'Time to first token', format: seconds, series: [['median', 'ttft', 4], ['p95', 'ttft95', 5]]},
+  {title: 'Time between tokens', format: seconds, series: [['median', 'itl', 6], ['p95', 'itl95', 7]]},
   {title: 'Draft tokens', format: percent, series: [['accepted', 'acceptance', 8]]},
 ];
 
@@ -93,7 +93,7 @@ function whileVisible(start) {
 function Figures({workers, batches, last}) {
   const engines = workers.flatMap(({engine}) => engine ?? []);
   const sum = (of) => engines.reduce((total, engine) => total + of(engine), 0);
-  return html`<dl class="grow">${[
+  return html`<dl>${[
     ['running', `${sum(({rows}) => rows.length)} of ${sum(({n_parallel}) => n_parallel)}`],
     ['waiting', count(sum(({waiting}) => waiting))],
     ['generated', rate(last.generated)],

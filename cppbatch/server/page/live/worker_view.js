@@ -13,7 +13,7 @@ export function WorkerLine({worker, restarted}) {
   const {name, pid, device, health: {status, error}, in_flight, restarts, draining, age} = worker;
   const kind = {ok: 'ok', sleeping: 'ok', failed: 'error', closed: 'error'}[status] ?? 'warning';
   const news = status === 'restarting' ? ' is restarted: its requests continue'
-    : restarted < NEWS && ` restarted ${seconds(Math.round(restarted))} ago: its requests continue`;
+    : restarted < NEWS && ` restarted ${Math.round(restarted)} s ago: its requests continue`;
   const facts = [pid && `pid ${pid}`, device !== null && `GPU ${device}`, plural(in_flight, 'unfinished request'),
     restarts > 0 && plural(restarts, 'restart'), draining && 'drains: it gets no new requests',
     in_flight > 0 && age > 1.5 && `in a step since ${seconds(age)}`, error];
