@@ -69,8 +69,12 @@ class StepCost:
     def _relative(self, n: int) -> float:
         """Of one group; between two known numbers of rows it is on the line through them. More rows than were ever
         measured cost as much more as prompt tokens."""
-        if n in self._shape:
-            return self._shape[n]
+        own = self._shape.get(n)
+        if own is None:
+            return self._between(n)
+        return own if self._seen[n] >= _MIN_SEEN else min(own, self._between(n))
+
+    def _between(self, n: int) -> float:
         counts = self._counts
         at = bisect_left(counts, n)
         if at == 0:
@@ -84,12 +88,14 @@ class StepCost:
 
     def observe_rows(self, groups: Groups, seconds: float) -> None:
         """Learns from a step without prompt tokens. `groups`: its rows, padding included."""
-        if unknown := [n for n in groups if n not in self._shape]:
-            for n in unknown:
-                self._shape[n] = seconds / self._level * n / sum(groups)
-            self._counts = sorted(self._shape)
+        if unknown := {n for n in groups if n not in self._shape}:
+            if self._shape:
+                seconds = min(seconds, _MAX_RATIO * self.rows_s(groups))
+            self._shape |= {n: seconds / self._level * n / sum(groups) for n in unknown}
+            if not self._counts:
+                self._counts = sorted(self._shape)
             return
-        if len(groups) > 1 and (new := {n for n in groups if self._seen[n] < _MIN_SEEN}):
+        if new := {n for n in groups if self._seen[n] < _MIN_SEEN}:
             self._observe_new(new, groups, seconds)
             return
         error = min(seconds / self.rows_s(groups), _MAX_RATIO) - 1
@@ -100,12 +106,16 @@ class StepCost:
             self._shape[n] *= 1 + max(_NEW_SHAPE, 0.5 / self._seen[n]) * error
 
     def _observe_new(self, new: set[int], groups: Groups, seconds: float) -> None:
-        """What a step of several groups takes more, or less, is due to the numbers of rows that are hardly known."""
+        """What a step takes more, or less, is due to the numbers of rows that are hardly known. Their time is the
+        shortest one: a disturbance makes a step longer, never shorter, and a number of rows that seems too slow would
+        not be computed again."""
         expected_s = self.rows_s([n for n in groups if n in new])
         error = (seconds - self.rows_s(groups)) / expected_s
         for n in new:
             self._seen[n] += 1
-            self._shape[n] *= 1 + 0.5 * min(max(error, 1 / _MAX_RATIO - 1), _MAX_RATIO - 1)
+            if self._seen[n] == _MIN_SEEN:
+                self._counts = sorted({*self._counts, n})
+            self._shape[n] *= 1 + min(max(error, 1 / _MAX_RATIO - 1), 0.0)
 
     def seed(self, rows_s: Iterable[tuple[int, float]]) -> None:
         """Begins with times that were measured before: numbers of rows with their seconds."""
