@@ -15,7 +15,8 @@ TILES = (4, 16)
 
 _NEW_LEVEL = 0.3  # weight of a new measurement in the level
 _NEW_SHAPE = 0.1  # the same in the shape, once a number of rows has been seen ten times
-_MAX_RATIO = 2.0  # a step that takes more than twice the expected time counts as twice: the machine was disturbed
+_MAX_ERROR = 0.25  # a step that takes longer than expected counts as at most so much longer: the machine was disturbed
+_MAX_RATIO = 2.0  # the same for a number of rows that is hardly known
 _WORTH = 0.98  # padded rows must take less than this part of the time
 _MIN_SEEN = 3  # steps before the time of a number of rows is compared
 _TRY_EVERY = 64  # steps with a number of rows; then one step with the next other number, to keep its time up to date
@@ -40,7 +41,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._shape: dict[int, float] = {}
-        self._counts: list[int] = []  # the keys of `_shape`, rising
+        self._counts: list[int] = []  # the first number of rows, and those that were seen often enough, rising
         self._seen: Counter[int] = Counter()
         self._steps: Counter[int] = Counter()  # steps with so many rows to compute, padded or not
         self._level = 1.0
@@ -55,7 +56,7 @@ class StepCost:
 
     def knows_about(self, groups: Groups) -> bool:
         """Whether about so many rows have been measured for each group: 1, 2-3, 4-7, 8-15 ..."""
-        sizes = {known.bit_length() for known in self._counts}
+        sizes = {known.bit_length() for known in self._shape}
         return all(n.bit_length() in sizes for n in groups)
 
     def rows_s(self, groups: Groups) -> float:
@@ -67,14 +68,15 @@ class StepCost:
         return sum(self._relative(n) for n in groups)
 
     def _relative(self, n: int) -> float:
-        """Of one group; between two known numbers of rows it is on the line through them. More rows than were ever
-        measured cost as much more as prompt tokens."""
+        """Of one group. A number of rows that is hardly known costs at most what its neighbours say."""
         own = self._shape.get(n)
         if own is None:
             return self._between(n)
         return own if self._seen[n] >= _MIN_SEEN else min(own, self._between(n))
 
     def _between(self, n: int) -> float:
+        """On the line through the next known numbers of rows. More rows than any known number cost as much more as
+        prompt tokens."""
         counts = self._counts
         at = bisect_left(counts, n)
         if at == 0:
@@ -98,7 +100,7 @@ class StepCost:
         if new := {n for n in groups if self._seen[n] < _MIN_SEEN}:
             self._observe_new(new, groups, seconds)
             return
-        error = min(seconds / self.rows_s(groups), _MAX_RATIO) - 1
+        error = min(seconds / self.rows_s(groups) - 1, _MAX_ERROR)
         self._level *= 1 + _NEW_LEVEL * error
         if len(groups) == 1:
             n = groups[0]
@@ -106,16 +108,18 @@ class StepCost:
             self._shape[n] *= 1 + max(_NEW_SHAPE, 0.5 / self._seen[n]) * error
 
     def _observe_new(self, new: set[int], groups: Groups, seconds: float) -> None:
-        """What a step takes more, or less, is due to the numbers of rows that are hardly known. Their time is the
-        shortest one: a disturbance makes a step longer, never shorter, and a number of rows that seems too slow would
-        not be computed again."""
+        """What a step takes more, or less, is due to the numbers of rows that are hardly known. Of the steps of one
+        group the shortest counts: a disturbance makes a step longer, and rows that seem slow are not computed again."""
         expected_s = self.rows_s([n for n in groups if n in new])
-        error = (seconds - self.rows_s(groups)) / expected_s
+        error = min(max((seconds - self.rows_s(groups)) / expected_s, 1 / _MAX_RATIO - 1), _MAX_RATIO - 1)
         for n in new:
+            if len(groups) == 1:
+                self._shape[n] = min(self._shape[n], seconds / self._level)
+            else:
+                self._shape[n] = self._relative(n) * (1 + 0.5 * error)
             self._seen[n] += 1
             if self._seen[n] == _MIN_SEEN:
                 self._counts = sorted({*self._counts, n})
-            self._shape[n] *= 1 + min(max(error, 1 / _MAX_RATIO - 1), 0.0)
 
     def seed(self, rows_s: Iterable[tuple[int, float]]) -> None:
         """Begins with times that were measured before: numbers of rows with their seconds."""

@@ -190,7 +190,7 @@ def test_estimates_that_turn_out_too_high_are_trusted_less() -> None:
                 n += 1
         return n
 
-    assert n_with_drafts(8) == 40
+    assert n_with_drafts(8) == 39  # one of 33 steps measures rows without drafts
     assert n_with_drafts(1) < 25
 
 
@@ -217,7 +217,24 @@ def test_wrong_drafts_do_not_end_speculation_for_good() -> None:
     wrong = [has_drafts(0) for _ in range(1000)]
     assert 1 <= sum(wrong) <= 10, "few of the steps are lost"
     right = [has_drafts(45) for _ in range(2000)]
-    assert all(right[1000:])
+    assert sum(right[1000:]) >= 969  # one of 33 steps measures rows without drafts
+
+
+def test_disturbed_steps_decide_nothing_for_long() -> None:
+    """16 rows take 26 ms and 32 take 43, so drafts of one token each, half of them right, do not pay; nor after steps
+    that another program has made six times as long."""
+    times = {16: 0.026, 32: 0.043}
+    cost = StepCost()
+    cost.seed(times.items())
+    speculator, n = Speculator([Given([(1, 0.5)] * 16)], 16), 0
+    for step in range(400):
+        its = speculator.plan(decoding(16), (16,), cost, DraftLimits(16, [100] * 16, has_streams=True))
+        rows = its.groups[0] if its else 16
+        if its:
+            speculator.verified(8, 0.0)
+            n += 1
+        cost.observe_rows((rows,), times[rows] * (6 if 50 <= step < 53 else 1))
+    assert n <= 12
 
 
 def test_sampling_accepted_tokens_is_part_of_what_drafts_cost() -> None:
@@ -233,7 +250,7 @@ def test_sampling_accepted_tokens_is_part_of_what_drafts_cost() -> None:
                 n += 1
         return n
 
-    assert n_with_drafts(0.0001) == 300
+    assert n_with_drafts(0.0001) == 291  # one of 33 steps measures rows without drafts
     assert n_with_drafts(0.0015) < 20, "7 accepted tokens take 10 ms, and a step without drafts 4 ms for 4"
 
 

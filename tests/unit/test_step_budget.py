@@ -101,8 +101,8 @@ def test_a_number_of_streams_that_was_not_seen_is_looked_at_alone_first() -> Non
     run(budget, decode_s=0.01, token_s=1e-3)
     assert budget.prefill_tokens((15,), 1) > 0
     assert budget.prefill_tokens((16,), 1) == 0
-    budget.observe((16,), 0, 0.1)
-    assert budget.prefill_tokens((16,), 1) == 144  # whole tiles of 150
+    budget.observe((16,), 0, 0.02)
+    assert budget.prefill_tokens((16,), 1) == 16  # whole tiles of 1.5 * 18: 8 rows take 10 ms, a token 1 ms
     assert budget.prefill_tokens((8,), 1) == 12, "what 16 take is no measure for 8"
 
 

@@ -70,6 +70,30 @@ def test_a_disturbed_step_does_not_decide() -> None:
     assert cost.rows_to_compute(15, 16) == 16
 
 
+def test_a_disturbed_first_step_does_not_make_a_number_of_rows_slow_for_good() -> None:
+    cost = StepCost()
+    cost.observe_prompt(256, 0.256)
+    for _ in range(4):
+        cost.observe_rows((1,), 0.010)
+    cost.observe_rows((8,), 0.120)
+    assert cost.rows_s((8,)) == pytest.approx(0.017), "what prompt tokens cost beside the known row"
+    assert cost.rows_s((4,)) == pytest.approx(0.013)
+    for _ in range(3):
+        cost.observe_rows((8,), 0.018)
+    assert cost.rows_s((8,)) == pytest.approx(0.018)
+
+
+def test_a_number_of_rows_that_is_slow_every_time_is_known_to_be_slow() -> None:
+    cost = StepCost()
+    cost.observe_prompt(256, 0.256)
+    for _ in range(4):
+        cost.observe_rows((1,), 0.010)
+    for _ in range(20):
+        cost.observe_rows((8,), 0.060)
+        cost.observe_rows((1,), 0.010)
+    assert cost.rows_s((8,)) == pytest.approx(0.060, rel=0.2)
+
+
 def test_unknown_numbers_of_rows_are_between_the_known_ones() -> None:
     cost = StepCost()
     cost.seed([(4, 0.010), (8, 0.030)])

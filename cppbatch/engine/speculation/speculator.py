@@ -27,6 +27,8 @@ _SLOWDOWN = 2.5  # times the step without drafts: tokens of other sequences come
 _SHORT_S = 0.05  # a step that is shorter may have drafts in any case
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
 
+_PLAIN_EVERY = 32  # steps with drafts; then one without measures what rows alone take now
+
 _LOGITS_BYTES = 32 << 20  # of a step with drafts: 170 rows with a vocabulary of 49,152
 
 _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
@@ -105,6 +107,7 @@ class Speculator:
         self._expected = self._accepted = 0.0  # tokens of the latest drafts: the estimates may be too high
         self._usual: dict[Seq, Usual] = {}  # drafts of the draft model
         self._usual_of_all = _FIRST_GUESS
+        self._since_plain = 0  # steps with drafts since one without
         self._accepted_s = 0.0  # time that an accepted token takes beside its row: its sampling
 
     def plan(self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits) -> DraftPlan | None:
@@ -113,6 +116,9 @@ class Speculator:
         `rows`: by rising seq_id. `groups`: as `StepPlan.row_groups`, without drafts.
         """
         if not cost.knows_rows or (self._equal_only and not limits.is_one_group):
+            return None
+        if self._since_plain >= _PLAIN_EVERY:
+            self._since_plain = 0
             return None
         self._expected *= _REMEMBERED
         self._accepted *= _REMEMBERED
@@ -131,11 +137,14 @@ class Speculator:
         plan, rate = step.best([_accepted(draft) for draft in drafts])
         self._drafts_tried.step(step.seconds)
         if plan is None:
+            self._since_plain = 0
             return None
         if rate < _WORTH * step.rate_without:
             seconds = (len(rows) + plan.expected) / rate - step.seconds
             if rate < _TRIED * step.rate_without or not self._drafts_tried.may_take(seconds):
+                self._since_plain = 0
                 return None
+        self._since_plain += 1
         self._expected = _KEPT * self._expected + plan.expected / self._trust
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
             if n:
