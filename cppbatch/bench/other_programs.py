@@ -25,7 +25,7 @@ class OtherPrograms(NamedTuple):
     """What other programs used for a while."""
 
     cores: float
-    """Of those that this process may use. Programs of lower priority (nice) do not count."""
+    """Of those that this process may use."""
     busiest: list[BusyProgram]
     """At most three, the busiest first."""
 

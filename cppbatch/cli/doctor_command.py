@@ -83,8 +83,7 @@ def _other_programs() -> Finding:
     return Finding(
         "cores",
         f"other programs use {others.cores:.1f} of {len(usable_cpus())}{': ' if names else ''}{names}. Steps use fewer "
-        "threads meanwhile, and figures of `tune` and `bench` come out too low. End them, or make them give way: "
-        f"renice -n 19 {' '.join(str(each.pid) for each in others.busiest) or 'PROCESS'}",
+        "threads meanwhile, and figures of `tune` and `bench` come out too low: end them, or wait for them",
         is_note=True,
     )
 

@@ -83,14 +83,11 @@ def usable_cpus() -> set[int]:
 
 
 def read_cpu_times() -> CpuTimes:
-    """The times until now, without those of programs of lower priority (nice), which give way to this one."""
+    """The times until now. Programs of lower priority (nice) count: two threads beside one were slower than one thread."""
     usable = usable_cpus()
-    is_nice = os.name == "posix" and os.getpriority(os.PRIO_PROCESS, 0) > 0  # then this process is one of those
     of_each = psutil.cpu_times(percpu=True)
     busy = sum(
-        times.user + times.system + (getattr(times, "nice", 0.0) if is_nice else 0.0)
-        for i, times in enumerate(of_each)
-        if i in usable
+        times.user + times.system + getattr(times, "nice", 0.0) for i, times in enumerate(of_each) if i in usable
     )
     own = psutil.Process().cpu_times()
     return CpuTimes(busy, own.user + own.system)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from types import SimpleNamespace
-
-import psutil
 import pytest
 
-from cppbatch.engine.compute_threads import ComputeThreads, CpuTimes, read_cpu_times, usable_cpus
+from cppbatch.engine.compute_threads import ComputeThreads, CpuTimes, read_cpu_times
 
 
 class Machine:
@@ -109,14 +105,3 @@ def test_the_times_of_this_machine_grow_by_what_this_process_computes() -> None:
     while (after := read_cpu_times()).this_process < before.this_process + 0.3:
         pass
     assert after.all_programs - before.all_programs >= 0.25, "this process is one of the programs"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="only there processes have a niceness")
-@pytest.mark.parametrize(("niceness", "counted"), [(0, 3.0), (-5, 3.0), (10, 8.0)])
-def test_programs_of_lower_priority_do_not_count_unless_this_is_one(
-    niceness: int, counted: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "getpriority", lambda which, who: niceness)
-    cpu = SimpleNamespace(user=1.0, system=2.0, nice=5.0)
-    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [cpu] * (max(usable_cpus()) + 1))
-    assert read_cpu_times().all_programs == counted * len(usable_cpus())
