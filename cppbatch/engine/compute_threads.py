@@ -83,7 +83,7 @@ def usable_cpus() -> set[int]:
 
 
 def read_cpu_times() -> CpuTimes:
-    """The times until now. Programs of lower priority (nice) count: two threads beside one were slower than one thread."""
+    """The times until now. Programs of lower priority (nice) count: beside one, one thread was faster than two."""
     usable = usable_cpus()
     of_each = psutil.cpu_times(percpu=True)
     busy = sum(
