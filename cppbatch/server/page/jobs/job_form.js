@@ -1,0 +1,179 @@
+// A new job: a file or a pasted text, its settings, its check line by line, and the first requests.
+import {request} from '../api.js';
+import {Button, Field, Icon, Notice, Progress, Table, html, useEffect, useRef, useState} from '../components.js';
+import {bytes, count, plural} from '../format.js';
+import {checkFile, peek} from './check.js';
+import {kindOf} from './records.js';
+import {CHAT, COMPLETIONS, EMBEDDINGS, defaultTemplate} from './requests.js';
+
+const WINDOW = '30d';
+const MAX_METADATA = 512;
+const KINDS = {jsonl: 'JSON lines', csv: 'CSV', tsv: 'TSV (tabs)', text: 'Text, a prompt on each line'};
+const ENDPOINTS = {[CHAT]: 'Chat', [COMPLETIONS]: 'Completion', [EMBEDDINGS]: 'Embedding'};
+const SETTINGS = {
+  endpoint: CHAT, template: '', system: '', max_tokens: '512', temperature: '', schema: '', id_column: '',
+};
+const WRONG_COLUMNS = [{key: 'line', label: 'Line'}, {key: 'error', label: 'What is wrong'}];
+
+/** Uploads a checked file and starts its job. Resolves to the batch. */
+async function startJob(name, settings, {file, url}) {
+  const body = new FormData();
+  body.append('purpose', 'batch');
+  body.append('file', file, `${name.replace(/\.[^.]*$/, '')}.jsonl`);
+  const {id} = await request('/v1/files', {body});
+  const {endpoint, ...others} = settings;
+  const pairs = Object.entries({name, ...others}).map(([key, value]) => [key, value.slice(0, MAX_METADATA)]);
+  const metadata = Object.fromEntries(pairs.filter(([, value]) => value));
+  try {
+    const batch = {input_file_id: id, endpoint: url, completion_window: WINDOW, metadata};
+    return await request('/v1/batches', {body: batch});
+  } catch (error) {
+    request(`/v1/files/${id}`, {method: 'DELETE'}).catch(() => {});
+    throw error;
+  }
+}
+
+/** Where a file is dropped, chosen or pasted. */
+function Chooser({onFile}) {
+  const [over, setOver] = useState(false);
+  const [pasted, setPasted] = useState('');
+  const drag = (event) => {
+    event.preventDefault();
+    setOver(event.type === 'dragover');
+    if (event.type === 'drop') onFile(event.dataTransfer.files[0]);
+  };
+  return html`<div class=${`drop stack ${over ? 'over' : ''}`} onDragOver=${drag} onDragLeave=${drag} onDrop=${drag}>
+    <${Field} label="Drop a file of prompts here, or choose one" help="JSON lines (OpenAI's batch format, or objects
+      with a prompt, text or messages), CSV or TSV with a header line, or text with a prompt on each line">
+      <input type="file" accept=".jsonl,.ndjson,.json,.csv,.tsv,.txt"
+        onChange=${(event) => onFile(event.target.files[0])} /><//>
+    <details><summary>Paste text instead</summary><div class="stack">
+      <${Field} label="Text"><textarea spellcheck=${false} value=${pasted}
+        onInput=${(event) => setPasted(event.target.value)}></textarea><//>
+      <div><${Button} disabled=${!pasted.trim()}
+        onClick=${() => onFile(new File([pasted], 'pasted'))}>Check this text<//></div></div></details></div>`;
+}
+
+function Settings({settings, columns, kind, onChange}) {
+  const bound = (name) => ({
+    value: settings[name], onInput: (event) => onChange({...settings, [name]: event.target.value}),
+  });
+  const isText = settings.endpoint !== EMBEDDINGS;
+  const names = columns.slice(0, 12).map((name) => `{${name}}`).join(' ');
+  return html`<div class="fields">
+    <${Field} label="Task"><select ...${bound('endpoint')}>${Object.entries(ENDPOINTS).map(([url, label]) =>
+      html`<option value=${url}>${label}</option>`)}</select><//>
+    ${kind !== 'text' && html`<${Field} label="Column that names the results"><select ...${bound('id_column')}>
+      <option value="">custom_id, id or the line</option>
+      ${columns.map((name) => html`<option>${name}</option>`)}</select><//>`}
+    ${isText && html`<${Field} label="Most tokens of an answer"><input type="number" min="1"
+        ...${bound('max_tokens')} /><//>
+      <${Field} label="Temperature"><input type="number" min="0" step="0.1" placeholder="the server's default"
+        ...${bound('temperature')} /><//>`}
+    <div class="whole"><${Field} label="Template" help=${`Columns: ${names}. Write {{ and }} for braces.`}>
+      <textarea rows="2" ...${bound('template')}></textarea><//></div>
+    ${settings.endpoint === CHAT && html`<div class="whole"><${Field} label="System prompt"><textarea rows="2"
+      ...${bound('system')}></textarea><//></div>`}
+    ${isText && html`<details class="whole"><summary>JSON schema of the answers</summary>
+      <${Field} label="JSON schema"><textarea class="mono" spellcheck=${false} placeholder='{"type": "object"}'
+        ...${bound('schema')}></textarea><//></details>`}
+  </div>`;
+}
+
+const Preview = ({previews, edits, onEdit}) => html`<details><summary>The first requests, to read and edit</summary>
+  <div class="stack">${previews.map(({line, text, error}) => html`<div key=${line}>
+    <${Field} label=${`Request of line ${line}`} error=${error}><textarea rows="10" class="mono" spellcheck=${false}
+      value=${text} onChange=${(event) => onEdit(line, event.target.value)}></textarea><//>
+    ${edits.has(line) && html`<${Button} icon="refresh" onClick=${() => onEdit(line)}>Undo the edit<//>`}
+  </div>`)}</div></details>`;
+
+/** onStarted: gets the batch. */
+export function JobForm({onStarted}) {
+  const [source, setSource] = useState(null); // {name, blob, kind}
+  const [found, setFound] = useState(null); // of `peek`
+  const [settings, setSettings] = useState(SETTINGS);
+  const [edits, setEdits] = useState(new Map());
+  const [check, setCheck] = useState({});
+  const [starting, setStarting] = useState(false);
+  const [failure, setFailure] = useState('');
+  const latest = useRef(0); // counts the checks: an older one ends
+
+  const open = async (next) => {
+    latest.current++;
+    setFailure('');
+    setEdits(new Map());
+    setCheck({});
+    setFound(null);
+    setSource(next);
+    if (!next) return;
+    const what = await peek(next.blob, next.kind);
+    setSettings((now) => ({...now, template: defaultTemplate(what.columns), id_column: ''}));
+    setFound(what);
+  };
+  const take = async (file) => {
+    if (file) open({name: file.name, blob: file, kind: kindOf(file.name, await file.slice(0, 4096).text())});
+  };
+
+  useEffect(() => {
+    if (!found) return undefined;
+    const mine = ++latest.current;
+    const isMine = () => latest.current === mine;
+    const progress = (counts) => {
+      if (isMine()) setCheck({...counts, isRunning: true});
+      return isMine();
+    };
+    setCheck((now) => ({...now, isRunning: true}));
+    const timer = setTimeout(async () => {
+      const result = await checkFile(source.blob, source.kind, settings, edits, progress)
+        .catch((error) => ({problem: error.message}));
+      if (isMine()) setCheck(result);
+    }, 250);
+    return () => clearTimeout(timer);
+  }, [found, settings, edits]);
+
+  const edit = (line, text) => {
+    const next = new Map(edits);
+    if (text === undefined) next.delete(line);
+    else next.set(line, text);
+    setEdits(next);
+  };
+  const start = async () => {
+    setStarting(true);
+    setFailure('');
+    try {
+      const batch = await startJob(source.name, found.isRequests ? {} : settings, check);
+      open(null);
+      onStarted(batch);
+    } catch (error) {
+      setFailure(error.status ? error.message
+        : 'The upload broke off. If the server still runs, the file may be larger than its --max-file-mb.');
+    }
+    setStarting(false);
+  };
+
+  if (!source) return html`<${Chooser} onFile=${take} />`;
+  const {good = 0, bad = 0, wrong = [], previews = [], problem, isRunning} = check;
+  const counts = `${plural(good, 'line')} ready, ${count(bad)} wrong${bad ? ' and left out' : ''}`;
+  const isReady = found && !isRunning && !problem;
+  return html`<section class="card stack" aria-label="New job">
+    <div class="row"><h2 class="grow name">${source.name}</h2>
+      <span class="muted">${bytes(source.blob.size)}</span></div>
+    <${Field} label="Format"><select value=${source.kind}
+      onChange=${(event) => open({...source, kind: event.target.value})}>
+      ${Object.entries(KINDS).map(([kind, label]) => html`<option value=${kind}>${label}</option>`)}</select><//>
+    ${found?.isRequests && html`<p>Requests in OpenAI's batch format: they are sent as they are.</p>`}
+    ${found && !found.isRequests && html`<${Settings} settings=${settings} columns=${found.columns} kind=${source.kind}
+      onChange=${setSettings} />`}
+    ${problem && html`<${Notice} kind="error">${problem}<//>`}
+    ${isRunning && html`<div><p>Checking: ${counts}</p><${Progress} label="Check of the file" /></div>`}
+    ${isReady && html`<p role="status" class="row"><${Icon} name=${bad || !good ? 'alert' : 'check'} />
+      <span class="grow">${counts}</span></p>`}
+    ${wrong.length > 0 && html`<${Table} caption="Wrong lines" rows=${wrong} columns=${WRONG_COLUMNS} />`}
+    ${bad > wrong.length && html`<p>and ${plural(bad - wrong.length, 'more line')}</p>`}
+    ${previews.length > 0 && html`<${Preview} previews=${previews} edits=${edits} onEdit=${edit} />`}
+    ${failure && html`<${Notice} kind="error">The job was not started: ${failure}<//>`}
+    <div class="row"><${Button} kind="primary" icon="send" busy=${starting} disabled=${starting || !isReady || !good}
+        onClick=${start}>${starting ? 'Uploading…' : `Start ${plural(good, 'line')}`}<//>
+      <${Button} onClick=${() => open(null)}>Back<//></div>
+  </section>`;
+}

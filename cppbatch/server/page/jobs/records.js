@@ -1,0 +1,155 @@
+// Reads a file piece by piece, so that the page goes on meanwhile: its records with the numbers of their lines. No DOM.
+
+const MAX_LINE = 1 << 24; // characters
+const MAX_OPEN = 1 << 20; // characters of a record of a table that has not ended
+const SLICE = 1 << 19; // bytes read at once: a few milliseconds of work
+const KINDS = {jsonl: 'jsonl', ndjson: 'jsonl', json: 'jsonl', csv: 'csv', tsv: 'tsv', txt: 'text'};
+
+/** The kind of a file by the end of its name, else by how it begins: jsonl, csv, tsv or text. */
+export function kindOf(name, start) {
+  const kind = KINDS[name.split('.').pop().toLowerCase()];
+  if (kind) return kind;
+  if (/^\s*[{"[]/.test(start)) return 'jsonl';
+  const [header] = start.trimStart().split('\n', 1);
+  if (header.includes('\t')) return 'tsv';
+  return /^[^\s,;]+([,;][^\s,;]+)+\s*$/.test(header) ? 'csv' : 'text';
+}
+
+/** The lines of a blob, in groups. A byte order mark and line ends are left out. Other work runs between two groups. */
+export async function* lineGroups(blob) {
+  const decoder = new TextDecoder();
+  let rest = '';
+  for (let at = 0; at < blob.size; at += SLICE) {
+    const slice = await blob.slice(at, at + SLICE).arrayBuffer();
+    const lines = (rest + decoder.decode(slice, {stream: true})).split('\n');
+    rest = lines.pop().slice(0, MAX_LINE + 1); // a longer line is refused, whatever its length
+    yield lines.map((line) => (line.endsWith('\r') ? line.slice(0, -1) : line));
+    await new Promise((resolve) => setTimeout(resolve));
+  }
+  if (rest) yield [rest];
+}
+
+/** Makes records of the lines of a table. The first one names the columns. */
+class TableReader {
+  columns = null;
+
+  constructor(separator) {
+    this.separator = separator;
+    this.clear();
+  }
+
+  clear() {
+    this.held = []; // the lines of a record that has not ended: [number, text]
+    this.chars = 0;
+    this.values = [];
+    this.open = null; // the text of a quoted field that has not ended
+  }
+
+  * read(number, text) {
+    if (!this.held.length && !text.trim()) return;
+    this.separator ??= text.includes(';') && !text.includes(',') ? ';' : ',';
+    this.held.push([number, text]);
+    this.chars += text.length;
+    const [[line]] = this.held;
+    if (!this.readFields(text)) {
+      yield* this.refuse('has text behind a closing quote: double the quotes in a text');
+    } else if (this.open === null) {
+      const {values} = this;
+      this.clear();
+      yield this.record(line, values);
+    } else if (this.chars > MAX_OPEN) {
+      yield* this.end();
+    }
+  }
+
+  /** Adds the fields of a line to `values`; then `open` tells whether the last one goes on. False: it is invalid. */
+  readFields(line) {
+    for (let at = 0; ; at++) {
+      if (this.open === null && line[at] !== '"') {
+        const end = line.indexOf(this.separator, at);
+        this.values.push(line.slice(at, end < 0 ? undefined : end));
+        at = end < 0 ? line.length : end;
+      } else {
+        if (this.open === null) at++;
+        this.open ??= '';
+        for (;;) {
+          const end = line.indexOf('"', at);
+          this.open += end < 0 ? `${line.slice(at)}\n` : line.slice(at, end);
+          if (end < 0) return true;
+          at = end + 1;
+          if (line[at] !== '"') break;
+          this.open += '"';
+          at++;
+        }
+        if (at < line.length && line[at] !== this.separator) return false;
+        this.values.push(this.open);
+        this.open = null;
+      }
+      if (at >= line.length) return true;
+    }
+  }
+
+  /** Refuses a record that has not ended. */
+  * end() {
+    if (this.held.length) yield* this.refuse('has a quote that is not closed');
+  }
+
+  /** Refuses the first line of the record, and reads its other lines again. */
+  * refuse(error) {
+    const [[line], ...others] = this.held;
+    this.clear();
+    yield {line, error};
+    for (const other of others) yield* this.read(...other);
+  }
+
+  record(line, values) {
+    const n = this.columns?.length;
+    if (n === undefined) return {columns: (this.columns = values.map((name) => name.trim()))};
+    if (values.length < n || values.slice(n).some(Boolean)) {
+      const advice = values.length > n ? `: quote texts that contain ${this.separator}` : '';
+      return {line, error: `has ${values.length} fields, but the first line names ${n}${advice}`};
+    }
+    return {line, row: Object.fromEntries(this.columns.map((name, i) => [name, values[i]]))};
+  }
+}
+
+function textProblem(text) {
+  if (text.length > MAX_LINE) return `is longer than ${MAX_LINE} characters`;
+  return /[\0\ufffd]/.test(text) ? 'has characters that are not UTF-8 text: save the file as UTF-8' : null;
+}
+
+function jsonRecord(line, text) {
+  let value;
+  try {
+    value = JSON.parse(text);
+  } catch (error) {
+    const advice = text.trim() === '[' ? '. Write an object on each line, without [ ] around them' : '';
+    return {line, error: `is not JSON: ${error.message}${advice}`};
+  }
+  if (typeof value === 'string') return {line, row: {prompt: value}};
+  if (!value || typeof value !== 'object' || Array.isArray(value)) {
+    return {line, error: `${text.slice(0, 40)} is neither an object nor a text`};
+  }
+  return 'url' in value || 'body' in value ? {line, text, request: value} : {line, row: value};
+}
+
+/**
+ * The records of a file in groups: {line, row}; {line, text, request} for a request in OpenAI's form; {line, error} for
+ * what cannot be read; {columns} before the rows of a table.
+ */
+export async function* recordGroups(blob, kind) {
+  const table = kind === 'csv' || kind === 'tsv' ? new TableReader(kind === 'tsv' ? '\t' : null) : null;
+  let line = 0;
+  for await (const lines of lineGroups(blob)) {
+    const group = [];
+    for (const text of lines) {
+      line++;
+      const error = textProblem(text);
+      if (error) group.push({line, error});
+      else if (table) group.push(...table.read(line, text));
+      else if (text.trim()) group.push(kind === 'jsonl' ? jsonRecord(line, text) : {line, row: {prompt: text}});
+    }
+    yield group;
+  }
+  while (table?.held.length) yield [...table.end()];
+}

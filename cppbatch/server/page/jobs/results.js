@@ -1,0 +1,97 @@
+// Results of a job: read, joined with the columns of its input, and how long the rest takes. No DOM.
+import {lineGroups} from './records.js';
+
+const ANSWERS = ['answer', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error'];
+
+const textOf = (value) => (typeof value === 'string' ? value : value == null ? '' : JSON.stringify(value));
+
+/** A line of an output or error file: id, line if it names one, and error or the other ANSWERS. */
+export function resultOf(text) {
+  const {response, error, ...short} = JSON.parse(text);
+  const found = {id: short.custom_id, line: short.line};
+  const body = response?.body ?? short;
+  const problem = error ?? body.error;
+  if (problem) return {...found, error: problem.message ?? textOf(problem)};
+  const choices = body.choices ?? ('text' in body ? [body] : []);
+  const answers = [
+    ...choices.map((choice) => choice.message?.content ?? choice.text),
+    ...(body.output ?? []).flatMap((item) => item.content ?? []).map((part) => part.text),
+    ...(body.data ?? []).map((item) => item.embedding),
+    ...(body.embeddings ?? [body.embedding, body.results].filter(Boolean)),
+  ];
+  const usage = body.usage ?? {};
+  return {
+    ...found,
+    answer: textOf(answers.length === 1 ? answers[0] : answers),
+    finish_reason: choices[0]?.finish_reason ?? body.status,
+    prompt_tokens: usage.prompt_tokens ?? usage.input_tokens,
+    completion_tokens: usage.completion_tokens ?? usage.output_tokens,
+  };
+}
+
+/** The name and the columns of a line of an input file. */
+export function inputOf(text, number) {
+  const {custom_id: id, row, body, ...fields} = JSON.parse(text);
+  if (!body) return {id: textOf(id ?? fields.id) || `line-${number}`, row: fields};
+  const prompt = body.messages?.at(-1)?.content ?? body.prompt ?? body.input ?? body.query;
+  return {id, row: row ?? {prompt: textOf(prompt)}};
+}
+
+/** Calls `use` with what `parse(line, number)` makes of each line of a blob; what is not JSON is left out. */
+export async function eachLine(blob, parse, use) {
+  let number = 0;
+  for await (const lines of lineGroups(blob)) {
+    for (const line of lines) {
+      number++;
+      let value = null;
+      try {
+        value = parse(line, number);
+      } catch { /* it is in the file of errors */ }
+      if (value) use(value);
+    }
+  }
+}
+
+const cell = (value) => (/[",\r\n]/.test(textOf(value)) ? `"${textOf(value).replaceAll('"', '""')}"` : textOf(value));
+const csvLine = (values) => `${values.map(cell).join(',')}\n`;
+
+/** The rows of the input in their order with the answers as further columns, as CSV. Takes and returns blobs. */
+export async function joinCsv(input, output, errors) {
+  const results = new Map();
+  for (const blob of [output, errors]) await eachLine(blob, resultOf, (result) => results.set(result.id, result));
+  const columns = new Set();
+  await eachLine(input, inputOf, ({row}) => Object.keys(row).forEach((name) => columns.add(name)));
+  let suffix = '';
+  for (let n = 2; ANSWERS.some((name) => columns.has(name + suffix)); n++) suffix = `_${n}`;
+  const ids = columns.has('custom_id') ? [] : ['custom_id'];
+  const parts = [csvLine([...ids, ...columns, ...ANSWERS.map((name) => name + suffix)])];
+  await eachLine(input, inputOf, ({id, row}) => {
+    const result = results.get(id) ?? {};
+    const values = [...columns].map((name) => row[name]);
+    parts.push(csvLine([...ids.map(() => id), ...values, ...ANSWERS.map((name) => result[name])]));
+  });
+  return new Blob(parts, {type: 'text/csv'});
+}
+
+/** How fast a count grows, over the last minute. */
+export class Rate {
+  samples = [];
+
+  /** now: in seconds. */
+  add(n, now) {
+    this.samples.push({n, now});
+    while (this.samples.length > 2 && this.samples[1].now <= now - 60) this.samples.shift();
+  }
+
+  /** Per second; null while it is not known. */
+  get value() {
+    const first = this.samples[0];
+    const last = this.samples.at(-1);
+    return last?.now > first?.now ? (last.n - first.n) / (last.now - first.now) : null;
+  }
+
+  /** Seconds until the count has grown by n; null while it is not known. */
+  secondsFor(n) {
+    return this.value > 0 ? n / this.value : null;
+  }
+}

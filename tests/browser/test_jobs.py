@@ -1,0 +1,504 @@
+"""The Jobs tab: a file is checked, started, watched, cancelled and downloaded, also while workers and servers end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from playwright.sync_api import Download, Page, expect
+
+from tests.browser.conftest import PageErrors
+from tests.browser.page_checks import axe_violations, dark, focused, open_tab, overflow, phone
+from tests.server_process import ServerProcess
+
+WORDS = ("stone", "river", "lamp", "horse", "cloud")
+SLOW: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
+
+Start = Callable[..., ServerProcess]
+
+
+def rows(n: int) -> bytes:
+    """A CSV file."""
+    lines = [f'{i},"{WORDS[i % 5]}, number {i}"' for i in range(n)]
+    return "\n".join(["key,word", *lines, ""]).encode()
+
+
+def slow_requests(n: int) -> bytes:
+    """In OpenAI's form."""
+    fields = {"method": "POST", "url": "/v1/completions"}
+    body = {"prompt": "Once upon a time", **SLOW}
+    return b"".join(json.dumps({"custom_id": f"r-{i}", **fields, "body": body}).encode() + b"\n" for i in range(n))
+
+
+def choose(page: Page, name: str, data: bytes) -> None:
+    page.get_by_label("Drop a file of prompts").set_input_files([{"name": name, "mimeType": "", "buffer": data}])
+
+
+def start(page: Page, n: int) -> None:
+    page.get_by_role("button", name=re.compile(rf"^Start {n} line")).click()
+    expect(page.get_by_role("button", name="Cancel job")).to_be_visible()
+
+
+def start_slow_job(page: Page, url: str, n: int = 60) -> str:
+    """Starts a job and waits for its first results. Returns its id."""
+    open_tab(page, url, "jobs")
+    choose(page, "slow.jsonl", slow_requests(n))
+    start(page, n)
+    expect(page.get_by_role("region", name="Results")).to_be_visible()
+    return page.url.rpartition("/")[2]
+
+
+def wait_status(page: Page, status: str, seconds: float = 90) -> None:
+    expect(page.locator(".jobs .badge")).to_have_text(status, timeout=seconds * 1000)
+
+
+def save(page: Page, item: str) -> str:
+    """What a download contains."""
+    page.get_by_role("button", name="Download").click()
+    with page.expect_download() as waiting:
+        page.get_by_role("menuitem", name=item).click()
+    saved: Download = waiting.value
+    return Path(saved.path()).read_text()
+
+
+def get(server: ServerProcess, path: str) -> bytes:
+    with urllib.request.urlopen(server.url + path, timeout=30) as answer:
+        content: bytes = answer.read()
+        return content
+
+
+def worker_of(server: ServerProcess) -> psutil.Process:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    (worker,) = [child for child in children if "cppbatch.cluster.worker_main" in child.cmdline()]
+    return worker
+
+
+def evaluated(page: Page, module: str, script: str, *args: object) -> Any:
+    """What a script returns to which a module of the tab is given as `m`."""
+    return page.evaluate(f"async ([args]) => {{ const m = await import('/page/jobs/{module}.js'); {script} }}", [args])
+
+
+# --- without the tab ----------------------------------------------------------------------------------------------
+
+
+RECORDS = """
+  const found = [];
+  for await (const group of m.recordGroups(new Blob([args[0]]), args[1])) found.push(...group);
+  return found;
+"""
+
+
+def test_tables_are_read_with_quotes_and_line_ends_and_wrong_records_are_named(page: Page, url: str) -> None:
+    page.goto(url)
+    text = (
+        '\ufeffid,text\r\n1,"a ""q"", b"\r\n2,"two\r\nlines"\r\n\r\n3\r\n4,x,y\r\n5,"a"b\r\n6,"open\r\n7,ok\r\n8,"ends'
+    )
+    header, *records = evaluated(page, "records", RECORDS, text, "csv")
+    assert header == {"columns": ["id", "text"]}
+    assert {record["line"]: record["row"] for record in records if "row" in record} == {
+        2: {"id": "1", "text": 'a "q", b'},
+        3: {"id": "2", "text": "two\nlines"},
+        10: {"id": "7", "text": "ok"},
+    }
+    wrong = {record["line"]: record["error"] for record in records if "error" in record}
+    assert sorted(wrong) == [6, 7, 8, 9, 11]
+    assert wrong[6] == "has 1 fields, but the first line names 2"
+    assert "has 3 fields, but the first line names 2" in wrong[7]
+    assert "text behind a closing quote" in wrong[8]
+    assert "quote" in wrong[9]
+    assert wrong[11] == "has a quote that is not closed"
+    assert evaluated(page, "records", RECORDS, "a;b\n1;2", "csv")[1]["row"] == {"a": "1", "b": "2"}
+    assert evaluated(page, "records", RECORDS, "a\tb\n1\t", "tsv")[1]["row"] == {"a": "1", "b": ""}
+
+
+def test_lines_of_json_are_requests_or_rows(page: Page, url: str) -> None:
+    page.goto(url)
+    request = '{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x"}}'
+    text = f'{{"a": 1}}\n\n"hi"\n[1]\n{{bad\n{request}\n[\nx\0y'
+    first, second, *wrong = evaluated(page, "records", RECORDS, text, "jsonl")
+    assert (first, second) == ({"line": 1, "row": {"a": 1}}, {"line": 3, "row": {"prompt": "hi"}})
+    assert wrong.pop(2) == {"line": 6, "text": request, "request": json.loads(request)}
+    assert [each["line"] for each in wrong] == [4, 5, 7, 8]
+    for each, says in zip(
+        wrong, ("neither an object", "is not JSON", "without [ ] around", "not UTF-8 text"), strict=True
+    ):
+        assert says in each["error"]
+
+
+SETTINGS = {
+    "endpoint": "/v1/chat/completions", "template": "", "system": "", "max_tokens": "", "temperature": "",
+    "schema": "", "id_column": "",
+}  # fmt: skip
+MAKE = """
+  const maker = new m.RequestMaker(args[0]);
+  return args[1].map((record) => {
+    try { return JSON.parse(maker.lineOf(record)) } catch (error) { return error.message }
+  });
+"""
+
+
+def test_rows_become_requests_and_wrong_ones_say_what_to_do(page: Page, url: str) -> None:
+    page.goto(url)
+    settings = SETTINGS | {
+        "template": "Say {{x}} {text}",
+        "system": "s",
+        "max_tokens": "8",
+        "schema": '{"type":"object"}',
+    }
+    embedding = {"custom_id": "z", "url": "/v1/embeddings", "body": {"input": "a"}}
+    stream = {"custom_id": "y", "url": "/v1/chat/completions", "body": {"messages": [{}], "stream": True}}
+    records = [
+        {"line": 2, "row": {"text": "hi", "id": 7}},
+        {"line": 3, "row": {"text": "hi", "id": "7"}},
+        {"line": 4, "row": {"x": 1}},
+        {"line": 5, "row": {"text": None}},
+        {"line": 6, "text": "", "request": embedding},
+        {"line": 7, "text": "", "request": {"custom_id": "z", "url": "/v1/x"}},
+        {"line": 8, "text": "", "request": {"url": "/v1/embeddings"}},
+        {"line": 9, "text": "", "request": {"custom_id": "z", "url": "/v1/chat/completions", "body": {}}},
+        {"line": 10, "text": "", "request": stream},
+    ]
+    made, *wrong = evaluated(page, "requests", MAKE, settings, records)
+    assert made["body"] == {
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Say {x} hi"}],
+        "max_tokens": 8,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}},
+    }
+    assert (made["custom_id"], made["row"]) == ("7", {"text": "hi", "id": 7})
+    expected = (
+        "of line 2",
+        "has no text; it has x",
+        "has no text; it has nothing",
+        "this job is for",
+        "must be one of",
+        "custom_id is missing",
+        "body has no messages",
+        "stream is true",
+    )
+    for message, says in zip(wrong, expected, strict=True):
+        assert says in message
+    messages = [{"role": "user", "content": "c"}]
+    own = [{"line": 2, "row": {"id": "b", "messages": messages}}, {"line": 3, "row": {"text": "d"}}]
+    chat, without = evaluated(page, "requests", MAKE, SETTINGS, own)
+    assert (chat["custom_id"], chat["body"]) == ("b", {"messages": messages})
+    assert "give a list of them, or a template" in without
+    embeddings = SETTINGS | {"endpoint": "/v1/embeddings", "max_tokens": "8", "template": "{text}"}
+    assert evaluated(page, "requests", MAKE, embeddings, own[1:])[0]["body"] == {"input": "d"}
+
+
+def test_results_of_all_endpoints_are_read(page: Page, url: str) -> None:
+    page.goto(url)
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+
+    def result(**body: object) -> str:
+        return json.dumps({"custom_id": "a", "response": {"status_code": 200, "body": body}, "error": None})
+
+    refused = {
+        "custom_id": None,
+        "line": 4,
+        "response": None,
+        "error": {"code": "invalid_json", "message": "no JSON", "line": 4},
+    }
+    failed = {"custom_id": "b", "line": 5, "response": {"status_code": 400, "body": {"error": {"message": "too long"}}}}
+    lines = [
+        result(choices=[{"message": {"content": "x"}, "finish_reason": "stop"}], usage=usage),
+        result(choices=[{"text": "x"}, {"text": "y"}], usage=usage),
+        result(output=[{"content": [{"text": "x"}]}], usage={"input_tokens": 3, "output_tokens": 2}),
+        result(data=[{"embedding": [1, 2]}]),
+        json.dumps({"custom_id": "line-1", "line": 1, "text": "x", "finish_reason": "length", "usage": usage}),
+        json.dumps(refused),
+        json.dumps(failed),
+    ]
+    found = evaluated(page, "results", "return args[0].map(m.resultOf)", lines)
+    assert [each.get("answer") for each in found] == ["x", '["x","y"]', "x", "[1,2]", "x", None, None]
+    assert [each.get("error") for each in found[5:]] == ["no JSON", "too long"]
+    assert (found[0]["finish_reason"], found[2]["completion_tokens"], found[5]["line"]) == ("stop", 2, 4)
+
+
+def test_the_time_that_is_left_follows_the_last_minute(page: Page, url: str) -> None:
+    page.goto(url)
+    script = """
+      const rate = new m.Rate();
+      const before = rate.secondsFor(10);
+      for (const [n, now] of args[0]) rate.add(n, now);
+      return [before, rate.value, rate.secondsFor(10)];
+    """
+    assert evaluated(page, "results", script, [[0, 0], [10, 10]]) == [None, 1, 10]
+    slower = [[0, 0], [600, 60], *[[600 + i, 60 + 10 * i] for i in range(1, 10)]]
+    assert evaluated(page, "results", script, slower)[1] == pytest.approx(0.1)
+    assert evaluated(page, "results", script, [[5, 0], [5, 2]])[1:] == [0, None]
+
+
+def test_a_file_of_100_mb_does_not_hold_up_the_page(page: Page, url: str) -> None:
+    page.goto(url)
+    script = """
+      const line = JSON.stringify({prompt: 'word '.repeat(80)}) + '\\n';
+      const blob = new Blob(Array(100).fill(line.repeat(Math.ceil(2 ** 20 / line.length))));
+      let longest = 0, last = performance.now();
+      const timer = setInterval(() => {
+        longest = Math.max(longest, performance.now() - last);
+        last = performance.now();
+      }, 5);
+      const found = await m.checkFile(blob, 'jsonl', args[0], new Map(), () => true);
+      clearInterval(timer);
+      return {size: blob.size, longest, good: found.good, made: found.file.size};
+    """
+    found = evaluated(page, "check", script, SETTINGS | {"template": "{prompt}"})
+    print(found)
+    assert found["size"] > 100e6
+    assert found["made"] > found["size"]
+    assert found["good"] > 200_000
+    assert found["longest"] < 500
+
+
+# --- jobs -----------------------------------------------------------------------------------------------------------
+
+
+def test_200_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
+    page: Page, default_model: Path, fresh_server: Start
+) -> None:
+    server = fresh_server("-m", default_model)
+    open_tab(page, f"{server.url}/", "jobs")
+    choose(page, "words.csv", rows(200))
+    expect(page.get_by_label("Template")).to_have_value("{key}")
+    page.get_by_label("Template").fill("A {word} is")
+    page.get_by_label("Column that names the results").select_option("key")
+    page.get_by_label("Most tokens of an answer").fill("12")
+    page.get_by_text("The first requests").click()
+    expect(page.get_by_label("Request of line 2")).to_have_value(re.compile("A stone, number 0 is"))
+    edited = {
+        "custom_id": "0",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+    }
+    page.get_by_label("Request of line 2").fill(json.dumps(edited))
+    page.get_by_label("Request of line 2").blur()
+    expect(page.get_by_text("200 lines ready, 0 wrong")).to_be_visible()
+    start(page, 200)
+    expect(page.get_by_role("region", name="Results")).to_be_visible()
+    os.kill(worker_of(server).pid, signal.SIGKILL)
+    wait_status(page, "completed")
+    expect(page.get_by_text("200 of 200 lines")).to_be_visible()
+    batch = json.loads(get(server, f"/v1/batches/{page.url.rpartition('/')[2]}"))
+    assert batch["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
+    assert batch["metadata"] == {"name": "words.csv", "template": "A {word} is", "max_tokens": "12", "id_column": "key"}
+    output = get(server, f"/v1/files/{batch['output_file_id']}/content").decode()
+    assert save(page, "Results (JSONL)") == output
+    answers = {}
+    for line in output.splitlines():
+        result = json.loads(line)
+        answers[result["custom_id"]] = result["response"]["body"]["choices"][0]["message"]["content"]
+    table = list(csv.DictReader(io.StringIO(save(page, "Table with answers"))))
+    assert [row["key"] for row in table[1:]] == [str(i) for i in range(1, 200)]
+    assert [row["word"] for row in table[1:3]] == ["river, number 1", "lamp, number 2"]
+    assert [row["answer"] for row in table[1:]] == [answers[str(i)] for i in range(1, 200)]
+    sent = get(server, f"/v1/files/{batch['input_file_id']}/content").splitlines()
+    assert json.loads(sent[0]) == edited
+
+
+def test_lines_that_are_wrong_are_told_and_left_out(page: Page, url: str, server: ServerProcess) -> None:
+    open_tab(page, url, "jobs")
+    choose(page, "few.csv", b'id,text\n1,"What, now?"\n2,a,b\n3,"is"it"\n\n1,again\n5,Hello\n')
+    expect(page.get_by_text("2 lines ready, 3 wrong")).to_be_visible()
+    wrong = page.get_by_role("region", name="Wrong lines")
+    for line, what in ((3, "has 3 fields"), (4, "behind a closing quote"), (6, 'has the custom_id "1" of line 2')):
+        expect(wrong.get_by_role("row", name=re.compile(rf"^{line} .*{what}"))).to_be_visible()
+    page.get_by_label("Most tokens of an answer").fill("4")
+    page.get_by_role("button", name="Start 2 lines").click()
+    wait_status(page, "completed")
+    expect(page.get_by_text("2 of 2 lines")).to_be_visible()
+
+
+def test_requests_in_openais_form_go_up_as_they_are_and_failures_give_their_reason(
+    page: Page, url: str, server: ServerProcess
+) -> None:
+    good = slow_requests(1).replace(b"300", b"3")
+    bad = good.replace(b"r-0", b"r-1").replace(b'"temperature": 0', b'"temperature": -3')
+    open_tab(page, url, "jobs")
+    choose(page, "requests.jsonl", good + b"\r\n" + bad)
+    expect(page.get_by_text("they are sent as they are")).to_be_visible()
+    page.get_by_role("button", name="Start 2 lines").click()
+    wait_status(page, "completed")
+    failures = page.get_by_role("region", name="Failures by reason")
+    expect(failures.get_by_role("row", name=re.compile("temperature: .*3"))).to_be_visible()
+    batch = json.loads(get(server, f"/v1/batches/{page.url.rpartition('/')[2]}"))
+    assert get(server, f"/v1/files/{batch['input_file_id']}/content") == good + b"\r\n" + bad
+    assert json.loads(save(page, "Failures (JSONL)"))["custom_id"] == "r-1"
+    page.get_by_role("button", name="Delete files").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    page.get_by_role("link", name="requests.jsonl").first.click()
+    expect(page.get_by_text("The files of this job are deleted")).to_be_visible()
+
+
+def test_a_job_is_cancelled_and_keeps_what_is_finished(page: Page, url: str, server: ServerProcess) -> None:
+    batch_id = start_slow_job(page, url, 400)
+    page.get_by_role("button", name="Cancel job").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("stay, and can be downloaded")
+    dialog.get_by_role("button", name="Cancel job").click()
+    wait_status(page, "cancelled")
+    n_completed = json.loads(get(server, f"/v1/batches/{batch_id}"))["request_counts"]["completed"]
+    assert 0 < n_completed < 400
+    assert len(save(page, "Results (JSONL)").splitlines()) == n_completed
+
+
+def test_a_job_is_watched_after_a_reload_and_a_restart_of_the_server(
+    page: Page, errors: PageErrors, default_model: Path, fresh_server: Start, tmp_path: Path
+) -> None:
+    errors.allow("CONNECTION_REFUSED|Failed to load resource|CONNECTION_RESET|EMPTY_RESPONSE|INCOMPLETE_CHUNKED")
+    server = fresh_server("-m", default_model, "--data-dir", tmp_path / "data")
+    url = f"{server.url}/"
+    start_slow_job(page, url, 40)
+    page.reload()
+    expect(page.get_by_role("region", name="Results")).to_be_visible()
+    page.get_by_role("link", name="All jobs").click()
+    expect(page.get_by_role("link", name="slow.jsonl")).to_be_visible()
+    page.go_back()
+    server.interrupt()
+    server.wait()
+    expect(page.get_by_text("The server cannot be reached")).to_be_visible()
+    fresh_server("-m", default_model, "--data-dir", tmp_path / "data", "--port", server.url.rpartition(":")[2])
+    expect(page.get_by_text("The server cannot be reached")).to_have_count(0)
+    wait_status(page, "completed", 120)
+    expect(page.get_by_text("40 of 40 lines")).to_be_visible()
+
+
+def test_older_jobs_come_page_by_page(page: Page, url: str, server: ServerProcess) -> None:
+    boundary = b"--b\r\nContent-Disposition: form-data; name=%s\r\n\r\n%s\r\n"
+    data = b'{"prompt": "Hi", "max_tokens": 1}\n'
+    body = boundary % (b"purpose", b"batch") + boundary % (b"file; filename=a.jsonl", data) + b"--b--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/files", body, headers)) as answer:
+        file_id = json.load(answer)["id"]
+    for i in range(23):
+        batch = {
+            "input_file_id": file_id,
+            "endpoint": "/v1/completions",
+            "completion_window": "1h",
+            "metadata": {"name": f"job {i}"},
+        }
+        request = urllib.request.Request(f"{server.url}/v1/batches", json.dumps(batch).encode())
+        urllib.request.urlopen(request).close()
+    open_tab(page, url, "jobs")
+    expect(page.get_by_role("link", name="job 22", exact=True)).to_be_visible()
+    expect(page.get_by_role("link", name="job 0", exact=True)).to_have_count(0)
+    page.get_by_role("button", name="Show older jobs").click()
+    expect(page.get_by_role("link", name="job 0", exact=True)).to_be_visible()
+
+
+def test_nothing_is_polled_while_no_job_runs_or_the_tab_is_hidden(page: Page, url: str) -> None:
+    start_slow_job(page, url, 400)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "/v1/batches" in request.url else None)
+    page.wait_for_timeout(4500)
+    assert 1 <= len(asked) <= 3, "every 2 seconds while a job runs"
+    page.get_by_role("link", name="Chat").click()
+    page.wait_for_timeout(500)
+    asked.clear()
+    page.wait_for_timeout(3000)
+    assert not asked
+    page.go_back()
+    page.get_by_role("button", name="Cancel job").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel job").click()
+    wait_status(page, "cancelled")
+    page.wait_for_timeout(500)
+    asked.clear()
+    page.wait_for_timeout(3000)
+    assert not asked
+
+
+def test_a_job_is_started_by_keyboard_alone(page: Page, url: str) -> None:
+    open_tab(page, url, "jobs")
+
+    def tab_to(name: str) -> None:
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if (here := focused(page)) and name in here.name:
+                assert here.visible
+                assert here.outlined
+                return
+        raise AssertionError(f"the Tab key does not reach {name!r}")
+
+    tab_to("Drop a file of prompts")
+    tab_to("Paste text instead")
+    page.keyboard.press("Enter")
+    tab_to("Text")
+    page.keyboard.type("Name a colour.\nName a fruit.\n")
+    tab_to("Check this text")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("2 lines ready, 0 wrong")).to_be_visible()
+    tab_to("Most tokens of an answer")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("5")
+    expect(page.get_by_text("2 lines ready, 0 wrong")).to_be_visible()
+    tab_to("Start 2 lines")
+    page.keyboard.press("Enter")
+    wait_status(page, "completed")
+    tab_to("Download")
+    page.keyboard.press("Enter")
+    with page.expect_download() as saved:
+        page.keyboard.press("Enter")
+    assert Path(saved.value.path()).read_text().startswith("custom_id,prompt,answer")
+
+
+def test_errors_are_said_in_a_sentence(
+    page: Page, errors: PageErrors, default_model: Path, fresh_server: Start
+) -> None:
+    errors.allow("status of 413|ERR_CONNECTION|Failed to load")
+    server = fresh_server("-m", default_model, "--max-file-mb", "1")
+    open_tab(page, f"{server.url}/", "jobs")
+    choose(page, "large.txt", b"word " * 400_000)
+    page.get_by_role("button", name="Start 1 line").click()
+    expect(page.get_by_role("alert")).to_contain_text("--max-file-mb")
+    page.get_by_role("button", name="Back").click()
+    choose(page, "a.csv", b"a,b\n1,2\n")
+    page.get_by_label("Template").fill("{a")
+    expect(page.get_by_role("alert")).to_contain_text("Template: A { stands alone")
+
+
+def test_a_server_without_storage_says_so(
+    page: Page, errors: PageErrors, default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors.allow("status of 503")
+    (tmp_path / "cppbatch").write_text("the default data folder cannot be one")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    with ServerProcess("-m", default_model) as without:
+        open_tab(page, f"{without.wait_ready().url}/", "jobs")
+        expect(page.get_by_text("this server keeps no files")).to_be_visible()
+
+
+def test_long_words_fit_a_phone_and_axe_finds_nothing(page: Page, url: str) -> None:
+    word = "Donaudampfschifffahrtsgesellschaftskapitän" * 6
+    phone(page)
+    open_tab(page, url, "jobs")
+    for theme in ("light", "dark"):
+        if theme == "dark":
+            dark(page)
+        assert not overflow(page)
+        assert not axe_violations(page)
+    choose(page, f"{word[:180]}.csv", f"id,{word}\n1,{word}\n2\n3,{word}\n".encode())
+    expect(page.get_by_text("2 lines ready, 1 wrong")).to_be_visible()
+    page.get_by_text("The first requests").click()
+    page.get_by_label("Most tokens of an answer").fill("3")
+    expect(page.get_by_text("2 lines ready, 1 wrong")).to_be_visible()
+    assert not overflow(page)
+    assert not axe_violations(page)
+    page.get_by_role("button", name="Start 2 lines").click()
+    wait_status(page, "completed")
+    expect(page.get_by_role("region", name="Results")).to_be_visible()
+    assert not overflow(page)
+    assert not axe_violations(page)
+    page.get_by_role("link", name="All jobs").click()
+    expect(page.get_by_role("button", name="Start")).to_have_count(0)
+    assert not overflow(page)
+    assert not axe_violations(page)
