@@ -171,7 +171,7 @@ async def test_16_rows_share_their_prompt_and_the_snapshot_is_as_the_document_sa
 
 async def test_readers_share_snapshots_and_without_a_reader_nothing_is_computed(engine: CountedEngine) -> None:
     async with serving(engine) as (listener, session):
-        tasks = [start(session, listener.url, SHARED)]
+        tasks = [start(session, listener.url, f"{SHARED}{i}") for i in range(16)]
         await asyncio.sleep(0.5)
         assert (engine.n_live, engine.n_states) == (0, 0)
         began = monotonic()
