@@ -270,7 +270,7 @@ class Supervisor:
         log.error("the worker died (%s), number %d in a row; starting another one", why, n_in_a_row)
         reason = f"{n_in_a_row} workers died in a row, the last one: {why}"
         self._listener.on_worker_died(active, reason if give_up else None)
-        await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**n_in_a_row))
+        await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(n_in_a_row, 16)))
 
 
 def _load_error(message: LoadFailed) -> CppBatchError:
