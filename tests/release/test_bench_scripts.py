@@ -89,6 +89,18 @@ def test_every_layer_is_measured_beside_the_bare_loop(tiny_llama: Path) -> None:
     assert figures["HTTP"][5].endswith("%")
 
 
+def test_open_pages_are_measured_in_turns_and_snapshots_are_timed(tiny_llama: Path) -> None:
+    printed = script("bench_live.py", "-m", tiny_llama, "--pages", 2, "--turns", 1, "--seconds", 1)
+    figures = rows(printed)
+    without, beside = float(figures["0"][0]), float(figures["2"][0])
+    assert float(figures["2"][1]) == pytest.approx(beside / without, abs=0.01)
+    assert "events a second for each page" in printed
+    sizes = rows(script("bench_live.py", "--snapshot", "-m", tiny_llama, "-n", "4"))
+    n_segments, *microseconds = map(float, sizes["4"])
+    assert n_segments >= 4
+    assert all(figure > 0 for figure in microseconds)
+
+
 def test_batch_sizes_stand_beside_the_next_tile(tiny_llama: Path) -> None:
     printed = script("bench_tiles.py", "-m", tiny_llama, "-B", "3,5", "--tokens", 4, "--turns", 1, "-t", 1)
     figures = rows(printed)
