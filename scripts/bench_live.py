@@ -18,10 +18,11 @@ from functools import partial
 from random import Random
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+import psutil
 
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.bench.child_process import running_server
@@ -55,42 +56,52 @@ async def open_page(session: aiohttp.ClientSession, url: str, sizes: list[int]) 
                 sizes.append(len(line))
 
 
-async def tokens_per_second(session: aiohttp.ClientSession, url: str, seconds: float) -> float:
-    async def generated() -> tuple[float, int]:
+class Figures(NamedTuple):
+    """Of one measurement."""
+
+    tokens_per_second: float
+    front_cpu: float
+    """CPU time of the server's process, which sends the snapshots, as a share of a core."""
+
+
+async def figures_of(session: aiohttp.ClientSession, url: str, front: psutil.Process, seconds: float) -> Figures:
+    async def now() -> tuple[float, int, float]:
         async with session.get(f"{url}/stats") as response:
             n: int = (await response.json())["generated_tokens"]
-            return perf_counter(), n
+        return perf_counter(), n, sum(front.cpu_times()[:2])
 
     await asyncio.sleep(SETTLE_S)
-    began, before = await generated()
+    began, n_before, cpu_before = await now()
     await asyncio.sleep(seconds)
-    ended, after = await generated()
-    return (after - before) / (ended - began)
+    ended, n_after, cpu_after = await now()
+    took = ended - began
+    return Figures((n_after - n_before) / took, (cpu_after - cpu_before) / took)
 
 
-async def measure(url: str, args: argparse.Namespace) -> None:
+async def measure(url: str, front: psutil.Process, args: argparse.Namespace) -> None:
     ratios: list[float] = []
-    speeds: dict[int, list[float]] = {0: [], args.pages: []}
+    measured: dict[int, list[Figures]] = {0: [], args.pages: []}
     sizes: list[int] = []
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 22) as session:
         clients = [asyncio.create_task(keep_busy(session, url, Random(i))) for i in range(N_PARALLEL)]
         await asyncio.sleep(WARM_UP_S)
         for turn in range(args.turns):
-            of_turn = {}
             for n in (0, args.pages)[:: -1 if turn % 2 else 1]:
                 pages = [asyncio.create_task(open_page(session, url, sizes)) for _ in range(n)]
-                of_turn[n] = await tokens_per_second(session, url, args.seconds)
+                measured[n].append(await figures_of(session, url, front, args.seconds))
                 await end(pages)
-                speeds[n].append(of_turn[n])
-            ratios.append(of_turn[args.pages] / of_turn[0])
-            print(f"turn {turn + 1}: {of_turn[0]:.1f}, {of_turn[args.pages]:.1f} tokens/s", file=sys.stderr, flush=True)
+            without, beside = (measured[n][-1].tokens_per_second for n in (0, args.pages))
+            ratios.append(beside / without)
+            print(f"turn {turn + 1}: {without:.1f}, {beside:.1f} tokens/s", file=sys.stderr, flush=True)
         await end(clients)
-    figures = [
-        ["0", f"{median(speeds[0]):.1f}", "1.000"],
-        [str(args.pages), f"{median(speeds[args.pages]):.1f}", f"{median(ratios):.3f}"],
-    ]
-    print(markdown_table(["open pages", "tokens/s", "ratio, median of the turns"], figures))
+    rows = []
+    for n, ratio in ((0, 1.0), (args.pages, median(ratios))):
+        speed = median(each.tokens_per_second for each in measured[n])
+        cpu = median(each.front_cpu for each in measured[n])
+        rows.append([str(n), f"{speed:.1f}", f"{ratio:.3f}", f"{100 * cpu:.1f}%"])
+    header = ["open pages", "tokens/s", "ratio, median of the turns", "server process, of a core"]
+    print(markdown_table(header, rows))
     per_page = len(sizes) / args.pages / args.turns / (args.seconds + SETTLE_S)
     print(f"{per_page:.1f} events a second for each page, of {median(sizes) / 1000:.1f} KB")
 
@@ -149,7 +160,7 @@ def main() -> None:
         return
     command = [sys.executable, "-m", "cppbatch", "serve", "-m", str(choose_model(args.model)), "-np", str(N_PARALLEL)]
     with running_server([*command, "-c", "8192", "--spec", "off"]) as running:
-        asyncio.run(measure(running.url, args))
+        asyncio.run(measure(running.url, psutil.Process(running.process.pid), args))
 
 
 if __name__ == "__main__":
