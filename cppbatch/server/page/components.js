@@ -147,7 +147,7 @@ export const Table = ({columns, rows, rowKey, caption, onSelect}) => html`<div c
     ${columns.map((column) => html`<td class=${column.align}>${column.render?.(row) ?? row[column.key]}</td>`)}
   </tr>`)}</tbody></table></div>`;
 
-export function CopyButton({text, label = 'Copy', children}) {
+export function CopyButton({text, label = 'Copy', children, ...props}) {
   const [done, setDone] = useState(false);
   const copy = async () => {
     await copyText(typeof text === 'function' ? text() : text);
@@ -155,7 +155,7 @@ export function CopyButton({text, label = 'Copy', children}) {
     setTimeout(() => setDone(false), 1500);
   };
   return html`<${Button} kind="quiet" icon=${done ? 'check' : 'copy'} label=${done ? 'Copied' : label}
-    onClick=${copy}>${children}<//>`;
+    ...${props} onClick=${copy}>${children}<//>`;
 }
 
 /** Puts text on the clipboard, also where the page is not served over HTTPS. */

@@ -55,7 +55,7 @@ export class Cell {
 export class GridRun {
   startedAt = performance.now();
   endedAt = 0;
-  error = ''; // what is wrong with all cells
+  error = ''; // why cells failed that have no reason
   #abort = new AbortController();
   #listeners = new Map();
   #changed = new Set();
@@ -96,12 +96,14 @@ export class GridRun {
         cell.read(event, performance.now());
         this.#change(cell.index, ...(cell.ended ? ['state'] : []));
       }
-      this.#end('failed', 'The server has ended the stream early.');
+      if (this.nEnded < this.cells.length) this.error = 'The server has ended the stream early.';
     } catch (error) {
-      const isStopped = this.#abort.signal.aborted;
-      if (!isStopped) this.error = error.message;
-      this.#end(isStopped ? 'stopped' : 'failed', isStopped ? 'cancelled' : error.message);
+      if (!this.#abort.signal.aborted) this.error = error.message;
     }
+    this.endedAt = performance.now();
+    const open = this.cells.filter((cell) => !cell.ended);
+    for (const cell of open) cell.end(this.error ? 'failed' : 'stopped', '');
+    this.#change('state', ...open.map((cell) => cell.index));
   }
 
   stop() {
@@ -121,13 +123,6 @@ export class GridRun {
     if (!this.#listeners.has(what)) this.#listeners.set(what, new Set());
     const all = this.#listeners.get(what).add(changed);
     return () => { all.delete(changed); };
-  }
-
-  #end(state, reason) {
-    this.endedAt = performance.now();
-    const open = this.cells.filter((cell) => !cell.ended);
-    for (const cell of open) cell.end(state, reason);
-    this.#change('state', ...open.map((cell) => cell.index));
   }
 
   #change(...all) {

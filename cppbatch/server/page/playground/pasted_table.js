@@ -5,14 +5,14 @@
  * the line at fault.
  */
 export function parseTable(source) {
-  const [first, ...records] = readRecords(source.replace(/^\uFEFF/, ''));
-  const columns = (first?.fields ?? []).map((name) => name.trim());
+  const [{fields: names = []} = {}, ...records] = readRecords(source.replace(/^\uFEFF/, ''));
+  const columns = names.map((name) => name.trim());
   const twice = columns.find((name, i) => columns.indexOf(name) !== i);
   if (twice !== undefined) throw new Error(`The table has two columns named ${JSON.stringify(twice)}`);
   const rows = records.map(({line, fields}) => {
-    if (fields.length < columns.length || fields.slice(columns.length).some(Boolean)) {
-      const advice = fields.length > columns.length ? ': quote a text that contains the separator' : '';
-      throw new Error(`Line ${line} has ${fields.length} fields, and the first line names ${columns.length}${advice}`);
+    if (fields.length < columns.length) throw new Error(`Line ${line} has ${fields.length} of ${columns.length} fields`);
+    if (fields.slice(columns.length).some(Boolean)) {
+      throw new Error(`Line ${line} has more than ${columns.length} fields: quote a text that contains the separator`);
     }
     return new Map(columns.map((name, i) => [name, fields[i]]));
   });
@@ -22,34 +22,20 @@ export function parseTable(source) {
 /** The fields of each record, and the line where it begins. Lines without text are left out. */
 function readRecords(text) {
   const head = text.trimStart().split('\n', 1)[0];
-  const delimiter = head.includes('\t') ? '\t' : head.includes(';') && !head.includes(',') ? ';' : ',';
+  const separator = head.includes('\t') ? '\t' : head.includes(';') && !head.includes(',') ? ';' : ',';
+  const field = new RegExp(`(?:"((?:[^"]|"")*)"|([^"${separator}\r\n][^${separator}\r\n]*)?)(${separator}|\r?\n|\r|$)`, 'y');
   const records = [];
   let line = 1;
-  for (let i = 0; i < text.length; line++) {
-    const [start, fields] = [i, []];
-    const first = line;
-    for (;; i++) {
-      let field = '';
-      if (text[i] === '"') {
-        for (i++; text[i] !== '"' || text[i + 1] === '"'; i++) {
-          if (i >= text.length) throw new Error(`Line ${first}: a quote that begins here is not closed`);
-          if (text[i] === '\n') line++;
-          if (text[i] === '"') i++;
-          field += text[i];
-        }
-        i++;
-        if (i < text.length && !`${delimiter}\r\n`.includes(text[i])) {
-          throw new Error(`Line ${line} has text behind a closing quote: double the quotes within a field`);
-        }
-      } else {
-        while (i < text.length && !`${delimiter}\r\n`.includes(text[i])) field += text[i++];
-      }
-      fields.push(field);
-      if (text[i] !== delimiter) break;
-    }
-    if (text.slice(start, i).trim()) records.push({line: first, fields});
-    if (text[i] === '\r') i++;
-    if (text[i] === '\n') i++;
+  let record = {line, fields: []};
+  while (field.lastIndex < text.length || record.fields.length) {
+    const match = field.exec(text);
+    if (!match) throw new Error(`Line ${line}: a quote begins here that is not closed, or has text behind it`);
+    const [found, quoted, plain = '', end] = match;
+    record.fields.push(quoted?.replaceAll('""', '"') ?? plain);
+    line += found.split('\n').length - 1;
+    if (end === separator) continue;
+    if (record.fields.some((each) => each.trim()) || record.fields.length > 1) records.push(record);
+    record = {line, fields: []};
   }
   return records;
 }

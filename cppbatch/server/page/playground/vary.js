@@ -2,41 +2,28 @@
 
 export const MAX_CELLS = 64;
 
-/**
- * The numbers of '0, 0.7, 1', '1..4' (whole numbers) or '0..1.5 x 4' (evenly spaced). Throws an `Error` that says what
- * is wrong.
- */
+/** The numbers of '0, 0.7, 1', '1..4' (whole numbers) or '0..1.5 x 4' (evenly spaced). Throws an `Error`. */
 export function parseValues(source) {
   const values = source.split(',').map((part) => part.trim()).filter(Boolean).flatMap(parsePart);
-  if (!values.length) throw new Error('Write values, like 0, 0.7, or a range, like 0..1.5 x 4');
   const twice = values.find((value, i) => values.indexOf(value) !== i);
   if (twice !== undefined) throw new Error(`${twice} is there twice`);
   return values;
 }
 
 function parsePart(part) {
-  const range = /^(.+?)\s*\.\.\s*(.+?)(?:\s*[x×*]\s*(\S+))?$/.exec(part);
-  if (!range) return [toNumber(part)];
-  const [low, high] = [toNumber(range[1]), toNumber(range[2])];
-  if (range[3]) {
-    const n = toNumber(range[3]);
-    if (!Number.isInteger(n) || n < 2) throw new Error(`${part}: the number of values must be 2 or more`);
-    return spaced(low, high, n);
-  }
-  if (!Number.isInteger(low) || !Number.isInteger(high)) throw new Error(`Say how many values: ${part} x 4`);
-  if (high < low) throw new Error(`${part} is empty: write the smaller number first`);
-  return spaced(low, high, high - low + 1);
-}
-
-function spaced(low, high, n) {
-  if (n > MAX_CELLS) throw new Error(`${low}..${high} has ${n} values; there are ${MAX_CELLS} cells at most`);
+  const [, from, to, count] = /^(.+?)\s*\.\.\s*(.+?)(?:\s*[x×*]\s*(\S+))?$/.exec(part) ?? [];
+  if (from === undefined) return [toNumber(part)];
+  const [low, high] = [toNumber(from), toNumber(to)];
+  if (!count && !(Number.isInteger(low) && Number.isInteger(high))) throw new Error(`Say how many values: ${part} x 4`);
+  const n = count ? toNumber(count) : high - low + 1;
+  if (!(Number.isInteger(n) && n > 0 && n <= MAX_CELLS)) throw new Error(`${part} has ${n} values: take 1 to ${MAX_CELLS}`);
   const step = (high - low) / Math.max(1, n - 1);
   return Array.from({length: n}, (_, i) => Number((low + i * step).toFixed(6)));
 }
 
 function toNumber(text) {
   const number = Number(text);
-  if (!Number.isFinite(number)) throw new Error(`${text} is not a number`);
+  if (!Number.isFinite(number)) throw new Error(`${text} is not a number: write values like 0, 0.7 or 0..1.5 x 4`);
   return number;
 }
 
@@ -48,16 +35,12 @@ export function combinations(varied, n, seed) {
   const all = varied.reduce(
     (params, [name, values]) => params.flatMap((each) => values.map((value) => ({...each, [name]: value}))), [{}],
   );
-  if (n === 1) return all;
-  return all.flatMap((each) => Array.from({length: n}, (_, i) => {
-    const first = each.seed ?? seed;
-    return first === undefined ? each : {...each, seed: first + i};
-  }));
+  const sample = (each, first, i) => (n === 1 || first === undefined ? each : {...each, seed: first + i});
+  return all.flatMap((each) => Array.from({length: n}, (_, i) => sample(each, each.seed ?? seed, i)));
 }
 
-/** Throws an `Error` if there are more than `MAX_CELLS`. */
-export function checkProduct(nPrompts, varied, n) {
-  const counts = [[nPrompts, 'prompts'], ...varied.map(([name, values]) => [values.length, name]), [n, 'samples']];
+/** Throws an `Error` if the product of [count, name] each is more than `MAX_CELLS`. */
+export function checkProduct(counts) {
   const factors = counts.filter(([count]) => count > 1);
   const product = factors.reduce((all, [count]) => all * count, 1);
   if (product <= MAX_CELLS) return;

@@ -1,0 +1,110 @@
+// @ts-check
+// The sampling settings: their names in the API, ranges, and what they mean.
+//
+//   SAMPLING                      [{name, label, help, kind, min, max, step, more}], in the order of the form.
+//                                 kind: 'number' | 'integer' | 'lines' | 'json'; more: shown below "More settings"
+//   SamplingForm {values, onChange(values), defaults, names}   names: only these settings
+//   defaultsOf(server)            the server's own values by name, from GET /props; shown where a field is empty
+//   requestFields(values)         the fields of a request: settings that are set, as the API takes them
+import {Button, Field, html} from './components.js';
+
+/** @typedef {{name: string, label: string, help: string, kind: string, min?: number, max?: number, step?: number,
+ * more?: boolean}} Setting */
+
+/** @type {Setting[]} */
+export const SAMPLING = [
+  {name: 'temperature', label: 'Temperature', kind: 'number', min: 0, max: 100, step: 0.1,
+    help: '0 always takes the likeliest token. Higher values take less likely ones more often.'},
+  {name: 'max_tokens', label: 'Maximum tokens', kind: 'integer', min: 1, max: 2147483647, step: 1,
+    help: 'The answer is cut after this many tokens. Empty: it ends where the model ends it, or the context is full.'},
+  {name: 'seed', label: 'Seed', kind: 'integer', min: 0, max: Number.MAX_SAFE_INTEGER, step: 1,
+    help: 'The same seed with the same prompt gives the same text. Empty: a new seed for each answer.'},
+  {name: 'top_k', label: 'Top-k', kind: 'integer', min: 0, max: 2147483647, step: 1,
+    help: 'Only the k likeliest tokens can be taken. 0: all.'},
+  {name: 'top_p', label: 'Top-p', kind: 'number', min: 0, max: 1, step: 0.01,
+    help: 'Only the likeliest tokens that together reach this probability can be taken. 1: all.'},
+  {name: 'min_p', label: 'Min-p', kind: 'number', min: 0, max: 1, step: 0.01,
+    help: 'Tokens below this share of the likeliest token’s probability are left out. 0: none.'},
+  {name: 'stop', label: 'Stop texts', kind: 'lines', help: 'The answer ends before any of these texts, one a line.'},
+  {name: 'repetition_penalty', label: 'Repetition penalty', kind: 'number', min: 0.01, max: 100, step: 0.05, more: true,
+    help: 'Above 1, tokens that are in the last text become less likely. 1: off.'},
+  {name: 'presence_penalty', label: 'Presence penalty', kind: 'number', min: -2, max: 2, step: 0.1, more: true,
+    help: 'Taken once from the logit of each token that is in the text. 0: off.'},
+  {name: 'frequency_penalty', label: 'Frequency penalty', kind: 'number', min: -2, max: 2, step: 0.1, more: true,
+    help: 'Taken from a token’s logit each time that it is in the text. 0: off.'},
+  {name: 'dry_multiplier', label: 'DRY multiplier', kind: 'number', min: 0, max: 1000, step: 0.1, more: true,
+    help: 'Makes it less likely that a sequence of tokens is repeated, the longer it is. 0: off; 0.8 is usual.'},
+  {name: 'xtc_probability', label: 'XTC probability', kind: 'number', min: 0, max: 1, step: 0.05, more: true,
+    help: 'How often the likeliest tokens are left out, where several are likely. 0: never.'},
+  {name: 'typical_p', label: 'Typical-p', kind: 'number', min: 0, max: 1, step: 0.01, more: true,
+    help: 'Only tokens about as surprising as expected can be taken. 1: all.'},
+  {name: 'top_n_sigma', label: 'Top-nσ', kind: 'number', min: -1, max: 1000, step: 0.1, more: true,
+    help: 'Only tokens within n standard deviations of the highest logit can be taken. −1: all.'},
+  {name: 'json_schema', label: 'JSON schema', kind: 'json', more: true,
+    help: 'The answer is JSON of this schema, such as {"type": "object"}.'},
+];
+
+const PROPS_NAMES = {repetition_penalty: 'repeat_penalty'};
+
+export function defaultsOf(server) {
+  const params = server.info.props?.default_generation_settings?.params ?? {};
+  const values = Object.fromEntries(SAMPLING.map(({name}) => [name, params[PROPS_NAMES[name] ?? name]]));
+  return {...values, seed: undefined, max_tokens: params.max_tokens >= 0 ? params.max_tokens : undefined};
+}
+
+const isSet = (value) => value !== undefined && value !== null && value !== '';
+
+/** Raises SyntaxError for a schema that is not JSON. */
+export function requestFields(values) {
+  const fields = {};
+  for (const {name, kind} of SAMPLING) {
+    const value = values[name];
+    if (!isSet(value)) continue;
+    if (kind === 'lines') fields[name] = value.split('\n').filter(Boolean);
+    else if (kind === 'json') fields[name] = JSON.parse(value);
+    else fields[name] = value;
+  }
+  return fields;
+}
+
+function problem({kind, min, max}, value) {
+  if (!isSet(value) || kind === 'lines') return '';
+  if (kind !== 'json') return value < min || value > max ? `It must be from ${min} to ${max}.` : '';
+  try {
+    JSON.parse(value);
+    return '';
+  } catch (error) {
+    return `This is not JSON: ${error.message}`;
+  }
+}
+
+function Setting({setting, value, fallback, onChange}) {
+  const {name, label, help, kind, min, max, step} = setting;
+  const isText = kind === 'lines' || kind === 'json';
+  const onInput = ({target}) => {
+    if (isText) return onChange(target.value);
+    return onChange(Number.isFinite(target.valueAsNumber) ? target.valueAsNumber : undefined);
+  };
+  const input = isText
+    ? html`<textarea rows="2" spellcheck=${false} class=${kind === 'json' ? 'mono' : ''} value=${value ?? ''}
+      onInput=${onInput} />`
+    : html`<input type="number" name=${name} min=${min} max=${max} step=${step}
+      inputmode="decimal" value=${value ?? ''} placeholder=${isSet(fallback) ? `${+Number(fallback).toFixed(4)}` : ''}
+      onInput=${onInput} />`;
+  return html`<${Field} label=${label} help=${help} error=${problem(setting, value)}>${input}<//>`;
+}
+
+export function SamplingForm({values, onChange, defaults = {}, names}) {
+  const shown = SAMPLING.filter(({name}) => !names || names.includes(name));
+  const fields = (settings) => html`<div class="settings-grid">${settings.map((setting) => html`<${Setting}
+    key=${setting.name} setting=${setting} value=${values[setting.name]} fallback=${defaults[setting.name]}
+    onChange=${(value) => onChange({...values, [setting.name]: value})} />`)}</div>`;
+  const more = shown.filter((setting) => setting.more);
+  return html`<div class="stack">
+    ${fields(shown.filter((setting) => !setting.more))}
+    ${more.length > 0 && html`<details open=${more.some(({name}) => isSet(values[name]))}>
+      <summary>More settings</summary>${fields(more)}</details>`}
+    <div class="row"><${Button} onClick=${() => onChange({})} disabled=${!Object.values(values).some(isSet)}
+      >Use the server’s settings<//></div>
+  </div>`;
+}
