@@ -38,6 +38,11 @@ class PageErrors:
         self._allowed.append(re.compile(pattern))
 
     @property
+    def found(self) -> list[str]:
+        """All of them, allowed or not."""
+        return list(self._found)
+
+    @property
     def unexpected(self) -> list[str]:
         return [error for error in self._found if not any(pattern.search(error) for pattern in self._allowed)]
 
@@ -54,7 +59,7 @@ class PageErrors:
 
     def _on_request(self, request: Request) -> None:
         url = urlsplit(request.url)
-        if url.scheme not in ("data", "blob") and url.hostname != "127.0.0.1":
+        if url.scheme in ("http", "https", "ws", "wss") and url.hostname != "127.0.0.1":
             self._found.append(f"request to another host: {request.url}")
 
     def _on_failure(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import time
 import urllib.error
@@ -89,6 +90,53 @@ def test_the_page_says_that_the_server_is_gone_and_goes_on_when_it_is_back(
         page.evaluate(f"location.hash = '{tab}'")
         expect(page.locator(f"main > section.{tab}")).to_be_visible()
     wait_ready(page)
+
+
+LONG = "Write a very long story about a lighthouse and everybody who ever lived in it."
+
+
+def send(page: Page, text: str) -> None:
+    page.get_by_role("textbox", name="Message").fill(text)
+    page.get_by_role("button", name="Send").click()
+
+
+def test_a_reload_in_the_middle_of_a_stream_ends_the_request_and_keeps_the_conversation(
+    page: Page, server: ServerProcess, url: str
+) -> None:
+    open_tab(page, url, "chat")
+    wait_ready(page)
+    send(page, LONG)
+    answer = page.get_by_role("article", name="Assistant")
+    expect(answer).to_contain_text(re.compile(r"\w+ \w+ \w+ \w+"))
+    page.reload()
+    server.wait_idle()
+    expect(page.get_by_role("article", name="You")).to_contain_text(LONG)
+    wait_ready(page)
+    send(page, "Say hello.")
+    expect(answer.last).to_contain_text(re.compile(r"\w+"))
+    page.get_by_role("button", name="Stop").or_(page.get_by_role("button", name="Send")).click()
+
+
+def test_a_stream_whose_server_ends_says_so_and_can_be_tried_again(
+    page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], default_model: Path
+) -> None:
+    errors.allow("ERR_CONNECTION|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED_ENCODING|status of 503")
+    port = free_port()
+    flags = ("-m", default_model, "-np", "4", "-c", "4096", "--port", port)
+    first = fresh_server(*flags)
+    open_tab(page, f"{first.url}/", "chat")
+    wait_ready(page)
+    send(page, LONG)
+    answer = page.get_by_role("article", name="Assistant").last
+    expect(answer).to_contain_text(re.compile(r"\w+ \w+ \w+ \w+"))
+    first.stop()
+    expect(answer.get_by_role("alert")).to_be_visible()
+    health(page, "not reachable")
+    fresh_server(*flags)
+    health(page, "ready")
+    answer.get_by_role("button", name="Try again").click()
+    expect(page.get_by_role("article", name="Assistant").last.get_by_role("alert")).to_have_count(0)
+    expect(page.get_by_role("article", name="Assistant").last).to_contain_text(re.compile(r"\w+ \w+"))
 
 
 def test_a_server_without_the_page_has_its_api_alone(
