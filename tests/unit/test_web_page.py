@@ -73,6 +73,16 @@ async def test_the_page_is_at_the_root(client: TestClient[Any, Any]) -> None:
     assert await answer.read() == (FOLDER / "index.html").read_bytes()
 
 
+async def test_files_are_compressed_for_clients_that_accept_it(client: TestClient[Any, Any]) -> None:
+    sizes = []
+    for encoding in ("gzip, deflate, br", "identity"):
+        answer = await client.get("/page/app.js", headers={"Accept-Encoding": encoding})
+        assert await answer.read() == (FOLDER / "app.js").read_bytes()
+        assert answer.headers["Vary"] == "Accept-Encoding"
+        sizes.append(int(answer.headers["Content-Length"]))
+    assert sizes[0] < sizes[1] / 2
+
+
 @pytest.mark.parametrize("path", ["/", "/page/app.js"])
 async def test_the_browser_is_told_to_load_nothing_from_elsewhere(client: TestClient[Any, Any], path: str) -> None:
     answer = await client.get(path)
