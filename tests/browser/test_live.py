@@ -32,7 +32,7 @@ def batch_server(fresh_server: Callable[..., ServerProcess], default_model: Path
 class Streams(threading.Thread):
     """16 streaming requests with one shared prompt, in one request. `finish_reasons`: of the choices that ended."""
 
-    def __init__(self, server: ServerProcess, max_tokens: int = 300) -> None:
+    def __init__(self, server: ServerProcess, max_tokens: int = 150) -> None:
         super().__init__(daemon=True)
         prompts = [f"{SHARED}Number {i}:" for i in range(16)]
         body = {"prompt": prompts, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
@@ -42,7 +42,7 @@ class Streams(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with urllib.request.urlopen(self._request, timeout=120) as answer:
+        with urllib.request.urlopen(self._request, timeout=150) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
                     reasons = [choice["finish_reason"] for choice in json.loads(line[6:])["choices"]]
@@ -105,14 +105,14 @@ def test_rows_stay_where_they_are_until_their_sequences_end(page: Page, batch_se
 
 def test_a_worker_is_killed_the_page_says_so_and_the_streams_go_on(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
-    streams = Streams(batch_server, max_tokens=400)
+    streams = Streams(batch_server, max_tokens=200)
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
     os.kill(batch_server.get("/stats")["workers"][0]["pid"], signal.SIGKILL)
     workers = page.get_by_role("list", name="Workers")
     expect(workers).to_contain_text("its requests continue")
     expect(workers).to_contain_text(re.compile(r"restarted .* ago: its requests continue"))
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
-    streams.join(90)
+    streams.join(120)
     assert streams.finish_reasons == ["length"] * 16
     expect(workers).to_contain_text("1 restart")
 
