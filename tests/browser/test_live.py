@@ -230,7 +230,7 @@ def test_rows_of_the_table_are_kept_and_filled(page: Page, url: str) -> None:
     function = (
         "({placeRows}) => [placeRows([7, 8, 9], [7, 9, 10]), placeRows([7, 8, 9], [8]), placeRows([null, 8], [])]"
     )
-    assert in_page(page, url, "row_places.js", function) == [[7, 10, 9], [None, 8], []]
+    assert in_page(page, url, "live_layout.js", function) == [[7, 10, 9], [None, 8], []]
 
 
 def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
@@ -244,7 +244,7 @@ def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
         const {{blocks, rows}} = layoutCells({json.dumps(segments)}, (id) => id);
         return [rows, blocks.map(({{segment, row, rows}}) => [kindOf(segment), segment.sequences, row, rows])];
     }}"""
-    n_rows, blocks = in_page(page, url, "cell_layout.js", function)
+    n_rows, blocks = in_page(page, url, "live_layout.js", function)
     assert n_rows == 4
     assert blocks[:3] == [["shared", [1, 3], 0, 2], ["own", [1], 0, 1], ["own", [3], 1, 1]]
     assert blocks[3:] == [["own", [2], 2, 1], ["cached", [], 3, 1], ["cached", [], 3, 1]]
@@ -252,7 +252,7 @@ def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
 
 def test_axes_end_at_round_numbers(page: Page, url: str) -> None:
     function = "({axisEnd, mapWidth}) => [[0, 0.3, 7, 20, 501].map(axisEnd), [1, 65, 97, 200].map(mapWidth)]"
-    assert in_page(page, url, "scales.js", function) == [[1, 0.5, 10, 20, 1000], [64, 96, 128, 256]]
+    assert in_page(page, url, "chart.js", function) == [[1, 0.5, 10, 20, 1000], [64, 96, 128, 256]]
 
 
 def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, url: str) -> None:

@@ -1,16 +1,12 @@
-// @ts-check
 // The KV cells of a worker: how many are free, and which sequences hold the others.
 import {html} from '../components.js';
 import {count, plural} from '../format.js';
-import {kindOf, layoutCells} from './cell_layout.js';
-import {colourOf} from './row_places.js';
-import {mapWidth} from './scales.js';
+import {colourOf, kindOf, layoutCells, mapWidth} from './live_layout.js';
 
 const HEIGHT = 384; // pixels
 const CACHED = 16; // rows of cached prefixes that there is always room for
 
-/** `place(seq_id)`: its row in the table of sequences; `name(seq_id)`: as it is called there; `picked`: a Set of
- * seq_ids. Every block says in words what it is. */
+/** `place(seq_id)`: its row in the table of sequences; `name(seq_id)`: its name there; `picked`: a Set of seq_ids. */
 export function CellMap({cells, ...props}) {
   const {blocks, rows, held} = layoutCells(cells.segments, props.place);
   const wanted = Math.max(4, Math.ceil(Math.min(rows, held + CACHED) / 4) * 4); // changes by 4 rows at once

@@ -1,14 +1,9 @@
-// @ts-check
 // A chart of the last two minutes: lines, or areas on top of each other.
 import {html, useMemo} from '../components.js';
 import {SECONDS} from './live_history.js';
-import {axisEnd} from './scales.js';
 
-/**
- * `series`: [[label, name of a value of the samples, colour]]; without a colour the value is told and not drawn. `ago`:
- * the seconds before the last sample whose values are told, in all charts; null: the last ones. `onAgo(ago)`: the
- * pointer or a key chose others.
- */
+/** `series`: [[label, name of a value of the samples, colour]]; without a colour a value is told, not drawn. `ago`: the
+ * seconds before the last sample whose values are told, in all charts, or null. `onAgo(ago)`: other ones are chosen. */
 export function Chart({title, samples, series, format, areas, ago, onAgo}) {
   const now = samples[samples.length - 1].time;
   const drawn = series.filter(([,, colour]) => colour);
@@ -42,7 +37,8 @@ export function Chart({title, samples, series, format, areas, ago, onAgo}) {
         ${ago !== null && html`<path class="cursor" d=${`M${(SECONDS - ago) * 10} 0V100`} />`}
       </svg><span>${format(end)}</span></div>
     <ul>${series.map(([label,, colour], i) => html`<li>${colour && html`<svg viewBox="0 0 14 10" aria-hidden="true">
-      <path class=${look(colour, i)} d=${areas ? 'M0 0H14V10H0z' : 'M0 5H14'} /></svg>`}${label} <b>${values[i]}</b></li>`)}
+      <path class=${look(colour, i)} d=${areas ? 'M0 0H14V10H0z' : 'M0 5H14'} /></svg>`}${label} <b>${
+      values[i]}</b></li>`)}
     </ul>
   </figure>`;
 }
@@ -63,4 +59,11 @@ function plot(samples, now, names, areas) {
     return path;
   });
   return {end, paths};
+}
+
+/** The smallest of 1, 2, 5, 10, 20 ... that is at least `value`. */
+export function axisEnd(value) {
+  if (!(value > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((step) => step * power).find((end) => end >= value * 0.999999);
 }

@@ -1,4 +1,3 @@
-// @ts-check
 // Follows a stream, and opens it again when it breaks. No DOM.
 
 const PAUSES = [0.5, 1, 2, 4, 8]; // seconds before the next try, by tries that failed in a row

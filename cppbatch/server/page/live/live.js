@@ -1,4 +1,3 @@
-// @ts-check
 // The Live tab: what the engine does now, from the snapshots of GET /live.
 import {events} from '../api.js';
 import {Button, Notice, html, stylesheet, useEffect, useRef, useState} from '../components.js';
@@ -6,19 +5,19 @@ import {count, fixed, percent, rate, seconds} from '../format.js';
 import {Chart} from './chart.js';
 import {follow} from './follow.js';
 import {BESIDE, LiveHistory, PHASES} from './live_history.js';
-import {NothingRuns, SampleButton} from './sample_requests.js';
+import {NothingRuns} from './sample_requests.js';
 import {WorkerLine, WorkerView} from './worker_view.js';
 
 await stylesheet(import.meta.url, 'live.css');
 
-const IDLE = 3; // seconds without a request after which nothing runs
-const TICK = 1000; // ms
+const IDLE = 3; // seconds after the last request
+const TICK = 1; // seconds
 
 const CHARTS = [
   {title: 'Generated tokens', format: rate, series: [['generated', 'generated', 1]]},
   {title: 'Prompt tokens', format: rate, series: [['computed', 'prompt', 2]]},
   {title: 'Batch size', format: fixed, series: [['sequences in decode', 'batch', 3]]},
-  {title: 'Time of a step', areas: true, format: (ms) => seconds(ms / 1000), series: [
+  {title: 'Time of a step', areas: true, format: seconds, series: [
     ...PHASES.map((name, i) => [name, name, i + 1]), ...BESIDE.map((name) => [`${name}, beside the next`, name])]},
   {title: 'Time to first token', format: seconds, series: [['median', 'ttft', 4], ['p95', 'ttft95', 5]]},
   {title: 'Time between tokens', format: seconds, series: [['median', 'itl', 6], ['p95', 'itl95', 7]]},
@@ -47,8 +46,8 @@ export function Live({server, active}) {
       setConnection((before) => (before.message || state.message ? state : before));
     });
     const clock = setInterval(() => { // the server sends nothing while nothing changes
-      if (last && performance.now() - receivedAt > TICK) receive({...last, time: last.time + TICK / 1000});
-    }, TICK);
+      if (last && performance.now() - receivedAt > TICK * 1000) receive({...last, time: last.time + TICK});
+    }, TICK * 1000);
     signal.addEventListener('abort', () => clearInterval(clock));
   }), [active]);
 
@@ -62,7 +61,6 @@ export function Live({server, active}) {
     <div class="row">
       <${Figures} ...${{workers, batches, last: samples[samples.length - 1]}} />
       <${Button} aria-pressed=${String(paused)} onClick=${() => setPaused(!paused)}>Pause<//>
-      ${idle <= IDLE && html`<${SampleButton} />`}
     </div>
     <ul aria-label="Workers">${workers.map((worker, i) => html`<${WorkerLine} worker=${worker}
       restarted=${view.restarted[i]} />`)}</ul>
@@ -99,6 +97,6 @@ function Figures({workers, batches, last}) {
     ['generated', rate(last.generated)],
     ['KV cells used', percent(sum(({cells}) => cells.used) / sum(({cells}) => cells.total))],
     ['to the first token', seconds(last.ttft)],
-    ...batches.map(({completed, total}) => [html`<a href="#jobs">job</a>`, `${count(completed)} of ${count(total)} lines`]),
+    ...batches.map(({completed, total}) => ['lines of a job', `${count(completed)} of ${count(total)}`]),
   ].map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }

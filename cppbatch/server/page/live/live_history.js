@@ -1,21 +1,17 @@
-// @ts-check
-// The last two minutes of snapshots, as the samples that the charts show. No DOM.
+// The last two minutes of snapshots, as samples for the charts. No DOM.
 
 export const SECONDS = 120;
-const MEAN = 1; // seconds over which rates are averaged: a step may take longer than the time between two snapshots
+const MEAN = 1; // seconds over which rates are averaged: a step may be longer than the time between two snapshots
 const APART = 0.38; // seconds between two samples
-const GAP = 3; // seconds without a snapshot: the lines break
+const GAP = 3; // seconds without a snapshot
 
-/** The phases that follow each other in a step; `text` and `emit` run beside the next one. */
 export const PHASES = ['decode', 'sample', 'schedule', 'fill', 'advance'];
-export const BESIDE = ['text', 'emit'];
+export const BESIDE = ['text', 'emit']; // the phases that run beside the next step
 
 export class LiveHistory {
   constructor() {
-    /** Oldest first: {time, generated, prompt, ttft, ttft95, itl, itl95, batch, acceptance, ...phases}, in seconds, and
-     * ms a step for the phases. Only {time}: nothing is known of then. @type {any[]} */
-    this.samples = [];
-    this.snapshots = [];
+    this.samples = []; // oldest first, as `sample` makes them; one with only a time is a gap
+    this.snapshots = []; // of the last second, as the intervals
     this.intervals = [];
     this.workers = new Map();
     this.busyAt = 0;
@@ -44,18 +40,17 @@ export class LiveHistory {
     const sum = (of) => this.intervals.reduce((total, each) => total + of(each), 0);
     const mean = (name) => this.snapshots.reduce((total, each) => total + each[name], 0) / this.snapshots.length;
     const steps = sum((each) => each.steps);
-    const phases = [...PHASES, ...BESIDE].map((name) => [name, (sum((each) => each.phases[name]) / steps) * 1000]);
     return {
       time, generated: mean('tokens_per_second'), prompt: mean('prompt_tokens_per_second'),
       ttft: ttft.p50, ttft95: ttft.p95, itl: itl.p50, itl95: itl.p95,
       batch: steps ? sum((each) => each.batch_size * each.steps) / steps : 0,
       acceptance: sum((each) => each.accepted_tokens) / sum((each) => each.drafted_tokens),
-      ...Object.fromEntries(phases),
+      ...Object.fromEntries([...PHASES, ...BESIDE].map((name) => [name, sum((each) => each.phases[name]) / steps])),
     };
   }
 
-  /** What the tab shows. `idle`: seconds since the last request. For each worker: `restarted`, the seconds since its
-   * restart was seen, or NaN; `speeds`, the generated tokens/s of its sequences by number, over the last second. */
+  /** What the tab shows. `idle`: seconds since the last request. For each worker: `restarted`, seconds since a restart
+   * was seen, or NaN; `speeds`, tokens/s of its sequences by number. */
   view() {
     const snapshot = this.snapshots[this.snapshots.length - 1];
     const {time, workers} = snapshot;
@@ -67,14 +62,9 @@ export class LiveHistory {
   }
 
   speeds({name, pid, engine}) {
-    const oldest = new Map();
-    for (const {workers} of [...this.snapshots].reverse()) {
-      const before = workers.find((each) => each.name === name && each.pid === pid)?.engine;
-      for (const {number, generated_tokens} of before?.rows ?? []) oldest.set(number, [generated_tokens, before.clock]);
-    }
-    return new Map((engine?.rows ?? []).map(({number, generated_tokens}) => {
-      const [tokens, clock] = oldest.get(number);
-      return [number, (generated_tokens - tokens) / (engine.clock - clock)];
-    }));
+    const before = this.snapshots[0].workers.find((each) => each.name === name && each.pid === pid)?.engine;
+    const tokens = new Map(before?.rows.map((row) => [row.number, row.generated_tokens]));
+    return new Map(engine?.rows.map(({number, generated_tokens}) =>
+      [number, (generated_tokens - tokens.get(number)) / (engine.clock - before?.clock)]));
   }
 }

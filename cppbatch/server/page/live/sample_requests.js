@@ -1,4 +1,3 @@
-// @ts-check
 // What to do when nothing runs: a command to copy, and a button that sends 16 requests.
 import {request} from '../api.js';
 import {Button, CopyButton, EmptyState, html, toast, useState} from '../components.js';
@@ -16,20 +15,20 @@ async function sendSamples() {
   toast(`16 samples: ${plural(usage.completion_tokens, 'token')} in ${seconds((performance.now() - began) / 1000)}`);
 }
 
-export function SampleButton({kind = ''}) {
+function SampleButton() {
   const [busy, setBusy] = useState(false);
   const send = () => {
     setBusy(true);
     sendSamples().catch((error) => toast(error.message, 'error')).finally(() => setBusy(false));
   };
-  return html`<${Button} kind=${kind} icon="send" disabled=${busy} onClick=${send}>Send 16 sample requests<//>`;
+  return html`<${Button} kind="primary" icon="send" disabled=${busy} onClick=${send}>Send 16 sample requests<//>`;
 }
 
 export function NothingRuns({keyed}) {
   const key = keyed ? "-H 'Authorization: Bearer YOUR-KEY' " : '';
   const command = `curl ${new URL('v1/completions', location.href)} ${key}-H 'Content-Type: application/json' `
     + `-d '{"prompt": "The sea is", "max_tokens": 200}'`;
-  return html`<${EmptyState} title="Nothing is running" actions=${html`<${SampleButton} kind="primary" />`}>
+  return html`<${EmptyState} title="Nothing is running" actions=${html`<${SampleButton} />`}>
     <p>Every running request is a row here. Send 16 at once and see them computed together, or one from a terminal:</p>
     <div class="curl"><code>${command}</code><${CopyButton} text=${command} label="Copy the command" /></div>
   <//>`;

@@ -1,8 +1,7 @@
-// @ts-check
 // The running sequences of a worker, a row for each, and the queue behind them.
 import {html} from '../components.js';
 import {count, fixed, percent, plural, seconds} from '../format.js';
-import {colourOf} from './row_places.js';
+import {colourOf} from './live_layout.js';
 
 const STATES = {prefill: '▷', decode: '●', swapped: '◫'};
 const COLUMNS = ['Sequence', 'State', 'Tokens of at most', 'Tokens/s', 'Drafts accepted', 'seq_id'];
@@ -25,7 +24,7 @@ export function Sequences({places, rows, speeds, picked, onPick}) {
 function Row({row, colour, speed, picked, onPick}) {
   const {number, state, prompt_tokens: prompt, generated_tokens: generated, drafted_tokens: drafted} = row;
   const [n, most] = [prompt + generated, prompt + row.max_tokens];
-  const title = `Prompt: ${count(prompt)}, ${count(row.cached_tokens)} of them cached. Generated: ${count(generated)}`;
+  const title = `Prompt: ${count(prompt)}, cached: ${count(row.cached_tokens)}, generated: ${count(generated)}`;
   return html`<tr data-number=${number} data-state=${state} class=${picked && 'picked'}>
     <th scope="row"><button type="button" class=${`pick ${colour}`} aria-pressed=${String(picked)}
       onClick=${() => onPick(number)}><i></i>#${number}</button></th>
@@ -45,5 +44,5 @@ export const Queue = ({queue, waiting}) => (waiting ? html`
   <ol>${queue.slice(0, SHOWN).map(({number, age, prompt_tokens: prompt, priority, rank}) => html`<li key=${number}>
     <b>#${number}</b> waits ${seconds(age)}, ${plural(prompt, 'prompt token')}${priority ? `, priority ${priority}` : ''
     }${rank === null ? '' : `, rank ${fixed(rank, 2)}`}</li>`)}</ol>
-  <p class="hint">${waiting > SHOWN && `and ${count(waiting - SHOWN)} more. `}The lowest rank is admitted first: its
-    priority, less a tenth of the seconds it has waited.</p>` : html`<p class="hint">Empty: nobody waits.</p>`);
+  <p class="hint">${waiting > SHOWN && `and ${count(waiting - SHOWN)} more. `}The lowest rank is
+    next: the priority, less a tenth of the seconds waited.</p>` : html`<p class="hint">Nobody waits.</p>`);

@@ -1,9 +1,8 @@
-// @ts-check
 // One worker: its health, its sequences, its queue and its KV cells.
 import {Badge, html, useRef, useState} from '../components.js';
 import {count, plural, seconds} from '../format.js';
 import {CellMap} from './cell_map.js';
-import {placeRows} from './row_places.js';
+import {placeRows} from './live_layout.js';
 import {Queue, Sequences} from './sequences.js';
 
 const NEWS = 60; // seconds for which a restart is told
