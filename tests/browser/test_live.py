@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
@@ -130,28 +131,38 @@ def test_nothing_runs_and_a_button_shows_a_batch(page: Page, batch_server: Serve
     expect(tab.get_by_role("heading", name="Nothing is running")).to_be_visible()
 
 
+def n_connections(url: str) -> int:
+    """Open connections of the server, as the kernel counts them."""
+    port = f":{urlsplit(url).port:04X}"
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(fields[1].endswith(port) and fields[3] == "01" for fields in map(str.split, lines))
+
+
 def test_the_stream_is_closed_while_nobody_looks(page: Page, server: ServerProcess, url: str) -> None:
-    requests: list[str] = []
+    started: list[str] = []
     ended: list[str] = []
-    page.on("request", lambda request: requests.append(request.url))
+    page.on("request", lambda request: started.append(request.url))
     page.on("requestfailed", lambda request: ended.append(request.url))
-    live = f"{url}live"
+    open_tab(page, url, "chat")
     tab = open_tab(page, url, "live")
     expect(tab.get_by_role("heading", name="KV cells")).to_be_visible()
-    assert requests.count(live) == 1
-    assert ended.count(live) == 0
+    live, before = f"{url}live", n_connections(url)
+    assert (started.count(live), ended.count(live)) == (1, 0)
+
     page.get_by_role("link", name="Chat").click()
     page.wait_for_timeout(500)
     assert ended.count(live) == 1, "another tab of the page"
+    assert n_connections(url) < before
     page.get_by_role("link", name="Live").click()
     page.wait_for_timeout(500)
-    assert requests.count(live) == 2
+    assert started.count(live) == 2
     page.evaluate(_HIDE, True)
     page.wait_for_timeout(500)
     assert ended.count(live) == 2, "another tab of the browser"
+    assert n_connections(url) < before
     page.evaluate(_HIDE, False)
     page.wait_for_timeout(500)
-    assert requests.count(live) - ended.count(live) == 1
+    assert (started.count(live), ended.count(live)) == (3, 2)
 
 
 _HIDE = """(hidden) => {
@@ -251,8 +262,8 @@ def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
 
 
 def test_axes_end_at_round_numbers(page: Page, url: str) -> None:
-    function = "({axisEnd, mapWidth}) => [[0, 0.3, 7, 20, 501].map(axisEnd), [1, 65, 97, 200].map(mapWidth)]"
-    assert in_page(page, url, "chart.js", function) == [[1, 0.5, 10, 20, 1000], [64, 96, 128, 256]]
+    assert in_page(page, url, "chart.js", "(m) => [0, 0.3, 7, 20, 501].map(m.axisEnd)") == [1, 0.5, 10, 20, 1000]
+    assert in_page(page, url, "live_layout.js", "(m) => [1, 65, 97, 200].map(m.mapWidth)") == [64, 96, 128, 256]
 
 
 def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, url: str) -> None:

@@ -22,8 +22,8 @@ export const colourOf = (place) => `c${(place % 8) + 1}`;
  *                                                                          2  ##########bb
  *                                                                             ccccc
  *
- * `place(seq_id)`: the order of the sequences; a group stands where its first one does. Returns {blocks: [{segment, row,
- * rows}], rows, held}: `held` of the rows are of sequences.
+ * `place(seq_id)`: the order of the sequences; a group stands where its first one does.
+ * Returns {blocks: [{segment, row, rows}], rows, held}: `held` of the rows are of sequences.
  */
 export function layoutCells(segments, place) {
   const keys = new Map(); // of each sequence: for each of its segments, the first place of a holder, as text
