@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,16 @@ async def test_a_client_that_disconnects_cancels_its_request(client: Client) -> 
             break
         await asyncio.sleep(0.05)
     assert stats["finished"].get("cancelled") == 1
+
+
+async def test_the_web_page_is_served_below_a_prefix_and_refers_to_its_files_relatively(client: Client) -> None:
+    status, headers, parts = await client.ask("GET", "/", root_path="/llm")
+    assert (status, headers[b"content-type"]) == (200, b"text/html; charset=utf-8")
+    assert b"default-src 'none'" in headers[b"content-security-policy"]
+    files = re.findall(r'(?:src|href)="([^"]+)"', b"".join(parts).decode())
+    assert len(files) > 3
+    for file in files:
+        assert not file.startswith("/")
+        assert (await client.ask("GET", f"/{file}", root_path="/llm"))[0] == 200
+    etag = headers[b"etag"]
+    assert (await client.ask("GET", "/", headers=((b"if-none-match", etag),)))[0] == 304

@@ -1,13 +1,13 @@
 // The shell: header, tabs, API key, theme, and the state of the connection.
 //
-// A tab is the module <name>/<name>.js, which exports a Preact component named as in TABS. It is imported when the tab is
-// first shown, and then stays mounted with its state. Its props:
+// A tab is the module <name>/<name>.js, which exports a Preact component named as in TABS. It is imported when the tab
+// is first shown, and then stays mounted with its state. Its props:
 //   active   whether the tab is shown. A tab that is not must do nothing, except what the reader started in it
 //   server   {name, info: {props, model, models}, keyed, health}. props: GET /props; models: GET /v1/models; model: its
 //            first; all null until the model is loaded. health: GET /health, with status 'unreachable' if it fails
 import {key, onKeyWanted, request, setKey} from './api.js';
 import {
-  Button, Confirm, Dialog, EmptyState, Field, Icon, Toasts, html, render, toast, useCallback, useEffect, useRef, useState,
+  Button, Confirm, Dialog, EmptyState, Field, Toasts, html, render, toast, useCallback, useEffect, useRef, useState,
 } from './components.js';
 import {percent} from './format.js';
 
@@ -162,11 +162,16 @@ function App() {
     if (given) setKeyVersion((now) => now + 1);
   }, [keyRequest]);
 
+  const skip = (event) => {
+    event.preventDefault();
+    main.current.focus();
+  };
   const server = {name, info, keyed, health};
   return html`
-    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>Skip to content</a>
+    <a class="skip" href="#main" onClick=${skip}>Skip to content</a>
     <header class="top">
-      <div class="brand"><strong>cppbatch</strong>${name && html`<span class="model" title=${name}>${name}</span>`}</div>
+      <div class="brand"><strong>cppbatch</strong>
+        ${name && html`<span class="model" title=${name}>${name}</span>`}</div>
       <nav aria-label="Tabs">${Object.entries(TABS).map(([each, label]) => html`<a href=${`#${each}`}
         aria-current=${each === tab ? 'page' : undefined}>${label}</a>`)}</nav>
       <div class="row tools"><${Health} health=${health} />

@@ -1,7 +1,7 @@
 // @ts-check
 // The components that all tabs share, and Preact with htm (html`...` makes elements; class, not className).
 //
-//   html, render, useState, useEffect, useLayoutEffect, useRef, useMemo, useCallback, useReducer
+//   html, render, Component, useState, useEffect, useLayoutEffect, useRef, useMemo, useCallback, useReducer
 //   Button   {kind: 'primary' | 'quiet' | 'danger', icon, label, busy}   label without children: an icon button
 //   Icon     {name}                    names: the keys of ICONS
 //   Field    {label, help, error, inline}   children: one input, select or textarea; inline for checkboxes
@@ -13,15 +13,16 @@
 //   Table    {columns: [{key, label, align, render(row)}], rows, rowKey, caption, onSelect(row)}
 //   CopyButton {text: string | () => string, label}
 //   Badge    {kind: 'ok' | 'warning' | 'error' | 'accent'}
-//   copyText(text), download(name, content, type), toast(message, kind), confirmAction({title, message, action})
-//   await stylesheet(import.meta.url, 'x.css')   a tab's own rules, loaded before it is shown
+//   copyText(text), download(name, content, type), toast(message, kind, action)
+//   confirmAction({title, message, action}) -> Promise<boolean>
+//   await stylesheet(import.meta.url, 'x.css')  a tab's own rules, loaded before it is shown
 //   useStored(name, initial)           state in localStorage, under cppbatch.<name>
 //   Toasts, Confirm                    rendered once, by app.js
 import {
-  html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
+  Component, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
 } from './vendor/preact.js';
 
-export {html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState};
+export {Component, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState};
 
 const ICONS = {
   plus: 'M8 3v10M3 8h10',
@@ -49,9 +50,9 @@ const ICONS = {
 export const Icon = ({name}) => html`<svg class="icon" viewBox="0 0 16 16" aria-hidden="true">
   <path d=${ICONS[name]} /></svg>`;
 
-export function Button({kind = '', icon, label, busy, children, ...props}) {
+export function Button({kind = '', icon, label, busy, class: extra = '', children, ...props}) {
   const alone = icon && !children;
-  return html`<button type="button" class=${`button ${kind} ${alone ? 'alone' : ''}`} aria-label=${label}
+  return html`<button type="button" class=${`button ${kind} ${alone ? 'alone' : ''} ${extra}`} aria-label=${label}
     title=${alone ? label : undefined} aria-busy=${busy || undefined} ...${props}>
     ${icon && html`<${Icon} name=${icon} />`}${children}</button>`;
 }
@@ -202,22 +203,26 @@ export const stylesheet = (base, path) => new Promise((resolve, reject) => {
 let showToast = () => {};
 let showConfirm = async () => false;
 
-/** Shows a message for some seconds. kind: 'info' or 'error'. */
-export const toast = (message, kind = 'info') => showToast({message, kind, id: performance.now()});
+/** Shows a message for some seconds. kind: 'info' or 'error'. action: {label, act}, a button beside it. */
+export const toast = (message, kind = 'info', action = null) =>
+  showToast({message, kind, action, id: performance.now()});
 
 /** Asks before something is done that cannot be undone. Resolves to whether to do it. */
 export const confirmAction = (question) => showConfirm(question);
 
 export function Toasts() {
   const [all, setAll] = useState([]);
+  const drop = (one) => setAll((now) => now.filter((each) => each.id !== one.id));
   useEffect(() => {
     showToast = (one) => {
       setAll((now) => [...now.slice(-3), one]);
-      setTimeout(() => setAll((now) => now.filter((each) => each.id !== one.id)), one.kind === 'error' ? 9000 : 4000);
+      setTimeout(() => drop(one), one.kind === 'error' || one.action ? 9000 : 4000);
     };
   }, []);
   return html`<div class="toasts" role="status" aria-live="polite">
-    ${all.map((one) => html`<div key=${one.id} class=${`toast ${one.kind}`}>${one.message}</div>`)}</div>`;
+    ${all.map((one) => html`<div key=${one.id} class=${`toast ${one.kind}`}>
+      <span>${one.message}</span>${one.action && html`<${Button} onClick=${() => { one.action.act(); drop(one); }}
+        >${one.action.label}<//>`}</div>`)}</div>`;
 }
 
 export function Confirm() {

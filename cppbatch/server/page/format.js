@@ -46,9 +46,10 @@ export function seconds(s) {
   if (s < 0.001) return `${fixed(s * 1000, 2)} ms`;
   if (s < 1) return `${fixed(s * 1000, s < 0.01 ? 1 : 0)} ms`;
   if (s < 60) return `${fixed(s, s < 10 ? 2 : 1)} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`;
-  if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.round((s % 3600) / 60)} min`;
-  return `${Math.floor(s / 86400)} d ${Math.round((s % 86400) / 3600)} h`;
+  const whole = Math.round(s);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
 export function ago(unixSeconds) {

@@ -1,3 +1,99 @@
-import {EmptyState, html} from '../components.js';
+// @ts-check
+// The Chat tab.
+import {
+  Button, Dialog, EmptyState, Field, Menu, download, html, stylesheet, toast, useEffect, useReducer, useState,
+} from '../components.js';
+import {chatState as state} from './chat_state.js';
+import {Composer} from './composer.js';
+import {add, choose, pathOf, remove, toJson, toMarkdown} from './conversation.js';
+import {Messages} from './messages.js';
+import {SettingsDialog} from './settings_dialog.js';
+import {Sidebar} from './sidebar.js';
 
-export const Chat = () => html`<${EmptyState} title="Chat">This tab is not there yet.<//>`;
+await stylesheet(import.meta.url, 'chat.css');
+
+const ACTIONS = {
+  choose: (message, step) => state.update(choose(state.current, message, step)),
+  continue: (message) => state.continue(message),
+  regenerate: (message) => state.answer(message.parent),
+  sendResults: (id, results) => state.sendResults(id, results),
+  edit(message, text) {
+    if (message.role === 'user') return state.send(text, message.parent);
+    return state.update(add(state.current, message.parent, {role: 'assistant', content: text, finish: 'stop'}));
+  },
+  remove(message) {
+    const before = state.current;
+    state.update(remove(before, message));
+    toast('Deleted, with what followed it.', 'info', {label: 'Undo', act: () => state.update(before)});
+  },
+};
+
+function useChatState() {
+  const [, update] = useReducer((n) => n + 1, 0);
+  useEffect(() => {
+    state.load();
+    return state.subscribe(update);
+  }, []);
+}
+
+const fileName = ({title}) => title.replace(/[^\p{L}\p{N}]+/gu, '-').slice(0, 50) || 'conversation';
+
+function Rename({conversation, onEnd}) {
+  const [title, setTitle] = useState(conversation.title);
+  const submit = (event) => {
+    event.preventDefault();
+    state.update({...conversation, title: title.trim()});
+    onEnd();
+  };
+  return html`<${Dialog} open title="Rename the conversation" onClose=${onEnd}><form onSubmit=${submit}>
+    <${Field} label="Title">
+      <input required autofocus value=${title} onInput=${({target}) => setTitle(target.value)} /><//>
+    <div class="row end"><${Button} onClick=${onEnd}>Cancel<//>
+      <${Button} kind="primary" type="submit">Rename<//></div>
+  </form><//>`;
+}
+
+function erase(conversation) {
+  state.erase(conversation.id);
+  toast('Conversation deleted.', 'info', {label: 'Undo', act: () => state.import([conversation])});
+}
+
+export function Chat({server, active}) {
+  useChatState();
+  const [isListOpen, setListOpen] = useState(false);
+  const [shown, setShown] = useState(null);
+  const conversation = state.current;
+  const isEmpty = pathOf(conversation).length === 0;
+  const close = () => setShown(null);
+  return html`<div class="chat">
+    <${Sidebar} state=${state} isOpen=${isListOpen} onSelect=${() => setListOpen(false)} />
+    ${isListOpen && html`<div class="veil" onClick=${() => setListOpen(false)}></div>`}
+    <div class="chat-main">
+      <div class="chat-bar">
+        <${Button} kind="quiet" icon="menu" label="Show conversations" class="only-narrow"
+          aria-expanded=${isListOpen} onClick=${() => setListOpen(!isListOpen)} />
+        <h2>${conversation.title || 'New conversation'}</h2>
+        <${Button} kind="quiet" icon="settings" label="Settings of this conversation"
+          onClick=${() => setShown('settings')} />
+        <${Menu} label="This conversation" items=${[
+          {label: 'Rename …', icon: 'edit', disabled: isEmpty, onSelect: () => setShown('rename')},
+          {label: 'Export as Markdown', icon: 'download', disabled: isEmpty, onSelect: () =>
+            download(`${fileName(conversation)}.md`, toMarkdown(conversation), 'text/markdown')},
+          {label: 'Export as JSON', icon: 'download', disabled: isEmpty, onSelect: () =>
+            download(`${fileName(conversation)}.json`, toJson([conversation]))},
+          {label: 'Delete', icon: 'trash', danger: true, disabled: isEmpty, onSelect: () => erase(conversation)},
+        ]} />
+      </div>
+      ${isEmpty ? html`<div class="messages">
+          <${EmptyState} title=${server.name ? `Chat with ${server.name}` : 'Chat'}>Write a message below. Several
+            conversations can be answered at the same time: they share the batch.<//></div>`
+        : html`<${Messages} key=${conversation.id} conversation=${conversation} actions=${ACTIONS}
+          health=${server.health} running=${state.running.get(conversation.id)?.messageId} />`}
+      <${Composer} conversationId=${conversation.id} isRunning=${state.isRunning} active=${active}
+        onSend=${(text) => state.send(text)} onStop=${() => state.stop()} />
+    </div>
+    ${shown === 'settings' && html`<${SettingsDialog} conversation=${conversation} server=${server} onClose=${close}
+      onChange=${(fields) => state.update({...state.current, ...fields})} />`}
+    ${shown === 'rename' && html`<${Rename} conversation=${conversation} onEnd=${close} />`}
+  </div>`;
+}

@@ -1,0 +1,68 @@
+// @ts-check
+// One streamed answer of /v1/chat/completions, and what its errors mean to the reader. No DOM.
+import {events} from '../api.js';
+
+/**
+ * Reads an answer. onChange gets the message's fields whenever some text has arrived.
+ *
+ * @param {object} body the request, without stream
+ * @param {{signal: AbortSignal, onChange: (fields: object) => void, begin?: {content?: string, reasoning?: string}}}
+ *   how begin: the text so far of a message that is continued
+ */
+export async function readAnswer(body, {signal, onChange, begin = {}}) {
+  const started = performance.now();
+  const message = {content: '', reasoning: '', ...begin, calls: [], finish: null, stats: null};
+  let firstToken = null;
+  const request = {...body, stream: true, stream_options: {include_usage: true}, return_progress: true};
+  for await (const chunk of events('/v1/chat/completions', {body: request, signal, retries: 3})) {
+    const [choice] = chunk.choices ?? [];
+    const delta = choice?.delta ?? {};
+    if (delta.content || delta.reasoning_content || delta.tool_calls) firstToken ??= performance.now();
+    message.content += delta.content ?? '';
+    message.reasoning += delta.reasoning_content ?? '';
+    if (delta.tool_calls) message.calls = withDeltas(message.calls, delta.tool_calls);
+    message.progress = firstToken ? null : chunk.prompt_progress ?? message.progress ?? null;
+    if (choice?.finish_reason) message.finish = choice.finish_reason;
+    if (choice?.finish_reason || chunk.usage || chunk.timings) {
+      message.stats = {...message.stats, ...statsOf(chunk), ttft: (firstToken - started) / 1000 || null};
+    }
+    onChange({...message});
+  }
+}
+
+function statsOf({usage, timings, choices}) {
+  return {
+    ...(usage && {tokens: usage.completion_tokens, prompt: usage.prompt_tokens,
+      cached: usage.prompt_tokens_details?.cached_tokens ?? 0}),
+    ...(timings && {rate: timings.predicted_n > 1 ? timings.predicted_per_second : null}),
+    ...(choices?.[0]?.seed !== undefined && {seed: choices[0].seed}),
+  };
+}
+
+function withDeltas(calls, deltas) {
+  const next = [...calls];
+  for (const {index, id, function: called} of deltas) {
+    const call = next[index] ?? {id: '', name: '', args: ''};
+    next[index] = {
+      id: id ?? call.id, name: call.name + (called?.name ?? ''), args: call.args + (called?.arguments ?? ''),
+    };
+  }
+  return next;
+}
+
+/** What went wrong and what to do, in a sentence or two. */
+export function adviceOf(error, health) {
+  const said = error.message.replace(/\.$/, '');
+  const soon = 'Try again in a moment.';
+  if (error.status === 0 && health?.status === 'unreachable') return `${said}. Start it again, then try again.`;
+  if (error.status === 0) return `${said}. What has arrived is kept.`;
+  if (error.code === 'context_length_exceeded') {
+    return `The conversation does not fit into the model’s context: ${said}. `
+      + 'Or delete messages, or begin a new conversation.';
+  }
+  if (error.status === 401) return 'The server wants an API key: give it with the button at the top, then try again.';
+  if (error.status === 403) return `The API key does not allow this: ${said}.`;
+  if (error.status === 429) return `The server has too many requests just now: ${said}. ${soon}`;
+  if (error.status === 503) return `The server takes no requests just now: ${said}. ${soon}`;
+  return error.param ? `The server refuses ${error.param}: ${said}.` : `The answer failed: ${said}.`;
+}

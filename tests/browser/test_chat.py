@@ -1,0 +1,519 @@
+"""The Chat tab: streaming, stopping, versions of messages, settings, thoughts and tools, what is kept, and errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from playwright.sync_api import BrowserContext, Locator, Page, Request, Route, expect
+
+from tests.browser.conftest import PageErrors
+from tests.browser.hostile import LONG_WORD, MARKS, UNMARKED, write_hostile_model
+from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
+from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat
+from tests.server_process import ServerProcess
+
+CHAT = "**/v1/chat/completions"
+ANSWERED = 60_000  # milliseconds
+
+
+@pytest.fixture
+def chat(page: Page, url: str) -> Page:
+    """The page at the Chat tab, with a ready server and no conversations."""
+    open_tab(page, url)
+    wait_ready(page)
+    return page
+
+
+def settings(page: Page, **values: str) -> None:
+    """Fills fields of the conversation's settings, by their labels."""
+    page.get_by_role("button", name="Settings of this conversation").click()
+    dialog = page.get_by_role("dialog")
+    for summary in dialog.locator("summary").all():
+        if summary.locator("..").get_attribute("open") is None:
+            summary.click()
+    for label, value in values.items():
+        dialog.get_by_label(label.replace("_", " "), exact=True).fill(value)
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
+
+
+def send(page: Page, text: str) -> None:
+    page.get_by_role("textbox", name="Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def messages(page: Page, role: str = "") -> Locator:
+    return page.locator(f".message{'.' + role if role else ''}")
+
+
+def answered(page: Page) -> str:
+    """The text of the last answer, once it has ended."""
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=ANSWERED)
+    return messages(page, "assistant").last.locator(".markdown").last.inner_text()
+
+
+def ask(page: Page, text: str) -> str:
+    send(page, text)
+    return answered(page)
+
+
+def sse(*chunks: dict[str, Any]) -> str:
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def answer_with(page: Page, text: str) -> None:
+    """The next answers are this text: for what is shown, whatever a model says."""
+    delta = {"choices": [{"index": 0, "delta": {"content": text}}]}
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=sse(delta, last)))
+
+
+# --- the stream -----------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_streams_and_stops(chat: Page, server: ServerProcess) -> None:
+    settings(chat, Temperature="0")
+    send(chat, "Count from one to five hundred, in words.")
+    answer = messages(chat, "assistant").locator(".markdown")
+    expect(answer).not_to_be_empty(timeout=ANSWERED)
+    early = answer.inner_text()
+    expect(answer).not_to_have_text(early, timeout=ANSWERED)
+    assert answer.inner_text().startswith(early.rstrip()[: len(early) // 2])
+    chat.get_by_role("button", name="Stop").click()
+    expect(messages(chat, "assistant")).to_contain_text("Stopped.")
+    stopped = answered(chat)
+    server.wait_idle()
+    assert answered(chat) == stopped
+    chat.get_by_role("button", name="Continue").click()
+    expect(answer).not_to_have_text(stopped, timeout=ANSWERED)
+    assert answer.inner_text().startswith(stopped.rstrip()[: len(stopped) // 2])
+    chat.keyboard.press("Escape")  # in the field for messages, which has the focus
+    chat.get_by_role("textbox", name="Message").press("Escape")
+    expect(messages(chat, "assistant")).to_contain_text("Stopped.")
+
+
+def test_an_answer_shows_its_tokens_speed_and_time_to_the_first_token(chat: Page) -> None:
+    settings(chat, Maximum_tokens="12")
+    ask(chat, "Hello")
+    figures = messages(chat, "assistant").locator(".stats").inner_text()
+    assert re.match(r"12 tokens · [\d,.]+ tokens/s · first after [\d.]+ m?s · prompt \d+", figures), figures
+    expect(messages(chat, "assistant")).to_contain_text("Cut at the maximum of tokens.")
+
+
+def test_enter_sends_and_shift_enter_begins_a_line(chat: Page) -> None:
+    answer_with(chat, "Yes.")
+    field = chat.get_by_role("textbox", name="Message")
+    expect(field).to_be_focused()
+    chat.keyboard.type("one")
+    chat.keyboard.press("Shift+Enter")
+    chat.keyboard.type("two")
+    assert field.input_value() == "one\ntwo"
+    chat.keyboard.press("Enter")
+    expect(messages(chat, "user")).to_have_text("one\ntwo")
+    expect(field).to_have_value("")
+
+
+def test_an_answer_goes_on_while_another_tab_or_conversation_is_shown(chat: Page) -> None:
+    settings(chat, Maximum_tokens="40")
+    send(chat, "Tell me about the sea.")
+    chat.get_by_role("button", name="New conversation").click()
+    send(chat, "Tell me about the hills.")
+    expect(chat.locator(".conversation .pulse")).to_have_count(2)
+    chat.evaluate("location.hash = 'models'")
+    expect(chat.locator("main > section.chat")).to_be_hidden()
+    chat.evaluate("location.hash = 'chat'")
+    assert answered(chat)
+    chat.get_by_role("button", name="Tell me about the sea.").click()
+    assert answered(chat)
+
+
+def test_a_worker_that_is_killed_is_not_seen_in_the_stream(
+    page: Page, default_model: Path, fresh_server: Callable[..., ServerProcess]
+) -> None:
+    server = fresh_server("-m", default_model, "-np", "2")
+    open_tab(page, f"{server.url}/")
+    wait_ready(page)
+    settings(page, Temperature="0", Maximum_tokens="60")
+    send(page, "Write a story about a mill.")
+    expect(messages(page, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    next(child for child in children if "cppbatch.cluster.worker_main" in child.cmdline()).send_signal(signal.SIGKILL)
+    assert answered(page)
+    expect(messages(page, "assistant").locator(".stats")).to_contain_text("60 tokens")
+    expect(page.locator(".notice")).to_have_count(0)
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_an_edited_message_is_answered_again_and_its_earlier_version_can_be_shown(chat: Page) -> None:
+    settings(chat, Maximum_tokens="8")
+    first = ask(chat, "Name a fruit.")
+    messages(chat, "user").get_by_role("button", name="Edit").click()
+    editor = chat.get_by_role("textbox", name="Text of the message")
+    expect(editor).to_be_focused()
+    editor.fill("Name a town.")
+    chat.locator(".editor").get_by_role("button", name="Send").click()
+    expect(messages(chat, "user")).to_contain_text("Name a town.")
+    answered(chat)
+    expect(messages(chat)).to_have_count(2)
+    expect(messages(chat, "user").locator(".versions")).to_have_text("2/2")
+    chat.get_by_role("button", name="Version before").click()
+    expect(messages(chat, "user")).to_contain_text("Name a fruit.")
+    assert answered(chat) == first
+
+
+def test_an_answer_can_be_made_again_edited_and_deleted(chat: Page) -> None:
+    settings(chat, Maximum_tokens="8")
+    first = ask(chat, "Name a fruit.")
+    chat.get_by_role("button", name="Answer again").click()
+    expect(messages(chat, "assistant").locator(".versions")).to_have_text("2/2", timeout=ANSWERED)
+    messages(chat, "assistant").get_by_role("button", name="Edit").click()
+    chat.get_by_role("textbox", name="Text of the message").fill("A quince.")
+    chat.get_by_role("button", name="Keep as a new version").click()
+    assert answered(chat) == "A quince."
+    expect(messages(chat, "assistant").locator(".versions")).to_have_text("3/3")
+    messages(chat, "assistant").get_by_role("button", name="Delete").click()
+    expect(messages(chat, "assistant").locator(".versions")).to_have_text("2/2")
+    chat.get_by_role("button", name="Version before").click()
+    assert answered(chat) == first
+    chat.get_by_role("button", name="Undo").click()
+    expect(messages(chat, "assistant").locator(".versions")).to_have_text("3/3")
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_system_prompt_and_settings_are_sent_and_new_conversations_begin_with_them(chat: Page) -> None:
+    answer_with(chat, "Ahoy.")
+    settings(
+        chat, System_prompt="You are a pirate.", Temperature="0.25", Stop_texts="END\nSTOP", JSON_schema='{"a": 1}'
+    )
+    for new in (False, True):
+        if new:
+            chat.get_by_role("button", name="New conversation").click()
+        with chat.expect_request(CHAT) as sent:
+            send(chat, "Hello")
+        body = sent.value.post_data_json
+        assert body["messages"][0] == {"role": "system", "content": "You are a pirate."}
+        assert (body["temperature"], body["stop"], body["json_schema"]) == (0.25, ["END", "STOP"], {"a": 1})
+        assert not {"top_p", "top_k", "max_tokens", "seed"} & body.keys()  # the server's
+
+
+def test_settings_say_what_they_mean_what_the_server_has_and_what_is_wrong(chat: Page) -> None:
+    chat.get_by_role("button", name="Settings of this conversation").click()
+    dialog = chat.get_by_role("dialog")
+    expect(dialog.get_by_label("Temperature")).to_have_attribute("placeholder", "0.8")
+    expect(dialog).to_contain_text("Higher values take less likely ones more often.")
+    dialog.get_by_label("Top-p").fill("1.5")
+    expect(dialog.get_by_role("alert")).to_have_text("It must be from 0 to 1.")
+    dialog.get_by_role("button", name="Use the server’s settings").click()
+    expect(dialog.get_by_role("alert")).to_have_count(0)
+    dialog.get_by_text("More settings").click()
+    dialog.get_by_label("JSON schema").fill("{")
+    expect(dialog.get_by_role("alert")).to_contain_text("This is not JSON")
+    assert axe_violations(chat) == []
+
+
+# --- thoughts, tools, and what is never run -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scripted(tiny_llama: Path) -> Iterator[ChatServer]:
+    server = ChatServer(tiny_llama)
+    server.use(ScriptedFormat(SCRIPT, **ENDS))
+    yield server
+    server.stop()
+
+
+def test_thoughts_are_folded_and_the_results_of_tool_calls_are_sent(page: Page, scripted: ChatServer) -> None:
+    open_tab(page, f"{scripted.url}/")
+    wait_ready(page)
+    ask(page, "What is the weather in Paris?")
+    thoughts = page.locator(".thoughts")
+    expect(thoughts.locator("summary")).to_have_text("Thoughts")
+    expect(thoughts.get_by_text("Let me think.")).to_be_hidden()
+    thoughts.locator("summary").click()
+    expect(thoughts.get_by_text("Let me think.")).to_be_visible()
+    expect(page.locator(".call")).to_have_count(2)
+    expect(page.locator(".call").first).to_contain_text('"city": "Paris"')
+    assert axe_violations(page) == []
+    page.locator(".call").nth(0).get_by_label("Result").fill("18 degrees")
+    page.locator(".call").nth(1).get_by_label("Result").fill("noon")
+    with page.expect_request(CHAT) as sent:
+        page.get_by_role("button", name="Send results").click()
+    *_, call, first, second = sent.value.post_data_json["messages"]
+    assert [each["function"]["name"] for each in call["tool_calls"]] == ["weather", "time"]
+    assert (first["role"], first["tool_call_id"], first["content"]) == (
+        "tool",
+        call["tool_calls"][0]["id"],
+        "18 degrees",
+    )
+    assert second["content"] == "noon"
+    assert "reasoning" not in json.dumps(sent.value.post_data_json["messages"])
+
+
+def test_what_a_model_writes_is_shown_and_never_run(
+    page: Page, tmp_path: Path, fresh_server: Callable[..., ServerProcess]
+) -> None:
+    server = fresh_server("-m", write_hostile_model(tmp_path / "hostile.gguf"), "-np", "2", "-c", "4096")
+    phone(page)
+    open_tab(page, f"{server.url}/")
+    wait_ready(page)
+    settings(page, Maximum_tokens="300")
+    ask(page, "<img src=x onerror='window.hacked = true'>")
+    expect(messages(page, "user")).to_contain_text("<img src=x onerror=")
+    expect(messages(page, "assistant").locator(".markdown")).to_contain_text("<script>window.hacked = true</script>")
+    assert page.evaluate(MARKS) == UNMARKED
+    assert overflow(page) == []
+    assert page.evaluate(
+        "[...document.querySelectorAll('main a')].every(({protocol, rel, target}) => "
+        "['http:', 'https:', 'mailto:'].includes(protocol) && rel.includes('noopener'))"
+    )
+
+
+MARKDOWN = """Some *emphasis*, a [link](https://example.org/a) and `code`.
+
+```python
+def add(a, b):
+    return a + b
+```
+
+| left | right |
+|---|--:|
+| 1 | 2 |
+
+- [x] done
+"""
+
+
+def test_markdown_is_rendered_and_code_is_highlighted_and_copied(chat: Page) -> None:
+    answer_with(chat, MARKDOWN)
+    ask(chat, "Show me")
+    answer = messages(chat, "assistant")
+    expect(answer.locator("em")).to_have_text("emphasis")
+    expect(answer.locator("a")).to_have_attribute("rel", "noopener noreferrer nofollow")
+    expect(answer.locator("td")).to_have_text(["1", "2"])
+    expect(answer.locator(".code-kwd").first).to_have_text("def")
+    assert "☑ done" in answer.inner_text()
+    answer.get_by_role("button", name="Copy", exact=True).click()
+    assert chat.evaluate("navigator.clipboard.readText()") == "def add(a, b):\n    return a + b"
+    assert axe_violations(chat) == []
+    dark(chat)
+    assert axe_violations(chat) == []
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_kept_renamed_and_deleted(chat: Page) -> None:
+    answer_with(chat, "Yes.")
+    for text in ("First question", "Second question"):
+        chat.get_by_role("button", name="New conversation").click()
+        ask(chat, text)
+    chat.reload()
+    listed = chat.locator(".conversation")
+    expect(listed).to_have_text(["Second question", "First question"])
+    expect(messages(chat)).to_have_count(2)
+    listed.nth(1).click()
+    expect(messages(chat, "user")).to_have_text("First question")
+    chat.get_by_role("button", name="This conversation").click()
+    chat.get_by_role("menuitem", name="Rename").click()
+    chat.get_by_role("dialog").get_by_label("Title").fill("Another name")
+    chat.keyboard.press("Enter")
+    expect(listed).to_have_text(["Second question", "Another name"])
+    chat.get_by_role("button", name="This conversation").click()
+    chat.get_by_role("menuitem", name="Delete").click()
+    expect(listed).to_have_text(["Second question"])
+    chat.get_by_role("button", name="Undo").click()
+    expect(listed).to_have_count(2)
+    chat.get_by_role("button", name="All conversations").click()
+    chat.get_by_role("menuitem", name="Delete all").click()
+    chat.get_by_role("dialog").get_by_role("button", name="Delete all").click()
+    expect(listed).to_have_count(0)
+    chat.reload()
+    wait_ready(chat)
+    expect(listed).to_have_count(0)
+
+
+def exported(page: Page, menu: str, item: str) -> Path:
+    page.get_by_role("button", name=menu).click()
+    with page.expect_download() as download:
+        page.get_by_role("menuitem", name=item).click()
+    return download.value.path()
+
+
+def test_conversations_are_exported_and_imported(chat: Page, new_context: Callable[..., BrowserContext]) -> None:
+    answer_with(chat, "# Yes\n\nIndeed.")
+    settings(chat, System_prompt="Be brief.")
+    ask(chat, "Is it so?")
+    markdown = exported(chat, "This conversation", "Export as Markdown").read_text()
+    assert markdown == (
+        "# Is it so?\n\n## System\n\nBe brief.\n\n## You\n\nIs it so?\n\n## Assistant\n\n# Yes\n\nIndeed.\n"
+    )
+    file = exported(chat, "All conversations", "Export all")
+    other = new_context().new_page()
+    other.goto(chat.url)
+    wait_ready(other)
+    other.get_by_label("File to import").set_input_files(
+        {"name": "a.json", "mimeType": "", "buffer": file.read_bytes()}
+    )
+    expect(messages(other)).to_have_count(2)
+    expect(other.locator(".conversation")).to_have_text("Is it so?")
+    openai = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "from elsewhere"}]}
+    upload = {"name": "b.json", "mimeType": "", "buffer": json.dumps(openai).encode()}
+    other.get_by_label("File to import").set_input_files(upload)
+    expect(messages(other, "user")).to_have_text("from elsewhere")
+    for damaged in ('{"a": 1}', "no JSON", '{"format": "cppbatch-chat", "conversations": [{"messages": {"a": {}}}]}'):
+        upload = {"name": "c.json", "mimeType": "", "buffer": damaged.encode()}
+        other.get_by_label("File to import").set_input_files(upload)
+        expect(other.locator(".toast.error").last).to_contain_text("c.json cannot be imported")
+    expect(other.locator(".conversation")).to_have_count(2)
+
+
+def test_a_long_conversation_is_not_rendered_again_while_an_answer_grows(chat: Page) -> None:
+    roles = ("user", "assistant") * 150
+    long = {"messages": [{"role": role, "content": MARKDOWN} for role in roles]}
+    upload = {"name": "a.json", "mimeType": "", "buffer": json.dumps(long).encode()}
+    chat.get_by_label("File to import").set_input_files(upload)
+    expect(messages(chat)).to_have_count(300)
+    chat.evaluate("""() => {
+      window.changed = 0
+      const observer = new MutationObserver((changes) => { window.changed += changes.length })
+      document.querySelectorAll('.message .markdown').forEach((one) =>
+        observer.observe(one, {childList: true, subtree: true, characterData: true}))
+    }""")
+    answer_with(chat, "word " * 2000)
+    ask(chat, "And now?")
+    expect(messages(chat)).to_have_count(302)
+    assert chat.evaluate("window.changed") == 0
+
+
+def test_the_view_follows_an_answer_unless_the_reader_has_scrolled_up(chat: Page) -> None:
+    settings(chat, Temperature="0")
+    chat.set_viewport_size({"width": 800, "height": 420})
+    send(chat, "Count from one to five hundred, in words, one a line.")
+    box = chat.get_by_role("region", name="Messages")
+    chat.wait_for_function("document.querySelector('.messages').scrollTop > 60", timeout=ANSWERED)
+    assert box.evaluate("(one) => one.scrollHeight - one.scrollTop - one.clientHeight") < 60
+    box.evaluate("(one) => { one.scrollTop = 0 }")
+    height = box.evaluate("(one) => one.scrollHeight")
+    chat.wait_for_function(f"document.querySelector('.messages').scrollHeight > {height} + 60", timeout=ANSWERED)
+    assert box.evaluate("(one) => one.scrollTop") == 0
+    chat.get_by_role("button", name="To the end").click()
+    chat.wait_for_function("""() => {
+      const one = document.querySelector('.messages')
+      return one.scrollHeight - one.scrollTop - one.clientHeight < 60
+    }""")
+    chat.get_by_role("button", name="Stop").click()
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(status: int, message: str, **fields: Any) -> Callable[[Route], None]:
+    body = json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": None, **fields}})
+    return lambda route: route.fulfill(
+        status=status, content_type="application/json", body=body, headers={"Retry-After": "0.1"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "shown"),
+    [
+        (429, "the queue is full", "The server has too many requests just now: the queue is full. Try again"),
+        (503, "the model is still loading (40%)", "takes no requests just now: the model is still loading (40%). Try"),
+        (403, "no adapter", "The API key does not allow this: no adapter."),
+        (500, "internal error", "The answer failed: internal error."),
+    ],
+)
+def test_an_error_says_what_to_do(chat: Page, errors: PageErrors, status: int, message: str, shown: str) -> None:
+    errors.allow(f"status of {status}")
+    chat.route(CHAT, refusal(status, message))
+    send(chat, "Hello")
+    expect(chat.get_by_role("alert")).to_contain_text(shown, timeout=20_000)
+    chat.unroute(CHAT)
+    answer_with(chat, "Here I am.")
+    chat.get_by_role("button", name="Try again").click()
+    assert answered(chat) == "Here I am."
+    expect(chat.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_server_that_is_busy_for_a_moment_is_asked_again_after_its_retry_after(
+    chat: Page, errors: PageErrors
+) -> None:
+    errors.allow("status of 429")
+    times: list[float] = []
+
+    def busy_once(route: Route, _request: Request) -> None:
+        times.append(time.monotonic())
+        if len(times) == 1:
+            body = '{"error": {"message": "the queue is full"}}'
+            route.fulfill(status=429, headers={"Retry-After": "1"}, content_type="application/json", body=body)
+        else:
+            route.continue_()
+
+    chat.route(CHAT, busy_once)
+    settings(chat, Maximum_tokens="4")
+    assert ask(chat, "Hello")
+    assert len(times) == 2
+    assert times[1] - times[0] >= 1
+
+
+def test_a_conversation_that_is_too_long_for_the_context_says_so(
+    page: Page, tiny_llama: Path, errors: PageErrors, fresh_server: Callable[..., ServerProcess]
+) -> None:
+    errors.allow("status of 400")
+    server = fresh_server("-m", tiny_llama, "-np", "2", "-c", "512")
+    open_tab(page, f"{server.url}/")
+    wait_ready(page)
+    send(page, "many words " * 300)
+    expect(page.get_by_role("alert")).to_contain_text("The conversation does not fit into the model’s context")
+    expect(page.get_by_role("alert")).to_contain_text("begin a new conversation")
+
+
+def test_a_server_that_goes_away_leaves_the_text_so_far(
+    page: Page, default_model: Path, errors: PageErrors, fresh_server: Callable[..., ServerProcess]
+) -> None:
+    errors.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY_RESPONSE|status of 503")
+    server = fresh_server("-m", default_model, "-np", "1")
+    open_tab(page, f"{server.url}/")
+    wait_ready(page)
+    settings(page, Temperature="0")
+    send(page, "Count from one to five hundred, in words.")
+    expect(messages(page, "assistant").locator(".markdown")).to_contain_text("e", timeout=ANSWERED)
+    server.process.kill()
+    expect(page.get_by_role("alert")).to_contain_text("The connection to the server was lost")
+    expect(messages(page, "assistant").locator(".markdown")).not_to_be_empty()
+    expect(page.get_by_role("button", name="Continue")).to_be_visible()
+
+
+# --- small screens --------------------------------------------------------------------------------------------------
+
+
+def test_on_a_phone_conversations_are_behind_a_button_and_nothing_overflows(chat: Page) -> None:
+    answer_with(chat, f"{LONG_WORD}\n\n```\n{LONG_WORD}\n```\n\n| {LONG_WORD} | b |\n|---|---|\n| c | {LONG_WORD} |\n")
+    phone(chat)
+    ask(chat, LONG_WORD)
+    assert overflow(chat) == []
+    wide = chat.evaluate(
+        "[...document.querySelectorAll('.message')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
+    )
+    assert wide == 0
+    sidebar = chat.get_by_role("complementary", name="Conversations")
+    expect(sidebar).to_be_hidden()
+    chat.get_by_role("button", name="Show conversations").click()
+    expect(sidebar).to_be_visible()
+    assert overflow(chat) == []
+    assert axe_violations(chat) == []
+    sidebar.get_by_role("button", name="New conversation").click()
+    expect(sidebar).to_be_hidden()
+    expect(messages(chat)).to_have_count(0)
