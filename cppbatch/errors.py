@@ -21,6 +21,33 @@ class ConfigError(CppBatchError):
     """A setting of the engine or the server is out of range, or two settings contradict each other."""
 
 
+class LoadInterrupted(ModelError):
+    """The process that was loading a model was killed from outside. The model is not to blame."""
+
+
+class DoesNotFit(CppBatchError):
+    """A model does not fit into memory beside those that are loaded.
+
+    `never`: nor would it if every model that may leave had left.
+    """
+
+    def __init__(self, message: str, *, never: bool = False) -> None:
+        super().__init__(message)
+        self.never = never
+
+
+class ModelNotLoaded(CppBatchError):
+    """The request is for a model that is not loaded, and must not load it (--no-models-autoload)."""
+
+
+class ModelLoadFailed(CppBatchError):
+    """A model could not be loaded. `retry_after`: seconds after which a request tries it again."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class RpcUnreachable(CppBatchError):
     """No RPC worker answers at an address now (--rpc)."""
 

@@ -21,7 +21,7 @@ from cppbatch.cluster.worker_link import FromWorker, Loaded, LoadFailed, Loading
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.errors import CppBatchError, ModelError, RpcUnreachable
+from cppbatch.errors import CppBatchError, LoadInterrupted, ModelError, RpcUnreachable
 from cppbatch.rpc_endpoint import check_worker, parse_endpoint
 
 log = logging.getLogger("cppbatch.cluster")
@@ -117,7 +117,8 @@ class Supervisor:
                     why = f"{why}; the next one tries it {path} the fast CPU path"
                 elif self.info is None:
                     message = f"the process that was loading {self._config.model_path} died: {why}"
-                    raise ModelError(f"{message}. The lines above show what llama.cpp logged") from death
+                    kind = LoadInterrupted if external else ModelError
+                    raise kind(f"{message}. The lines above show what llama.cpp logged") from death
             except RpcUnreachable as error:  # it was there a moment ago
                 if self.info is None:
                     raise

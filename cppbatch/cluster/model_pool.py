@@ -1,0 +1,459 @@
+"""Which of several models are loaded: each when it is first asked for, and as many as fit.
+
+The rules, without knowing what a model is: a loader says whether one fits beside the others, and starts its engine.
+
+- A request holds a lease of its model. While there are leases, the model stays.
+- Models that are asked for and not loaded wait in a queue, in the order of their first requests. One is loaded at a
+  time.
+- If the first in the queue does not fit, the least recently used model without leases leaves. If all have leases, the
+  least recently used of them is drained: it gets no new leases, and leaves when its last one has ended. Requests for it
+  wait in the queue. If nobody waits for the other model any more, or an idle one leaves instead, it gets leases again.
+- Pinned models never leave by themselves. The others also leave when they had no lease for `ttl` seconds.
+- A model that fails to load fails the requests that wait for it, and is tried again by the next request after a pause,
+  which doubles with each failure in a row. A load that was killed from outside is tried again at once, a few times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, NoReturn, Protocol, TypeVar
+
+from cppbatch.errors import (
+    CppBatchError,
+    DoesNotFit,
+    EngineClosed,
+    LoadInterrupted,
+    ModelLoadFailed,
+    ModelNotLoaded,
+    QueueFull,
+)
+
+log = logging.getLogger("cppbatch.models")
+
+ModelState = Literal["unloaded", "loading", "loaded", "unloading"]
+"""unloading: it gets no new leases, and waits for the end of the last one, or its engine ends."""
+UnloadReason = Literal["evicted", "idle", "asked", "changed"]
+"""evicted: for another model. idle: `ttl`. asked: by `unload`. changed: its file or settings are others now."""
+
+_MAX_ATTEMPTS = 3  # to load a model, where the earlier ones were killed from outside
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0  # after a failure, before a request tries again
+
+
+class LoadableEngine(Protocol):
+    """What the pool needs of an engine."""
+
+    async def loaded(self) -> None:
+        """Waits until it takes requests. Raises what loading raised."""
+
+    async def close(self) -> None:
+        """Ends it; afterwards its memory is free."""
+
+
+Plan = TypeVar("Plan")
+Engine = TypeVar("Engine", bound=LoadableEngine)
+Engine_co = TypeVar("Engine_co", bound=LoadableEngine, covariant=True)
+
+
+class ModelLoader(Protocol[Plan, Engine_co]):
+    """Decides what fits, and starts engines."""
+
+    async def plan(self, name: str, others: Sequence[Plan], pinned: Sequence[Plan]) -> Plan:
+        """How the model is to be loaded beside the `others`, which are loaded now; of these, `pinned` do not leave.
+
+        Raises `DoesNotFit`, or what is wrong with the model.
+        """
+
+    def start(self, name: str, plan: Plan) -> Engine_co:
+        """Starts the engine, which loads the model."""
+
+
+class PooledModel(Generic[Plan, Engine]):
+    """The state of one model. Only the pool changes it."""
+
+    def __init__(self, name: str, *, pinned: bool, ttl: float, max_waiting: int, now: float) -> None:
+        self.name = name
+        self.pinned = pinned
+        """It is loaded at the start, and never leaves by itself."""
+        self.ttl = ttl
+        """Seconds without a lease after which it leaves; -1: never."""
+        self.max_waiting = max_waiting
+        self.engine: Engine | None = None
+        """While it is loading, loaded or unloading."""
+        self.plan: Plan | None = None
+        """With which it was loaded the last time."""
+        self.error: str | None = None
+        """Why it was not loaded the last time; None: it was, or was never tried."""
+        self.leases = 0
+        self.loads = 0
+        self.load_failures = 0
+        self.load_seconds = 0.0
+        """Of the last load."""
+        self.unloads: Counter[UnloadReason] = Counter()
+        self._is_loaded = False
+        self._is_closing = False
+        self._leaves: UnloadReason | None = None
+        """Why it is drained; None: it is not."""
+        self._last_used = now
+        self._waiters: list[asyncio.Future[Engine]] = []
+        self._load_asked = False
+        self._failures_in_a_row = 0
+        self._retry_at = now
+
+    @property
+    def state(self) -> ModelState:
+        """The state now."""
+        if self.engine is None:
+            return "unloaded"
+        if not self._is_loaded:
+            return "loading"
+        return "unloading" if self._is_closing or self._leaves else "loaded"
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for it to be loaded."""
+        return len(self._waiters)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is to be loaded."""
+        return bool(self._waiters) or self._load_asked
+
+
+class Lease(Generic[Plan, Engine]):
+    """Keeps a model loaded until `release`."""
+
+    def __init__(self, pool: ModelPool[Plan, Engine], model: PooledModel[Plan, Engine], engine: Engine) -> None:
+        self.model, self.engine = model, engine
+        self._release: Callable[[PooledModel[Plan, Engine]], None] | None = pool.release
+
+    def release(self) -> None:
+        """Ends it. A second call does nothing."""
+        if self._release:
+            self._release(self.model)
+            self._release = None
+
+
+class ModelPool(Generic[Plan, Engine]):
+    """The models of a server. Made in a running event loop; `close` ends all engines."""
+
+    def __init__(
+        self,
+        loader: ModelLoader[Plan, Engine],
+        *,
+        max_loaded: int = 0,
+    ) -> None:
+        """`max_loaded`: models that are loaded at the same time at most; 0: as many as fit."""
+        self.models: dict[str, PooledModel[Plan, Engine]] = {}
+        self.max_loaded = max_loaded
+        self._loader = loader
+        self._clock = asyncio.get_running_loop().time
+        self._in_memory: set[PooledModel[Plan, Engine]] = set()  # those that have an engine, also removed ones
+        self._queue: dict[str, None] = {}  # names of wanted models, in the order in which they were asked for
+        self._changed = asyncio.Event()
+        self._n_left = 0  # models that have left, so that a plan that failed is not computed again before one does
+        self._closing: set[asyncio.Task[None]] = set()
+        self._task = asyncio.ensure_future(self._run())
+
+    # --- called by the server -----------------------------------------------------------------------------------
+
+    def add(self, name: str, *, pinned: bool = False, ttl: float = -1, max_waiting: int = 4096) -> None:
+        """Adds a model. A pinned one is loaded now."""
+        self.models[name] = PooledModel(name, pinned=pinned, ttl=ttl, max_waiting=max_waiting, now=self._clock())
+        if pinned:
+            self.load(name)
+
+    def remove(self, name: str, reason: UnloadReason = "changed") -> None:
+        """Removes a model; if it is loaded, it is drained first. Requests that wait for it fail."""
+        model = self.models.pop(name)
+        self._queue.pop(name, None)
+        self._fail_waiters(model, ModelNotLoaded(f"the model {name!r} is not here any more"))
+        if model.engine:
+            self._leave(model, reason)
+
+    async def lease(self, name: str, *, load: bool = True) -> Lease[Plan, Engine]:
+        """Waits until the model is loaded, and keeps it loaded until the lease is released.
+
+        `load`: whether it is loaded if it is not. Raises `ModelNotLoaded` without `load`, `ModelLoadFailed`,
+        `QueueFull`, and `EngineClosed` once the pool closes.
+        """
+        model = self.models[name]
+        if model.state == "loaded":
+            assert model.engine
+            return self._grant(model, model.engine)
+        if not load and not model.is_wanted and model.state != "loading":
+            raise ModelNotLoaded(f"the model {name!r} is not loaded: send it to POST /models/load first")
+        if model.engine is None and self._clock() < model._retry_at:
+            raise self._load_failure(model)
+        if model.waiting >= model.max_waiting:
+            raise QueueFull(model.max_waiting, max(1.0, model.load_seconds))
+        waiter: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        model._waiters.append(waiter)
+        self._want(model)
+        try:
+            engine = await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.release(model)  # it was granted at the same moment
+            raise
+        finally:
+            if waiter in model._waiters:
+                model._waiters.remove(waiter)
+                self._unwant(model)
+        return Lease(self, model, engine)
+
+    def release(self, model: PooledModel[Plan, Engine]) -> None:
+        """Ends a lease."""
+        model.leases -= 1
+        model._last_used = self._clock()
+        self._close_drained(model)
+        self._changed.set()
+
+    def load(self, name: str) -> None:
+        """Loads the model, without waiting for it. An earlier failure does not delay it."""
+        model = self.models[name]
+        model._retry_at = self._clock()
+        if model._leaves == "asked" and not model._is_closing:
+            self._stay(model)
+        if model.state != "loaded":
+            model._load_asked = True
+            self._want(model)
+
+    def unload(self, name: str, reason: UnloadReason = "asked") -> None:
+        """Drains the model, without waiting for the end of its last request. Later requests load it again. No effect on
+        a model that is not loaded."""
+        model = self.models[name]
+        model._load_asked = False
+        self._unwant(model)
+        if model.engine:
+            self._leave(model, reason)
+
+    async def close(self) -> None:
+        """Ends all engines, also those with leases. Requests that wait get `EngineClosed`."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        for model in self.models.values():
+            self._fail_waiters(model, EngineClosed("the server is shutting down"))
+        engines = [model.engine for model in self._in_memory if model.engine and not model._is_closing]
+        await asyncio.gather(*(engine.close() for engine in engines), *self._closing)
+
+    # --- leases -------------------------------------------------------------------------------------------------
+
+    def _grant(self, model: PooledModel[Plan, Engine], engine: Engine) -> Lease[Plan, Engine]:
+        model.leases += 1
+        model._last_used = self._clock()
+        return Lease(self, model, engine)
+
+    def _grant_waiters(self, model: PooledModel[Plan, Engine]) -> None:
+        """The model is loaded and takes requests."""
+        assert model.engine
+        self._queue.pop(model.name, None)
+        model._load_asked = False
+        waiters, model._waiters = model._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                model.leases += 1
+                waiter.set_result(model.engine)
+        model._last_used = self._clock()
+
+    def _fail_waiters(self, model: PooledModel[Plan, Engine], error: CppBatchError) -> None:
+        waiters, model._waiters = model._waiters, []
+        model._load_asked = False
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def _want(self, model: PooledModel[Plan, Engine]) -> None:
+        self._queue.setdefault(model.name)
+        self._changed.set()
+
+    def _unwant(self, model: PooledModel[Plan, Engine]) -> None:
+        if not model.is_wanted:
+            self._queue.pop(model.name, None)
+            self._changed.set()
+
+    def _load_failure(self, model: PooledModel[Plan, Engine]) -> ModelLoadFailed:
+        left = max(0.0, model._retry_at - self._clock())
+        return ModelLoadFailed(f"the model {model.name!r} could not be loaded: {model.error}", retry_after=left)
+
+    # --- leaving ------------------------------------------------------------------------------------------------
+
+    def _leave(self, model: PooledModel[Plan, Engine], reason: UnloadReason) -> None:
+        """No new leases; it is closed when the last one has ended."""
+        model._leaves = reason
+        self._close_drained(model)
+        self._changed.set()
+
+    def _stay(self, model: PooledModel[Plan, Engine]) -> None:
+        """It was to be drained, and need not leave any more."""
+        model._leaves = None
+        if model._is_loaded:
+            self._grant_waiters(model)
+
+    def _close_drained(self, model: PooledModel[Plan, Engine]) -> None:
+        if model._leaves and not model.leases and model._is_loaded and not model._is_closing:
+            model._is_closing = True
+            task = asyncio.ensure_future(self._close(model, model._leaves))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _close(self, model: PooledModel[Plan, Engine], reason: UnloadReason) -> None:
+        assert model.engine
+        try:
+            await model.engine.close()
+        except Exception:  # a bug: its memory may not be free, and the next plan measures that
+            log.exception("the engine of %s was not closed", model.name)
+        self._forget_engine(model)
+        model.unloads[reason] += 1
+        self._n_left += 1
+        log.info("%s is unloaded (%s)", model.name, reason)
+        self._changed.set()
+
+    def _forget_engine(self, model: PooledModel[Plan, Engine]) -> None:
+        model.engine = model._leaves = None
+        model._is_loaded = model._is_closing = False
+        self._in_memory.discard(model)
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> NoReturn:
+        while True:
+            name = next((each for each in self._queue if self.models[each].engine is None), None)
+            if name is None:
+                self._unload_expired()
+                await self._change(self._next_expiry())
+                continue
+            model = self.models[name]
+            try:
+                await self._load(model)
+            except (CppBatchError, OSError) as error:
+                self._failed(model, str(error))
+            except Exception as error:  # a bug: fails these requests, and the pool goes on
+                log.exception("%s was not loaded", name)
+                self._failed(model, f"{type(error).__name__}: {error}")
+
+    async def _change(self, seconds: float | None = None) -> None:
+        """Waits until a lease, the queue or a model has changed, at most for `seconds`."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        self._changed.clear()
+
+    async def _load(self, model: PooledModel[Plan, Engine]) -> None:
+        """Loads a wanted model. Returns without having loaded it when nobody wants it any more."""
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            plan = await self._make_room(model)
+            if plan is None:
+                return
+            try:
+                await self._start(model, plan[0])
+                return
+            except LoadInterrupted as error:
+                if attempt == _MAX_ATTEMPTS:
+                    raise
+                log.warning("%s: %s; it is loaded again", model.name, error)
+
+    async def _make_room(self, model: PooledModel[Plan, Engine]) -> tuple[Plan] | None:
+        """The plan with which the model fits, once enough others have left. None: it is not wanted any more.
+
+        Raises `DoesNotFit` if it does not fit although all that may leave have left.
+        """
+        shortage: DoesNotFit | None = None
+        planned_at = -1
+        while model.is_wanted:
+            others = [each.plan for each in self._in_memory if each.plan is not None]
+            if self.max_loaded and len(self._in_memory) >= self.max_loaded:
+                self._choose_victim(DoesNotFit(f"{len(others)} models are loaded, the limit (--models-max)"))
+            elif planned_at != self._n_left:
+                planned_at = self._n_left
+                pinned = [each.plan for each in self._in_memory if each.plan is not None and each.pinned]
+                try:
+                    plan = await self._loader.plan(model.name, others, pinned)
+                except DoesNotFit as error:
+                    if error.never:
+                        raise
+                    shortage = error
+                else:
+                    if model.is_wanted:
+                        self._spare_others()
+                        return (plan,)
+                continue
+            else:
+                assert shortage
+                self._choose_victim(shortage)
+            await self._change()
+            self._unload_expired()
+        self._spare_others()
+        return None
+
+    def _choose_victim(self, shortage: DoesNotFit) -> None:
+        """Has one model leave, unless one is leaving already. Raises `shortage` if none can."""
+        if any(each._is_closing or (each._leaves and each._leaves != "evicted") for each in self._in_memory):
+            return
+        able = [each for each in self._in_memory if not each.pinned]
+        if not able:
+            raise shortage
+        if idle := [each for each in able if not each.leases]:
+            victim = min(idle, key=lambda each: each._last_used)
+            self._leave(victim, "evicted")
+            self._spare_others()
+        elif not any(each._leaves for each in able):
+            self._leave(min(able, key=lambda each: each._last_used), "evicted")
+
+    def _spare_others(self) -> None:
+        """Models that are drained for another one, and are not closing yet, stay."""
+        for each in list(self._in_memory):
+            if each._leaves == "evicted" and not each._is_closing:
+                self._stay(each)
+
+    async def _start(self, model: PooledModel[Plan, Engine], plan: Plan) -> None:
+        began = self._clock()
+        engine = self._loader.start(model.name, plan)
+        model.engine, model.plan = engine, plan
+        self._in_memory.add(model)
+        try:
+            await engine.loaded()
+        except BaseException:
+            await engine.close()
+            self._forget_engine(model)
+            raise
+        model._is_loaded = True
+        model.loads += 1
+        model.load_seconds = self._clock() - began
+        model.error, model._failures_in_a_row = None, 0
+        log.info("%s is loaded, in %.1f s", model.name, model.load_seconds)
+        self._grant_waiters(model)
+        self._close_drained(model)  # it was unloaded, or removed, meanwhile
+
+    def _failed(self, model: PooledModel[Plan, Engine], reason: str) -> None:
+        model.error = reason
+        model.load_failures += 1
+        pause = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**model._failures_in_a_row)
+        model._failures_in_a_row += 1
+        model._retry_at = self._clock() + pause
+        log.error("%s could not be loaded: %s. The next request after %g s tries it again", model.name, reason, pause)
+        self._queue.pop(model.name, None)
+        self._spare_others()
+        self._fail_waiters(model, self._load_failure(model))
+
+    # --- idle models --------------------------------------------------------------------------------------------
+
+    def _can_expire(self) -> list[PooledModel[Plan, Engine]]:
+        return [
+            each
+            for each in self.models.values()
+            if each.state == "loaded" and not each.leases and not each.pinned and each.ttl >= 0
+        ]
+
+    def _unload_expired(self) -> None:
+        for each in self._can_expire():
+            if self._clock() - each._last_used >= each.ttl:
+                self._leave(each, "idle")
+
+    def _next_expiry(self) -> float | None:
+        """Seconds until the next idle model leaves; None: none will."""
+        now = self._clock()
+        return min((max(0.0, each._last_used + each.ttl - now) for each in self._can_expire()), default=None)

@@ -1,0 +1,399 @@
+"""Which models are loaded: fake engines in virtual time, and a loader with a budget of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from cppbatch.cluster.model_pool import ModelPool
+from cppbatch.errors import (
+    DoesNotFit,
+    EngineClosed,
+    LoadInterrupted,
+    ModelError,
+    ModelLoadFailed,
+    ModelNotLoaded,
+    QueueFull,
+)
+from tests.virtual_time import run_in_virtual_time
+
+LOAD_S, CLOSE_S = 2.0, 0.5
+
+
+class FakeEngine:
+    """Takes `LOAD_S` to load. Notes when it is closed while requests use it."""
+
+    def __init__(self, loader: FakeLoader, size: int, error: Exception | None) -> None:
+        self.loader, self.size, self.error = loader, size, error
+        self.used_by = 0
+        self.closed = False
+        loader.in_memory += size
+        assert loader.in_memory <= loader.budget, "more is loaded than fits"
+
+    async def loaded(self) -> None:
+        await asyncio.sleep(LOAD_S)
+        if self.error:
+            raise self.error
+
+    async def close(self) -> None:
+        if self.used_by:
+            self.loader.cut_off += self.used_by
+        await asyncio.sleep(CLOSE_S)
+        self.closed = True
+        self.loader.in_memory -= self.size
+
+
+class FakeLoader:
+    """Models of `sizes` fit together up to `budget`. A plan is the model's size."""
+
+    def __init__(self, sizes: dict[str, int], budget: int = 2) -> None:
+        self.sizes, self.budget = sizes, budget
+        self.in_memory = self.cut_off = self.n_plans = 0
+        self.errors: dict[str, list[Exception]] = {}
+        """By model: what the next loads raise."""
+
+    async def plan(self, name: str, others: Sequence[int], pinned: Sequence[int]) -> int:
+        self.n_plans += 1
+        await asyncio.sleep(0.1)
+        size = self.sizes[name]
+        if size + sum(others) > self.budget:
+            raise DoesNotFit(f"needs {size}", never=size + sum(pinned) > self.budget)
+        return size
+
+    def start(self, name: str, plan: int) -> FakeEngine:
+        errors = self.errors.get(name, [])
+        return FakeEngine(self, plan, errors.pop(0) if errors else None)
+
+
+Pool = ModelPool[int, FakeEngine]
+
+
+def pool_of(loader: FakeLoader, *, max_loaded: int = 0, ttl: float = -1, pinned: Sequence[str] = ()) -> Pool:
+    pool: Pool = ModelPool(loader, max_loaded=max_loaded)
+    for name in loader.sizes:
+        pool.add(name, ttl=ttl, pinned=name in pinned, max_waiting=100)
+    return pool
+
+
+async def use(pool: Pool, name: str, seconds: float) -> float:
+    """A request. Returns the time at which it began to run."""
+    lease = await pool.lease(name)
+    began = now()
+    lease.engine.used_by += 1
+    try:
+        await asyncio.sleep(seconds)
+        assert not lease.engine.closed
+    finally:
+        lease.engine.used_by -= 1
+        lease.release()
+    return began
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def states(pool: Pool) -> dict[str, str]:
+    return {name: model.state for name, model in pool.models.items()}
+
+
+async def later(seconds: float, pool: Pool, name: str, duration: float) -> float:
+    await asyncio.sleep(seconds)
+    return await use(pool, name, duration)
+
+
+def test_a_model_is_loaded_by_its_first_request_and_stays() -> None:
+    async def main() -> None:
+        pool = pool_of(FakeLoader({"a": 1, "b": 1}))
+        assert states(pool) == {"a": "unloaded", "b": "unloaded"}
+        asked = asyncio.create_task(use(pool, "a", 1))
+        await asyncio.sleep(1)
+        assert states(pool) == {"a": "loading", "b": "unloaded"}
+        assert await asked >= LOAD_S
+        before = now()
+        assert await use(pool, "a", 1) == before, "a loaded model answers at once"
+        assert (pool.models["a"].loads, pool.models["a"].state) == (1, "loaded")
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_the_least_recently_used_idle_model_leaves() -> None:
+    async def main() -> None:
+        pool = pool_of(FakeLoader({"a": 1, "b": 1, "c": 1}))
+        for name in ("a", "b", "a"):
+            await use(pool, name, 1)
+        await use(pool, "c", 1)
+        assert states(pool) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        assert pool.models["b"].unloads == {"evicted": 1}
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_busy_model_is_drained_and_never_cut_off() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1, "b": 1}, budget=1)
+        pool = pool_of(loader)
+        long = asyncio.create_task(use(pool, "a", 100))
+        await asyncio.sleep(10)
+        other = asyncio.create_task(use(pool, "b", 1))
+        await asyncio.sleep(10)
+        assert pool.models["a"].state == "unloading"
+        late = asyncio.create_task(use(pool, "a", 1))  # does not extend the drain
+        began = await long
+        assert await other > began + 100
+        assert await late > await other
+        assert loader.cut_off == 0
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_an_idle_model_leaves_instead_of_one_that_is_being_drained() -> None:
+    async def main() -> None:
+        pool = pool_of(FakeLoader({"a": 1, "b": 1, "c": 1}))
+        a, b = asyncio.create_task(use(pool, "a", 1000)), asyncio.create_task(use(pool, "b", 50))
+        await asyncio.sleep(20)
+        c, more_a = asyncio.create_task(use(pool, "c", 1)), asyncio.create_task(later(1, pool, "a", 1))
+        assert await c < 70, "it waited for b, whose request was shorter"
+        assert await more_a < 70, "a gets requests again"
+        assert states(pool) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        assert await a + 1000 > await b + 50
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_client_that_leaves_costs_no_model_its_place() -> None:
+    async def main() -> None:
+        pool = pool_of(FakeLoader({"a": 1, "b": 1}, budget=1))
+        busy = asyncio.create_task(use(pool, "a", 30))
+        await asyncio.sleep(10)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(pool.lease("b"), 5)
+        before = now()
+        assert await use(pool, "a", 1) == before, "a is not drained any more"
+        await busy
+        await asyncio.sleep(10)
+        assert states(pool) == {"a": "loaded", "b": "unloaded"}
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_requests_for_one_model_share_a_load_and_models_are_loaded_in_the_order_of_requests() -> None:
+    async def main() -> None:
+        pool = pool_of(FakeLoader({"a": 1, "b": 1, "c": 1}, budget=1))
+        busy = asyncio.create_task(use(pool, "a", 10))
+        await asyncio.sleep(5)
+        first = asyncio.create_task(use(pool, "b", 1))
+        await asyncio.sleep(0.1)
+        second = asyncio.create_task(use(pool, "c", 1))
+        thirds = [asyncio.create_task(use(pool, "b", 1)) for _ in range(5)]
+        await asyncio.gather(busy, first, second, *thirds)
+        assert first.result() < second.result()
+        assert {third.result() for third in thirds} == {first.result()}
+        assert [pool.models[name].loads for name in "abc"] == [1, 1, 1]
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_at_most_max_loaded_models_are_loaded() -> None:
+    async def main() -> None:
+        pool = pool_of(FakeLoader(dict.fromkeys("abc", 1), budget=10), max_loaded=2)
+        for name in "abc":
+            await use(pool, name, 1)
+        assert states(pool) == {"a": "unloaded", "b": "loaded", "c": "loaded"}
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_pinned_model_is_loaded_at_the_start_and_stays() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1, "b": 1, "c": 1, "huge": 2})
+        pool = pool_of(loader, pinned="a", ttl=60)
+        await asyncio.sleep(5)
+        assert pool.models["a"].state == "loaded"
+        for name in "bcb":
+            await use(pool, name, 1)
+        await asyncio.sleep(100)
+        assert states(pool) == {"a": "loaded", "b": "unloaded", "c": "unloaded", "huge": "unloaded"}
+        await use(pool, "b", 1)
+        with pytest.raises(ModelLoadFailed, match="needs 2"):
+            await pool.lease("huge")
+        assert pool.models["b"].state == "loaded", "no model left for one that cannot fit"
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_an_idle_model_leaves_after_its_ttl() -> None:
+    async def main() -> None:
+        pool = pool_of(FakeLoader({"a": 1, "b": 1}), ttl=60)
+        await asyncio.gather(use(pool, "a", 100), use(pool, "b", 1))
+        await asyncio.sleep(1)
+        assert states(pool) == {"a": "loaded", "b": "unloaded"}
+        await asyncio.sleep(58)
+        assert pool.models["a"].state == "loaded"
+        await asyncio.sleep(3)
+        assert pool.models["a"].unloads == {"idle": 1}
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_failure_to_load_hurts_only_its_requests_and_is_tried_again_after_a_growing_pause() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1, "bad": 1})
+        loader.errors["bad"] = [ModelError("broken file"), ModelError("still broken")]
+        pool = pool_of(loader)
+        good = asyncio.create_task(use(pool, "a", 100))
+        for pause in (1, 2):
+            with pytest.raises(ModelLoadFailed, match="broken"):
+                await pool.lease("bad")
+            with pytest.raises(ModelLoadFailed) as refused:  # at once, without another load
+                await pool.lease("bad")
+            assert refused.value.retry_after == pytest.approx(pause)
+            await asyncio.sleep(pause)
+        await use(pool, "bad", 1)
+        assert (pool.models["bad"].load_failures, pool.models["bad"].error) == (2, None)
+        await good
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_load_that_was_killed_from_outside_is_repeated() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1})
+        loader.errors["a"] = [LoadInterrupted("killed"), LoadInterrupted("killed")]
+        pool = pool_of(loader)
+        await use(pool, "a", 1)
+        loader.errors["a"] = [LoadInterrupted("killed")] * 3
+        pool.unload("a")
+        with pytest.raises(ModelLoadFailed, match="killed"):
+            await use(pool, "a", 1)
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_load_and_unload_by_hand() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1, "b": 1}, budget=1)
+        pool = pool_of(loader)
+        with pytest.raises(ModelNotLoaded):
+            await pool.lease("a", load=False)
+        pool.load("a")
+        await asyncio.sleep(5)
+        busy = asyncio.create_task(use(pool, "a", 20))
+        await asyncio.sleep(1)
+        pool.unload("a")
+        waits = asyncio.create_task(use(pool, "a", 1))
+        await asyncio.sleep(1)
+        assert pool.models["a"].state == "unloading"
+        assert await waits > await busy + 20
+        assert (pool.models["a"].loads, pool.models["a"].unloads) == (2, {"asked": 1})
+        pool.unload("a")
+        pool.load("a")  # it stays, or comes back
+        await asyncio.sleep(10)
+        assert pool.models["a"].state == "loaded"
+        assert loader.cut_off == 0
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_removed_model_ends_its_requests_and_makes_room_for_its_successor() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1}, budget=1)
+        pool = pool_of(loader)
+        busy = asyncio.create_task(use(pool, "a", 20))
+        await asyncio.sleep(5)
+        pool.remove("a")
+        pool.add("a")  # the file has changed
+        assert await use(pool, "a", 1) > await busy + 20
+        assert loader.cut_off == 0
+        await pool.close()
+        assert loader.in_memory == 0
+
+    run_in_virtual_time(main())
+
+
+def test_more_requests_than_the_queue_holds_are_refused_and_closing_ends_the_others() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1})
+        pool: Pool = ModelPool(loader)
+        pool.add("a", max_waiting=2)
+        waiting = [asyncio.create_task(pool.lease("a")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await pool.lease("a")
+        await asyncio.sleep(1)
+        await pool.close()
+        for each in waiting:
+            with pytest.raises(EngineClosed):
+                await each
+        assert loader.in_memory == 0
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_schedules(seed: int) -> None:
+    """Requests, clients that leave, failures, loads and unloads by hand, files that change: every request ends, no
+    running one is cut off, and no more is loaded than fits (`FakeEngine` asserts it)."""
+    rng = random.Random(seed)
+    names = [f"m{i}" for i in range(rng.randint(2, 6))]
+    budget = rng.randint(2, 6)
+    loader = FakeLoader({name: rng.randint(1, budget) for name in names}, budget)
+    ended: list[str] = []
+
+    async def client(pool: Pool) -> None:
+        for _ in range(20):
+            name = rng.choice(names)
+            await asyncio.sleep(rng.expovariate(1 / rng.choice((0.1, 3, 30))))
+            request = asyncio.create_task(use(pool, name, rng.expovariate(1 / rng.choice((0.1, 5, 50)))))
+            patience = rng.choice((0.5, 5, 1e6))
+            try:
+                await asyncio.wait_for(request, patience)
+                ended.append("ok")
+            except asyncio.TimeoutError:
+                ended.append("left")
+            except (ModelLoadFailed, ModelNotLoaded) as error:
+                ended.append(type(error).__name__)
+
+    async def operator(pool: Pool) -> None:
+        for _ in range(30):
+            await asyncio.sleep(rng.expovariate(1 / 10))
+            name = rng.choice(names)
+            action = rng.choice(("load", "unload", "change", "break", "kill"))
+            if action == "load":
+                pool.load(name)
+            elif action == "unload":
+                pool.unload(name)
+            elif action == "change":
+                pool.remove(name)
+                pool.add(name, ttl=rng.choice((-1, 5)), max_waiting=100)
+            else:
+                error = ModelError("broken") if action == "break" else LoadInterrupted("killed")
+                loader.errors.setdefault(name, []).append(error)
+
+    async def main() -> None:
+        pool = pool_of(loader, max_loaded=rng.choice((0, 0, 1, 3)), ttl=rng.choice((-1, 20)))
+        await asyncio.gather(*(client(pool) for _ in range(8)), operator(pool))
+        assert len(ended) == 160
+        assert loader.cut_off == 0
+        assert all(model.leases == model.waiting == 0 for model in pool.models.values())
+        await asyncio.sleep(1000)
+        assert all(model.state in ("loaded", "unloaded") for model in pool.models.values())
+        await pool.close()
+        assert loader.in_memory == 0
+
+    run_in_virtual_time(main())
