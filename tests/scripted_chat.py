@@ -20,7 +20,7 @@ from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelt
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
 from cppbatch.server.app import create_app
-from cppbatch.server.serving import SERVING
+from cppbatch.server.served_models import MODELS, OneModel
 from cppbatch.server.settings import ServerSettings
 from tests.app_thread import AppThread
 
@@ -81,7 +81,9 @@ class ChatServer(AppThread):
 
     def use(self, form: ScriptedFormat | None) -> None:
         """From now on the model holds conversations like this; None: as it does itself."""
-        self.app[SERVING]._chat = form  # type: ignore[assignment]
+        models = self.app[MODELS]
+        assert isinstance(models, OneModel)
+        models.serving._chat = form  # type: ignore[assignment]
 
     def fail_in_midstream(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         """Lets the next request's decodes fail: after a few steps, and when the event is set."""

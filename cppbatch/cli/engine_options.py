@@ -301,32 +301,75 @@ _SETTINGS = [
 ]  # fmt: skip
 
 
-def engine_options(command: Command, *, without: Collection[str] = ()) -> Command:
+class _ModelName(click.ParamType):  # type: ignore[type-arg]
+    """A model of -m. In the environment it is one, with the spaces that its path may have."""
+
+    name = "text"
+
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        """As in click."""
+        return [rv]
+
+
+def _several(named: Option) -> Option:
+    """The option as one that may be given several times."""
+
+    def add(command: Command) -> Command:
+        added = named(command)
+        parameter = added.__click_params__[-1]  # type: ignore[attr-defined]  # where click collects them
+        parameter.multiple, parameter.type, parameter.default = True, _ModelName(), ()
+        return added
+
+    return add
+
+
+def engine_options(command: Command, *, without: Collection[str] = (), several: bool = False) -> Command:
     """Adds the options of the engine's settings. The command gets `config`, an `EngineConfig`.
 
-    `without`: fields of `EngineConfig` that the command sets itself; they get no option.
+    `without`: fields of `EngineConfig` that the command sets itself; they get no option. `several`: the command takes
+    several models. It gets `sources`, which say where they are and have come from an outer decorator; if they name one
+    model only, they are None. Otherwise `config` has no model.
     """
 
     @wraps(command)
     def with_config(
-        model: str | None, hf_repo: str | None, hf_file: str | None, verbose: bool, **arguments: Any
+        model: str | tuple[str, ...] | None, hf_repo: str | None, hf_file: str | None, verbose: bool, **arguments: Any
     ) -> Any:
         from cppbatch.models.pull import choose_model
+
+        named = model if isinstance(model, tuple) else (model,) if model else ()
 
         log_settings = {name: arguments.pop(name) for name in _LOG_SETTINGS if name in arguments}
         _set_up_logs(verbose, log_settings)
         settings = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
         EngineConfig(model_path="", **settings)  # raises for wrong values before a model is downloaded
-        return command(
-            config=EngineConfig(model_path=str(choose_model(_hub_name(hf_repo, hf_file) or model)), **settings),
-            **arguments,
-        )
+        named = (*([on_hub] if (on_hub := _hub_name(hf_repo, hf_file)) else []), *named)
+        if several:
+            sources = arguments["sources"]
+            if len(named) > 1 or sources.folder or sources.settings_file:
+                arguments["sources"] = sources.with_files(named)
+                return command(config=EngineConfig(model_path="", **settings), **arguments)
+            arguments["sources"] = None
+        model_path = str(choose_model(named[-1] if named else None))
+        return command(config=EngineConfig(model_path=model_path, **settings), **arguments)
 
     verbose = click.option("-v", "--verbose", "--log-verbose", "verbose", is_flag=True, help="Show llama.cpp's log.")
-    wrapped = with_options(with_config, [*_MODEL, *_SETTINGS, verbose])
+    named, *hub = _MODEL
+    wrapped = with_options(with_config, [_several(named) if several else named, *hub, *_SETTINGS, verbose])
     options: list[click.Parameter] = wrapped.__click_params__  # type: ignore[attr-defined]  # where click collects them
     options[:] = [each for each in options if each.name not in without]
     return wrapped
+
+
+def engine_settings_options(command: Command) -> Command:
+    """Adds the options of the engine's settings without the model. The command gets `engine`, their values."""
+
+    @wraps(command)
+    def with_engine(**arguments: Any) -> Any:
+        engine = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
+        return command(engine=engine, **arguments)
+
+    return with_options(with_engine, _SETTINGS)
 
 
 def _hub_name(repository: str | None, file: str | None) -> str | None:
@@ -405,8 +448,8 @@ _DEPLOYMENT = [
         help="Seconds without a finished step after which a worker counts as hung and is replaced.",
     ),
     option(
-        "--sleep-idle-seconds", env="SLEEP_IDLE_SECONDS", type=float, default=-1,
-        help="Seconds without a request after which a worker ends, which frees its memory; the next request starts it "
+        "--sleep-idle-seconds", "--ttl", "sleep_idle_seconds", env="SLEEP_IDLE_SECONDS", type=float, default=-1,
+        help="Seconds without a request after which a model leaves memory: its workers end; the next request loads it "
         "and waits for it. -1: never.",
     ),
     option(
@@ -478,6 +521,9 @@ def profile_and_memory_options(
     def with_checked_config(config: EngineConfig, use_profile: bool, memory_check: bool, **arguments: Any) -> Any:
         from cppbatch.cli.plan_start import plan_start
 
+        if sources := arguments.get("sources"):  # each model is checked when it is loaded
+            arguments["sources"] = msgspec.structs.replace(sources, use_profiles=use_profile, memory_check=memory_check)
+            return command(config=config, **arguments)
         deployment: Deployment | None = arguments.get("deployment")
         if config.rpc:
             if deployment:

@@ -22,6 +22,7 @@ GROUPS: Mapping[str, str] = {
     "Speed": "n_threads n_gpu_layers use_profile kv_layout flash_attn repack sampling prefer target_step_ms "
     "max_wait_ms deterministic",
     "Speculative decoding": "spec draft_max draft_model draft_gpu_layers",
+    "Several models": "models_dir models_config models_max models_memory models_autoload any_model",
     "Workers and devices": "workers downscale_delay devices rpc tensor_split ray_address replicas step_timeout "
     "sleep_idle_seconds in_process",
     "Network and keys": "hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins",

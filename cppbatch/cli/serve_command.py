@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from cppbatch.cli.engine_options import deployment_options, engine_options, profile_and_memory_options
+from cppbatch.cli.engine_options import (
+    deployment_options,
+    engine_options,
+    given_settings,
+    profile_and_memory_options,
+)
 from cppbatch.cli.llama_server_flags import LlamaServerCommand, unneeded_flags
 from cppbatch.cli.loading_bar import loading_bar
+from cppbatch.cli.model_sources import ModelSources, many_models, model_source_options
 from cppbatch.cli.ray_options import RayTarget, ray_options
 from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
@@ -21,6 +28,7 @@ from cppbatch.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment, EngineStarter
     from cppbatch.server.listener import Address
+    from cppbatch.server.served_models import ServedModels
     from cppbatch.server.settings import ServerSettings
 
 
@@ -31,31 +39,38 @@ if TYPE_CHECKING:
 @server_options  # first, so that their errors come before a model is downloaded
 @deployment_options
 @ray_options
-@engine_options
+@model_source_options
+@partial(engine_options, several=True)
 @unneeded_flags  # where the log is set up
 @partial(profile_and_memory_options, to_stderr=False)  # stderr is for the log, which may be JSON
 def serve(
-    config: EngineConfig, deployment: Deployment, ray: RayTarget | None, settings: ServerSettings, address: Address
+    *,
+    config: EngineConfig,
+    sources: ModelSources | None,
+    deployment: Deployment,
+    ray: RayTarget | None,
+    settings: ServerSettings,
+    address: Address,
 ) -> None:
-    """Serves a model over HTTP with an OpenAI-compatible API.
+    """Serves a model, or several, over HTTP with an OpenAI-compatible API.
 
     llama-server's flags mean the same; those that need nothing here are accepted (docs/llama-server.md).
     """
     from cppbatch.server.run_server import run_server as run
+    from cppbatch.server.served_models import OneModel
+
+    def run_models(start: Callable[[], ServedModels], find_advice: Callable[[], str | None]) -> None:
+        asyncio.run(run(start, settings, address, say=say, find_advice=find_advice, show_loading=loading_bar))
 
     def run_until_stopped(config: EngineConfig, starter: EngineStarter) -> None:
         say(f"loading {config.model_path} ...")
-        running = run(
-            config,
-            starter,
-            settings,
-            address,
-            say=say,
-            find_advice=lambda: find_advice(config),
-            show_loading=loading_bar,
-        )
-        asyncio.run(running)
+        run_models(lambda: OneModel.of(starter.start(config), settings), lambda: find_advice(config))
 
+    if sources:
+        if ray:
+            raise ConfigError("--ray runs one model on a cluster; leave it out, or name one model with -m")
+        run_models(many_models(sources, config, given_settings(), deployment, settings), lambda: None)
+        return
     if ray is None:
         run_until_stopped(config, deployment)
         return

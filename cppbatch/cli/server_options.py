@@ -55,7 +55,34 @@ chat_template_option = option(
     "source.",
 )  # fmt: skip
 
-_THINKING: dict[str, dict[str, Any]] = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
+THINKING: dict[str, dict[str, Any]] = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
+"""--reasoning, as variables of the chat template."""
+
+_MODEL_OPTIONS = [
+    option(
+        "-a", "--alias", "aliases", env="ALIAS", llama_env="LLAMA_ARG_ALIAS", multiple=True,
+        metavar="NAMES", callback=split_lists,
+        help="Names of the model, separated by commas. Responses show the alphabetically first one instead of the "
+        "file's name; may be given several times.",
+    ),
+    option(
+        "--tags", env="TAGS", llama_env="LLAMA_ARG_TAGS", multiple=True, metavar="TAGS", callback=split_lists,
+        help="Words about the model for /v1/models, separated by commas; may be given several times.",
+    ),
+    chat_template_option,
+    option(
+        "--chat-template-kwargs", "template_variables", env="CHAT_TEMPLATE_KWARGS",
+        llama_env="LLAMA_ARG_CHAT_TEMPLATE_KWARGS", metavar="JSON", default=None, callback=_variables,
+        help="Variables of the chat template, as a JSON object, for requests whose chat_template_kwargs lack them.",
+    ),
+    option(
+        "-rea", "--reasoning", env="REASONING", llama_env="LLAMA_ARG_REASONING", type=Switch(), default="auto",
+        help="enable_thinking of the chat template, for requests that do not set it. auto: true, unless "
+        "--chat-template-kwargs say otherwise.",
+    ),
+    sampling_default_options,
+]  # fmt: skip
+"""Those that each of several models may have in its own way."""
 
 _OPTIONS = [
     option(
@@ -127,19 +154,10 @@ _OPTIONS = [
         help="Seconds that running requests have to finish after Ctrl-C or SIGTERM.",
     ),
     option(
-        "-a", "--alias", "aliases", env="ALIAS", llama_env="LLAMA_ARG_ALIAS", multiple=True,
-        metavar="NAMES", callback=split_lists,
-        help="Names of the model, separated by commas. Responses show the alphabetically first one instead of the "
-        "file's name; may be given several times.",
-    ),
-    option(
-        "--tags", env="TAGS", llama_env="LLAMA_ARG_TAGS", multiple=True, metavar="TAGS", callback=split_lists,
-        help="Words about the model for /v1/models, separated by commas; may be given several times.",
-    ),
-    option(
         "--metrics/--no-metrics", env="METRICS", llama_env="LLAMA_ARG_ENDPOINT_METRICS", default=True,
         help="Serve /metrics.",
     ),
+    *_MODEL_OPTIONS,
     option("--slots/--no-slots", env="SLOTS", llama_env="LLAMA_ARG_ENDPOINT_SLOTS", default=True, help="Serve /slots."),
     option(
         "--webui/--no-webui", "--ui/--no-ui", "webui", env="WEBUI", llama_env="LLAMA_ARG_UI LLAMA_ARG_WEBUI",
@@ -159,18 +177,6 @@ _OPTIONS = [
         "--props", env="PROPS", llama_env="LLAMA_ARG_ENDPOINT_PROPS", is_flag=True,
         help="Answer POST /props, for clients of llama-server that send it; there is no property that it changes.",
     ),
-    chat_template_option,
-    option(
-        "--chat-template-kwargs", "template_variables", env="CHAT_TEMPLATE_KWARGS",
-        llama_env="LLAMA_ARG_CHAT_TEMPLATE_KWARGS", metavar="JSON", default=None, callback=_variables,
-        help="Variables of the chat template, as a JSON object, for requests whose chat_template_kwargs lack them.",
-    ),
-    option(
-        "-rea", "--reasoning", env="REASONING", llama_env="LLAMA_ARG_REASONING", type=Switch(), default="auto",
-        help="enable_thinking of the chat template, for requests that do not set it. auto: true, unless "
-        "--chat-template-kwargs say otherwise.",
-    ),
-    sampling_default_options,
     option(
         "--log-format", env="LOG_FORMAT", type=click.Choice(["text", "json"]), default="text", help="Format of the log."
     ),
@@ -183,6 +189,11 @@ _OPTIONS = [
         help="Log each request; those of /health, /ready and the web page only at the level debug.",
     ),
 ]  # fmt: skip
+
+
+def model_options(command: Command) -> Command:
+    """Adds the options about names, chat template and sampling of a model. The command gets their values."""
+    return with_options(command, _MODEL_OPTIONS)
 
 
 def _predict_path() -> str | None:
@@ -226,7 +237,7 @@ def server_options(command: Command) -> Command:
             drain_timeout=arguments.pop("drain_timeout"),
             data_dir=arguments.pop("data_dir"),
             chat_template=arguments.pop("chat_template"),
-            template_variables=arguments.pop("template_variables") | _THINKING[arguments.pop("reasoning")],
+            template_variables=arguments.pop("template_variables") | THINKING[arguments.pop("reasoning")],
             sampling_defaults=arguments.pop("sampling_defaults"),
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.cluster import async_chat
@@ -65,6 +66,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """It gets no new requests, and ends when its last request has ended (autoscaling)."""
     stats: EngineStats | None = None
     """None while it does not answer."""
+    model: str | UnsetType = UNSET
+    """The name of its model, of a server with several."""
 
 
 class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):

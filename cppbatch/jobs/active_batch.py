@@ -56,8 +56,8 @@ _EXPIRED = "This request could not be answered before the completion window ende
 class BatchResources:
     """What all batches of a server share."""
 
-    model: str
-    """The loaded model."""
+    serves: Callable[[str], bool]
+    """Whether this server has the model of a batch."""
     execution: Callable[[BatchRecord], tuple[RequestHandler, RequestSlots]]
     """What runs the requests of a batch, and the slots that each of them holds while it runs."""
     running_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_RUNNING_BATCHES))
@@ -176,9 +176,9 @@ class ActiveBatch:
                 await self._with_retry(self._load_progress)
             self._thread.shutdown(wait=False)  # thousands of batches may wait for a slot or for their model
             self._thread = _new_thread()
-            if self.record.batch.model != resources.model:
-                names = (self.record.batch.id, self.record.batch.model, resources.model)
-                log.warning("%s waits for its model %r; the loaded model is %r", *names)
+            if not resources.serves(self.record.batch.model):
+                names = (self.record.batch.id, self.record.batch.model)
+                log.warning("%s waits for its model %r, which this server does not have", *names)
                 await _wait_forever()
             await self._with_retry(partial(self._run_requests, resources))
         except ConfigError as error:

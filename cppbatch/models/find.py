@@ -31,7 +31,16 @@ def models_in(folder: Path) -> list[Path]:
 
     A split model is listed once, as its first part.
     """
-    files = (path for pattern in ("*.gguf", "*/*/*.gguf", "*/*/*/*.gguf") for path in folder.glob(pattern))
+    return _models_like(folder, ("*.gguf", "*/*/*.gguf", "*/*/*/*.gguf"))
+
+
+def models_below(folder: Path) -> list[Path]:
+    """As `models_in`, with those in a folder of their own (NAME/NAME.gguf), as llama-server's router finds them."""
+    return _models_like(folder, ("*.gguf", "*/*.gguf", "*/*/*.gguf", "*/*/*/*.gguf"))
+
+
+def _models_like(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    files = (path for pattern in patterns for path in folder.glob(pattern))
     return sorted(path for path in files if _is_shown(path.relative_to(folder)))
 
 

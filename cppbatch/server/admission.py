@@ -14,7 +14,8 @@ from cppbatch.server.api_errors import ApiError, error_response
 from cppbatch.server.connections import connection_of, reading
 from cppbatch.server.key_usage import KEY_USAGE
 from cppbatch.server.keys import KEY
-from cppbatch.server.serving import SERVING
+from cppbatch.server.model_choice import HELD
+from cppbatch.server.served_models import MODELS
 from cppbatch.server.web_page import is_page
 
 _ALWAYS_SERVED = frozenset({"/health", "/v1/health", "/ready", "/metrics"})
@@ -62,7 +63,7 @@ async def availability_middleware(request: web.Request, handler: Handler) -> web
     """Refuses requests with status 503 while the model loads, after the engine has failed, and during shutdown."""
     if request.path in _ALWAYS_SERVED or is_page(request.path) or request.method == hdrs.METH_OPTIONS:
         return await handler(request)
-    state = request.app[SERVING].client.health()
+    state = request.app[MODELS].health()
     in_flight = request.app[IN_FLIGHT]
     if state.status == "loading":
         return _unavailable(request, f"the model is still loading ({state.progress:.0%}); try again soon", "loading")
@@ -91,16 +92,17 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
     """
     connection = connection_of(request)
     with contextlib.ExitStack() as held:
+        request[HELD] = held
         if request.method not in _WITHOUT_BODY:
             if (encoding := request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()) != "identity":
                 raise InvalidRequest("Content-Encoding", f"is {encoding!r:.40}; send the body as it is")
             if (request.method, request.path) not in _STREAMED_BODIES:
                 with reading(request):
-                    await _read_body(request, request.app[SERVING].limits.max_body_mb)
+                    await _read_body(request, request.app[MODELS].settings.limits.max_body_mb)
             if request.path not in _ENDS_WORK:
                 held.enter_context(request.app[KEY_USAGE].one(request))
             if rules := request.get(KEY):
-                request.app[SERVING].check_key(rules)
+                request.app[MODELS].check_key(rules)
         if connection:
             held.enter_context(connection.answering())
         return await handler(request)

@@ -19,6 +19,8 @@ from cppbatch.errors import (
     Forbidden,
     GenerationFailed,
     InvalidRequest,
+    ModelLoadFailed,
+    ModelNotLoaded,
     NotFound,
     QueueFull,
     StorageError,
@@ -70,6 +72,10 @@ class ModelNotFound(InvalidRequest):
         super().__init__("model", message)
 
 
+class LoadTimeout(CppBatchError):
+    """The request's timeout has passed while its model was not loaded yet."""
+
+
 class ThreadUnsupported(InvalidRequest):
     """Anthropic's server would keep the conversation. Its client then goes on without, and sends all of it."""
 
@@ -82,6 +88,9 @@ _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
     RateLimited: (429, "rate_limit_error", "rate_limit_exceeded"),
     TooManyRequests: (429, "rate_limit_error", "too_many_requests"),
     EngineClosed: (503, "server_error", "unavailable"),
+    ModelLoadFailed: (503, "server_error", "model_load_failed"),
+    LoadTimeout: (503, "server_error", "loading"),
+    ModelNotLoaded: (400, "invalid_request_error", "model_not_loaded"),  # status as in llama-server
     NoStorage: (503, "server_error", "no_storage"),
     SwitchedOff: (501, "not_supported_error", "switched_off"),  # status and type as in llama-server
     GenerationFailed: (500, "server_error", "generation_failed"),
@@ -274,8 +283,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         response = error_response(request, api_error(error))
         if response.status == 503:
             response.headers["Retry-After"] = "5"
-        if isinstance(error, QueueFull):
-            response.headers["Retry-After"] = f"{error.retry_after:.0f}"
+        if isinstance(error, (QueueFull, ModelLoadFailed)):
+            response.headers["Retry-After"] = f"{ceil(error.retry_after)}"
         if isinstance(error, TooManyRequests):
             response.headers["Retry-After"] = f"{ceil(error.retry_after)}"
         if isinstance(error, web.HTTPRequestEntityTooLarge):

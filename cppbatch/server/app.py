@@ -26,6 +26,7 @@ from cppbatch.server.llama_server import (
     llama_completion,
     llama_embeddings,
     llama_infill,
+    llama_models,
     llama_paths,
     llama_slots,
     llama_status,
@@ -35,8 +36,8 @@ from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
 from cppbatch.server.responses import create_response
+from cppbatch.server.served_models import MODELS, OneModel, ServedModels
 from cppbatch.server.server_metrics import GPUS, METRICS, ServerMetrics, metrics_middleware, sample_gpus
-from cppbatch.server.serving import SERVING, Serving
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, Storage
 from cppbatch.server.unknown_fields import add_ignored_fields
@@ -63,6 +64,7 @@ _ROUTES = (
     llama_embeddings.routes,
     llama_status.routes,
     llama_slots.routes,
+    llama_models.routes,
     llama_paths.routes,
     files_endpoint.routes,
     batches_endpoint.routes,
@@ -70,17 +72,19 @@ _ROUTES = (
 
 
 def create_app(
-    client: EngineClient, settings: ServerSettings | None = None, storage: Storage | None = None
+    models: EngineClient | ServedModels, settings: ServerSettings | None = None, storage: Storage | None = None
 ) -> web.Application:
-    """The application that serves an engine.
+    """The application that serves an engine, or several models.
 
-    Without `settings` it requires no API key and has the default limits. Without `storage` it stores no files and runs
-    no batches; otherwise the application closes the storage.
+    `settings`: for an engine; without them it requires no API key and has the default limits. Without `storage` it
+    stores no files and runs no batches; otherwise the application closes the storage.
     """
-    settings = settings or ServerSettings()
+    if isinstance(models, EngineClient):
+        models = OneModel.of(models, settings or ServerSettings())
+    settings = models.settings
     app = web.Application(middlewares=_middlewares(settings), client_max_size=settings.limits.max_body)
-    app[SERVING] = Serving(client, settings)
-    app[METRICS] = ServerMetrics()
+    app[MODELS] = models
+    app[METRICS] = ServerMetrics(by_model=models.router is not None)
     app[GPUS] = GpuSampler()
     app[IN_FLIGHT] = InFlight()
     app[RUNNING_BATCHES] = RunningBatches()

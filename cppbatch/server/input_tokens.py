@@ -9,12 +9,13 @@ from aiohttp import web
 
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.openai.chat_completions import prepare_chat
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.parse import read_json
 from cppbatch.server.responses.create_response import prepare_response_chat
 from cppbatch.server.responses.responses_types import ResponsesRequest
-from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.serving import Serving
 
 routes = web.RouteTableDef()
 
@@ -29,7 +30,8 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
 @routes.post("/v1/chat/completions/input_tokens")
 async def chat_input_tokens(request: web.Request) -> web.Response:
     """Counts the prompt tokens of a chat completion."""
-    body, serving = await read_json(request, ChatCompletionRequest), request.app[SERVING]
+    body = await read_json(request, ChatCompletionRequest)
+    serving = await serving_of(request, body)
     serving.check_model(body.model)
     return await _count(serving, (await prepare_chat(body, serving)).prompt)
 
@@ -37,7 +39,8 @@ async def chat_input_tokens(request: web.Request) -> web.Response:
 @routes.post("/v1/responses/input_tokens")
 async def response_input_tokens(request: web.Request) -> web.Response:
     """Counts the prompt tokens of a response."""
-    body, serving = await read_json(request, ResponsesRequest), request.app[SERVING]
+    body = await read_json(request, ResponsesRequest)
+    serving = await serving_of(request, body)
     serving.check_model(body.model)
     return await _count(serving, (await prepare_response_chat(body, serving)).prompt)
 

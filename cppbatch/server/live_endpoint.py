@@ -20,8 +20,8 @@ from cppbatch.server.live_feed import LiveFeed
 from cppbatch.server.live_intervals import LiveIntervals
 from cppbatch.server.live_times import LiveTimes
 from cppbatch.server.response import STREAM_HEADERS
+from cppbatch.server.served_models import MODELS
 from cppbatch.server.server_metrics import METRICS
-from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import STORAGE
 from cppbatch.typed_json import convert
 
@@ -95,17 +95,17 @@ class _Snapshots:
 
     async def make(self) -> tuple[_Made, bool]:
         """What the server does now, and whether that is anything new."""
-        serving, metrics = self._app[SERVING], self._app[METRICS]
+        models, metrics = self._app[MODELS], self._app[METRICS]
         times = metrics.live = metrics.live or LiveTimes()
-        workers = self._intervals.add(await serving.client.live())
+        workers = self._intervals.add(await models.live())
         intervals = [worker.interval for worker in workers if worker.interval]
         batches = self._app[STORAGE].open_batches()
         snapshot = LiveSnapshot(
             time=round(time.time(), 3),
-            model=serving.name,
-            health=serving.client.health(),
+            model=models.shown_name,
+            health=models.health(),
             draining=self._app[IN_FLIGHT].draining,
-            scaling=serving.client.scaling(),
+            scaling=models.scaling(),
             batches=[_shown(record.batch) for record in batches],
             tokens_per_second=round(sum(interval.tokens_per_second for interval in intervals), 1),
             prompt_tokens_per_second=round(sum(interval.prompt_tokens_per_second for interval in intervals), 1),

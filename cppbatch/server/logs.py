@@ -45,7 +45,7 @@ def set_up(log_format: LogFormat, *, verbose: bool = False, level: LogLevel | No
     handler.addFilter(_with_request_id)
     general = "debug" if verbose else level or "warning"
     logging.basicConfig(handlers=[handler], level=general.upper(), force=True)
-    shown = ("cppbatch.jobs", "cppbatch.flags", "cppbatch.scaling", "cppbatch.ray")
+    shown = ("cppbatch.jobs", "cppbatch.flags", "cppbatch.scaling", "cppbatch.models", "cppbatch.ray")
     for logger in (access_log, *map(logging.getLogger, shown)):
         logger.setLevel("INFO" if level is None and not verbose else logging.NOTSET)
     access_log.disabled = not access

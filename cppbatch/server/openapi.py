@@ -22,6 +22,7 @@ from cppbatch.server.llama_server import (
     llama_completion,
     llama_embeddings,
     llama_infill,
+    llama_models,
     llama_paths,
     llama_slots,
     llama_status,
@@ -83,6 +84,7 @@ ENDPOINTS = {
     **llama_embeddings.ENDPOINTS,
     **llama_status.ENDPOINTS,
     **llama_slots.ENDPOINTS,
+    **llama_models.ENDPOINTS,
     **llama_paths.ENDPOINTS,
 }
 """All routes by method and path. tests/integration/test_openapi.py compares them with the application's routes."""

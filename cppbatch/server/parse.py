@@ -13,8 +13,6 @@ from aiohttp import web
 
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_bounds import excess
-from cppbatch.server.keys import KEY
-from cppbatch.server.serving import SERVING
 from cppbatch.server.unknown_fields import IGNORED, refuse_unknown
 from cppbatch.typed_json import invalid_field
 
@@ -28,13 +26,11 @@ async def read_json(request: web.Request, kind: type[Body]) -> Body:
     """A request's body as a struct. A large body is parsed on another thread, so that other requests need not wait.
 
     Fields that the struct does not have are refused or reported (`unknown_fields`). Raises `InvalidRequest` naming the
-    field at fault, and `Forbidden` for a model that the key may not name.
+    field at fault.
     """
     body = await request.read()
     read = asyncio.to_thread(_read, body, kind) if len(body) > _LARGE else None
     struct, request[IGNORED] = await read if read else _read(body, kind)
-    if rules := request.get(KEY):
-        request.app[SERVING].check_key(rules, getattr(struct, "model", None))
     return struct
 
 

@@ -15,9 +15,9 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.server.api_errors import api_error, json_response, openai_error
 from cppbatch.server.keys import KEY
+from cppbatch.server.model_choice import SERVING, WAITED
 from cppbatch.server.run_requests import Event, run_requests
 from cppbatch.server.server_metrics import METRICS, endpoint_of
-from cppbatch.server.serving import SERVING
 
 Json = dict[str, Any]
 
@@ -150,7 +150,7 @@ def as_key_allows(request: web.Request, requests: list[GenerationRequest]) -> li
     """The engine requests under the rules of the HTTP request's key. Raises `InvalidRequest`, as
     `KeyRules.engine_requests`."""
     rules = request.get(KEY)
-    return rules.engine_requests(requests, request.app[SERVING].info.adapters) if rules else requests
+    return rules.engine_requests(requests, request[SERVING].info.adapters) if rules else requests
 
 
 async def respond(
@@ -163,8 +163,9 @@ async def respond(
     """
     if events is None:
         requests = as_key_allows(request, prepared.requests)
-        events = run_requests(request.app[SERVING].client, requests, check_first=prepared.stream)
-    events = request.app[METRICS].observe(events, endpoint_of(request), len(prepared.requests))
+        waited = request.get(WAITED, 0.0)
+        events = run_requests(request[SERVING].client, requests, check_first=prepared.stream, waited=waited)
+    events = request.app[METRICS].observe(events, endpoint_of(request), len(prepared.requests), request[SERVING].name)
     if not prepared.stream:
         return json_response(await prepared.gather(events))
     with prepared.client_field_names():

@@ -30,6 +30,7 @@ async def run_requests(
     wait_when_full: bool = False,
     errors_as_events: bool = False,
     cancelled: Container[str] = (),
+    waited: float = 0.0,
 ) -> AsyncGenerator[Event, None]:
     """Runs the requests in their order and yields (index, event) as events come. Closing it cancels all requests.
 
@@ -44,17 +45,18 @@ async def run_requests(
     others are cancelled and the exception is raised here.
     `cancelled`: with `wait_when_full`, ids of requests that must not start any more; ids may be added while this runs.
     Such a request has one event.
+    `waited`: the seconds for which the requests have waited before, for their model. They count as time in the queue.
     """
     if not errors_as_events:
         await _check(client, requests, only_long=not check_first)
-    at_once, began = len(requests), perf_counter()
+    at_once, began = len(requests), perf_counter() - waited
     if at_once > client.config.n_parallel:  # `target_concurrency` asks the workers, which takes time
         at_once = min(at_once, await target_concurrency(client))
 
     def submit(index: int) -> AsyncGenerator[GenerationEvent, None]:
         if wait_when_full or (len(requests) > at_once and index > 0):
             return _submit_with_retry(client, requests[index], began, cancelled)
-        return client.submit(requests[index])
+        return _submit_after(client, requests[index], waited) if waited else client.submit(requests[index])
 
     if len(requests) == 1 and not errors_as_events:
         async with contextlib.aclosing(submit(0)) as stream:
@@ -122,10 +124,10 @@ async def _submit_with_retry(
         waited = perf_counter() - began
         has_started = False
         try:
-            async with contextlib.aclosing(client.submit(_with_less_time(request, waited))) as stream:
+            async with contextlib.aclosing(_submit_after(client, request, waited)) as stream:
                 async for event in stream:
                     has_started = True
-                    yield _with_wait(event, waited)
+                    yield event
                 return
         except QueueFull:
             if has_started or waited >= longest_wait:
@@ -133,6 +135,15 @@ async def _submit_with_retry(
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
+
+
+async def _submit_after(
+    client: EngineClient, request: GenerationRequest, waited: float
+) -> AsyncGenerator[GenerationEvent, None]:
+    """`client.submit` of a request that has waited for so many seconds before."""
+    async with contextlib.aclosing(client.submit(_with_less_time(request, waited))) as stream:
+        async for event in stream:
+            yield _with_wait(event, waited)
 
 
 def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequest:

@@ -11,15 +11,12 @@ from functools import partial
 
 from aiohttp import web
 
-from cppbatch.cluster.deployment import EngineStarter
-from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.config import EngineConfig
 from cppbatch.server.admission import IN_FLIGHT
-from cppbatch.server.announcement import first_lines
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.connections import max_connections
 from cppbatch.server.listener import Address, Listener, listen
+from cppbatch.server.served_models import ServedModels
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.show_loading import ShowLoading, hide_loading
 from cppbatch.server.signals import IMMEDIATE_EXIT_CODE, set_on_signals
@@ -31,8 +28,7 @@ Say = Callable[[str], None]
 
 
 async def run_server(
-    config: EngineConfig,
-    deployment: EngineStarter,
+    start_models: Callable[[], ServedModels],
     settings: ServerSettings,
     address: Address,
     *,
@@ -42,37 +38,37 @@ async def run_server(
 ) -> None:
     """Serves until SIGINT or SIGTERM, then finishes the running requests. A second signal ends the process at once.
 
-    The server listens while the model loads (`/health` shows the progress) and while it drains. `say` prints a line for
-    the user at the terminal. `find_advice` runs on a thread while the model loads, so that the start waits neither for
-    the first timing of kernels nor for reading the file; its result is printed when the server is ready.
-    `show_loading` shows the progress until then. Raises
-    `ConfigError` when the address is in use, and what loading the model raises.
+    `start_models` is called in the event loop. The server listens while a model loads (`/health` shows the progress)
+    and while it drains. `say` prints a line for the user at the terminal. `find_advice` runs on a thread meanwhile, so
+    that the start waits neither for the first timing of kernels nor for reading the file; its result is printed when
+    the server is ready. `show_loading` shows the progress until then. Raises `ConfigError` when the address is in use,
+    and what loading the model raises.
     """
     stop = asyncio.Event()
     set_on_signals(stop)
     storage = open_storage(settings.data_dir, URLS)
-    engine = deployment.start(config)
-    app = create_app(engine, settings, storage)
+    models = start_models()
+    app = create_app(models, storage=storage)
     try:
         listener = await _listen(app, settings, address)
     except BaseException:
-        await engine.close()
+        await models.close()
         raise
     if storage.error:
         log.warning("this server stores no files: %s. Or start it with another --data-dir", storage.error)
     async with listener:
         advice = asyncio.ensure_future(asyncio.to_thread(find_advice))
         try:
-            await _wait_until_loaded(engine, stop, show_loading)
+            await _wait_until_loaded(models, stop, show_loading)
             gc.freeze()  # the objects that exist now stay for good, so garbage collection need not visit them
-            for line in _first_lines(engine, listener, settings):
+            for line in models.first_lines(listener.urls):
                 say(line)
             advice.add_done_callback(partial(_say_advice, say))
             await stop.wait()
             await storage.stop()  # unfinished batches continue after the next start
             await _drain(app, settings.drain_timeout, say)
         finally:
-            await engine.close()  # before the connections, so that requests still running get an error
+            await models.close()  # before the connections, so that requests still running get an error
 
 
 async def _listen(app: web.Application, settings: ServerSettings, address: Address) -> Listener:
@@ -86,27 +82,15 @@ async def _listen(app: web.Application, settings: ServerSettings, address: Addre
     return listener
 
 
-async def _wait_until_loaded(engine: EngineClient, stop: asyncio.Event, show_loading: ShowLoading) -> None:
+async def _wait_until_loaded(models: ServedModels, stop: asyncio.Event, show_loading: ShowLoading) -> None:
     """Waits for the model. A signal meanwhile ends the process: there are no requests to finish."""
-    loading, stopping = asyncio.ensure_future(engine.loaded()), asyncio.ensure_future(stop.wait())
-    with show_loading(lambda: engine.health().progress):
+    loading, stopping = asyncio.ensure_future(models.ready()), asyncio.ensure_future(stop.wait())
+    with show_loading(lambda: models.health().progress):
         await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
         os._exit(IMMEDIATE_EXIT_CODE)  # a normal exit would wait for the loading thread, which is deep in llama.cpp
     stopping.cancel()
     loading.result()
-
-
-def _first_lines(engine: EngineClient, listener: Listener, settings: ServerSettings) -> list[str]:
-    has_template = bool(settings.chat_template or engine.info.chat_template)
-    return first_lines(
-        engine.info,
-        engine.config,
-        listener.urls,
-        has_template=has_template,
-        has_keys=bool(settings.keys),
-        has_page=settings.webui,
-    )
 
 
 def _say_advice(say: Say, advice: asyncio.Future[str | None]) -> None:

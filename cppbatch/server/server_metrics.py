@@ -35,9 +35,11 @@ _COMPLETION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60
 class ServerMetrics:
     """The metrics of one application."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_model: bool = False) -> None:
+        """`by_model`: the metrics of requests and workers have the label `model` too."""
         registry = self._registry = CollectorRegistry()
-        by_endpoint = ["endpoint"]
+        by_endpoint = self._by_endpoint = ["endpoint", "model"] if by_model else ["endpoint"]
+        self.by_model = by_model
         self.http_requests = Counter(
             "cppbatch_http_requests",
             "HTTP requests by status of the response. disconnected: the client closed the connection before its end",
@@ -53,7 +55,7 @@ class ServerMetrics:
         self.completions = Counter(
             "cppbatch_completions",
             "Completions that ended; a request with n has several. cancelled: the client closed the connection",
-            ["endpoint", "finish_reason"],
+            [*by_endpoint, "finish_reason"],
             registry=registry,
         )
         self.prompt_tokens = Counter(
@@ -85,7 +87,7 @@ class ServerMetrics:
         self._recent_sums = CompletionSums()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"cppbatch_{name}_seconds", text, ["endpoint"], registry=self._registry, buckets=buckets)
+        return Histogram(f"cppbatch_{name}_seconds", text, self._by_endpoint, registry=self._registry, buckets=buckets)
 
     def set_batches(self, batches: BatchStats) -> None:
         """Sets the gauges of open batch jobs."""
@@ -99,10 +101,15 @@ class ServerMetrics:
         return sums
 
     def page(
-        self, workers: list[WorkerState], gpus: Sequence[GpuState] = (), scaling: ScalingState | None = None
+        self,
+        workers: list[WorkerState],
+        gpus: Sequence[GpuState] = (),
+        scaling: ScalingState | None = None,
+        others: Iterable[Collector] = (),
     ) -> bytes:
-        """All metrics in Prometheus' text format, with the present state of the workers and GPUs."""
-        collectors = (self._registry, WorkerMetrics(workers), ScalingMetrics(scaling), GpuMetrics(gpus))
+        """All metrics in Prometheus' text format, with the present state of the workers and GPUs, and `others`."""
+        of_workers = WorkerMetrics(workers, by_model=self.by_model)
+        collectors = (self._registry, of_workers, ScalingMetrics(scaling), GpuMetrics(gpus), *others)
         return b"".join(map(generate_latest, collectors))
 
     def add_to_sums(self, usage: RequestUsage) -> None:
@@ -110,33 +117,36 @@ class ServerMetrics:
         self.sums.add(usage)
         self._recent_sums.add(usage)
 
-    async def observe(self, events: AsyncGenerator[Event, None], endpoint: str, n: int) -> AsyncGenerator[Event, None]:
-        """Yields the events of a request's `n` completions unchanged, and counts them."""
-        observer = _RequestObserver(self, endpoint)
-        self.in_flight.labels(endpoint).inc()
+    async def observe(
+        self, events: AsyncGenerator[Event, None], endpoint: str, n: int, model: str = ""
+    ) -> AsyncGenerator[Event, None]:
+        """Yields the events of a request's `n` completions by this model unchanged, and counts them."""
+        labels = (endpoint, model) if self.by_model else (endpoint,)
+        observer = _RequestObserver(self, labels)
+        self.in_flight.labels(*labels).inc()
         try:
             async with contextlib.aclosing(events):
                 async for index, event in events:
                     observer.record(index, event)
                     yield index, event
         except (GeneratorExit, asyncio.CancelledError):  # the client closed the connection
-            self.completions.labels(endpoint, "cancelled").inc(n - observer.n_ended)
+            self.completions.labels(*labels, "cancelled").inc(n - observer.n_ended)
             raise
         finally:
-            self.in_flight.labels(endpoint).dec()
+            self.in_flight.labels(*labels).dec()
 
 
 class _RequestObserver:
     """Counts the events of one generation request."""
 
-    def __init__(self, metrics: ServerMetrics, endpoint: str) -> None:
+    def __init__(self, metrics: ServerMetrics, labels: tuple[str, ...]) -> None:
         self.n_ended = 0
-        self._metrics, self._endpoint = metrics, endpoint
+        self._metrics, self._labels = metrics, labels
         self._began = perf_counter()
         self._last_token_at: dict[int, float] = {}  # by completion
         self._n_counted: Counts[int] = Counts()
-        self._tokens = metrics.generated_tokens.labels(endpoint)
-        self._gap = metrics.gap.labels(endpoint)
+        self._tokens = metrics.generated_tokens.labels(*labels)
+        self._gap = metrics.gap.labels(*labels)
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """Counts an event that has come now."""
@@ -151,24 +161,24 @@ class _RequestObserver:
                 if live:
                     live.add_gap(now, gap, n)
             else:
-                self._metrics.first_token.labels(self._endpoint).observe(now - self._began)
+                self._metrics.first_token.labels(*self._labels).observe(now - self._began)
                 if live:
                     live.add_first_token(now, now - self._began)
             self._last_token_at[index] = now
         if event.finish_reason:
             self.n_ended += 1
-            self._metrics.completions.labels(self._endpoint, event.finish_reason.value).inc()
-            self._metrics.completion_time.labels(self._endpoint).observe(now - self._began)
+            self._metrics.completions.labels(*self._labels, event.finish_reason.value).inc()
+            self._metrics.completion_time.labels(*self._labels).observe(now - self._began)
             if event.usage:
                 # The end token has no text. Never negative: a counter would raise.
                 self._tokens.inc(max(0, event.usage.completion_tokens - self._n_counted[index]))
                 self._record_usage(event.usage)
 
     def _record_usage(self, usage: RequestUsage) -> None:
-        metrics, endpoint = self._metrics, self._endpoint
-        metrics.prompt_tokens.labels(endpoint).inc(usage.prompt_tokens)
-        metrics.cached_prompt_tokens.labels(endpoint).inc(usage.cached_tokens)
-        metrics.queue.labels(endpoint).observe(usage.queue_seconds)
+        metrics, labels = self._metrics, self._labels
+        metrics.prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
+        metrics.cached_prompt_tokens.labels(*labels).inc(usage.cached_tokens)
+        metrics.queue.labels(*labels).observe(usage.queue_seconds)
         metrics.recent.add(usage)
         metrics.add_to_sums(usage)
 
@@ -202,6 +212,9 @@ def endpoint_of(request: web.Request) -> str:
 
 
 # --- workers --------------------------------------------------------------------------------------------------------
+
+Key = list[str]
+"""The labels of a worker: its name, and that of its model where a server has several."""
 
 _GAUGES = {
     "running": "Requests that are being computed",
@@ -238,72 +251,69 @@ _HISTOGRAMS = {
 class WorkerMetrics(Collector):
     """The present state of the workers. A worker that does not respond has only the metrics of `_states`."""
 
-    def __init__(self, workers: list[WorkerState]) -> None:
-        self._workers = workers
+    def __init__(self, workers: list[WorkerState], *, by_model: bool = False) -> None:
+        """`by_model`: they have the label `model` too."""
+        self._labels = ["worker", "model"] if by_model else ["worker"]
+        self._workers = [([each.name, each.model or ""] if by_model else [each.name], each) for each in workers]
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of all workers."""
-        responding = [(worker.name, worker.stats) for worker in self._workers if worker.stats]
+        responding = [(key, worker.stats) for key, worker in self._workers if worker.stats]
         yield from self._states()
         for name, text in _GAUGES.items():
-            yield _gauge(name, text, ((worker, getattr(stats, name)) for worker, stats in responding))
+            yield self._gauge(name, text, ((key, getattr(stats, name)) for key, stats in responding))
         for name, text in _COUNTERS.items():
-            yield _counter(name, text, ((worker, getattr(stats, name)) for worker, stats in responding))
-        yield _cells(responding)
-        yield _layout(responding)
+            yield self._counter(name, text, ((key, getattr(stats, name)) for key, stats in responding))
+        yield self._cells(responding)
+        yield self._layout(responding)
         for name, (field, text) in _HISTOGRAMS.items():
-            yield _histogram(name, text, ((worker, getattr(stats, field)) for worker, stats in responding))
+            yield self._histogram(name, text, ((key, getattr(stats, field)) for key, stats in responding))
 
     def _states(self) -> Iterator[Metric]:
-        up = ((worker.name, float(worker.health.status == "ok")) for worker in self._workers)
-        yield _gauge("up", "1: the worker computes; 0: it loads, sleeps, restarts, or has failed", up)
-        in_flight = ((worker.name, worker.in_flight) for worker in self._workers)
-        yield _gauge("in_flight", "Requests that the worker was given and that have not ended", in_flight)
-        restarts = ((worker.name, worker.restarts) for worker in self._workers)
-        yield _counter("restarts", "How often the worker died and was started again", restarts)
+        up = ((key, float(worker.health.status == "ok")) for key, worker in self._workers)
+        yield self._gauge("up", "1: the worker computes; 0: it loads, sleeps, restarts, or has failed", up)
+        in_flight = ((key, worker.in_flight) for key, worker in self._workers)
+        yield self._gauge("in_flight", "Requests that the worker was given and that have not ended", in_flight)
+        restarts = ((key, worker.restarts) for key, worker in self._workers)
+        yield self._counter("restarts", "How often the worker died and was started again", restarts)
 
+    def _gauge(self, name: str, text: str, values: Iterable[tuple[Key, float]]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"cppbatch_worker_{name}", text, labels=self._labels)
+        for key, value in values:
+            family.add_metric(key, value)
+        return family
 
-def _gauge(name: str, text: str, values: Iterable[tuple[str, float]]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"cppbatch_worker_{name}", text, labels=["worker"])
-    for worker, value in values:
-        family.add_metric([worker], value)
-    return family
+    def _counter(self, name: str, text: str, values: Iterable[tuple[Key, float]]) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"cppbatch_worker_{name}", text, labels=self._labels)
+        for key, value in values:
+            family.add_metric(key, value)
+        return family
 
+    def _cells(self, responding: list[tuple[Key, EngineStats]]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(
+            "cppbatch_worker_kv_cells",
+            "KV cells by state. used: of running sequences; cached: of prefixes that are kept for later requests",
+            labels=[*self._labels, "state"],
+        )
+        for key, stats in responding:
+            free = stats.kv_cells - stats.kv_cells_used - stats.kv_cells_cached
+            for state, value in (("used", stats.kv_cells_used), ("cached", stats.kv_cells_cached), ("free", free)):
+                family.add_metric([*key, state], value)
+        return family
 
-def _counter(name: str, text: str, values: Iterable[tuple[str, float]]) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"cppbatch_worker_{name}", text, labels=["worker"])
-    for worker, value in values:
-        family.add_metric([worker], value)
-    return family
+    def _layout(self, responding: list[tuple[Key, EngineStats]]) -> GaugeMetricFamily:
+        text = "1: the present layout of the KV cache"
+        family = GaugeMetricFamily("cppbatch_worker_kv_layout", text, labels=[*self._labels, "layout"])
+        for key, stats in responding:
+            family.add_metric([*key, stats.kv_layout], 1)
+        return family
 
-
-def _cells(responding: list[tuple[str, EngineStats]]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(
-        "cppbatch_worker_kv_cells",
-        "KV cells by state. used: of running sequences; cached: of prefixes that are kept for later requests",
-        labels=["worker", "state"],
-    )
-    for worker, stats in responding:
-        free = stats.kv_cells - stats.kv_cells_used - stats.kv_cells_cached
-        for state, value in (("used", stats.kv_cells_used), ("cached", stats.kv_cells_cached), ("free", free)):
-            family.add_metric([worker, state], value)
-    return family
-
-
-def _layout(responding: list[tuple[str, EngineStats]]) -> GaugeMetricFamily:
-    text = "1: the present layout of the KV cache"
-    family = GaugeMetricFamily("cppbatch_worker_kv_layout", text, labels=["worker", "layout"])
-    for worker, stats in responding:
-        family.add_metric([worker, stats.kv_layout], 1)
-    return family
-
-
-def _histogram(name: str, text: str, values: Iterable[tuple[str, EngineHistogram]]) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(f"cppbatch_worker_{name}", text, labels=["worker"])
-    for worker, histogram in values:
-        bounds = [*map(str, histogram.bounds), "+Inf"]
-        family.add_metric([worker], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum)
-    return family
+    def _histogram(self, name: str, text: str, values: Iterable[tuple[Key, EngineHistogram]]) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(f"cppbatch_worker_{name}", text, labels=self._labels)
+        for key, histogram in values:
+            bounds = [*map(str, histogram.bounds), "+Inf"]
+            family.add_metric(key, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum)
+        return family
 
 
 class ScalingMetrics(Collector):

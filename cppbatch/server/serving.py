@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
-
-from aiohttp import web
 
 from cppbatch import __version__
 from cppbatch.chat.chat_format import ChatFormat, PreparedChat
@@ -47,9 +45,19 @@ def new_id(prefix: str) -> str:
 class Serving:
     """The engine and the settings of this server."""
 
-    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: ServerSettings,
+        names: tuple[str, ...] = (),
+        is_meant: Callable[[str], bool] | None = None,
+    ) -> None:
+        """`names`: all names of the model, where a server has several; the first is shown in responses. `is_meant`:
+        whether a name that a request gives stands for this model, where a server has several."""
         self.client = client
         self.settings = settings
+        self._names = names
+        self._is_meant = is_meant
         self.started = int(time.time())
         self.lora: dict[str | int, float] | None = None
         """The scales of LoRA adapters for requests without `lora`, as `POST /lora-adapters` set them. None: those of
@@ -68,8 +76,10 @@ class Serving:
 
     @property
     def name(self) -> str:
-        """The name of the model in responses: the alphabetically first alias, as in llama-server; without aliases the
-        name of the file."""
+        """The name of the model in responses. Of a single one: the alphabetically first alias, as in llama-server;
+        without aliases the name of the file."""
+        if self._names:
+            return self._names[0]
         return min(self.settings.aliases, default=self.info.name)
 
     @cached_property
@@ -99,6 +109,8 @@ class Serving:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names of the model: that of the file, which may lack the types of weights at its end, and the aliases."""
+        if self._names:
+            return self._names
         own = self.info.name
         return (own, *self.settings.aliases, *shorter_names(own))
 
@@ -114,9 +126,12 @@ class Serving:
             rules.check_model(self.model_names, model)
 
     def check_model(self, name: str | None) -> None:
-        """With --strict-model, raises `ModelNotFound` for an unknown model; without, the loaded model answers to any
-        name. `None` stands for the loaded model."""
-        if self.settings.strict_model and name is not None:
+        """With --strict-model, raises `ModelNotFound` for an unknown model; without, the only model answers to any
+        name. `None` stands for the model. Raises `InvalidRequest` for another one of several models."""
+        if self._is_meant:
+            if name is not None and not self._is_meant(name):
+                raise InvalidRequest("model", f"is {name!r}, and {self.name!r} answers this request; send two requests")
+        elif self.settings.strict_model and name is not None:
             self.find_model(name)
 
     def check_size(self, field: str, messages: Sequence[object], tools: Sequence[object] | None) -> None:
@@ -213,6 +228,3 @@ class Serving:
             )
             self._chat = await chat_format_of_client(self.client, template)
         return self._chat
-
-
-SERVING = web.AppKey("serving", Serving)

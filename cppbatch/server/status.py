@@ -13,9 +13,9 @@ from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.api_errors import SwitchedOff, json_response
 from cppbatch.server.endpoint import TEXT, Endpoint, json_content, schema_ref
 from cppbatch.server.llama_server.llama_metrics import llama_metrics
+from cppbatch.server.served_models import MODELS, ModelCounts
 from cppbatch.server.server_metrics import CONTENT_TYPE, GPUS, METRICS
 from cppbatch.server.server_stats import ServerStats
-from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import STORAGE
 
 routes = web.RouteTableDef()
@@ -32,6 +32,8 @@ class HealthResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Why it failed or restarts. Absent otherwise, as in llama-server."""
     scaling: ScalingState | UnsetType = UNSET
     """How many workers run, start and drain; absent where their number is fixed."""
+    models: ModelCounts | UnsetType = UNSET
+    """Of a server with several models."""
 
 
 class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,16 +49,22 @@ class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
 async def health(request: web.Request) -> web.Response:
     """503 while the model loads (with its progress) and after the engine has failed or closed; otherwise 200, also
     while the server drains."""
-    client = request.app[SERVING].client
-    state, scaling = client.health(), client.scaling() or UNSET
-    response = HealthResponse(status=state.status, progress=state.progress, error=state.error or UNSET, scaling=scaling)
+    models = request.app[MODELS]
+    state = models.health()
+    response = HealthResponse(
+        status=state.status,
+        progress=state.progress,
+        error=state.error or UNSET,
+        scaling=models.scaling() or UNSET,
+        models=models.counts() or UNSET,
+    )
     return json_response(response, 200 if state.takes_requests else 503)
 
 
 @routes.get("/ready")
 async def ready(request: web.Request) -> web.Response:
     """200 when a new request is served, otherwise 503 with the state."""
-    state = request.app[SERVING].client.health()
+    state = request.app[MODELS].health()
     draining = request.app[IN_FLIGHT].draining
     is_ready = state.takes_requests and not draining
     status = "draining" if draining else state.status
@@ -66,16 +74,16 @@ async def ready(request: web.Request) -> web.Response:
 @routes.get("/stats")
 async def stats(request: web.Request) -> web.Response:
     """The sums over all engines, the last minute, and each engine by itself."""
-    client = request.app[SERVING].client
+    models = request.app[MODELS]
     try:
-        totals = await client.stats()
+        totals = await models.stats()
     except EngineClosed:  # no engine responds; the rest is still worth reporting
         totals = None
     tokens_per_second = totals.recent_steps.tokens_per_second if totals else None
     server = ServerStats(
         last_minute=request.app[METRICS].recent.last_minute(tokens_per_second),
-        workers=await client.workers(),
-        scaling=client.scaling(),
+        workers=await models.workers(),
+        scaling=models.scaling(),
         batches=request.app[STORAGE].stats(),
         gpus=request.app[GPUS].latest,
     )
@@ -85,15 +93,15 @@ async def stats(request: web.Request) -> web.Response:
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     """All metrics in Prometheus' text format, also under llama-server's names. Raises `SwitchedOff`."""
-    serving, metrics, batches = request.app[SERVING], request.app[METRICS], request.app[STORAGE].stats()
-    if not serving.settings.metrics:
+    models, metrics, batches = request.app[MODELS], request.app[METRICS], request.app[STORAGE].stats()
+    if not models.settings.metrics:
         raise SwitchedOff("/metrics is switched off: start the server without --no-metrics")
     if batches:
         metrics.set_batches(batches)
-    workers = await serving.client.workers()
-    page = metrics.page(workers, request.app[GPUS].latest, serving.client.scaling())
+    workers = await models.workers()
+    page = metrics.page(workers, request.app[GPUS].latest, models.scaling(), models.collectors())
     theirs = llama_metrics(metrics.sums, metrics.take_recent_sums(), workers)
-    headers = {"Content-Type": CONTENT_TYPE, "Process-Start-Time-Unix": str(serving.started)}
+    headers = {"Content-Type": CONTENT_TYPE, "Process-Start-Time-Unix": str(models.started)}
     return web.Response(body=page + theirs, headers=headers)
 
 

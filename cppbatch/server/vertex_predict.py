@@ -14,7 +14,7 @@ from cppbatch.server.api_errors import json_response
 from cppbatch.server.batches.batch_handler import URLS, BatchRequestHandler
 from cppbatch.server.keys import KEY
 from cppbatch.server.parse import read_json
-from cppbatch.server.serving import SERVING
+from cppbatch.server.served_models import MODELS
 
 _FORMAT = "@requestFormat"
 
@@ -29,12 +29,13 @@ class PredictRequest(msgspec.Struct, kw_only=True):
 
 async def predict(request: web.Request) -> web.Response:
     """The answers to the instances, in their order: that of one which cannot be answered is an error."""
-    body, serving = await read_json(request, PredictRequest), request.app[SERVING]
-    limit = serving.limits.max_prompts_per_batch
+    body = await read_json(request, PredictRequest)
+    models = request.app[MODELS]
+    limit = models.settings.limits.max_prompts_per_batch
     if len(body.instances) > limit:
         raise InvalidRequest("instances", f"has {len(body.instances)} requests; the limit is {limit}")
     requests = [_job_request(i, instance) for i, instance in enumerate(body.instances)]
-    responses = await asyncio.gather(*map(BatchRequestHandler(serving, rules=request.get(KEY)), requests))
+    responses = await asyncio.gather(*map(BatchRequestHandler(models, rules=request.get(KEY)), requests))
     return json_response({"predictions": [response.body for response in responses]})
 
 

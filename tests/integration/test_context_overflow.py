@@ -16,7 +16,7 @@ from cppbatch.jobs.job_request import JobRequest
 from cppbatch.server.api_errors import ErrorResponse
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import BatchRequestHandler
-from cppbatch.server.serving import Serving
+from cppbatch.server.served_models import OneModel
 from cppbatch.server.settings import ServerSettings
 
 Http = TestClient[Any, Any]
@@ -161,7 +161,7 @@ async def test_a_worker_tells_how_long_the_prompt_was(tiny_llama: Path) -> None:
 
 async def test_a_request_of_a_batch_job_has_the_same_error(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, n_ctx=N_CTX, n_parallel=2, kv_layout="unified", n_threads=1) as engine:
-        handle = BatchRequestHandler(Serving(engine, ServerSettings()))
+        handle = BatchRequestHandler(OneModel.of(engine, ServerSettings()))
         response = await handle(
             JobRequest(line=1, custom_id="a", url="/v1/chat/completions", body={"messages": CHAT}, content_hash=0)
         )

@@ -19,7 +19,7 @@ from cppbatch.jobs.job_request import JobRequest, Json
 from cppbatch.jobs.journal import response_line
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import BatchRequestHandler
-from cppbatch.server.serving import Serving
+from cppbatch.server.served_models import OneModel
 from cppbatch.server.settings import ServerSettings
 from tests.fakes import greedy, know
 from tests.replay import Replay
@@ -132,7 +132,7 @@ async def test_generate_has_them_for_each_item_and_in_all(http: Http) -> None:
 
 
 async def test_results_of_a_batch_job_have_them(engine: LocalEngine) -> None:
-    handler = BatchRequestHandler(Serving(engine, ServerSettings()), defaults=GREEDY)
+    handler = BatchRequestHandler(OneModel.of(engine, ServerSettings()), defaults=GREEDY)
     request = JobRequest(
         line=1, custom_id="a", url="/v1/completions", body={"prompt": "the cat"}, is_plain=True, content_hash=0
     )

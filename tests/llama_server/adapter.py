@@ -9,7 +9,6 @@ import os
 import sys
 
 LEFT_OUT = {
-    "--no-models-autoload",  # there is no router
     "--ui-mcp-proxy",
 }
 """Flags without a value that cppbatch does not have."""
@@ -18,8 +17,7 @@ LEFT_OUT_WITH_VALUE = {
     "--reasoning-format",
     "--spec-synth-len",
     "--spec-synth-rates",
-    "--models-max",
-    "--models-preset",
+    "--models-preset",  # models of a hub
     "--models-dir",
     "--mmproj-url",
     "--media-path",
@@ -44,9 +42,25 @@ def cppbatch_flags(flags: list[str]) -> list[str]:
         translated += ["--kv-layout", "per-sequence"]  # llama-server divides -c by -np then, as the tests expect
     if "--metrics" not in flags:
         translated += ["--no-metrics"]  # llama-server's default
-    if "--model" not in flags:  # a router's tests, some of which ask for nothing that needs one
-        translated += ["--model", os.path.join(os.environ["RING_MODELS"], "test-model-stories260K.gguf")]
+    if "--model" not in flags:  # a router's tests
+        translated += ["--models-config", router_settings()]
     return [*translated, "--no-profile", "--drain-timeout", "1"]
+
+
+ROUTER_MODELS = {
+    "ggml-org/tinygemma3-GGUF:Q8_0": "stories15M_MOE-F16.gguf",
+    "ggml-org/test-model-stories260K:F32": "test-model-stories260K.gguf",
+    "ggml-org/test-model-stories260K-infill:F32": "test-model-stories260K-infill.gguf",
+}
+"""The models that the router's tests name, and what stands for them."""
+
+
+def router_settings() -> str:
+    """A settings file with `ROUTER_MODELS`. Returns its path."""
+    path = os.path.join(os.environ["RING_MODELS"], f"router-{os.getpid()}.toml")
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(f'[models."{name}"]\nmodel = "{model}"\n' for name, model in ROUTER_MODELS.items())
+    return path
 
 
 if __name__ == "__main__":

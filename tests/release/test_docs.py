@@ -35,6 +35,7 @@ class Servers:
         self._arguments: dict[int, list[str | Path]] = {
             8080: ["-m", default_model],
             8081: ["-m", default_model, "--pooling", "mean"],
+            8083: ["--models-dir", tiny_models.llama(folder / "several" / "tiny.gguf").parent],
             8082: ["-m", tiny_models.reranker(folder / "reranker.gguf")],
         }
         self._running: dict[int, ServerProcess] = {}
@@ -66,7 +67,7 @@ def run(command: list[str], servers: Servers) -> str:
 
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
     assert len(PROGRAMS) == 26
-    assert len(COMMANDS) == 40
+    assert len(COMMANDS) == 42
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

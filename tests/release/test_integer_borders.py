@@ -26,7 +26,7 @@ from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import URLS, BatchRequestHandler
 from cppbatch.server.limits import Limits
 from cppbatch.server.openapi import document
-from cppbatch.server.serving import Serving
+from cppbatch.server.served_models import OneModel
 from cppbatch.server.settings import ServerSettings
 
 Json = dict[str, Any]
@@ -229,7 +229,7 @@ async def test_integers_in_every_field_of_embeddings_and_reranking(
 async def test_integers_in_every_field_of_every_line_of_a_batch(tiny_llama: Path, n: int) -> None:
     statuses: Counter[int] = Counter()
     async with serving(tiny_llama) as (engine, _):
-        work = BatchRequestHandler(Serving(engine, ServerSettings(limits=Limits(max_n=4, max_tokens=8))))
+        work = BatchRequestHandler(OneModel.of(engine, ServerSettings(limits=Limits(max_n=4, max_tokens=8))))
         requests, chance, at_once = (
             RequestBuilder(InputFormat(path=Path("in.jsonl"), kind="jsonl"), URLS),
             random.Random(2),

@@ -11,13 +11,17 @@ from cppbatch.server.generate.cancel_item import RunningBatch
 from cppbatch.server.generate.generate_batch import GenerateBatchBuilder
 
 
+async def _ignore(request_id: str) -> None:
+    """Cancels nothing."""
+
+
 @pytest.mark.parametrize(
     ("field", "shown"),
     [("task", "model"), ("prompt", "prompts[1]"), ("max_tokens", "max_tokens")],
 )
 def test_an_error_of_the_engine_names_the_field_of_the_body(field: str, shown: str) -> None:
     items = [BatchItem([(f"prompts[{i}]", prompt)], {}) for i, prompt in enumerate("ab")]
-    builder = GenerateBatchBuilder(items, [1], RunningBatch({1: "x"}, 2))
+    builder = GenerateBatchBuilder(items, [1], RunningBatch({1: "x"}, 2, _ignore))
     event = GenerationEvent(request_id="x", finish_reason=FinishReason.ERROR, error="is wrong", error_field=field)
     builder.record(0, event)
     builder.set_error(0, RuntimeError("another one"))

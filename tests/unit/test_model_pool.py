@@ -297,7 +297,7 @@ def test_load_and_unload_by_hand() -> None:
         pool.unload("a")
         waits = asyncio.create_task(use(pool, "a", 1))
         await asyncio.sleep(1)
-        assert pool.models["a"].state == "unloading"
+        assert states(pool)["a"] == "unloading"
         assert await waits > await busy + 20
         assert (pool.models["a"].loads, pool.models["a"].unloads) == (2, {"asked": 1})
         pool.unload("a")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Annotated, Literal
 
 import msgspec
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.serving import Serving
+from cppbatch.server.served_models import ModelEntry
 
 
 class AnthropicModelQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,28 +47,38 @@ class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
     last_id: str | None
 
 
-def anthropic_model(serving: Serving) -> AnthropicModel:
-    """The loaded model."""
-    most = serving.info.max_sequence
-    started = datetime.fromtimestamp(serving.started, timezone.utc)
+def anthropic_model(entry: ModelEntry, started: int) -> AnthropicModel:
+    """A model, of a server that started then (seconds since 1970)."""
+    most = entry.max_sequence
     return AnthropicModel(
-        id=serving.name,
-        display_name=serving.info.name,
-        created_at=started.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        id=entry.name,
+        display_name=entry.path.stem,
+        created_at=datetime.fromtimestamp(started, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         max_input_tokens=most,
-        max_tokens=min(serving.limits.max_tokens or most, most),
+        max_tokens=min(entry.settings.limits.max_tokens or most, most),
     )
 
 
-def anthropic_model_list(serving: Serving, query: AnthropicModelQuery) -> AnthropicModelList:
-    """The page that the query asks for: the loaded model, or nothing before and after it.
+def anthropic_model_list(entries: Sequence[ModelEntry], started: int, query: AnthropicModelQuery) -> AnthropicModelList:
+    """The page that the query asks for.
 
-    Raises `InvalidRequest` for a cursor that is no name of the model.
+    Raises `InvalidRequest` for a cursor that is no model of the list.
     """
-    model = anthropic_model(serving)
-    for name in ("before_id", "after_id"):
-        if cursor := getattr(query, name):
-            if cursor != model.id:
-                raise InvalidRequest(name, f"is {cursor!r}; the only model here is {model.id!r}")
-            return AnthropicModelList(data=[], first_id=None, last_id=None)
-    return AnthropicModelList(data=[model], first_id=model.id, last_id=model.id)
+    names = [entry.name for entry in entries]
+
+    def position(field: str, cursor: str) -> int:
+        if cursor not in names:
+            raise InvalidRequest(field, f"is {cursor!r}; the models here are {', '.join(map(repr, names)) or 'none'}")
+        return names.index(cursor)
+
+    first = position("after_id", query.after_id) + 1 if query.after_id else 0
+    end = position("before_id", query.before_id) if query.before_id else len(names)
+    if query.before_id and not query.after_id:
+        first = max(0, end - query.limit)
+    page = entries[first : min(end, first + query.limit)]
+    return AnthropicModelList(
+        data=[anthropic_model(entry, started) for entry in page],
+        has_more=first > 0 if query.before_id else first + len(page) < end,
+        first_id=page[0].name if page else None,
+        last_id=page[-1].name if page else None,
+    )

@@ -38,9 +38,10 @@ from cppbatch.server.anthropic.message_types import (
 from cppbatch.server.api_errors import AnthropicErrorResponse, anthropic_error, api_error, json_response
 from cppbatch.server.content_blocks import BlockChange, ContentBlock, ContentBlocks
 from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
-from cppbatch.server.serving import SERVING, Serving, new_id
+from cppbatch.server.serving import Serving, new_id
 from cppbatch.server.timings import StreamTimings, Timings, timings
 
 _FORMAT = "output_config.format"
@@ -54,13 +55,14 @@ routes = web.RouteTableDef()
 async def messages(request: web.Request) -> web.StreamResponse:
     """Generates the assistant's next message of a conversation."""
     body = await read_json(request, MessagesRequest)
-    return await respond(request, await prepare_message(body, request.app[SERVING]))
+    return await respond(request, await prepare_message(body, await serving_of(request, body)))
 
 
 @routes.post("/v1/messages/count_tokens")
 async def count_tokens(request: web.Request) -> web.Response:
     """Counts the prompt tokens that the same `/v1/messages` would have."""
-    body, serving = await read_json(request, CountTokensRequest), request.app[SERVING]
+    body = await read_json(request, CountTokensRequest)
+    serving = await serving_of(request, body)
     serving.check_model(body.model)
     chat = await _prepare_chat(body, serving)
     return json_response(CountTokensResponse(input_tokens=len(await serving.client.tokenize(chat.prompt))))

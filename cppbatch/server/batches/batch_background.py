@@ -18,9 +18,9 @@ from cppbatch.jobs.job_runner import RequestSlots
 from cppbatch.server.batches.batch_handler import BatchRequestHandler
 from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.key_usage import KEY_USAGE, KeyLineSlots
-from cppbatch.server.run_requests import Event, target_concurrency
+from cppbatch.server.run_requests import Event
+from cppbatch.server.served_models import MODELS
 from cppbatch.server.server_metrics import METRICS
-from cppbatch.server.serving import SERVING
 from cppbatch.server.storage import STORAGE
 
 log = logging.getLogger("cppbatch.server")
@@ -41,17 +41,17 @@ async def run_batches(app: web.Application) -> AsyncIterator[None]:
 
 async def _start(app: web.Application) -> None:
     """Starts the batches once the storage is open and the model is loaded."""
-    serving, metrics = app[SERVING], app[METRICS]
+    models, metrics = app[MODELS], app[METRICS]
     batches = await app[STORAGE].opened()
     if batches is None:
         return
 
-    def observe(events: AsyncGenerator[Event, None], n_requests: int) -> AsyncGenerator[Event, None]:
-        return metrics.observe(events, _ENDPOINT, n_requests)
+    def observe(events: AsyncGenerator[Event, None], n: int, model: str) -> AsyncGenerator[Event, None]:
+        return metrics.observe(events, _ENDPOINT, n, model)
 
     try:
-        await serving.client.loaded()
-        request_slots = asyncio.Semaphore(await target_concurrency(serving.client))
+        await models.ready()
+        request_slots = asyncio.Semaphore(await models.target_concurrency())
     except CppBatchError as error:
         log.info("batches do not run: %s", error)  # the server reports the failure to load
         return
@@ -59,7 +59,7 @@ async def _start(app: web.Application) -> None:
 
     def execution(record: BatchRecord) -> tuple[RequestHandler, RequestSlots]:
         rules = msgspec.convert(record.key, KeyRules) if record.key else None
-        handler = BatchRequestHandler(serving, rules=rules, priority=BACKGROUND, observe=observe)
+        handler = BatchRequestHandler(models, rules=rules, priority=BACKGROUND, observe=observe)
         return handler, KeyLineSlots(request_slots, usage, rules) if rules else request_slots
 
-    batches.start(BatchResources(serving.info.name, execution))
+    batches.start(BatchResources(models.serves_batch, execution))

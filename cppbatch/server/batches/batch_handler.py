@@ -21,6 +21,7 @@ from cppbatch.server.responses.create_response import prepare_response
 from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.run_requests import Event, run_requests
 from cppbatch.server.sampling_fields import SamplingFields, merge_fields
+from cppbatch.server.served_models import ServedModels
 from cppbatch.server.serving import Serving, new_id
 from cppbatch.server.unknown_fields import refuse_unknown
 from cppbatch.typed_json import convert
@@ -36,7 +37,7 @@ _ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[Prepar
 URLS = tuple(_ENDPOINTS)
 """The endpoints that batches support."""
 
-ObserveEvents = Callable[[AsyncGenerator[Event, None], int], AsyncGenerator[Event, None]]
+ObserveEvents = Callable[[AsyncGenerator[Event, None], int, str], AsyncGenerator[Event, None]]
 
 
 class BatchRequestHandler:
@@ -47,7 +48,7 @@ class BatchRequestHandler:
 
     def __init__(
         self,
-        serving: Serving,
+        models: ServedModels,
         *,
         defaults: dict[str, Any] | None = None,
         plain_max_tokens: int | None = None,
@@ -57,8 +58,8 @@ class BatchRequestHandler:
     ) -> None:
         """`defaults`: body fields of requests that do not set them. `plain_max_tokens`: as in `FileJob`. `rules`: those
         of the key that the requests belong to. `priority`: overrides the requests' own. `observe`: called with the
-        events of a request and the number of its completions; yields the events unchanged."""
-        self._serving = serving
+        events of a request, the number of its completions and the model; yields the events unchanged."""
+        self._models = models
         self._defaults = defaults or {}
         self._plain_max_tokens = plain_max_tokens
         self._rules = rules
@@ -69,8 +70,7 @@ class BatchRequestHandler:
         """The response of the request's endpoint, which may be an error."""
         request_id = new_id("req-")
         try:
-            prepared = await self._prepare(request)
-            body = await self._run(prepared)
+            prepared, body = await self._answer(request)
         except EngineClosed:
             raise
         except Exception as exception:
@@ -86,8 +86,8 @@ class BatchRequestHandler:
             completion_tokens=tokens.completion,
         )
 
-    async def _prepare(self, request: JobRequest) -> PreparedRequest:
-        """Raises `InvalidRequest`."""
+    async def _answer(self, request: JobRequest) -> tuple[PreparedRequest, object]:
+        """The request, prepared, and the body of its response. Raises `InvalidRequest`."""
         kind, prepare = _ENDPOINTS[request.url]
         if kind is CompletionRequest:  # OpenAI's default of 16 tokens makes no sense for a plain prompt
             default_max_tokens = self._plain_max_tokens if request.is_plain else DEFAULT_MAX_TOKENS
@@ -99,17 +99,20 @@ class BatchRequestHandler:
             raise InvalidRequest("stream", "is true; responses to batch requests cannot be streamed")
         body = convert(fields, kind)
         refuse_unknown(fields, kind)
-        if self._rules:
-            self._serving.check_key(self._rules, body.model)
-        return await prepare(body, self._serving)
+        lease = await self._models.lease(body.model, self._rules, load=True)
+        try:
+            prepared = await prepare(body, lease.serving)
+            return prepared, await self._run(prepared, lease.serving)
+        finally:
+            lease.release()
 
-    async def _run(self, prepared: PreparedRequest) -> object:
+    async def _run(self, prepared: PreparedRequest, serving: Serving) -> object:
         requests = prepared.requests
         if self._priority is not None:
             requests = [replaced(request, priority=self._priority) for request in requests]
         if self._rules:
-            requests = self._rules.engine_requests(requests, self._serving.info.adapters)
-        events = run_requests(self._serving.client, requests, wait_when_full=True)
+            requests = self._rules.engine_requests(requests, serving.info.adapters)
+        events = run_requests(serving.client, requests, wait_when_full=True)
         if self._observe:
-            events = self._observe(events, len(requests))
+            events = self._observe(events, len(requests), serving.name)
         return await prepared.gather(events)

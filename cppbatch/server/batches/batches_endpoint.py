@@ -14,7 +14,7 @@ from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, sch
 from cppbatch.server.files.file_upload import ExpiresAfter
 from cppbatch.server.keys import KEY, viewer_of
 from cppbatch.server.parse import read_json
-from cppbatch.server.serving import SERVING
+from cppbatch.server.served_models import MODELS
 from cppbatch.server.storage import batches_of
 from cppbatch.typed_json import convert
 
@@ -67,7 +67,7 @@ async def create_batch(request: web.Request) -> web.Response:
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
-        model=request.app[SERVING].info.name,
+        model=request.app[MODELS].batch_model,
         metadata=body.metadata,
         output_lifetime_s=body.output_expires_after.seconds if body.output_expires_after else None,
         owner=viewer_of(request),

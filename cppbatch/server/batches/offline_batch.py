@@ -20,7 +20,7 @@ from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.request_order import chunks
 from cppbatch.server.batches.batch_handler import BatchRequestHandler
 from cppbatch.server.run_requests import Event, target_concurrency
-from cppbatch.server.serving import Serving
+from cppbatch.server.served_models import OneModel
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.show_loading import ShowLoading, hide_loading
 from cppbatch.server.signals import set_on_signals
@@ -71,7 +71,9 @@ class OfflineJob:
                 self.n_running = 0
             await asyncio.sleep(_STATS_INTERVAL_S)
 
-    async def count_tokens(self, events: AsyncGenerator[Event, None], _n_requests: int) -> AsyncGenerator[Event, None]:
+    async def count_tokens(
+        self, events: AsyncGenerator[Event, None], _n_requests: int, _model: str
+    ) -> AsyncGenerator[Event, None]:
         """Yields the events unchanged and counts their tokens."""
         async with contextlib.aclosing(events):
             async for index, event in events:
@@ -109,9 +111,8 @@ async def run_offline(
                 return False
         started()
         job, request_slots = offline.job, asyncio.Semaphore(await target_concurrency(engine))
-        serving = Serving(engine, ServerSettings(chat_template=job.chat_template))
         handler = BatchRequestHandler(
-            serving,
+            OneModel.of(engine, ServerSettings(chat_template=job.chat_template)),
             defaults=job.defaults,
             plain_max_tokens=job.plain_max_tokens,
             observe=offline.count_tokens,

@@ -21,7 +21,7 @@ from cppbatch.server.connections import reading
 from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
 from cppbatch.server.files.file_upload import BINARY, UPLOAD_FORM, receive_upload
 from cppbatch.server.keys import viewer_of
-from cppbatch.server.serving import SERVING
+from cppbatch.server.served_models import MODELS
 from cppbatch.server.storage import batches_of
 from cppbatch.typed_json import convert
 
@@ -73,7 +73,7 @@ async def upload_file(request: web.Request) -> web.Response:
     path = data.incoming(file_id)
     try:
         with reading(request):
-            upload = await receive_upload(request, path, request.app[SERVING].limits.max_file_mb)
+            upload = await receive_upload(request, path, request.app[MODELS].settings.limits.max_file_mb)
         now = int(time.time())
         file = File(
             id=file_id,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated
 
 import msgspec
 from aiohttp import web
 
-from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.errors import InvalidRequest, NotFound
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.keys import viewer_of
 from cppbatch.server.parse import read_json
-from cppbatch.server.serving import SERVING
 
 routes = web.RouteTableDef()
 
@@ -25,21 +23,22 @@ PATH = "/generate/batch/cancel"
 class RunningBatch:
     """The ids of the engine requests of a batch that runs, by item. Invalid items have none."""
 
-    def __init__(self, ids: dict[int, str], n_items: int) -> None:
+    def __init__(self, ids: dict[int, str], n_items: int, cancel: Callable[[str], Awaitable[None]]) -> None:
+        """`cancel`: ends an engine request by its id."""
         self.n_items = n_items
         self.cancelled: set[str] = set()
         """The ids of the engine requests that the client has cancelled."""
-        self._ids = ids
+        self._ids, self._cancel = ids, cancel
 
     def has_cancelled(self, index: int) -> bool:
         """Whether the client has cancelled the item."""
         return self._ids.get(index) in self.cancelled
 
-    async def cancel(self, index: int, client: EngineClient) -> None:
+    async def cancel(self, index: int) -> None:
         """Ends an item within a step, or keeps it from starting. An item that has ended stays as it is."""
         if request_id := self._ids.get(index):
             self.cancelled.add(request_id)
-            await client.cancel(request_id)
+            await self._cancel(request_id)
 
 
 class RunningBatches:
@@ -96,7 +95,7 @@ async def cancel_item(request: web.Request) -> web.Response:
     batch = request.app[RUNNING_BATCHES].get(viewer_of(request), body.request_id)
     if body.index >= batch.n_items:
         raise InvalidRequest("index", f"is {body.index}; the batch has {batch.n_items} items, from 0")
-    await batch.cancel(body.index, request.app[SERVING].client)
+    await batch.cancel(body.index)
     return json_response(CancelItemResponse(request_id=body.request_id, index=body.index))
 
 

@@ -26,10 +26,11 @@ from cppbatch.server.generate.generate_endpoint import (
 )
 from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.keys import KEY, viewer_of
+from cppbatch.server.model_choice import WAITED, serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.run_requests import run_requests
-from cppbatch.server.serving import SERVING, Serving, new_id
+from cppbatch.server.serving import Serving, new_id
 
 routes = web.RouteTableDef()
 
@@ -74,14 +75,19 @@ class GenerateBatchResponse(BatchTotals, frozen=True, kw_only=True):
 async def generate_batch(request: web.Request) -> web.StreamResponse:
     """Completes many prompts, each in one or many ways. The failure of one does not affect the others."""
     body = await read_json(request, GenerateBatchRequest)
-    serving = request.app[SERVING]
+    serving = await serving_of(request, body)
     rules = request.get(KEY)
     chat = await serving.chat_format() if body.has_messages else None
     # on a thread: 256 items with large fields take seconds
     prepared, batch = await asyncio.to_thread(prepare_batch, body, serving, rules, chat)
     with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
         events = run_requests(
-            serving.client, prepared.requests, wait_when_full=True, errors_as_events=True, cancelled=batch.cancelled
+            serving.client,
+            prepared.requests,
+            wait_when_full=True,
+            errors_as_events=True,
+            cancelled=batch.cancelled,
+            waited=request.get(WAITED, 0.0),
         )
         return await respond(request, prepared, events)
 
@@ -117,7 +123,7 @@ def prepare_batch(
             requests[i] = request
         except InvalidRequest as error:
             errors[i] = error
-    batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items))
+    batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), serving.client.cancel)
     builder = GenerateBatchBuilder(items, [*requests], batch)
     for i, why in errors.items():
         builder.set_error(i, why)

@@ -17,11 +17,12 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import LogprobEntry, logprob_entries
 from cppbatch.server.sampling_fields import SamplingFields
-from cppbatch.server.serving import SERVING, Serving, new_id
+from cppbatch.server.serving import Serving, new_id
 
 Json = dict[str, Any]
 
@@ -109,7 +110,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 @routes.post("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
     """Completes a prompt."""
-    body, serving = await read_json(request, GenerateRequest), request.app[SERVING]
+    body = await read_json(request, GenerateRequest)
+    serving = await serving_of(request, body)
     chat = None if body.messages is None else await serving.chat_format()
     return await respond(request, await asyncio.to_thread(prepare_generate, body, serving, chat))
 

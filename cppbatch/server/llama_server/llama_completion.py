@@ -19,10 +19,11 @@ from cppbatch.server.endpoint import Endpoint, generation_endpoint, json_content
 from cppbatch.server.llama_result import LlamaResponse, LlamaResults
 from cppbatch.server.llama_server.llama_fields import LlamaFields, to_sampling_fields
 from cppbatch.server.mixed_prompts import prompts_of, tokenize
+from cppbatch.server.model_choice import SERVING, WAITED, serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, as_key_allows, respond
 from cppbatch.server.run_requests import Event, run_requests
-from cppbatch.server.serving import SERVING, Serving, new_id
+from cppbatch.server.serving import Serving, new_id
 from cppbatch.server.timings import StreamTimings
 
 routes = web.RouteTableDef()
@@ -42,7 +43,7 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
 async def llama_completion(request: web.Request) -> web.StreamResponse:
     """Completes one or more prompts."""
     body = await read_json(request, LlamaCompletionRequest)
-    return await respond_to_completion(request, body, await _prepare_completion(body, request.app[SERVING]))
+    return await respond_to_completion(request, body, await _prepare_completion(body, await serving_of(request, body)))
 
 
 async def respond_to_completion(
@@ -52,18 +53,18 @@ async def respond_to_completion(
     seconds = (body.t_max_predict_ms or 0) / 1000
     if seconds <= 0:
         return await respond(request, prepared)
-    client = request.app[SERVING].client
-    requests = as_key_allows(request, prepared.requests)
-    return await respond(request, prepared, _run_with_time_limit(client, requests, seconds))
+    requests, waited = as_key_allows(request, prepared.requests), request.get(WAITED, 0.0)
+    events = _run_with_time_limit(request[SERVING].client, requests, seconds, waited)
+    return await respond(request, prepared, events)
 
 
 async def _run_with_time_limit(
-    client: EngineClient, requests: list[GenerationRequest], seconds: float
+    client: EngineClient, requests: list[GenerationRequest], seconds: float, waited: float
 ) -> AsyncGenerator[Event, None]:
     """As `run_requests`, but ends each completion at the first newline later than `seconds` after its first token."""
     first_token_at: dict[int, float] = {}
     out_of_time: set[int] = set()  # requests that were cancelled here
-    async with contextlib.aclosing(run_requests(client, requests, check_first=True)) as events:
+    async with contextlib.aclosing(run_requests(client, requests, check_first=True, waited=waited)) as events:
         async for index, event in events:
             if index in out_of_time and event.finish_reason is FinishReason.CANCELLED:
                 yield index, msgspec.structs.replace(event, finish_reason=FinishReason.TIMEOUT)

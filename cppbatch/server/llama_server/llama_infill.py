@@ -14,8 +14,9 @@ from cppbatch.server.llama_server.llama_completion import (
 )
 from cppbatch.server.llama_server.llama_fields import LlamaFields
 from cppbatch.server.mixed_prompts import MAX_TEXTS, tokenize
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import read_json
-from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.serving import Serving
 
 routes = web.RouteTableDef()
 
@@ -44,7 +45,8 @@ class InfillRequest(LlamaFields, kw_only=True):
 @routes.post("/infill")
 async def infill(request: web.Request) -> web.StreamResponse:
     """Completes the text between a prefix and a suffix."""
-    body, serving = await read_json(request, InfillRequest), request.app[SERVING]
+    body = await read_json(request, InfillRequest)
+    serving = await serving_of(request, body)
     prepared = await prepare_llama_completion(body, serving, [await _infill_prompt(serving, body)])
     return await respond_to_completion(request, body, prepared)
 

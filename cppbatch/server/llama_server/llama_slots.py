@@ -12,8 +12,10 @@ from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import SwitchedOff, json_response
 from cppbatch.server.endpoint import Endpoint, json_content, schema_ref
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import parse
-from cppbatch.server.serving import SERVING
+from cppbatch.server.served_models import MODELS
+from cppbatch.server.serving import Serving
 from cppbatch.typed_json import convert
 
 routes = web.RouteTableDef()
@@ -26,6 +28,8 @@ class SlotQuery(msgspec.Struct, kw_only=True):
     """The query string."""
 
     action: SlotActionName
+    model: str | None = None
+    """Of several models."""
 
 
 class SlotFileRequest(msgspec.Struct, kw_only=True):
@@ -82,12 +86,12 @@ class SlotErased(msgspec.Struct, frozen=True, kw_only=True):
 @routes.post("/slots/{id}")
 async def slot_action(request: web.Request) -> web.Response:
     """Saves, restores or erases the cached prefix of a slot. Raises `SwitchedOff` and `InvalidRequest`."""
-    serving = request.app[SERVING]
-    folder = serving.settings.slot_save_path
+    folder = request.app[MODELS].settings.slot_save_path
     if folder is None:
         raise SwitchedOff("slots are not saved, restored or erased here: start the server with --slot-save-path DIR")
     action = convert(dict(request.query), SlotQuery, from_text=True).action
-    slot = await _slot(request)
+    serving = await serving_of(request)
+    slot = await _slot(request, serving)
     if action == "erase":
         report = await serving.client.slot_action(action, slot)
         return json_response(SlotErased(id_slot=slot, n_erased=report.n_tokens))
@@ -105,8 +109,8 @@ async def slot_action(request: web.Request) -> web.Response:
     return json_response(SlotRestored(id_slot=slot, filename=name, n_restored=n, n_read=n_bytes, timings=restored))
 
 
-async def _slot(request: web.Request) -> int:
-    given, client = request.match_info["id"], request.app[SERVING].client
+async def _slot(request: web.Request, serving: Serving) -> int:
+    given, client = request.match_info["id"], serving.client
     n_slots = client.config.n_parallel * len(await client.workers())
     if not re.fullmatch("[0-9]{1,9}", given) or int(given) >= n_slots:
         raise InvalidRequest("id_slot", f"is {given!r:.40}; this server has slots 0 to {n_slots - 1}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from aiohttp import web
 
@@ -20,9 +22,11 @@ from cppbatch.server.endpoint import (
 )
 from cppbatch.server.keys import KEY
 from cppbatch.server.llama_settings import GenerationSettings, generation_settings
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import parse, read_json
 from cppbatch.server.sampling_fields import LoraScale, scales_by_number
-from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.served_models import MODELS
+from cppbatch.server.serving import Serving
 
 routes = web.RouteTableDef()
 
@@ -66,6 +70,22 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     """Every worker has ended because it was idle (--sleep-idle-seconds)."""
 
 
+class RouterProps(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /props` of a server with several models, without `?model=`; as llama-server's router answers."""
+
+    role: Literal["router"] = "router"
+    max_instances: int
+    """--models-max; 0: as many as fit."""
+    models_autoload: bool
+    """--models-autoload."""
+    model_alias: str | None
+    """The default model."""
+    build_info: str
+    endpoint_slots: bool
+    endpoint_props: bool
+    endpoint_metrics: bool
+
+
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """An entry of `GET /slots`."""
 
@@ -97,8 +117,22 @@ class PropsChange(msgspec.Struct, forbid_unknown_fields=True):
 
 @routes.get("/props")
 async def props(request: web.Request) -> web.Response:
-    """Returns the properties of the model and the default settings."""
-    serving = request.app[SERVING]
+    """Returns the properties of the model and the default settings. Of several models, `?model=` names one, which is
+    loaded for it."""
+    models = request.app[MODELS]
+    if models.router and "model" not in request.query:
+        return json_response(
+            RouterProps(
+                max_instances=models.router.max_loaded,
+                models_autoload=models.router.autoload,
+                model_alias=models.router.default,
+                build_info=f"b{__version__}-cppbatch",
+                endpoint_slots=models.settings.slots,
+                endpoint_props=models.settings.props,
+                endpoint_metrics=models.settings.metrics,
+            )
+        )
+    serving = await serving_of(request)
     info = serving.info
     return json_response(
         Props(
@@ -122,7 +156,7 @@ async def props(request: web.Request) -> web.Response:
 @routes.post("/props")
 async def change_props(request: web.Request) -> web.Response:
     """Changes nothing, as in llama-server; needs --props. Raises `InvalidRequest` for a property."""
-    if not request.app[SERVING].settings.props:
+    if not request.app[MODELS].settings.props:
         raise SwitchedOff("POST /props is switched off: start the server with --props")
     await read_json(request, PropsChange)
     return json_response(Success())
@@ -140,9 +174,9 @@ async def slots(request: web.Request) -> web.Response:
 
     Requests have no slots of their own: the first slots of each worker are reported as busy. Raises `SwitchedOff`.
     """
-    serving = request.app[SERVING]
-    if not serving.settings.slots:
+    if not request.app[MODELS].settings.slots:
         raise SwitchedOff("/slots is switched off: start the server without --no-slots")
+    serving = await serving_of(request)
     n, n_ctx = serving.client.config.n_parallel, serving.info.max_sequence
     found: list[Slot] = []
     for worker in await serving.client.workers():
@@ -156,7 +190,7 @@ async def slots(request: web.Request) -> web.Response:
 @routes.get("/lora-adapters")
 async def lora_adapters(request: web.Request) -> web.Response:
     """Returns the adapters that a request's `lora` can name, with their present scales."""
-    serving = request.app[SERVING]
+    serving = await serving_of(request)
     adapters = serving.info.adapters
     scales = dict(adapter_set(serving.lora, adapters))
     found = [
@@ -172,7 +206,7 @@ async def set_lora_adapters(request: web.Request) -> web.Response:
 
     Raises `InvalidRequest`, and `Forbidden` for a key that may not use all adapters.
     """
-    serving = request.app[SERVING]
+    serving = await serving_of(request)
     if rules := request.get(KEY):
         rules.check_sets_adapters()
     entries = parse(await request.read(), list[LoraScale])
@@ -189,7 +223,11 @@ def _list_endpoint(summary: str, kind: type, *errors: int) -> Endpoint:
 
 
 ENDPOINTS = {
-    ("get", "/props"): query_endpoint("Returns the properties of the model, and the default settings", Props),
+    ("get", "/props"): query_endpoint(
+        "Returns the properties of the model, and the default settings; of several models, ?model= names one", Props
+    )._replace(
+        content=json_content({"anyOf": [schema_ref(Props), schema_ref(RouterProps)]}), types=(Props, RouterProps)
+    ),
     ("get", "/slots"): _list_endpoint("Returns a slot for each sequence that can run at once", Slot, 501),
     ("post", "/props"): query_endpoint(
         "Changes nothing, as in llama-server; 501 without --props", Success, (400, 401, 403, 413, 429, 501, 503)

@@ -19,10 +19,11 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint, query_endpoint
 from cppbatch.server.mixed_prompts import tokenize
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.openai.chat_completions import prepare_chat
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.parse import read_json
-from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.serving import Serving
 
 routes = web.RouteTableDef()
 
@@ -50,7 +51,7 @@ class TokenizeRequest(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
     model: str | None = None
-    """Not used."""
+    """Of several models."""
 
     def check(self) -> None:
         """Raises `InvalidRequest` unless there is exactly one of the three."""
@@ -86,7 +87,7 @@ class DetokenizeRequest(msgspec.Struct):
 
     tokens: list[int]
     model: str | None = None
-    """Not used."""
+    """Of several models."""
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +120,8 @@ class ApplyTemplateResponse(msgspec.Struct, frozen=True, kw_only=True):
 @routes.post("/tokenize")
 async def tokenize_text(request: web.Request) -> web.Response:
     """Returns the tokens of a text."""
-    body, serving = await read_json(request, TokenizeRequest), request.app[SERVING]
+    body = await read_json(request, TokenizeRequest)
+    serving = await serving_of(request, body)
     body.check()
     if body.content is not None:
         tokens = await tokenize(
@@ -177,7 +179,7 @@ async def detokenize_tokens(request: web.Request) -> web.Response:
     """Returns the text of tokens."""
     body = await read_json(request, DetokenizeRequest)
     ids: list[str | int] = list(body.tokens)
-    tokens = await tokenize(request.app[SERVING], ids, "tokens")
+    tokens = await tokenize(await serving_of(request, body), ids, "tokens")
     text = detokenize(tokens)
     return json_response(DetokenizeResponse(content=text, prompt=text))
 
@@ -185,7 +187,7 @@ async def detokenize_tokens(request: web.Request) -> web.Response:
 @routes.get("/tokenizer_info")
 async def tokenizer_info(request: web.Request) -> web.Response:
     """Returns what a client without a tokenizer needs to know."""
-    serving = request.app[SERVING]
+    serving = await serving_of(request)
     return json_response(
         TokenizerInfo(
             bos_token=serving.info.bos or None,
@@ -200,7 +202,8 @@ async def tokenizer_info(request: web.Request) -> web.Response:
 @routes.post("/apply-template")
 async def apply_template(request: web.Request) -> web.Response:
     """Returns the prompt of a conversation."""
-    body, serving = await read_json(request, ChatCompletionRequest), request.app[SERVING]
+    body = await read_json(request, ChatCompletionRequest)
+    serving = await serving_of(request, body)
     return json_response(ApplyTemplateResponse(prompt=(await prepare_chat(body, serving)).prompt))
 
 

@@ -12,6 +12,7 @@ from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCall, Too
 from cppbatch.engine.assistant_output import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.openai.chat_types import (
     CalledCustomTool,
     CalledFunction,
@@ -33,7 +34,7 @@ from cppbatch.server.openai.choices import ChoicesBuilder, Extras, logprobs_of, 
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import ChatLogprobs, chat_token_logprobs
-from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.serving import Serving
 from cppbatch.server.timings import has_output
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ routes = web.RouteTableDef()
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Generates the assistant's next message of a conversation."""
     body = await read_json(request, ChatCompletionRequest)
-    return await respond(request, await prepare_chat_completion(body, request.app[SERVING]))
+    return await respond(request, await prepare_chat_completion(body, await serving_of(request, body)))
 
 
 ENDPOINTS = {

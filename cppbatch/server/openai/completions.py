@@ -12,11 +12,12 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.llama_result import LlamaChunk, LlamaResponse
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.openai.choices import ChoicesBuilder, Extras, Usage, VerboseFields, logprobs_of, verbose_results
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import CompletionLogprobs, completion_logprobs
-from cppbatch.server.serving import SERVING, Prompt, Serving
+from cppbatch.server.serving import Prompt, Serving
 from cppbatch.server.timings import PromptProgress, Timings
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
 async def completions(request: web.Request) -> web.StreamResponse:
     """Completes one or more prompts."""
     body = await read_json(request, CompletionRequest)
-    return await respond(request, await prepare_completion(body, request.app[SERVING]))
+    return await respond(request, await prepare_completion(body, await serving_of(request, body)))
 
 
 ENDPOINTS = {

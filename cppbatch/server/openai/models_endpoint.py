@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
+from cppbatch.bench.memory.memory_demand import free_host_memory
 from cppbatch.server.anthropic.anthropic_models import (
     AnthropicModel,
     AnthropicModelList,
@@ -14,10 +16,10 @@ from cppbatch.server.anthropic.anthropic_models import (
     anthropic_model,
     anthropic_model_list,
 )
-from cppbatch.server.api_errors import ModelNotFound, is_anthropic, json_response
+from cppbatch.server.api_errors import is_anthropic, json_response
 from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
 from cppbatch.server.keys import KEY
-from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.served_models import MODELS, ModelEntry, ModelStatusName
 from cppbatch.typed_json import convert
 
 routes = web.RouteTableDef()
@@ -36,18 +38,43 @@ class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about the model that OpenAI's object does not have."""
 
     description: str
-    n_ctx: int
-    """KV cells of each worker."""
-    kv_layout: str
-    sampling: str
-    n_ctx_train: int
-    max_sequence: int
+    n_ctx: int | UnsetType = UNSET
+    """KV cells of each worker. This and the fields without a value are known while the model is loaded."""
+    kv_layout: str | UnsetType = UNSET
+    sampling: str | UnsetType = UNSET
+    n_ctx_train: int | None
+    max_sequence: int | UnsetType = UNSET
     """The maximum number of tokens of prompt and completion together."""
+    n_parallel: int | UnsetType = UNSET
+    """Sequences that run at the same time."""
     n_params: int
-    n_vocab: int
+    n_vocab: int | None
     size: int
     """Bytes."""
+    pooling: str | None = None
+    """How texts become vectors; rank: a reranker; None: a model that generates text."""
     workers: list[ModelWorker]
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a model is loaded, as llama-server's router says it."""
+
+    value: ModelStatusName
+    progress: float | UnsetType = UNSET
+    """While it is loading: 0.0 to 1.0."""
+    failed: bool | UnsetType = UNSET
+    """True: it could not be loaded, or its workers die again and again."""
+    error: str | UnsetType = UNSET
+    """Why."""
+
+
+class ModelQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """The query string of `GET /v1/models` and `GET /models`."""
+
+    reload: bool = False
+    """Look at the folder and the settings file first (--models-dir, --models-config)."""
+    fit: bool = False
+    """Say whether the models that are not loaded would fit into memory, which takes a second."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +90,18 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     """When the server started, in seconds since 1970."""
     owned_by: Literal["cppbatch"] = "cppbatch"
-    meta: ModelMeta
+    path: str
+    status: ModelStatus
+    default: bool
+    """Requests without a model are for it."""
+    pinned: bool
+    """It never leaves memory for another one."""
+    needs: int | UnsetType = UNSET
+    """Bytes of memory that it was planned to need. Absent while it is not loaded, and for a single model."""
+    fit: str | UnsetType = UNSET
+    """Of a model that is not loaded, with `fit`: yes; with smaller -np -c; no, with what it needs; or ?"""
+    meta: ModelMeta | UnsetType = UNSET
+    """Absent if the file cannot be read."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,36 +109,36 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[Model]
+    free_memory: int | UnsetType = UNSET
+    """Free bytes of the host, with `fit`."""
 
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """The loaded model, if it is for the key, as a list; for Anthropic's clients in their form."""
-    serving = request.app[SERVING]
-    is_visible = _is_visible(request)
+    """The models that are for the key, loaded or not; for Anthropic's clients in their form."""
+    served = request.app[MODELS]
     if is_anthropic(request):
-        query = convert(dict(request.query), AnthropicModelQuery, from_text=True)
-        listed = anthropic_model_list(serving, query)
-        return json_response(listed if is_visible else AnthropicModelList(data=[], first_id=None, last_id=None))
-    return json_response(ModelList(data=[await _model(serving)] if is_visible else []))
+        page = convert(dict(request.query), AnthropicModelQuery, from_text=True)
+        return json_response(anthropic_model_list(await served.entries(request.get(KEY)), served.started, page))
+    query = convert(dict(request.query), ModelQuery, from_text=True)
+    if query.reload:
+        await served.reload()
+    entries = await served.entries(request.get(KEY))
+    if not query.fit:
+        return json_response(ModelList(data=[_model(entry, served.started) for entry in entries]))
+    fits = await served.fits(entries)
+    data = [_model(entry, served.started, fit) for entry, fit in zip(entries, fits, strict=True)]
+    return json_response(ModelList(data=data, free_memory=free_host_memory()))
 
 
 @routes.get("/v1/models/{id:.+}")
 async def model(request: web.Request) -> web.Response:
-    """The loaded model by one of its names. Other names are not found, although requests may name them."""
-    serving = request.app[SERVING]
-    serving.find_model(request.match_info["id"])
-    if not _is_visible(request):
-        raise ModelNotFound(f"there is no {request.match_info['id']!r} for this key")
+    """A model by one of its names. Of a single model, others are not found, although requests may name them."""
+    served = request.app[MODELS]
+    entry = await served.entry(request.match_info["id"], request.get(KEY))
     if is_anthropic(request):
-        return json_response(anthropic_model(serving))
-    return json_response(await _model(serving))
-
-
-def _is_visible(request: web.Request) -> bool:
-    """Whether the request's key may use the loaded model."""
-    rules = request.get(KEY)
-    return not rules or rules.may_use(request.app[SERVING].model_names)
+        return json_response(anthropic_model(entry, served.started))
+    return json_response(_model(entry, served.started))
 
 
 def _endpoint(summary: str, response: type, for_anthropic: type, error: int) -> Endpoint:
@@ -111,34 +149,62 @@ def _endpoint(summary: str, response: type, for_anthropic: type, error: int) -> 
 
 
 ENDPOINTS = {
-    ("get", "/v1/models"): _endpoint("The loaded model, as a list", ModelList, AnthropicModelList, 400)._replace(
+    ("get", "/v1/models"): _endpoint("The models, loaded or not", ModelList, AnthropicModelList, 400)._replace(
         query=AnthropicModelQuery
     ),
-    ("get", "/v1/models/{id}"): _endpoint("The loaded model by one of its names", Model, AnthropicModel, 404),
+    ("get", "/v1/models/{id}"): _endpoint("A model by one of its names", Model, AnthropicModel, 404),
 }
 
 
-async def _model(serving: Serving) -> Model:
-    info, workers = serving.info, await serving.client.workers()
-    meta = ModelMeta(
-        description=info.description,
-        n_ctx=info.n_ctx,
-        kv_layout=info.kv_layout,
-        sampling=info.sampling,
-        n_ctx_train=info.n_ctx_train,
-        max_sequence=info.max_sequence,
-        n_params=info.n_params,
-        n_vocab=info.n_vocab,
-        size=info.size_bytes,
-        workers=[
-            ModelWorker(name=each.name, device=each.device, status="draining" if each.draining else each.health.status)
-            for each in workers
-        ],
-    )
+def _model(entry: ModelEntry, started: int, fit: str | None = None) -> Model:
     return Model(
-        id=serving.name,
-        aliases=sorted(serving.settings.aliases),
-        tags=list(serving.settings.tags),
-        created=serving.started,
-        meta=meta,
+        id=entry.name,
+        aliases=sorted(entry.settings.aliases),
+        tags=list(entry.settings.tags),
+        created=started,
+        path=str(entry.path),
+        status=ModelStatus(
+            value=entry.status,
+            progress=UNSET if entry.progress is None else entry.progress,
+            failed=True if entry.is_failed else UNSET,
+            error=entry.error or UNSET,
+        ),
+        default=entry.default,
+        pinned=entry.pinned,
+        needs=UNSET if entry.needs is None else entry.needs,
+        fit=fit or UNSET,
+        meta=_meta(entry),
     )
+
+
+def _meta(entry: ModelEntry) -> ModelMeta | UnsetType:
+    workers = [
+        ModelWorker(name=each.name, device=each.device, status="draining" if each.draining else each.health.status)
+        for each in entry.workers
+    ]
+    if info := entry.info:
+        return ModelMeta(
+            description=info.description,
+            n_ctx=info.n_ctx,
+            kv_layout=info.kv_layout,
+            sampling=info.sampling,
+            n_ctx_train=info.n_ctx_train,
+            max_sequence=info.max_sequence,
+            n_parallel=entry.n_parallel,
+            n_params=info.n_params,
+            n_vocab=info.n_vocab,
+            size=info.size_bytes,
+            pooling=info.pooling,
+            workers=workers,
+        )
+    if facts := entry.facts:
+        return ModelMeta(
+            description=f"{facts.architecture} {facts.main_type}",
+            n_ctx_train=facts.n_ctx_train,
+            n_params=facts.n_params,
+            n_vocab=facts.n_vocab,
+            size=facts.size_bytes,
+            pooling=facts.pooling,
+            workers=workers,
+        )
+    return UNSET

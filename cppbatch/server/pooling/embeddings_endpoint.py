@@ -13,6 +13,7 @@ from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.mixed_prompts import engine_prompt, prompts_of
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.pooling.pooling_response import (
     PoolingBuilder,
@@ -22,7 +23,7 @@ from cppbatch.server.pooling.pooling_response import (
     pooling_requests,
 )
 from cppbatch.server.response import PreparedRequest, respond
-from cppbatch.server.serving import SERVING, Json, Prompt, Serving
+from cppbatch.server.serving import Json, Prompt, Serving
 
 routes = web.RouteTableDef()
 
@@ -84,7 +85,7 @@ class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
 async def embeddings(request: web.Request) -> web.StreamResponse:
     """Computes a vector for each input."""
     body = await read_json(request, EmbeddingRequest)
-    return await respond(request, await prepare_embeddings(body, request.app[SERVING]))
+    return await respond(request, await prepare_embeddings(body, await serving_of(request, body)))
 
 
 ENDPOINTS = {

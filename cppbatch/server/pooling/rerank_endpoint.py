@@ -14,6 +14,7 @@ from cppbatch.engine.embeddings import Vector
 from cppbatch.engine.request import GenerationEvent, Pair
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint, json_content, schema_ref
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.pooling.pooling_response import (
     PoolingBuilder,
@@ -23,7 +24,7 @@ from cppbatch.server.pooling.pooling_response import (
     pooling_requests,
 )
 from cppbatch.server.response import PreparedRequest, respond
-from cppbatch.server.serving import SERVING, Serving
+from cppbatch.server.serving import Serving
 
 routes = web.RouteTableDef()
 
@@ -117,7 +118,7 @@ class TextScore(msgspec.Struct, frozen=True, kw_only=True):
 async def rerank(request: web.Request) -> web.StreamResponse:
     """Ranks documents by their relevance to a query."""
     body = await read_json(request, RerankRequest)
-    return await respond(request, await prepare_rerank(body, request.app[SERVING]))
+    return await respond(request, await prepare_rerank(body, await serving_of(request, body)))
 
 
 _ENDPOINT = generation_endpoint(

@@ -15,6 +15,7 @@ from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.api_errors import api_error
 from cppbatch.server.content_blocks import ContentBlocks
 from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.responses.input_conversion import conversation
@@ -42,7 +43,7 @@ from cppbatch.server.responses.responses_types import (
     ResponsesUsage,
     TextFormat,
 )
-from cppbatch.server.serving import SERVING, Serving, new_id
+from cppbatch.server.serving import Serving, new_id
 from cppbatch.server.timings import StreamTimings, Timings, timings
 
 _FORMAT = "text.format"
@@ -62,7 +63,7 @@ routes = web.RouteTableDef()
 async def responses(request: web.Request) -> web.StreamResponse:
     """Generates the assistant's next message of a conversation."""
     body = await read_json(request, ResponsesRequest)
-    return await respond(request, await prepare_response(body, request.app[SERVING]))
+    return await respond(request, await prepare_response(body, await serving_of(request, body)))
 
 
 ENDPOINTS = {

@@ -1,3 +1,115 @@
-import {EmptyState, html} from '../components.js';
+// The Models tab: what is loaded, what else the server has, whether it would fit into memory; load and unload.
+import {request} from '../api.js';
+import {
+  Badge, Button, EmptyState, Notice, Progress, Table, html, stylesheet, toast, useCallback, useEffect, useState,
+} from '../components.js';
+import {bytes, count, percent, plural, short} from '../format.js';
 
-export const Models = () => html`<${EmptyState} title="Models">This tab is not there yet.<//>`;
+const STYLES = stylesheet(import.meta.url, 'models.css');
+const POLL_MS = 2000;
+const CHANGING = ['loading', 'unloading'];
+const KINDS = {loaded: 'ok', loading: 'warning', unloading: 'warning', sleeping: 'ok', failed: 'error'};
+const HELP = {
+  unloading: 'gets no new requests, and leaves after its last one',
+  sleeping: 'no request for a while: the next one wakes it',
+};
+
+const isFailed = (model) => Boolean(model.status.failed);
+const isHere = (model) => ['loaded', 'sleeping', 'failed'].includes(model.status.value);
+
+/** What a model's kind says about its answers. */
+function kind(meta) {
+  if (!meta) return '';
+  if (meta.pooling === 'rank') return 'reranker';
+  return meta.pooling ? `embeddings (${meta.pooling})` : 'text';
+}
+
+const State = ({model: {status}}) => html`<div class="model-state">
+  <${Badge} kind=${status.failed ? 'error' : KINDS[status.value]}>${status.failed ? 'failed' : status.value}<//>
+  ${status.value === 'loading' && html`<${Progress} value=${status.progress} label="Loading" />
+    <span>${percent(status.progress)}</span>`}
+  ${(status.error ?? HELP[status.value]) && html`<small>${status.error ?? HELP[status.value]}</small>`}</div>`;
+
+const Name = ({model}) => html`<div class="model-name"><strong title=${model.path}>${model.id}</strong>
+  ${model.default && html`<${Badge}>default<//>`}${model.pinned && html`<${Badge}>pinned<//>`}
+  ${model.aliases.length > 0 && html`<small>also ${model.aliases.join(', ')}</small>`}
+  ${model.meta && html`<small>${model.meta.description} · ${short(model.meta.n_params)} weights · ${kind(model.meta)}
+    </small>`}</div>`;
+
+function Context({meta}) {
+  if (!meta) return '–';
+  if (meta.n_parallel === undefined) return html`up to ${count(meta.n_ctx_train)} tokens`;
+  return html`${plural(meta.n_parallel, 'sequence')}<small>${count(meta.n_ctx)} KV cells, ${
+    count(meta.max_sequence)} tokens for one</small>`;
+}
+
+/** Memory: what it takes, or whether it would fit now. */
+function Memory({model}) {
+  if (model.needs !== undefined) return bytes(model.needs);
+  if (isHere(model) || model.fit === undefined) return '';
+  if (model.fit === 'yes') return 'fits';
+  return model.fit === '?' ? 'not known' : model.fit.replace('with smaller -np -c', 'fits with fewer sequences');
+}
+
+function useModels(active) {
+  const [state, setState] = useState({models: null, free: null, error: null});
+  const read = useCallback((query = '') => request(`/v1/models${query}`)
+    .then(({data, free_memory: free}) => setState((last) => ({
+      models: data.map((model) => ({...model, fit: model.fit ?? last.models?.find((each) => each.id === model.id)?.fit})),
+      free: free ?? last.free,
+      error: null,
+    })))
+    .catch((error) => setState((last) => ({...last, error}))), []);
+  const settled = (state.models ?? []).map((model) => `${model.id} ${CHANGING.includes(model.status.value)
+    ? '' : model.status.value}`).join('\n');
+  useEffect(() => {
+    if (active) read('?fit=true');
+  }, [active, settled]);
+  useEffect(() => {
+    if (!active) return undefined;
+    const timer = setInterval(() => { if (!document.hidden) read(); }, POLL_MS);
+    return () => clearInterval(timer);
+  }, [active]);
+  return {...state, read};
+}
+
+export function Models({active, server}) {
+  const {models, free, error, read} = useModels(active);
+  const [styled, setStyled] = useState(false);
+  useEffect(() => { STYLES.finally(() => setStyled(true)); }, []);
+  const isRouter = server.info.props?.role === 'router';
+  const change = async (model, action) => {
+    try {
+      await request(`/models/${action}`, {body: {model: model.id}});
+      await read();
+    } catch (failure) {
+      toast(failure.message, 'error');
+    }
+  };
+  const reload = () => read('?reload=true&fit=true');
+  if (!models || !styled) return error && html`<${Notice} kind="error">${error.message}<//>`;
+  const columns = [
+    {key: 'id', label: 'Model', render: (model) => html`<${Name} model=${model} />`},
+    {key: 'status', label: 'State', render: (model) => html`<${State} model=${model} />`},
+    {key: 'size', label: 'Size', align: 'end', render: (model) => bytes(model.meta?.size)},
+    {key: 'context', label: 'At once', render: (model) => html`<${Context} meta=${model.meta} />`},
+    ...(isRouter ? [
+      {key: 'memory', label: 'Memory', render: (model) => html`<${Memory} model=${model} />`},
+      {key: 'action', label: 'Action', render: (model) => (isHere(model)
+        ? html`<${Button} label=${`Unload ${model.id}`} onClick=${() => change(model, 'unload')}>Unload<//>`
+        : html`<${Button} label=${`Load ${model.id}`} disabled=${CHANGING.includes(model.status.value)}
+            onClick=${() => change(model, 'load')}>${isFailed(model) ? 'Try again' : 'Load'}<//>`)},
+    ] : []),
+  ];
+  return html`<div class="page models stack">
+    ${error && html`<${Notice} kind="error">${error.message}<//>`}
+    ${isRouter ? html`<div class="row"><p class="intro grow">A request loads its model when it is not loaded; the least recently used one
+        that is idle leaves for it. ${free !== null && html`${bytes(free)} of memory are free.`}</p>
+        <${Button} onClick=${reload}>Look at the folder again<//></div>`
+      : html`<${Notice}>This server has one model. To serve several, start it with a folder of GGUF files: ${' '}
+        <code>cppbatch serve --models-dir DIR</code><//>`}
+    ${models.length === 0 ? html`<${EmptyState} title="No models">Put GGUF files into the folder of --models-dir, and
+        look at it again.<//>`
+      : html`<${Table} caption="Models" columns=${columns} rows=${models} rowKey=${(model) => model.id} />`}
+  </div>`;
+}

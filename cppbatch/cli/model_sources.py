@@ -1,0 +1,264 @@
+"""Where a server with several models finds them: options, and the catalog that they make."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from cppbatch.cli.engine_options import Command, option, with_options
+from cppbatch.config import EngineConfig
+from cppbatch.errors import ConfigError
+from cppbatch.models.find import models_below, short_name, shorter_names
+from cppbatch.models.pull import choose_model
+
+if TYPE_CHECKING:
+    from cppbatch.cli.model_settings import ModelFile, ModelSettings
+    from cppbatch.cluster.deployment import Deployment
+    from cppbatch.server.many_models import CatalogContent, ManyModels
+    from cppbatch.server.model_loader import ModelSpec
+    from cppbatch.server.settings import ServerSettings
+
+log = logging.getLogger("cppbatch.flags")
+
+
+class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
+    """The given options of a server with several models."""
+
+    files: tuple[Path, ...] = ()
+    """Of several -m."""
+    folder: Path | None = None
+    settings_file: Path | None = None
+    max_loaded: int = 0
+    memory_mib: int | None = None
+    autoload: bool = True
+    any_model: bool = False
+    use_profiles: bool = True
+    memory_check: bool = True
+
+    def with_files(self, named: Sequence[str]) -> ModelSources:
+        """The sources with the models of -m, which are fetched if they are not here. Raises `ModelError`."""
+        return msgspec.structs.replace(self, files=tuple(map(choose_model, named)))
+
+
+_OPTIONS = [
+    option(
+        "--models-dir", env="MODELS_DIR", llama_env="LLAMA_ARG_MODELS_DIR", metavar="DIR", default=None,
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="Serve all GGUF models of this folder: a request's model chooses, and a model is loaded when it is first "
+        "asked for (docs/models.md). Several -m do the same.",
+    ),
+    option(
+        "--models-config", "--models-preset", "models_config", env="MODELS_CONFIG",
+        llama_env="LLAMA_ARG_MODELS_PRESET", metavar="FILE.toml", default=None,
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="Settings of each of several models: flags' names as keys; or FILE.ini, llama-server's presets.",
+    ),
+    option(
+        "--models-max", env="MODELS_MAX", llama_env="LLAMA_ARG_MODELS_MAX", type=click.IntRange(min=0), default=0,
+        help="Models that are loaded at the same time at most; 0: as many as fit into memory.",
+    ),
+    option(
+        "--models-memory", env="MODELS_MEMORY", type=click.IntRange(min=1), default=None, metavar="MIB",
+        help="Memory that all loaded models may need together. Without it: what is free.",
+    ),
+    option(
+        "--models-autoload/--no-models-autoload", env="MODELS_AUTOLOAD", llama_env="LLAMA_ARG_MODELS_AUTOLOAD",
+        default=True, help="A request loads its model; otherwise POST /models/load does.",
+    ),
+    option(
+        "--any-model", env="ANY_MODEL", is_flag=True,
+        help="With several models: a name that nobody knows stands for the default model. Without it: 404.",
+    ),
+]  # fmt: skip
+
+
+def model_source_options(command: Command) -> Command:
+    """Adds the options of several models. The command gets `sources`: None if there is neither a folder nor a file."""
+
+    @wraps(command)
+    def with_sources(
+        *,
+        models_dir: Path | None,
+        models_config: Path | None,
+        models_max: int,
+        models_memory: int | None,
+        models_autoload: bool,
+        any_model: bool,
+        **arguments: Any,
+    ) -> Any:
+        sources = ModelSources(
+            folder=models_dir,
+            settings_file=models_config,
+            max_loaded=models_max,
+            memory_mib=models_memory,
+            autoload=models_autoload,
+            any_model=any_model,
+        )
+        return command(sources=sources, **arguments)
+
+    return with_options(with_sources, _OPTIONS)
+
+
+class Catalog:
+    """A `cppbatch.server.many_models.ModelCatalog`: the models of the sources, with their settings."""
+
+    def __init__(
+        self,
+        sources: ModelSources,
+        config: EngineConfig,
+        given: set[str],
+        deployment: Deployment,
+        settings: ServerSettings,
+    ) -> None:
+        """`config`, `deployment`, `settings`: for models without settings of their own. `given`: the settings of
+        `config` that somebody has given. Raises `ConfigError` for settings that are not for several models."""
+        _refuse("--in-process", deployment.in_process)
+        _refuse("--rpc", bool(config.rpc))
+        _refuse("--alias", bool(settings.aliases))
+        self._sources, self._config, self._given = sources, config, given
+        self._deployment, self._settings = deployment, settings
+
+    def read(self) -> CatalogContent:
+        """The models now. Raises `ConfigError` and `ModelError`."""
+        from cppbatch.cli.model_settings import ModelFile, checked, read_settings
+        from cppbatch.server.many_models import CatalogContent
+
+        file = self._sources.settings_file
+        content = read_settings(file) if file else ModelFile()
+        paths = self._paths()
+        own = {self._name_in(paths, name): settings for name, settings in content.models.items()}
+        for name in own.keys() - paths.keys():
+            paths[name] = self._path_of(name, own[name], content)
+        specs = []
+        for name, path in paths.items():
+            given = {**content.defaults, **own.get(name, {})}
+            pinned, preload = _take_switch(given, "pinned", name), _take_switch(given, "load-on-startup", name)
+            for key in ("model", "m"):
+                given.pop(key, None)
+            if given.pop("stop-timeout", None) is not None:
+                log.info("stop-timeout: no effect; a model is unloaded after its last request, however long that takes")
+            spec = self._spec(name, path, checked(given, f"--models-config, model {name!r}"))
+            specs.append(msgspec.structs.replace(spec, pinned=pinned, preload=preload))
+        _check_aliases(specs)
+        return CatalogContent(specs, self._default(content, [spec.name for spec in specs]))
+
+    def _paths(self) -> dict[str, Path]:
+        """The files of the flags and the folder, by the name of the model. Of files with the same name, the later ones
+        have their folder in their name."""
+        folder = self._sources.folder
+        paths: dict[str, Path] = {}
+        for path in self._sources.files:
+            paths[_unused(short_name(path), path.parent.name, paths)] = path
+        for path in models_below(folder) if folder else ():
+            if path not in paths.values():
+                paths[_unused(short_name(path), path.parent.relative_to(folder or "").as_posix(), paths)] = path
+        return paths
+
+    @staticmethod
+    def _name_in(paths: dict[str, Path], name: str) -> str:
+        """The model of the folder that a name in the settings file means, if there is one."""
+        if name in paths:
+            return name
+        found = [each for each in paths if name in shorter_names(each)]
+        return found[0] if len(found) == 1 else name
+
+    def _path_of(self, name: str, settings: dict[str, Any], content: ModelFile) -> Path:
+        """The file of a model that only the settings file names. Raises `ConfigError`."""
+        given = settings.get("model", settings.get("m"))
+        file = self._sources.settings_file
+        if given is None or file is None:
+            raise ConfigError(
+                f'--models-config {file}: {name!r} is not in --models-dir; name its file: model = "FILE.gguf"'
+            )
+        places = [file.parent, *([self._sources.folder] if self._sources.folder else [])]
+        return next((path for place in places if (path := place / str(given)).is_file()), Path(str(given)))
+
+    def _spec(self, name: str, path: Path, own: ModelSettings) -> ModelSpec:
+        from cppbatch.server.model_loader import ModelSpec
+
+        deployment = msgspec.structs.replace(self._deployment, **own.deployment)
+        where = f"--models-config, model {name!r}"
+        _refuse("in-process", deployment.in_process, where)
+        _refuse("rpc", "rpc" in own.engine, where)
+        try:
+            status = path.stat()
+            version = (status.st_mtime_ns, status.st_size)
+        except OSError:
+            version = None  # loading says what is wrong
+        return ModelSpec(
+            name=name,
+            config=own.config(self._config, path),
+            given=frozenset(self._given | own.engine.keys()),
+            deployment=msgspec.structs.replace(deployment, sleep_idle_seconds=-1),
+            settings=own.settings(self._settings),
+            ttl=deployment.sleep_idle_seconds,
+            file_version=version,
+        )
+
+    def _default(self, content: ModelFile, names: list[str]) -> str | None:
+        if content.default is not None:
+            if content.default not in names:
+                raise ConfigError(f"--models-config: default is {content.default!r}; it must be one of {names}")
+            return content.default
+        if self._sources.files:
+            return names[0]
+        return names[0] if len(names) == 1 else None
+
+
+def _unused(name: str, folder: str, taken: dict[str, Path]) -> str:
+    return f"{folder}/{name}" if name in taken else name
+
+
+def _refuse(flag: str, is_given: bool, where: str = "several models") -> None:
+    if is_given:
+        raise ConfigError(f"{where}: {flag} is for a server with one model; leave it out")
+
+
+def _take_switch(settings: dict[str, Any], key: str, name: str) -> bool:
+    value = settings.pop(key, False)
+    if str(value).lower() not in ("true", "false", "1", "0"):
+        raise ConfigError(f"--models-config, model {name!r}: {key} is {value!r}; it must be true or false")
+    return str(value).lower() in ("true", "1")
+
+
+def _check_aliases(specs: list[ModelSpec]) -> None:
+    names = {spec.name: spec.name for spec in specs}
+    for spec in specs:
+        for alias in spec.settings.aliases:
+            if names.setdefault(alias, spec.name) != spec.name:
+                raise ConfigError(f"--models-config: {alias!r} stands for {names[alias]!r} and for {spec.name!r}")
+
+
+def many_models(
+    sources: ModelSources, config: EngineConfig, given: set[str], deployment: Deployment, settings: ServerSettings
+) -> Callable[[], ManyModels]:
+    """What makes the models of a server, in its event loop. Raises `ConfigError`."""
+    from cppbatch.server.many_models import ManyModels
+    from cppbatch.server.model_loader import MemoryPlanLoader
+
+    if settings.strict_model and sources.any_model:
+        raise ConfigError("--any-model and --strict-model contradict each other; leave one out")
+    catalog = Catalog(sources, config, given, deployment, settings)
+    content = catalog.read()  # errors come before the server listens
+    if sources.any_model and content.default is None:
+        raise ConfigError("--any-model needs a default model: -m, or `default` in --models-config")
+    loader = MemoryPlanLoader(
+        use_profiles=sources.use_profiles,
+        memory_check=sources.memory_check,
+        budget=sources.memory_mib << 20 if sources.memory_mib else None,
+    )
+    shared = msgspec.structs.replace(settings, strict_model=False)
+    return lambda: ManyModels(
+        catalog,
+        shared,
+        loader,
+        max_loaded=sources.max_loaded,
+        autoload=sources.autoload,
+        any_model=sources.any_model,
+    )

@@ -1,0 +1,69 @@
+"""The Models tab: what is loaded and what the folder has; load, unload, a broken file, one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests import tiny_models
+from tests.server_process import ServerProcess
+
+StartServer = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def several(fresh_server: StartServer, tmp_path: Path) -> ServerProcess:
+    """A server with two tiny models and a broken one."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    tiny_models.llama(folder / "tiny-one.gguf")
+    tiny_models.encoder_only(folder / "tiny-vectors.gguf")
+    tiny_models.truncated(folder / "tiny-broken.gguf")
+    return fresh_server("--models-dir", folder, "-np", "2", "-c", "1024")
+
+
+def row(page: Page, model: str) -> Locator:
+    return page.get_by_role("row").filter(has_text=model)
+
+
+def test_models_are_loaded_and_unloaded(several: ServerProcess, page: Page) -> None:
+    page.goto(f"{several.url}/#models")
+    one = row(page, "tiny-one")
+    expect(one).to_contain_text("unloaded")
+    expect(one).to_contain_text("text")
+    expect(row(page, "tiny-vectors")).to_contain_text("embeddings (mean)")
+    expect(one).to_contain_text("fits")
+    one.get_by_role("button", name="Load tiny-one").click()
+    expect(one.get_by_text("loaded", exact=True)).to_be_visible()
+    expect(one).to_contain_text("2 sequences")
+    expect(one).to_contain_text("1,024 KV cells")
+    one.get_by_role("button", name="Unload tiny-one").click()
+    expect(one.get_by_text("unloaded", exact=True)).to_be_visible()
+
+
+def test_a_model_that_cannot_be_loaded_says_why(several: ServerProcess, page: Page) -> None:
+    page.goto(f"{several.url}/#models")
+    broken = row(page, "tiny-broken")
+    broken.get_by_role("button", name="Load tiny-broken").click()
+    expect(broken).to_contain_text("failed")
+    expect(broken).to_contain_text("Download it again")
+    expect(broken.get_by_role("button")).to_have_text("Try again")
+
+
+def test_a_new_file_is_found(several: ServerProcess, page: Page, tmp_path: Path) -> None:
+    page.goto(f"{several.url}/#models")
+    expect(row(page, "tiny-one")).to_be_visible()
+    tiny_models.llama(tmp_path / "models" / "tiny-new.gguf", seed=1)
+    page.get_by_role("button", name="Look at the folder again").click()
+    expect(row(page, "tiny-new")).to_contain_text("unloaded")
+
+
+def test_a_server_with_one_model_says_how_to_serve_several(url: str, page: Page) -> None:
+    page.goto(f"{url}#models")
+    expect(page.get_by_role("status").filter(has_text="--models-dir")).to_be_visible()
+    expect(page.get_by_role("row")).to_have_count(2)
+    expect(page.get_by_text("loaded", exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name="Unload")).to_have_count(0)

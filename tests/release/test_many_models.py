@@ -1,0 +1,145 @@
+"""Four models in a folder, memory for two of them: every request is answered, and no stream is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cppbatch.bench.memory.models_beside import first_beside
+from cppbatch.config import EngineConfig
+from tests import tiny_models
+from tests.server_process import ServerProcess
+
+Json = dict[str, Any]
+
+REQUESTS, CLIENTS = 200, 16
+SIZES = ("-np", "4", "-c", "2048")
+
+
+@pytest.fixture(scope="module")
+def folder(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tiny models and the default one."""
+    folder = tmp_path_factory.mktemp("models")
+    for i in range(3):
+        tiny_models.llama(folder / f"tiny-{i}.gguf", seed=i)
+    (folder / "default.gguf").symlink_to(default_model)
+    return folder
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """It may use the memory of the default model and a tiny one."""
+    needs = [
+        first_beside(
+            [EngineConfig(str(folder / name), n_ctx=2048, n_parallel=4)], [], [], engines=lambda one: [one]
+        ).needs
+        for name in ("default.gguf", "tiny-0.gguf")
+    ]
+    memory = sum(needs) + needs[1] // 2 >> 20
+    flags = ("--models-dir", folder, "--models-memory", str(memory), "--data-dir", tmp_path, *SIZES)
+    with ServerProcess(*flags, "--no-access-log") as process:
+        yield process.wait_ready()
+
+
+class Load:
+    """Requests of many clients. A stream must end with the tokens that it asked for."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self._url, self._random = url, random.Random(seed)
+        self._left = REQUESTS
+        self.answered: dict[str, int] = {}
+        self.wrong: list[str] = []
+
+    async def run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=150)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            await asyncio.gather(*(self._client(session) for _ in range(CLIENTS)))
+
+    async def _client(self, session: aiohttp.ClientSession) -> None:
+        while self._left > 0:
+            self._left -= 1
+            model = self._random.choice(("tiny-0", "tiny-1", "tiny-2", "default"))
+            n = self._random.randint(2, 24)
+            body = {"model": model, "prompt": f"{self._left}:", "max_tokens": n, "ignore_eos": True, "stream": True}
+            try:
+                await self._stream(session, body | {"stream_options": {"include_usage": True}}, model, n)
+            except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+                self.wrong.append(f"{model}: {type(error).__name__} {error}")
+
+    async def _stream(self, session: aiohttp.ClientSession, body: Json, model: str, n: int) -> None:
+        async with session.post(f"{self._url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                self.wrong.append(f"{model}: {response.status} {await response.text()}")
+                return
+            rows = [line[6:].strip() async for line in response.content if line.startswith(b"data: ")]
+        chunks: list[Json] = [json.loads(row) for row in rows[:-1]]
+        usage: Json = next((chunk["usage"] for chunk in chunks if chunk.get("usage")), {})
+        if rows[-1:] != [b"[DONE]"] or usage.get("completion_tokens") != n or chunks[0]["model"] != model:
+            self.wrong.append(f"{model}: cut off: {rows[-3:]}")
+        else:
+            self.answered[model] = self.answered.get(model, 0) + 1
+
+
+async def loads_and_evictions(url: str) -> tuple[float, float]:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+        families = list(text_string_to_metric_families(await response.text()))
+    samples = [sample for family in families for sample in family.samples]
+    loads = sum(sample.value for sample in samples if sample.name == "cppbatch_model_loads_total")
+    evicted = sum(
+        sample.value
+        for sample in samples
+        if sample.name == "cppbatch_model_unloads_total" and sample.labels["reason"] == "evicted"
+    )
+    return loads, evicted
+
+
+async def test_200_requests_for_four_models_with_memory_for_two(server: ServerProcess) -> None:
+    load = Load(server.url, seed=1)
+    await load.run()
+    loads, evicted = await loads_and_evictions(server.url)
+    print(f"{loads:.0f} loads, {evicted:.0f} evictions, {load.answered}")
+    assert not load.wrong
+    assert sum(load.answered.values()) == REQUESTS
+    assert loads > 4
+    assert 0 < evicted < loads
+
+
+@pytest.mark.soak
+async def test_the_same_while_a_worker_is_killed_every_5_seconds(server: ServerProcess) -> None:
+    killed = 0
+
+    async def kill_workers() -> None:
+        nonlocal killed
+        chosen = random.Random(2)
+        async with aiohttp.ClientSession() as session:
+            while True:
+                await asyncio.sleep(5)
+                async with session.get(f"{server.url}/stats") as response:
+                    pids = [worker["pid"] for worker in (await response.json())["workers"] if worker["pid"]]
+                if pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(chosen.choice(pids), signal.SIGKILL)
+                        killed += 1
+
+    for seed in (1, 2):
+        load = Load(server.url, seed)
+        killing = asyncio.create_task(kill_workers())
+        try:
+            await load.run()
+        finally:
+            killing.cancel()
+        print(f"{killed} workers killed, {await loads_and_evictions(server.url)} loads and evictions, {load.answered}")
+        assert not load.wrong
+        assert sum(load.answered.values()) == REQUESTS
+    assert killed >= 4
