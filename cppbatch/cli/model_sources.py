@@ -244,6 +244,8 @@ def many_models(
 
     if settings.strict_model and sources.any_model:
         raise ConfigError("--any-model and --strict-model contradict each other; leave one out")
+    if sources.memory_mib and not sources.memory_check:
+        raise ConfigError("--models-memory needs the estimates that --no-memory-check leaves out; leave one out")
     catalog = Catalog(sources, config, given, deployment, settings)
     content = catalog.read()  # errors come before the server listens
     if sources.any_model and content.default is None:

@@ -226,14 +226,14 @@ class ManyModels(ServedModels):
         return await self._entry(found)
 
     async def _entry(self, name: str) -> ModelEntry:
-        spec, model = self._specs[name], self.pool.models[name]
+        spec, model, names = self._specs[name], self.pool.models[name], self.names_of(name)
         engine = model.engine
         health = engine.health() if engine else None
         is_up = engine is not None and health is not None and health.status != "loading" and model.state != "loading"
         workers = await engine.workers() if engine and is_up else []
         return ModelEntry(
             name=name,
-            names=self.names_of(name),
+            names=names,
             settings=spec.settings,
             status=status_of(health) if health and model.state == "loaded" else model.state,
             error=(health.error if health else None) or model.error,

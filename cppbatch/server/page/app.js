@@ -3,8 +3,8 @@
 // A tab is the module <name>/<name>.js, which exports a Preact component named as in TABS. It is imported when the tab
 // is first shown, and then stays mounted with its state. Its props:
 //   active   whether the tab is shown. A tab that is not must do nothing, except what the reader started in it
-//   server   {name, info: {props, model, models}, keyed, health}. props: GET /props; models: GET /v1/models; model: its
-//            first; all null until the model is loaded. health: GET /health, with status 'unreachable' if it fails
+//   server   {name, info: {props, model, models}, keyed, health}. props: GET /props; models: GET /v1/models; model: the
+//            default one; all null until a model is loaded. health: GET /health, with status 'unreachable' if it fails
 import {key, onKeyWanted, request, setKey} from './api.js';
 import {
   Button, Confirm, Dialog, EmptyState, Field, Toasts, html, render, toast, useCallback, useEffect, useRef, useState,
@@ -63,7 +63,7 @@ function useInfo(isUp, keyVersion) {
   useEffect(() => {
     if (!isUp) return;
     Promise.all([request('/v1/models'), request('/props')])
-      .then(([models, props]) => setInfo({props, models: models.data, model: models.data[0] ?? null}))
+      .then(([models, props]) => setInfo({props, models: models.data, model: models.data.find((each) => each.default) ?? models.data[0] ?? null}))
       .catch((error) => { if (error.status !== 401) toast(error.message, 'error'); });
   }, [isUp, keyVersion]);
   return info;

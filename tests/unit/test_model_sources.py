@@ -1,0 +1,151 @@
+"""The models of --models-dir, several -m and --models-config, with their settings; no file is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cppbatch.cli.model_settings import checked, read_settings
+from cppbatch.cli.model_sources import Catalog, ModelSources, many_models
+from cppbatch.cluster.deployment import Deployment
+from cppbatch.config import EngineConfig
+from cppbatch.errors import ConfigError
+from cppbatch.server.model_loader import ModelSpec
+from cppbatch.server.settings import ServerSettings
+
+BASE = EngineConfig("", n_ctx=4096)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    for name in ("a-Q4_0.gguf", "b.gguf", "sub/b.gguf", "sub/mmproj-b.gguf", "split/c-00001-of-00002.gguf"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"GGUF")
+    return folder
+
+
+def catalog(folder: Path | None = None, text: str = "", suffix: str = ".toml", **options: Any) -> Catalog:
+    file = None
+    if text and folder:
+        file = folder.parent / f"settings{suffix}"
+        file.write_text(text)
+    settings = ServerSettings(sampling_defaults={"temperature": 0.9}, **options.pop("server", {}))
+    sources = ModelSources(folder=folder, settings_file=file, **options)
+    return Catalog(sources, BASE, {"n_ctx"}, Deployment(step_timeout=60), settings)
+
+
+def specs(made: Catalog) -> dict[str, ModelSpec]:
+    return {spec.name: spec for spec in made.read().specs}
+
+
+def test_a_model_has_the_name_of_its_file_and_of_its_folder_where_two_have_it(folder: Path) -> None:
+    assert list(specs(catalog(folder))) == ["a-Q4_0", "b", "c", "sub/b"]
+    assert catalog(folder).read().default is None
+
+
+def test_files_come_first_and_the_first_of_them_is_the_default(folder: Path) -> None:
+    files = (folder / "b.gguf", folder / "a-Q4_0.gguf")
+    assert catalog(files=files).read().default == "b"
+    assert list(specs(catalog(folder, files=files))) == ["b", "a-Q4_0", "c", "sub/b"]
+
+
+def test_settings_of_a_model_come_before_the_defaults_and_these_before_the_command_line(folder: Path) -> None:
+    text = """
+default = "a-Q4_0"
+[defaults]
+np = 4
+ttl = 60
+temp = 0.5
+[models.a]
+ctx-size = 8192
+pinned = true
+alias = ["gpt", "small"]
+top-k = 10
+flash-attn = true
+no-prefix-cache = true
+chat-template-kwargs = {x = 1}
+devices = [0, 1]
+[models.other]
+model = "models/b.gguf"
+ttl = -1
+load-on-startup = true
+"""
+    found = specs(catalog(folder, text))
+    a = found["a-Q4_0"]
+    assert (a.config.n_ctx, a.config.n_parallel, a.config.flash_attn, a.config.prefix_cache) == (8192, 4, "on", False)
+    assert a.given == {"n_ctx", "n_parallel", "flash_attn", "prefix_cache"}
+    assert (a.pinned, a.ttl, a.settings.aliases) == (True, 60, ("gpt", "small"))
+    assert a.settings.sampling_defaults == {"temperature": 0.5, "top_k": 10}
+    assert a.settings.template_variables == {"x": 1}
+    assert (a.deployment.devices, a.deployment.step_timeout, a.deployment.sleep_idle_seconds) == ((0, 1), 60, -1)
+    assert (found["b"].config.n_ctx, found["b"].config.n_parallel, found["b"].ttl) == (4096, 4, 60)
+    other = found["other"]
+    assert (other.config.model_path, other.ttl, other.preload) == (str(folder / "b.gguf"), -1, True)
+    assert catalog(folder, text).read().default == "a-Q4_0"
+
+
+def test_llama_servers_presets_are_read(folder: Path) -> None:
+    text = """
+version = 1
+; a comment
+[*]
+c = 2048
+[b]
+n-gpu-layers = 12
+jinja = true
+cache-prompt = false
+no-kv-unified = true
+"""
+    found = specs(catalog(folder, text, ".ini"))
+    assert (found["a-Q4_0"].config.n_ctx, found["a-Q4_0"].config.n_gpu_layers) == (2048, -1)
+    b = found["b"].config
+    assert (b.n_ctx, b.n_gpu_layers, b.prefix_cache, b.kv_layout) == (2048, 12, False, "per-sequence")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[models.b]\nctxsize = 1", "model 'b': there is no setting 'ctxsize' of a model; is it ctx-size?"),
+        ("[models.b]\nhost = 'x'", "there is no setting 'host' of a model"),
+        ("[models.b]\nnp = 'many'", "'many' is not a valid int"),
+        ("[models.b]\nnp = 0", "it must be from 1"),
+        ("[models.b]\npinned = 'maybe'", "pinned is 'maybe'; it must be true or false"),
+        ("[models.b]\nin-process = true", "in-process is for a server with one model"),
+        ("[models.new]\nnp = 1", "'new' is not in --models-dir; name its file"),
+        ("default = 'new'", "default is 'new'; it must be one of"),
+        ("[models.b]\nalias = ['x']\n[models.c]\nalias = ['x']", "'x' stands for 'b' and for 'c'"),
+        ("[model.b]\nnp = 1", "unknown field `model`"),
+        ("[models.b", "--models-config"),
+    ],
+)
+def test_a_wrong_setting_is_named(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        catalog(folder, text).read()
+    assert message in str(wrong.value)
+
+
+def test_settings_that_are_for_one_model_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--alias is for a server with one model"):
+        catalog(folder, server={"aliases": ("x",)})
+    for sources, message in (
+        (ModelSources(folder=folder, any_model=True), "--any-model needs a default model"),
+        (ModelSources(folder=folder, memory_mib=1, memory_check=False), "--models-memory needs the estimates"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            many_models(sources, BASE, set(), Deployment(), ServerSettings())
+
+
+def test_the_environment_is_not_a_models_own_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPPBATCH_TEMP", "0.1")
+    monkeypatch.setenv("CPPBATCH_PARALLEL", "3")
+    own = checked({"ctx-size": 512}, "here")
+    assert (own.engine, own.server, own.deployment) == ({"n_ctx": 512}, {}, {})
+
+
+def test_a_settings_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_settings(tmp_path)
