@@ -12,12 +12,11 @@ import './vendor/purify.js';
 
 const CLASSES = /^(code(-\w+)?|copy-code)$/;
 const LONGEST = 50_000; // characters of code that are highlighted
-const LANGUAGES = new Set(
-  'bash c css diff go html java js jsdoc json py regex rs sql todo toml ts xml yaml'.split(' '));
+const LANGUAGES = new Set('bash c diff go java js json py rs todo toml xml yaml'.split(' '));
 const ALIASES = {
   sh: 'bash', shell: 'bash', zsh: 'bash', console: 'bash', h: 'c', 'c++': 'c', cpp: 'c', cc: 'c', patch: 'diff',
-  golang: 'go', javascript: 'js', jsx: 'js', typescript: 'ts', tsx: 'ts', python: 'py', python3: 'py', rust: 'rs',
-  svg: 'xml', yml: 'yaml',
+  golang: 'go', javascript: 'js', jsx: 'js', ts: 'js', typescript: 'js', tsx: 'js', python: 'py', python3: 'py',
+  rust: 'rs', html: 'xml', svg: 'xml', yml: 'yaml',
 };
 
 const purify = globalThis.DOMPurify;
