@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.shell_completion import BashComplete
 
 from cppbatch import EngineConfig, EngineProcess, LocalEngine
 from cppbatch.cli.engine_options import engine_options
+from cppbatch.cli.main import cli
 from cppbatch.config import EngineSettings, named
 from cppbatch.errors import ConfigError
 
@@ -36,3 +39,12 @@ def test_the_flags_in_messages_are_those_of_the_commands() -> None:
             name, flag = named(setting).removesuffix(")").split(" (")
             assert name == setting
             assert flag in flags
+
+
+def test_shells_complete_commands_and_flags_as_the_readme_says() -> None:
+    completion = BashComplete(cli, {}, "cppbatch", "_CPPBATCH_COMPLETE")
+    assert [each.value for each in completion.get_completions([], "bat")] == ["batch"]
+    assert "--template" in [each.value for each in completion.get_completions(["batch"], "--tem")]
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert 'eval "$(_CPPBATCH_COMPLETE=bash_source cppbatch)"' in readme
+    assert "_CPPBATCH_COMPLETE=bash_complete" in completion.source()
