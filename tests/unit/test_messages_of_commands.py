@@ -47,4 +47,3 @@ def test_shells_complete_commands_and_flags_as_the_readme_says() -> None:
     assert "--template" in [each.value for each in completion.get_completions(["batch"], "--tem")]
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert 'eval "$(_CPPBATCH_COMPLETE=bash_source cppbatch)"' in readme
-    assert "_CPPBATCH_COMPLETE=bash_complete" in completion.source()
