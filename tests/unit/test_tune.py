@@ -207,6 +207,20 @@ def test_a_disturbed_measurement_does_not_end_the_curve() -> None:
 
 
 @pytest.mark.usefixtures("memory_for")
+def test_a_disturbed_prefill_does_not_change_the_ubatch() -> None:
+    tries: list[int] = []
+
+    def disturbed(task: MeasurementTask, timeout: float) -> Measurement:
+        if task.prompt_tokens:
+            tries.append(task.config.n_ubatch)
+        slowed = tries == [512]
+        return msgspec.structs.replace(machine(task, timeout), prompt_tokens_per_s=500.0 if slowed else 900.0)
+
+    assert tuned(measure=disturbed).settings().n_ubatch == 512
+    assert tries == [512, 256, 128, 1024, 512, 256]
+
+
+@pytest.mark.usefixtures("memory_for")
 @pytest.mark.parametrize("slowed", [{2}, {1, 2}, {2, 4}, {4, 8}, {2, 4, 8}])
 def test_beside_a_busy_core_nothing_slower_is_chosen_than_what_was_measured(slowed: set[int]) -> None:
     def busy(task: MeasurementTask, timeout: float) -> Measurement:
