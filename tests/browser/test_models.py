@@ -67,3 +67,16 @@ def test_a_server_with_one_model_says_how_to_serve_several(url: str, page: Page)
     expect(page.get_by_role("row")).to_have_count(2)
     expect(page.get_by_text("loaded", exact=True)).to_be_visible()
     expect(page.get_by_role("button", name="Unload")).to_have_count(0)
+
+
+def test_the_model_for_chats_is_chosen_in_the_header(several: ServerProcess, page: Page) -> None:
+    page.goto(f"{several.url}/#chat")
+    page.get_by_role("combobox", name="Model").select_option("tiny-one")
+    page.get_by_role("textbox", name="Message").fill("Hello")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Send").click()
+    assert sent.value.post_data_json["model"] == "tiny-one"
+    page.goto(f"{several.url}/#models")
+    expect(row(page, "tiny-one").get_by_text("loaded", exact=True)).to_be_visible()
+    page.reload()
+    expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny-one")

@@ -4,10 +4,12 @@
 // is first shown, and then stays mounted with its state. Its props:
 //   active   whether the tab is shown. A tab that is not must do nothing, except what the reader started in it
 //   server   {name, info: {props, model, models}, keyed, health}. props: GET /props; models: GET /v1/models; model: the
-//            default one; all null until a model is loaded. health: GET /health, with status 'unreachable' if it fails
+//            chosen one of these, at first the default; all null until a model is loaded. health: GET /health, with
+//            status 'unreachable' if it fails
 import {key, onKeyWanted, request, setKey} from './api.js';
 import {
   Button, Confirm, Dialog, EmptyState, Field, Toasts, html, render, toast, useCallback, useEffect, useRef, useState,
+  useStored,
 } from './components.js';
 import {percent} from './format.js';
 
@@ -63,7 +65,8 @@ function useInfo(isUp, keyVersion) {
   useEffect(() => {
     if (!isUp) return;
     Promise.all([request('/v1/models'), request('/props')])
-      .then(([models, props]) => setInfo({props, models: models.data, model: models.data.find((each) => each.default) ?? models.data[0] ?? null}))
+      .then(([{data: models}, props]) =>
+        setInfo({props, models, model: models.find((each) => each.default) ?? models[0] ?? null}))
       .catch((error) => { if (error.status !== 401) toast(error.message, 'error'); });
   }, [isUp, keyVersion]);
   return info;
@@ -138,7 +141,9 @@ function App() {
   const [keyed, setKeyed] = useState(Boolean(key()));
   const health = useHealth();
   const isUp = ['ok', 'sleeping', 'restarting'].includes(health.status);
-  const info = useInfo(isUp, keyVersion);
+  const served = useInfo(isUp, keyVersion);
+  const [chosen, setChosen] = useStored('model', null);
+  const info = {...served, model: served.models?.find((each) => each.id === chosen) ?? served.model};
   const main = useRef(null);
   const name = info.model?.id ?? null;
 
@@ -171,7 +176,10 @@ function App() {
     <a class="skip" href="#main" onClick=${skip}>Skip to content</a>
     <header class="top">
       <div class="brand"><strong>cppbatch</strong>
-        ${name && html`<span class="model" title=${name}>${name}</span>`}</div>
+        ${info.models?.length > 1
+        ? html`<select class="model" aria-label="Model" value=${name} onChange=${({target}) => setChosen(target.value)}>
+            ${info.models.map(({id}) => html`<option key=${id}>${id}</option>`)}</select>`
+        : name && html`<span class="model" title=${name}>${name}</span>`}</div>
       <nav aria-label="Tabs">${Object.entries(TABS).map(([each, label]) => html`<a href=${`#${each}`}
         aria-current=${each === tab ? 'page' : undefined}>${label}</a>`)}</nav>
       <div class="row tools"><${Health} health=${health} />

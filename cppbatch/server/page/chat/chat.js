@@ -63,6 +63,7 @@ export function Chat({server, active}) {
   const [isListOpen, setListOpen] = useState(false);
   const [shown, setShown] = useState(null);
   const conversation = state.current;
+  state.model = server.info.models?.length > 1 ? server.name : null;
   const isEmpty = pathOf(conversation).length === 0;
   const close = () => setShown(null);
   return html`<div class="chat">

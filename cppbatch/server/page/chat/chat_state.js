@@ -14,6 +14,8 @@ class ChatState {
   conversations = [];
   current = newConversation();
   isLoaded = false;
+  /** Of several models, the one for conversations that name none; null: the server has one. */
+  model = null;
   /** By the id of a conversation: {controller, messageId} of the answer that is being streamed. */
   running = new Map();
   #listeners = new Set();
@@ -143,7 +145,7 @@ class ChatState {
     };
     put({error: null, finish: null}, false);
     try {
-      const body = requestBody(conversation, from, Boolean(begin));
+      const body = requestBody({...conversation, model: conversation.model ?? this.model}, from, Boolean(begin));
       await readAnswer(body, {signal: controller.signal, begin, onChange: (fields) => {
         const keep = performance.now() - savedAt > SAVE_MS;
         if (keep) savedAt = performance.now();

@@ -17,7 +17,7 @@ export function SettingsDialog({conversation, server, onChange, onClose}) {
   return html`<${Dialog} open wide title="Settings of this conversation" onClose=${onClose}><div class="stack">
     ${(models?.length > 1 || model) && html`<${Field} label="Model">
       <select value=${model ?? ''} onChange=${({target}) => onChange({model: target.value || undefined})}>
-        <option value="">the server’s default</option>
+        <option value="">the one in the header of the page</option>
         ${(models ?? []).map(({id}) => html`<option value=${id} key=${id}>${id}</option>`)}</select><//>`}
     <${Field} label="System prompt"
       help="What the model is told before the first message. New conversations begin with it.">

@@ -150,8 +150,8 @@ export function JobDetails({job, rate, server, onChange}) {
       : html`<${Button} kind="danger" icon="trash" onClick=${remove}>Delete files<//>`}</div>
     <${JobProgress} job=${job} rate=${rate} />
     <div class="hidden-text" role="status">${stateOf(job)}</div>
-    ${stays && server.name && server.name !== job.model && html`<${Notice} kind="warning">This job waits for the model
-      ${' '}${job.model}. The server runs ${server.name}.<//>`}
+    ${stays && server.info.models?.length === 1 && server.name !== job.model && html`<${Notice} kind="warning">This job
+      waits for the model ${job.model}. The server runs ${server.name}.<//>`}
     ${stays && server.health.status === 'restarting' && html`<${Notice} kind="warning">A worker restarts. The job goes
       on by itself, and no line is lost.<//>`}
     ${problem && html`<${Notice} kind="warning">${problem.status === 404 ? 'The files of this job are deleted.'

@@ -54,11 +54,11 @@ function Memory({model}) {
 function useModels(active) {
   const [state, setState] = useState({models: null, free: null, error: null});
   const read = useCallback((query = '') => request(`/v1/models${query}`)
-    .then(({data, free_memory: free}) => setState((last) => ({
-      models: data.map((model) => ({...model, fit: model.fit ?? last.models?.find((each) => each.id === model.id)?.fit})),
-      free: free ?? last.free,
-      error: null,
-    })))
+    .then(({data, free_memory: free}) => setState((last) => {
+      const before = (model) => last.models?.find((each) => each.id === model.id)?.fit;
+      const models = data.map((model) => ({...model, fit: model.fit ?? before(model)}));
+      return {models, free: free ?? last.free, error: null};
+    }))
     .catch((error) => setState((last) => ({...last, error}))), []);
   const settled = (state.models ?? []).map((model) => `${model.id} ${CHANGING.includes(model.status.value)
     ? '' : model.status.value}`).join('\n');

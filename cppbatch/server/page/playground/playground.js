@@ -23,7 +23,9 @@ export function Playground({server}) {
   const plan = () => {
     try {
       setError(null);
-      return planRun(form);
+      const planned = planRun(form);
+      if (server.info.models?.length > 1) planned.asked.shared.model = server.name;
+      return planned;
     } catch (problem) {
       setError(problem);
       return null;
