@@ -79,7 +79,7 @@ def create_app(
     `settings`: for an engine; without them it requires no API key and has the default limits. Without `storage` it
     stores no files and runs no batches; otherwise the application closes the storage.
     """
-    if isinstance(models, EngineClient):
+    if not isinstance(models, ServedModels):
         models = OneModel.of(models, settings or ServerSettings())
     settings = models.settings
     app = web.Application(middlewares=_middlewares(settings), client_max_size=settings.limits.max_body)

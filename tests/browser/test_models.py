@@ -72,6 +72,7 @@ def test_a_server_with_one_model_says_how_to_serve_several(url: str, page: Page)
 def test_the_model_for_chats_is_chosen_in_the_header(several: ServerProcess, page: Page) -> None:
     page.goto(f"{several.url}/#chat")
     page.get_by_role("combobox", name="Model").select_option("tiny-one")
+    expect(page).to_have_title("Chat · tiny-one")
     page.get_by_role("textbox", name="Message").fill("Hello")
     with page.expect_request("**/v1/chat/completions") as sent:
         page.get_by_role("button", name="Send").click()
