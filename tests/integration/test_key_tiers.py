@@ -160,8 +160,8 @@ GENERATING: dict[str, Json] = {
 NOT_GENERATING = {
     "/tokenize", "/detokenize", "/apply-template", "/v1/messages/count_tokens", "/v1/chat/completions/input_tokens",
     "/chat/completions/input_tokens", "/v1/responses/input_tokens", "/responses/input_tokens", "/v1/files",
-    "/slots/{id}", "/v1/batches", "/v1/batches/{id}/cancel", "/props", "/lora-adapters", "/models/load", "/models/unload",
-    "/generate/batch/cancel",
+    "/slots/{id}", "/v1/batches", "/v1/batches/{id}/cancel", "/props", "/lora-adapters", "/models/load",
+    "/models/unload", "/generate/batch/cancel",
 }  # fmt: skip
 
 
