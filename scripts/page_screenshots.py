@@ -34,10 +34,11 @@ from tests.browser.page_checks import PHONE, TABS, open_tab, wait_ready
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "page"
 MAX_BYTES = 120_000
 WIDE = {"width": 1280, "height": 800}
+TALL = {"width": 1280, "height": 1240}  # of the Live tab, whose curves are below its batch
 SYSTEM = (
     "You are a guide who answers travellers' questions about cities in Europe. Answer in plain English, name places by "
     "their local names, mention how long a visit takes and what it costs, and do not repeat the question. "
-) * 4
+) * 12
 TOPICS = (
     "the harbour", "the old town", "the largest park", "the cathedral", "the food market", "the river", "trams",
     "the museum of art", "a day in the rain", "an evening with children", "the castle", "coffee houses",
@@ -58,10 +59,7 @@ def playground(page: Page, url: str) -> None:
     """A grid of 12 answers."""
     section = open_tab(page, url, "playground")
     section.get_by_label("Prompt", exact=True).fill("Describe the sea in one sentence.")
-    values = section.get_by_label(re.compile("^Values of temperature"))
-    if not values.count():
-        section.get_by_role("button", name="Vary another setting").click()
-    values.fill("0.2, 0.7, 1.2")
+    section.get_by_label("Values of temperature").fill("0.2, 0.7, 1.2")
     section.get_by_label("Samples of each").fill("4")
     section.get_by_role("button", name="Run", exact=True).click()
     expect(section.get_by_role("button", name="Stop all")).to_have_count(0, timeout=90_000)
@@ -137,6 +135,7 @@ def shoot(page: Page, path: Path) -> None:
 
 def take(page: Page, tab: str, folder: Path) -> None:
     """The tab as it is, in both themes, and on a phone."""
+    page.set_viewport_size(TALL if tab == "live" else WIDE)
     for theme in ("light", "dark"):
         page.emulate_media(color_scheme=theme, reduced_motion="reduce")
         page.wait_for_timeout(300)
@@ -146,7 +145,6 @@ def take(page: Page, tab: str, folder: Path) -> None:
         page.set_viewport_size(PHONE)
         page.wait_for_timeout(500)
         shoot(page, folder / f"{tab}-phone.png")
-        page.set_viewport_size(WIDE)
 
 
 def main() -> None:
@@ -158,7 +156,7 @@ def main() -> None:
     args.to.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         data = stack.enter_context(tempfile.TemporaryDirectory())
-        flags: list[str | Path] = ["-m", choose_model(args.model), "--data-dir", data, "--seed", "7"]
+        flags: list[str | Path] = ["-m", choose_model(args.model), "--data-dir", data]
         url = stack.enter_context(running_server([sys.executable, "-m", "cppbatch", "serve", *flags])).url
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
