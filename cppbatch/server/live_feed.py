@@ -34,7 +34,7 @@ class LiveFeed(Generic[Snapshot]):
         self._interval, self._heartbeat = interval, heartbeat
         self._latest: Snapshot | None = None
         self._n_changes = 0
-        self._changed = asyncio.Event()  # replaced by a new one with every change
+        self._changed: asyncio.Future[None] | None = None  # replaced by a new one with every change
         self._n_readers = 0
         self._task: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[object]] = set()
@@ -49,14 +49,14 @@ class LiveFeed(Generic[Snapshot]):
         try:
             seen = -1
             while not self._closed:
-                changed = self._changed
                 if self._latest is not None and self._n_changes != seen:
                     seen = self._n_changes
                     yield self._latest
                     continue
-                try:
-                    await asyncio.wait_for(changed.wait(), self._heartbeat)
-                except asyncio.TimeoutError:
+                if self._changed is None:
+                    self._changed = asyncio.get_running_loop().create_future()
+                has_changed, _ = await asyncio.wait([self._changed], timeout=self._heartbeat)
+                if not has_changed:
                     yield None
         finally:
             self._n_readers -= 1
@@ -78,8 +78,9 @@ class LiveFeed(Generic[Snapshot]):
 
     def _wake(self) -> None:
         self._n_changes += 1
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        if self._changed:
+            self._changed.set_result(None)
+            self._changed = None
 
     def _stop(self) -> None:
         if self._task:
