@@ -32,10 +32,12 @@ class Servers:
     """A server for each port that the pages name, started when the first page asks for it."""
 
     def __init__(self, default_model: Path, folder: Path) -> None:
+        several = folder / "several"
+        several.mkdir()
         self._arguments: dict[int, list[str | Path]] = {
             8080: ["-m", default_model],
             8081: ["-m", default_model, "--pooling", "mean"],
-            8083: ["--models-dir", tiny_models.llama(folder / "several" / "tiny.gguf").parent],
+            8083: ["--models-dir", tiny_models.llama(several / "tiny.gguf").parent],
             8082: ["-m", tiny_models.reranker(folder / "reranker.gguf")],
         }
         self._running: dict[int, ServerProcess] = {}
@@ -66,7 +68,7 @@ def run(command: list[str], servers: Servers) -> str:
 
 
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
-    assert len(PROGRAMS) == 26
+    assert len(PROGRAMS) == 27
     assert len(COMMANDS) == 42
 
 
