@@ -119,13 +119,18 @@ function KeyDialog({onEnd}) {
     </form><//>`;
 }
 
+const imported = {};
+
 /** A tab's component, imported when the tab is first shown. */
+const importTab = (name) => {
+  imported[name] ??= import(`./${name}/${name}.js`).then((module) => module[TABS[name]]);
+  return imported[name];
+};
+
 function Tab({name, active, server}) {
   const [{Component, error}, setLoaded] = useState({});
   useEffect(() => {
-    import(`./${name}/${name}.js`)
-      .then((module) => setLoaded({Component: module[TABS[name]]}))
-      .catch((failure) => setLoaded({error: failure}));
+    importTab(name).then((Component) => setLoaded({Component})).catch((error) => setLoaded({error}));
   }, []);
   if (Component) return html`<${Component} server=${server} active=${active} />`;
   if (!error) return null;
@@ -195,4 +200,5 @@ function App() {
     <${Confirm} /><${Toasts} />`;
 }
 
+importTab(tabInHash());
 render(html`<${App} />`, document.getElementById('app'));

@@ -63,13 +63,15 @@ export const Field = ({label, help, error, inline, children}) => html`<div class
   ${error && html`<p class="help field-error" role="alert">${error}</p>`}
 </div>`;
 
-export function Dialog({open, title, onClose, actions, wide, children}) {
+export const Dialog = ({open, ...props}) => open && html`<${OpenDialog} ...${props} />`;
+
+function OpenDialog({title, onClose, actions, wide, children}) {
   const ref = useRef(null);
-  useEffect(() => {
-    if (open && !ref.current.open) ref.current.showModal();
-    if (!open && ref.current?.open) ref.current.close();
-  }, [open]);
-  if (!open) return null;
+  useLayoutEffect(() => {
+    const dialog = ref.current;
+    dialog.showModal();
+    return () => dialog.close(); // the focus goes back to where it was
+  }, []);
   const cancel = (event) => {
     event.preventDefault();
     onClose?.();

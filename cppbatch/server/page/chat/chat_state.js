@@ -14,6 +14,7 @@ class ChatState {
   conversations = [];
   current = newConversation();
   isLoaded = false;
+  #isKept = true;
   /** Of several models, the one for conversations that name none; null: the server has one. */
   model = null;
   /** By the id of a conversation: {controller, messageId} of the answer that is being streamed. */
@@ -45,6 +46,7 @@ class ChatState {
       this.conversations = await loadAll();
       this.select(sessionStorage.getItem(CURRENT));
     } catch (error) {
+      this.#isKept = false;
       toast(`Conversations are not kept: the browser gives no storage (${error.message}).`, 'error');
     }
     this.#notify();
@@ -60,7 +62,7 @@ class ChatState {
     const i = this.conversations.findIndex(({id}) => id === conversation.id);
     if (i >= 0) this.conversations = this.conversations.with(i, conversation);
     else if (Object.keys(conversation.messages).length) this.conversations = [conversation, ...this.conversations];
-    if (keep && this.#find(conversation.id)) this.#save(conversation);
+    if (keep && this.#isKept && this.#find(conversation.id)) this.#save(conversation);
     this.#notify();
   }
 

@@ -5,6 +5,7 @@ import {pathOf, versionsOf} from './conversation.js';
 import {Message} from './message.js';
 
 const NEAR = 48; // pixels from the end within which the view follows the text
+const ENOUGH = 100; // characters that are said at once
 
 /** A message is rendered again only when something about it has changed. */
 class Unchanged extends Component {
@@ -46,8 +47,8 @@ function Spoken({message, isRunning}) {
   useEffect(() => {
     if (message.id !== said.current.id) said.current = {id: message.id, length: isRunning ? 0 : message.content.length};
     const rest = message.content.slice(said.current.length);
-    const end = isRunning ? rest.search(/[.!?:\n]\s[^]*$/) + 1 : rest.length;
-    if (end <= 0 || (isRunning && end < 40)) return;
+    const end = isRunning ? /^[^]*[.!?:\n]\s/.exec(rest)?.[0].length ?? 0 : rest.length;
+    if (!end || (isRunning && end < ENOUGH)) return;
     said.current.length += end;
     setText(rest.slice(0, end));
   }, [message, isRunning]);
