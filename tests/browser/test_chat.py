@@ -22,6 +22,7 @@ from tests.server_process import ServerProcess
 
 CHAT = "**/v1/chat/completions"
 ANSWERED = 60_000  # milliseconds
+FROM_END = "(one) => one.scrollHeight - one.scrollTop - one.clientHeight"
 
 
 @pytest.fixture
@@ -56,13 +57,22 @@ def messages(page: Page, role: str = "") -> Locator:
 
 def answered(page: Page) -> str:
     """The text of the last answer, once it has ended."""
-    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=ANSWERED)
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # it has begun
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible(timeout=ANSWERED)
     return messages(page, "assistant").last.locator(".markdown").last.inner_text()
 
 
 def ask(page: Page, text: str) -> str:
     send(page, text)
     return answered(page)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """`Page.wait_for_function` would need `eval`, which the page's policy forbids."""
+    end = time.monotonic() + ANSWERED / 1000
+    while not condition():
+        assert time.monotonic() < end, "not within the time"
+        time.sleep(0.05)
 
 
 def sse(*chunks: dict[str, Any]) -> str:
@@ -275,7 +285,7 @@ def test_what_a_model_writes_is_shown_and_never_run(
     assert page.evaluate(MARKS) == UNMARKED
     assert overflow(page) == []
     assert page.evaluate(
-        "[...document.querySelectorAll('main a')].every(({protocol, rel, target}) => "
+        "[...document.querySelectorAll('main a[href]')].every(({protocol, rel, target}) => "
         "['http:', 'https:', 'mailto:'].includes(protocol) && rel.includes('noopener'))"
     )
 
@@ -325,12 +335,12 @@ def test_conversations_are_kept_renamed_and_deleted(chat: Page) -> None:
     expect(messages(chat)).to_have_count(2)
     listed.nth(1).click()
     expect(messages(chat, "user")).to_have_text("First question")
-    chat.get_by_role("button", name="This conversation").click()
+    chat.get_by_role("button", name="This conversation", exact=True).click()
     chat.get_by_role("menuitem", name="Rename").click()
     chat.get_by_role("dialog").get_by_label("Title").fill("Another name")
     chat.keyboard.press("Enter")
     expect(listed).to_have_text(["Second question", "Another name"])
-    chat.get_by_role("button", name="This conversation").click()
+    chat.get_by_role("button", name="This conversation", exact=True).click()
     chat.get_by_role("menuitem", name="Delete").click()
     expect(listed).to_have_text(["Second question"])
     chat.get_by_role("button", name="Undo").click()
@@ -345,7 +355,7 @@ def test_conversations_are_kept_renamed_and_deleted(chat: Page) -> None:
 
 
 def exported(page: Page, menu: str, item: str) -> Path:
-    page.get_by_role("button", name=menu).click()
+    page.get_by_role("button", name=menu, exact=True).click()
     with page.expect_download() as download:
         page.get_by_role("menuitem", name=item).click()
     return download.value.path()
@@ -402,17 +412,14 @@ def test_the_view_follows_an_answer_unless_the_reader_has_scrolled_up(chat: Page
     chat.set_viewport_size({"width": 800, "height": 420})
     send(chat, "Count from one to five hundred, in words, one a line.")
     box = chat.get_by_role("region", name="Messages")
-    chat.wait_for_function("document.querySelector('.messages').scrollTop > 60", timeout=ANSWERED)
-    assert box.evaluate("(one) => one.scrollHeight - one.scrollTop - one.clientHeight") < 60
+    until(lambda: box.evaluate("(one) => one.scrollTop") > 60)
+    assert box.evaluate(FROM_END) < 60
     box.evaluate("(one) => { one.scrollTop = 0 }")
     height = box.evaluate("(one) => one.scrollHeight")
-    chat.wait_for_function(f"document.querySelector('.messages').scrollHeight > {height} + 60", timeout=ANSWERED)
+    until(lambda: box.evaluate("(one) => one.scrollHeight") > height + 60)
     assert box.evaluate("(one) => one.scrollTop") == 0
     chat.get_by_role("button", name="To the end").click()
-    chat.wait_for_function("""() => {
-      const one = document.querySelector('.messages')
-      return one.scrollHeight - one.scrollTop - one.clientHeight < 60
-    }""")
+    until(lambda: box.evaluate(FROM_END) < 60)
     chat.get_by_role("button", name="Stop").click()
 
 
@@ -489,7 +496,7 @@ def test_a_server_that_goes_away_leaves_the_text_so_far(
     wait_ready(page)
     settings(page, Temperature="0")
     send(page, "Count from one to five hundred, in words.")
-    expect(messages(page, "assistant").locator(".markdown")).to_contain_text("e", timeout=ANSWERED)
+    expect(messages(page, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
     server.process.kill()
     expect(page.get_by_role("alert")).to_contain_text("The connection to the server was lost")
     expect(messages(page, "assistant").locator(".markdown")).not_to_be_empty()

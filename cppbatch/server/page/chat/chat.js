@@ -36,6 +36,12 @@ function useChatState() {
   }, []);
 }
 
+function send(text) {
+  if (state.isRunning) return false;
+  state.send(text);
+  return true;
+}
+
 const fileName = ({title}) => title.replace(/[^\p{L}\p{N}]+/gu, '-').slice(0, 50) || 'conversation';
 
 function Rename({conversation, onEnd}) {
@@ -91,7 +97,7 @@ export function Chat({server, active}) {
         : html`<${Messages} key=${conversation.id} conversation=${conversation} actions=${ACTIONS}
           health=${server.health} running=${state.running.get(conversation.id)?.messageId} />`}
       <${Composer} conversationId=${conversation.id} isRunning=${state.isRunning} active=${active}
-        onSend=${(text) => state.send(text)} onStop=${() => state.stop()} />
+        onSend=${send} onStop=${() => state.stop()} />
     </div>
     ${shown === 'settings' && html`<${SettingsDialog} conversation=${conversation} server=${server} onClose=${close}
       onChange=${(fields) => state.update({...state.current, ...fields})} />`}

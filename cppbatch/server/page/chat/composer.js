@@ -1,5 +1,5 @@
 // @ts-check
-// Where the next message is written. Enter sends, Shift+Enter begins a new line; on touch screens the button sends.
+// Where the next message is written. onSend returns whether it has taken the text. Enter sends, Shift+Enter begins a new line; on touch screens the button sends.
 import {Button, html, useEffect, useRef, useState} from '../components.js';
 
 export function Composer({conversationId, isRunning, active, onSend, onStop}) {
@@ -11,9 +11,7 @@ export function Composer({conversationId, isRunning, active, onSend, onStop}) {
   }, [conversationId, active]);
   const send = (event) => {
     event.preventDefault();
-    if (!text.trim() || isRunning) return;
-    onSend(text.trim());
-    setText('');
+    if (text.trim() && onSend(text.trim())) setText('');
   };
   const onKeyDown = (event) => {
     if (event.key === 'Enter' && !event.shiftKey && !event.isComposing && !isTouch) send(event);
