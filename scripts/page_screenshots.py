@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cppbatch.bench.child_process import running_server
 from cppbatch.models.pull import choose_model
+from tests import tiny_models
 from tests.browser.chromium import find_chromium
 from tests.browser.page_checks import PHONE, TABS, open_tab, wait_ready
 
@@ -85,8 +86,21 @@ def jobs(page: Page, url: str) -> None:
 
 
 def models(page: Page, url: str) -> None:
-    open_tab(page, url, "models")
-    page.wait_for_timeout(1000)
+    """Two models are loaded, two are not."""
+    section = open_tab(page, url, "models")
+    for name in ("SmolLM2", "small-vectors"):
+        row = section.get_by_role("row").filter(has_text=name)
+        row.get_by_role("button", name="Load").click()
+        expect(row.get_by_text("loaded", exact=True)).to_be_visible(timeout=60_000)
+
+
+def several(model: Path, folder: Path) -> list[str | Path]:
+    """The flags of a server with this model, and small random ones."""
+    (folder / model.name).symlink_to(model)
+    for i, name in enumerate(("small-stories", "small-poems")):
+        tiny_models.llama(folder / f"{name}.gguf", seed=i)
+    tiny_models.encoder_only(folder / "small-vectors.gguf")
+    return ["--models-dir", folder, "-np", "8", "-c", "8192"]
 
 
 WORK: dict[str, Callable[[Page, str], None]] = {
@@ -155,14 +169,22 @@ def main() -> None:
     args = parser.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        data = stack.enter_context(tempfile.TemporaryDirectory())
-        flags: list[str | Path] = ["-m", choose_model(args.model), "--data-dir", data]
-        url = stack.enter_context(running_server([sys.executable, "-m", "cppbatch", "serve", *flags])).url
+        model = choose_model(args.model)
+
+        def start(*flags: str | Path) -> str:
+            data = stack.enter_context(tempfile.TemporaryDirectory())
+            command = [sys.executable, "-m", "cppbatch", "serve", "--data-dir", data, *flags]
+            return stack.enter_context(running_server(command)).url
+
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         stack.callback(browser.close)
         page = browser.new_page(viewport=WIDE, locale="en-US")
-        for tab in args.only.split(","):
+        tabs = args.only.split(",")
+        url = start("-m", model) if tabs != ["models"] else ""
+        for tab in tabs:
+            if tab == "models":
+                url = start(*several(model.resolve(), Path(stack.enter_context(tempfile.TemporaryDirectory()))))
             with streams(url) if tab == "live" else contextlib.nullcontext():
                 WORK[tab](page, f"{url}/")
                 wait_ready(page)
