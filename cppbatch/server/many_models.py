@@ -128,11 +128,9 @@ class ManyModels(ServedModels):
         if found is None and name is not None and self._clock() > self._looked_at + _LOOK_AGAIN_S:
             await self.reload()
             found = self._find(name)
-        if found is None and self._any_model and self._default:
-            if name is not None and rules and rules.models is not None and name not in rules.models:
-                rules.check_model((), name)
+        if found is None and self._any_model:
             found = self._default
-        elif found is not None and rules:
+        if found is not None and rules:
             rules.check_model(self.names_of(found), name)
         if found is None:
             known = ", ".join(repr(each) for each in self._visible(rules)) or "none"
