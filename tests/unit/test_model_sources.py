@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,16 @@ def test_the_environment_is_not_a_models_own_setting(monkeypatch: pytest.MonkeyP
 def test_a_settings_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_settings(tmp_path)
+
+
+def test_the_settings_of_the_docs_are_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "Qwen2.5-7B-Instruct-Q4_K_M.gguf").write_bytes(b"GGUF")
+    found = specs(catalog(folder, example))
+    assert list(found) == ["Qwen2.5-7B-Instruct-Q4_K_M", "qwen", "embed"]
+    assert (found["qwen"].ttl, found["qwen"].settings.aliases) == (600, ("gpt-4o-mini", "small"))
+    assert found["Qwen2.5-7B-Instruct-Q4_K_M"].pinned
+    assert found["embed"].preload
