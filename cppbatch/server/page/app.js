@@ -183,7 +183,7 @@ function App() {
       <div class="brand"><strong>cppbatch</strong>
         ${info.models?.length > 1
         ? html`<select class="model" aria-label="Model" value=${name} onChange=${({target}) => setChosen(target.value)}>
-            ${info.models.map(({id}) => html`<option key=${id}>${id}</option>`)}</select>`
+            ${info.models.map(({id}) => html`<option value=${id} key=${id}>${id}</option>`)}</select>`
         : name && html`<span class="model" title=${name}>${name}</span>`}</div>
       <nav aria-label="Tabs">${Object.entries(TABS).map(([each, label]) => html`<a href=${`#${each}`}
         aria-current=${each === tab ? 'page' : undefined}>${label}</a>`)}</nav>
