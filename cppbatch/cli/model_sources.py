@@ -133,7 +133,7 @@ class Catalog:
         content = read_settings(file) if file else ModelFile()
         paths = self._paths()
         own = {self._name_in(paths, name): settings for name, settings in content.models.items()}
-        for name in own.keys() - paths.keys():
+        for name in [each for each in own if each not in paths]:
             paths[name] = self._path_of(name, own[name], content)
         specs = []
         for name, path in paths.items():

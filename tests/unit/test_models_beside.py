@@ -67,7 +67,7 @@ def test_the_largest_sizes_that_leave_a_tenth_free_are_taken(memory: Set) -> Non
 def test_weights_that_others_have_mapped_are_not_free(memory: Set) -> None:
     memory(10, {16: footprint(1, mapped=5), 4: footprint(0.5, mapped=5)})
     assert choose() == 16
-    assert choose((loaded("other", 1, mapped=3.6),)) == 4
+    assert choose((loaded("other", 1, mapped=4.2),)) == 4
     same_file = (loaded("other", 1, mapped=2), loaded("other", 1, mapped=2))
     assert choose(same_file) == 16, "processes share the pages of a file"
     with pytest.raises(DoesNotFit) as refused:
