@@ -251,9 +251,9 @@ def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
 
     shared = [segment(0, 10, 1, 3), segment(10, 5, 1), segment(10, 2, 3)]
     segments = [*shared, segment(0, 7, 2), segment(0, 4), segment(4, 4)]
-    function = f"""({{layoutCells, kindOf}}) => {{
+    function = f"""({{layoutCells}}) => {{
         const {{blocks, rows}} = layoutCells({json.dumps(segments)}, (id) => id);
-        return [rows, blocks.map(({{segment, row, rows}}) => [kindOf(segment), segment.sequences, row, rows])];
+        return [rows, blocks.map(({{segment, kind, row, rows}}) => [kind, segment.sequences, row, rows])];
     }}"""
     n_rows, blocks = in_page(page, url, "live_layout.js", function)
     assert n_rows == 4
@@ -263,7 +263,6 @@ def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
 
 def test_axes_end_at_round_numbers(page: Page, url: str) -> None:
     assert in_page(page, url, "chart.js", "(m) => [0, 0.3, 7, 20, 501].map(m.axisEnd)") == [1, 0.5, 10, 20, 1000]
-    assert in_page(page, url, "live_layout.js", "(m) => [1, 65, 97, 200].map(m.mapWidth)") == [64, 96, 128, 256]
 
 
 def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, url: str) -> None:

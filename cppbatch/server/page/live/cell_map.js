@@ -1,10 +1,10 @@
 // The KV cells of a worker: how many are free, and which sequences hold the others.
 import {html} from '../components.js';
 import {count, plural} from '../format.js';
-import {colourOf, kindOf, layoutCells, mapWidth} from './live_layout.js';
+import {colourOf, layoutCells} from './live_layout.js';
 
 const HEIGHT = 384; // pixels
-const CACHED = 16; // rows of cached prefixes that there is always room for
+const CACHED = 16; // rows
 
 /** `place(seq_id)`: its row in the table of sequences; `name(seq_id)`: its name there; `picked`: a Set of seq_ids. */
 export function CellMap({cells, ...props}) {
@@ -12,7 +12,9 @@ export function CellMap({cells, ...props}) {
   const wanted = Math.max(4, Math.ceil(Math.min(rows, held + CACHED) / 4) * 4); // changes by 4 rows at once
   const height = Math.max(3, Math.min(20, Math.floor(HEIGHT / wanted)));
   const shown = Math.max(wanted, Math.min(rows, Math.floor(HEIGHT / height)));
-  const end = mapWidth(Math.max(0, ...cells.segments.map(({start, tokens}) => start + tokens)));
+  const most = Math.max(64, ...cells.segments.map(({start, tokens}) => start + tokens));
+  const step = 2 ** Math.floor(Math.log2(most) - 1);
+  const end = Math.ceil(most / step) * step; // 64, 96, 128, 192, 256 ...: it seldom changes
   const boxOf = ({segment, row, rows: high}) => ({left: `${(segment.start / end) * 100}%`,
     width: `${(segment.tokens / end) * 100}%`, top: `${row * height}px`, height: `${high * height}px`});
   return html`
@@ -22,16 +24,14 @@ export function CellMap({cells, ...props}) {
       html`<span>${part ? count(end * part) : 'token 0'}</span>`)}</div>
     <ul class=${`cells ${height < 13 && 'low'}`} aria-label="Segments of KV cells"
       style=${{height: `${shown * height}px`}}>${blocks.map((block) => block.row < shown && html`<${Block}
-        key=${keyOf(block.segment)} segment=${block.segment} box=${boxOf(block)} ...${props} />`)}</ul>
+        key=${keyOf(block)} ...${block} box=${boxOf(block)} ...${props} />`)}</ul>
     ${rows > shown && html`<p class="hint">and ${plural(rows - shown, 'row')} more of cached prefixes</p>`}`;
 }
 
 /** The same for a segment while it grows. */
-const keyOf = ({start, tokens, sequences, cached}) => `${start} ${cached ? `c${tokens}` : sequences}`;
+const keyOf = ({segment: {start, sequences}, kind, row}) => `${start} ${kind === 'cached' ? `c${row}` : sequences}`;
 
-function Block({segment, box, place, name, picked, onPick}) {
-  const {start, tokens, sequences, prefixes} = segment;
-  const kind = kindOf(segment);
+function Block({segment: {start, tokens, sequences, prefixes}, kind, box, place, name, picked, onPick}) {
   const n = sequences.length + prefixes;
   const holders = [...sequences.map(name), ...(prefixes ? [plural(prefixes, 'cached prefix', 'cached prefixes')] : [])];
   const text = `${plural(tokens, 'cell')}, tokens ${count(start)} to ${count(start + tokens - 1)}, ${

@@ -15,7 +15,7 @@ export function Chart({title, samples, series, format, areas, ago, onAgo}) {
     choose(SECONDS * (1 - (event.clientX - left) / width));
   };
   const press = (event) => {
-    const step = {ArrowLeft: 1, ArrowRight: -1, PageUp: 10, PageDown: -10, Home: SECONDS, End: -SECONDS}[event.key];
+    const step = {ArrowLeft: 1, ArrowRight: -1, PageUp: 10, PageDown: -10}[event.key];
     if (event.key === 'Escape') onAgo(null);
     if (!step) return;
     event.preventDefault();

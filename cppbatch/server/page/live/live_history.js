@@ -3,7 +3,6 @@
 export const SECONDS = 120;
 const MEAN = 1; // seconds over which rates are averaged: a step may be longer than the time between two snapshots
 const APART = 0.38; // seconds between two samples
-const GAP = 3; // seconds without a snapshot
 
 export const PHASES = ['decode', 'sample', 'schedule', 'fill', 'advance'];
 export const BESIDE = ['text', 'emit']; // the phases that run beside the next step
@@ -32,7 +31,7 @@ export class LiveHistory {
     }
     const last = this.samples[this.samples.length - 1]?.time;
     if (time - last < APART) return;
-    if (time - last > GAP) this.samples.push({time: last + APART});
+    if (time - last > 3) this.samples.push({time: last + APART}); // a gap
     this.samples = [...this.samples.filter((each) => each.time >= time - SECONDS), this.sample(snapshot)];
   }
 
