@@ -18,8 +18,8 @@ export function CellMap({cells, ...props}) {
   const boxOf = ({segment, row, rows: high}) => ({left: `${(segment.start / end) * 100}%`,
     width: `${(segment.tokens / end) * 100}%`, top: `${row * height}px`, height: `${high * height}px`});
   return html`
-    <ul class="cell-bar" aria-label=${`${count(cells.total)} KV cells`}>${['used', 'cached', 'free'].map((kind) => html`
-      <li class=${kind} style=${{flexGrow: cells[kind]}}><span>${count(cells[kind])} ${kind}</span></li>`)}</ul>
+    <div class="cell-bar" aria-hidden="true">${['used', 'cached', 'free'].map((kind) => html`
+      <div class=${kind} style=${{flexGrow: cells[kind]}}><span>${count(cells[kind])} ${kind}</span></div>`)}</div>
     <div class="axis" aria-hidden="true">${[0, 0.25, 0.5, 0.75, 1].map((part) =>
       html`<span>${part ? count(end * part) : 'token 0'}</span>`)}</div>
     <ul class=${`cells ${height < 13 && 'low'}`} aria-label="Segments of KV cells"

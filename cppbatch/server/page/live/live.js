@@ -1,6 +1,6 @@
 // The Live tab: what the engine does now, from the snapshots of GET /live.
 import {events} from '../api.js';
-import {Button, Notice, html, stylesheet, useEffect, useRef, useState} from '../components.js';
+import {Button, Notice, html, stylesheet, useEffect, useMemo, useRef, useState} from '../components.js';
 import {count, fixed, percent, rate, seconds} from '../format.js';
 import {Chart} from './chart.js';
 import {follow} from './follow.js';
@@ -11,6 +11,7 @@ import {WorkerLine, WorkerView} from './worker_view.js';
 await stylesheet(import.meta.url, 'live.css');
 
 const IDLE = 3; // seconds after the last request
+const MANY = 32; // unfinished requests from which on every second snapshot is shown
 const TICK = 1; // seconds
 
 const CHARTS = [
@@ -29,17 +30,18 @@ export function Live({server, active}) {
   const [connection, setConnection] = useState({});
   const [view, setView] = useState(null);
   const [paused, setPaused] = useState(false);
-  const [ago, setAgo] = useState(null);
   const isPaused = useRef(false);
   isPaused.current = paused;
 
   useEffect(() => active && whileVisible((signal) => {
     let last = null;
     let receivedAt = 0;
+    let n = 0;
     const receive = (snapshot) => {
       [last, receivedAt] = [snapshot, performance.now()];
       history.add(snapshot);
-      if (!isPaused.current) setView(history.view());
+      const load = snapshot.workers.reduce((sum, {in_flight}) => sum + in_flight, 0);
+      if (!isPaused.current && (load <= MANY || (n += 1) % 2)) setView(history.view());
     };
     follow((inner) => events('/live', {signal: inner}), signal, receive, (state) => {
       if (state.message) last = null;
@@ -67,10 +69,15 @@ export function Live({server, active}) {
     ${idle > IDLE && html`<${NothingRuns} keyed=${server.keyed} />`}
     ${workers.map(({name, engine}, i) => engine && html`<${WorkerView} key=${name} engine=${engine}
       speeds=${view.speeds[i]} of=${workers.length > 1 ? ` of worker ${name}` : ''} />`)}
-    <section aria-label="Charts"><h2>The last two minutes</h2>
-      <div class="charts">${CHARTS.map((chart) => html`<${Chart} ...${chart} samples=${samples} ago=${ago}
-        onAgo=${setAgo} />`)}</div></section>
+    <${Charts} samples=${samples} />
   </div>`;
+}
+
+function Charts({samples}) {
+  const [ago, setAgo] = useState(null);
+  return useMemo(() => html`<section aria-label="Charts"><h2>The last two minutes</h2><div class="charts">${
+    CHARTS.map((chart) => html`<${Chart} ...${chart} samples=${samples} ago=${ago} onAgo=${setAgo} />`)}
+  </div></section>`, [samples, ago]);
 }
 
 /** Runs `start(signal)` while the page can be seen. Returns the function that ends it. */

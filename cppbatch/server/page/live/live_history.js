@@ -2,7 +2,7 @@
 
 export const SECONDS = 120;
 const MEAN = 1; // seconds over which rates are averaged: a step may be longer than the time between two snapshots
-const APART = 0.38; // seconds between two samples
+const APART = 0.9; // seconds between two samples
 
 export const PHASES = ['decode', 'sample', 'schedule', 'fill', 'advance'];
 export const BESIDE = ['text', 'emit']; // the phases that run beside the next step

@@ -3,14 +3,14 @@ import {request} from '../api.js';
 import {Button, CopyButton, EmptyState, html, toast, useState} from '../components.js';
 import {plural, seconds} from '../format.js';
 
-const GUIDE = 'You are a guide who answers each visitor of a museum in a few friendly sentences, with a surprising fact.\n';
+const GUIDE = 'You are a guide who answers visitors of a museum in a few friendly words, with a surprising fact.\n';
 const ANIMALS = 'otters owls bees whales bats geckos ravens squids horses ants eels geese spiders wolves swifts toads';
 
 /** One request with 16 prompts that share a prefix: 16 sequences of one batch. */
 async function sendSamples() {
   const began = performance.now();
-  const prompt = ANIMALS.split(' ').map((animal) => `${GUIDE.repeat(4)}What is special about ${animal}?`);
-  const {usage} = await request('/v1/completions', {body: {prompt, max_tokens: 200}});
+  const prompt = ANIMALS.split(' ').map((animal) => `${GUIDE.repeat(12)}What is special about ${animal}?`);
+  const {usage} = await request('/v1/completions', {body: {prompt, max_tokens: 200, ignore_eos: true}});
   toast(`16 samples: ${plural(usage.completion_tokens, 'token')} in ${seconds((performance.now() - began) / 1000)}`);
 }
 

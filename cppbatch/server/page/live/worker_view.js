@@ -5,7 +5,7 @@ import {CellMap} from './cell_map.js';
 import {colourOf, placeRows} from './live_layout.js';
 
 const STATES = {prefill: '▷', decode: '●', swapped: '◫'};
-const COLUMNS = ['Sequence', 'State', 'Tokens of at most', 'Tokens/s', 'Drafts accepted', 'seq_id'];
+const COLUMNS = ['Sequence', 'State', 'Tokens of at most', 'Tokens/s', 'Acceptance', 'seq_id'];
 const SHOWN = 10; // of the queue
 const NEWS = 60; // seconds for which a restart is told
 
@@ -28,6 +28,7 @@ export function WorkerView({engine: {rows, queue, waiting, cells, n_parallel}, s
   const places = useRef([]);
   places.current = placeRows(places.current, rows.map(({number}) => number));
   const numberOf = new Map(rows.map(({seq_id, number}) => [seq_id, number]));
+  const {used, cached, free, layout} = cells;
   const picked = rows.filter(({number}) => chosen.includes(number));
   return html`<div class="engine">
     <section aria-label=${`Batch${of}`}>
@@ -39,9 +40,10 @@ export function WorkerView({engine: {rows, queue, waiting, cells, n_parallel}, s
       <${Queue} queue=${queue} waiting=${waiting} />
     </section>
     <section aria-label=${`KV cells${of}`}>
-      <h2>KV cells${of} <span>${cells.layout}</span></h2>
+      <h2>KV cells${of} <span>${count(used)} used, ${count(cached)} cached, ${count(free)} free</span></h2>
       <p class="hint">A cell holds the keys and values of one token. A row is a sequence, from its first token on.
-        A block over several rows is a shared prefix: stored once, used by all of them. Select it to see by which.</p>
+        ${layout === 'unified' ? 'A block over several rows is a shared prefix: stored once. Select it to see its holders.'
+    : 'The layout is per-sequence: each one has cells of its own, and a common prefix is copied.'}</p>
       <${CellMap} cells=${cells} picked=${new Set(picked.map(({seq_id}) => seq_id))}
         name=${(id) => `#${numberOf.get(id)}`} place=${(id) => places.current.indexOf(numberOf.get(id))}
         onPick=${(ids) => setChosen(ids.map((id) => numberOf.get(id)))} />
