@@ -66,7 +66,7 @@ export function Live({server, active}) {
     </div>
     <ul aria-label="Workers">${workers.map((worker, i) => html`<${WorkerLine} worker=${worker}
       restarted=${view.restarted[i]} />`)}</ul>
-    ${idle > IDLE && html`<${NothingRuns} keyed=${server.keyed} />`}
+    ${idle > IDLE && html`<${NothingRuns} ...${server} />`}
     ${workers.map(({name, engine}, i) => engine && html`<${WorkerView} key=${name} engine=${engine}
       speeds=${view.speeds[i]} of=${workers.length > 1 ? ` of worker ${name}` : ''} />`)}
     <${Charts} samples=${samples} />
