@@ -22,9 +22,8 @@ export function CellMap({cells, ...props}) {
       <div class=${kind} style=${{flexGrow: cells[kind]}}><span>${count(cells[kind])} ${kind}</span></div>`)}</div>
     <div class="axis" aria-hidden="true">${[0, 0.25, 0.5, 0.75, 1].map((part) =>
       html`<span>${part ? count(end * part) : 'token 0'}</span>`)}</div>
-    <ul class=${`cells ${height < 13 && 'low'}`} aria-label="Segments of KV cells"
-      style=${{height: `${shown * height}px`}}>${blocks.map((block) => block.row < shown && html`<${Block}
-        key=${keyOf(block)} ...${block} box=${boxOf(block)} ...${props} />`)}</ul>
+    <ul class="cells" aria-label="Segments of KV cells" style=${{height: `${shown * height}px`}}>${blocks.map((block) =>
+      block.row < shown && html`<${Block} key=${keyOf(block)} ...${block} box=${boxOf(block)} ...${props} />`)}</ul>
     ${rows > shown && html`<p class="hint">and ${plural(rows - shown, 'row')} more of cached prefixes</p>`}`;
 }
 
@@ -40,7 +39,7 @@ function Block({segment: {start, tokens, sequences, prefixes}, kind, box, place,
     shared: `${count(tokens)} shared by ${sequences.length}`}[kind];
   const isPicked = sequences.some((id) => picked.has(id));
   return html`<li style=${box}><button type="button" title=${text} aria-pressed=${String(isPicked)}
-    class=${`${kind} ${kind === 'own' && colourOf(place(sequences[0]))} ${picked.size && !isPicked && 'dim'}`}
+    class=${`${kind} ${picked.size && !isPicked && 'dim'}`} style=${kind === 'own' && colourOf(place(sequences[0]))}
     disabled=${kind === 'cached'} tabindex=${kind === 'own' ? -1 : 0}
     onClick=${() => onPick(isPicked ? [] : sequences)}><span>${label}</span></button></li>`;
 }

@@ -1,13 +1,13 @@
 // A chart of the last two minutes: lines, or areas on top of each other.
 import {html, useMemo} from '../components.js';
 import {SECONDS} from './live_history.js';
+import {colourOf} from './live_layout.js';
 
-/** `series`: [[label, name of a value of the samples, colour]]; without a colour a value is told, not drawn. `ago`: the
- * seconds before the last sample whose values are told, in all charts, or null. `onAgo(ago)`: other ones are chosen. */
-export function Chart({title, samples, series, format, areas, ago, onAgo}) {
+/** `series`: [[label, name of a value of the samples]]; `colour`: of the first one. `ago`: the seconds before the last
+ * sample whose values are told, in all charts, or null. `onAgo(ago)`: others are chosen. */
+export function Chart({title, samples, series, colour, format, areas, ago, onAgo}) {
   const now = samples[samples.length - 1].time;
-  const drawn = series.filter(([,, colour]) => colour);
-  const {end, paths} = useMemo(() => plot(samples, now, drawn.map(([, name]) => name), areas), [samples]);
+  const {end, paths} = useMemo(() => plot(samples, now, series.map(([, name]) => name), areas), [samples]);
   const told = samples.findLast(({time}) => time <= now - ago + 1e-3) ?? {};
   const choose = (seconds) => onAgo(Math.min(SECONDS, Math.max(0, seconds)));
   const point = (event) => {
@@ -23,7 +23,7 @@ export function Chart({title, samples, series, format, areas, ago, onAgo}) {
   };
   const values = series.map(([, name]) => format(told[name] ?? NaN));
   const when = ago === null ? 'now' : `${Math.round(ago)} s ago`;
-  const look = (colour, i) => `c${colour} ${areas ? 'area' : 'line'}${i % 2}`;
+  const path = (d, i) => html`<path class=${(areas ? 'area' : 'line') + i % 2} style=${colourOf(colour + i)} d=${d} />`;
   return html`<figure>
     <figcaption><b>${title}</b> <span>${when}</span></figcaption>
     <div class="plot" tabindex="0" role="slider" aria-label=${`${title}: time`} aria-valuemin=${-SECONDS}
@@ -33,13 +33,11 @@ export function Chart({title, samples, series, format, areas, ago, onAgo}) {
       onKeyDown=${press}>
       <svg viewBox=${`0 0 ${SECONDS * 10} 100`} preserveAspectRatio="none" aria-hidden="true">
         <path class="grid" d="M0 .5H1200M0 50H1200M0 99.5H1200" />
-        ${paths.map((path, i) => html`<path class=${look(drawn[i][2], i)} d=${path} />`)}
+        ${paths.map(path)}
         ${ago !== null && html`<path class="cursor" d=${`M${(SECONDS - ago) * 10} 0V100`} />`}
       </svg><span>${format(end)}</span></div>
-    <ul>${series.map(([label,, colour], i) => html`<li>${colour && html`<svg viewBox="0 0 14 10" aria-hidden="true">
-      <path class=${look(colour, i)} d=${areas ? 'M0 0H14V10H0z' : 'M0 5H14'} /></svg>`}${label} <b>${
-      values[i]}</b></li>`)}
-    </ul>
+    <ul>${series.map(([label], i) => html`<li><svg viewBox="0 0 14 10" aria-hidden="true">${
+      path(areas ? 'M0 0H14V10H0z' : 'M0 5H14', i)}</svg>${label} <b>${values[i]}</b></li>`)}</ul>
   </figure>`;
 }
 

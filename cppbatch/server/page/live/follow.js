@@ -2,11 +2,8 @@
 
 const PAUSES = [0.5, 1, 2, 4, 8]; // seconds before the next try, by tries that failed in a row
 
-/**
- * Runs until `signal` is aborted or the server refuses. `open(signal)`: an async iterable of events. `onState` gets {}
- * with each event, {message, pause} when two tries have failed (another one follows in `pause` seconds), and {message}
- * when the server refuses.
- */
+/** Runs until `signal` is aborted or the server refuses. `onState` gets {} with each event of `open(signal)`, {message,
+ * pause} when two tries have failed (the next one is in `pause` seconds), {message} when the server refuses. */
 export async function follow(open, signal, onEvent, onState, pauses = PAUSES) {
   for (let failures = 1; !signal.aborted; failures += 1) {
     let message = 'It has ended the stream.';

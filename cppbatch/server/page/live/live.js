@@ -4,7 +4,7 @@ import {Button, Notice, html, stylesheet, useEffect, useMemo, useRef, useState} 
 import {count, fixed, percent, rate, seconds} from '../format.js';
 import {Chart} from './chart.js';
 import {follow} from './follow.js';
-import {BESIDE, LiveHistory, PHASES} from './live_history.js';
+import {LiveHistory, PHASES} from './live_history.js';
 import {NothingRuns} from './sample_requests.js';
 import {WorkerLine, WorkerView} from './worker_view.js';
 
@@ -15,14 +15,13 @@ const MANY = 32; // unfinished requests from which on every second snapshot is s
 const TICK = 1; // seconds
 
 const CHARTS = [
-  {title: 'Generated tokens', format: rate, series: [['generated', 'generated', 1]]},
-  {title: 'Prompt tokens', format: rate, series: [['computed', 'prompt', 2]]},
-  {title: 'Batch size', format: fixed, series: [['sequences in decode', 'batch', 3]]},
-  {title: 'Time of a step', areas: true, format: seconds, series: [
-    ...PHASES.map((name, i) => [name, name, i + 1]), ...BESIDE.map((name) => [`${name}, beside the next`, name])]},
-  {title: 'Time to first token', format: seconds, series: [['median', 'ttft', 4], ['p95', 'ttft95', 5]]},
-  {title: 'Time between tokens', format: seconds, series: [['median', 'itl', 6], ['p95', 'itl95', 7]]},
-  {title: 'Draft tokens', format: percent, series: [['accepted', 'acceptance', 8]]},
+  {title: 'Generated tokens', colour: 0, format: rate, series: [['generated', 'generated']]},
+  {title: 'Prompt tokens', colour: 1, format: rate, series: [['computed', 'prompt']]},
+  {title: 'Batch size', colour: 2, format: fixed, series: [['sequences in decode', 'batch']]},
+  {title: 'Time of a step', colour: 0, format: seconds, areas: true, series: PHASES.map((name) => [name, name])},
+  {title: 'Time to first token', colour: 3, format: seconds, series: [['median', 'ttft'], ['p95', 'ttft95']]},
+  {title: 'Time between tokens', colour: 5, format: seconds, series: [['median', 'itl'], ['p95', 'itl95']]},
+  {title: 'Draft tokens', colour: 7, format: percent, series: [['accepted', 'acceptance']]},
 ];
 
 export function Live({server, active}) {
@@ -103,7 +102,6 @@ function Figures({workers, batches, last}) {
     ['waiting', count(sum(({waiting}) => waiting))],
     ['generated', rate(last.generated)],
     ['KV cells used', percent(sum(({cells}) => cells.used) / sum(({cells}) => cells.total))],
-    ['to the first token', seconds(last.ttft)],
     ...batches.map(({completed, total}) => ['lines of a job', `${count(completed)} of ${count(total)}`]),
   ].map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }

@@ -4,8 +4,7 @@ export const SECONDS = 120;
 const MEAN = 1; // seconds over which rates are averaged: a step may be longer than the time between two snapshots
 const APART = 0.9; // seconds between two samples
 
-export const PHASES = ['decode', 'sample', 'schedule', 'fill', 'advance'];
-export const BESIDE = ['text', 'emit']; // the phases that run beside the next step
+export const PHASES = ['decode', 'sample', 'schedule', 'fill', 'advance', 'text', 'emit'];
 
 export class LiveHistory {
   constructor() {
@@ -44,7 +43,7 @@ export class LiveHistory {
       ttft: ttft.p50, ttft95: ttft.p95, itl: itl.p50, itl95: itl.p95,
       batch: steps ? sum((each) => each.batch_size * each.steps) / steps : 0,
       acceptance: sum((each) => each.accepted_tokens) / sum((each) => each.drafted_tokens),
-      ...Object.fromEntries([...PHASES, ...BESIDE].map((name) => [name, sum((each) => each.phases[name]) / steps])),
+      ...Object.fromEntries(PHASES.map((name) => [name, sum((each) => each.phases[name]) / steps])),
     };
   }
 

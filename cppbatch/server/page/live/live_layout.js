@@ -10,8 +10,8 @@ export function placeRows(rows, numbers) {
   return next.slice(0, next.findLastIndex((number) => number !== null) + 1);
 }
 
-/** The class of a row's colour. */
-export const colourOf = (place) => `c${(place % 8) + 1}`;
+/** The style of a row's colour, its hue. Nothing is told by colour alone. */
+export const colourOf = (place) => ({'--h': 255 + place * 137});
 
 /**
  * Sequences with a common prefix become neighbours: a shared segment is one block over their rows, and what follows it

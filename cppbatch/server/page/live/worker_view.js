@@ -67,13 +67,13 @@ function Sequences({places, rows, speeds, picked, onPick}) {
 function Row({row, colour, speed, picked, onPick}) {
   const {number, state, prompt_tokens: prompt, generated_tokens: generated, drafted_tokens: drafted} = row;
   const [n, most] = [prompt + generated, prompt + row.max_tokens];
-  const title = `Prompt: ${count(prompt)}, cached: ${count(row.cached_tokens)}, generated: ${count(generated)}`;
+  const title = `${count(prompt)} of the prompt (${count(row.cached_tokens)} cached), ${count(generated)} generated`;
   return html`<tr data-number=${number} data-state=${state} class=${picked && 'picked'}>
-    <th scope="row"><button type="button" class=${`pick ${colour}`} aria-pressed=${String(picked)}
+    <th scope="row"><button type="button" class="pick" style=${colour} aria-pressed=${String(picked)}
       onClick=${() => onPick(number)}><i></i>#${number}</button></th>
     <td><span aria-hidden="true">${STATES[state]} </span>${state}${state === 'prefill'
       && ` ${percent(row.computed_tokens / n)}`}</td>
-    <td title=${title}><svg class=${`bar ${colour}`} viewBox=${`0 0 ${most} 1`} preserveAspectRatio="none"
+    <td title=${title}><svg class="bar" style=${colour} viewBox=${`0 0 ${most} 1`} preserveAspectRatio="none"
       aria-hidden="true"><path class="prompt" d=${`M0 0h${Math.min(row.computed_tokens, prompt)}v1H0z`} />
       <path d=${`M${prompt} 0h${generated}v1H${prompt}z`} /></svg>${count(n)} of ${count(most)}</td>
     <td class="end">${state === 'decode' ? fixed(speed) : '–'}</td>
