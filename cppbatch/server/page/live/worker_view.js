@@ -41,9 +41,9 @@ export function WorkerView({engine: {rows, queue, waiting, cells, n_parallel}, s
     </section>
     <section aria-label=${`KV cells${of}`}>
       <h2>KV cells${of} <span>${count(used)} used, ${count(cached)} cached, ${count(free)} free</span></h2>
-      <p class="hint">A cell holds the keys and values of one token. A row is a sequence, from its first token on.
-        ${layout === 'unified' ? 'A block over several rows is a shared prefix: stored once. Select it for its holders.'
-    : 'The layout is per-sequence: each one has cells of its own, and a common prefix is copied.'}</p>
+      <p class="hint">A cell holds the keys and values of one token. A row is a sequence, from its first token on. ${
+        layout === 'unified' ? 'A block over several rows is a shared prefix: stored once. Select it for its holders.'
+          : 'The layout is per-sequence: each one has cells of its own, and a common prefix is copied.'}</p>
       <${CellMap} cells=${cells} picked=${new Set(picked.map(({seq_id}) => seq_id))}
         name=${(id) => `#${numberOf.get(id)}`} place=${(id) => places.current.indexOf(numberOf.get(id))}
         onPick=${(ids) => setChosen(ids.map((id) => numberOf.get(id)))} />
