@@ -30,8 +30,8 @@ def test_open_pages_are_measured_in_turns_beside_a_server_alone(tiny_llama: Path
     assert float(figures["browsers, Live tab"][-1]) > 0
 
 
-def test_a_tab_is_photographed_in_both_themes(tiny_llama: Path, tmp_path: Path) -> None:
-    script("page_screenshots.py", "-m", tiny_llama, "--only", "models", "--to", tmp_path)
+def test_a_tab_is_photographed_in_both_themes(default_model: Path, tmp_path: Path) -> None:
+    script("page_screenshots.py", "-m", default_model, "--only", "models", "--to", tmp_path)
     images = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert images.keys() == {"models-light.png", "models-dark.png"}
     assert images["models-light.png"] != images["models-dark.png"]
