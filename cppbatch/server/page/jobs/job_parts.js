@@ -26,6 +26,6 @@ export function JobProgress({job, rate}) {
     time(until - job.created_at),
     left != null && `about ${time(left)} left`,
   ];
-  return html`<div class="progress"><${Progress} label=${`Progress of ${nameOf(job)}`} value=${total || !isOpen(job) ? done : undefined}
-      max=${total || 1} /><p class="help number">${facts.filter(Boolean).join(' · ')}</p></div>`;
+  return html`<div class="progress"><${Progress} label=${`Progress of ${nameOf(job)}`} max=${total || 1}
+    value=${total || !isOpen(job) ? done : undefined} /><p class="help number">${facts.filter(Boolean).join(' · ')}</p></div>`;
 }
