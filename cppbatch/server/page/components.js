@@ -14,7 +14,7 @@
 //   CopyButton {text: string | () => string, label}
 //   Badge    {kind: 'ok' | 'warning' | 'error' | 'accent'}
 //   copyText(text), download(name, content, type), toast(message, kind, action)
-//   confirmAction({title, message, action}) -> Promise<boolean>
+//   confirmAction({title, message, action, keep}) -> Promise<boolean>
 //   await stylesheet(import.meta.url, 'x.css')  a tab's own rules, loaded before it is shown
 //   useStored(name, initial)           state in localStorage, under cppbatch.<name>
 //   Toasts, Confirm                    rendered once, by app.js
@@ -237,7 +237,7 @@ export function Confirm() {
     setQuestion(null);
   };
   return question && html`<${Dialog} open title=${question.title} onClose=${() => answer(false)} actions=${html`
-    <${Button} onClick=${() => answer(false)}>Cancel<//>
+    <${Button} onClick=${() => answer(false)}>${question.keep ?? 'Cancel'}<//>
     <${Button} kind="danger" onClick=${() => answer(true)}>${question.action ?? 'Delete'}<//>`}>
     <p>${question.message}</p><//>`;
 }

@@ -1,7 +1,7 @@
 // A job: progress, settings, failures and results as they come, downloads.
 import {open, request} from '../api.js';
 import {
-  Button, Dialog, Menu, Notice, Table, confirmAction, download, html, toast, useEffect, useRef, useState,
+  Button, Menu, Notice, Table, confirmAction, download, html, toast, useEffect, useRef, useState,
 } from '../components.js';
 import {count, dateTime, plural, rate as perSecond} from '../format.js';
 import {JobProgress, State, isOpen, nameOf, stateOf} from './job_parts.js';
@@ -116,7 +116,6 @@ export function JobDetails({job, rate, server, onChange}) {
   const files = filesOf(job);
   const [output, failures] = files.map(useResults);
   const rows = useInput(job.input_file_id);
-  const [asking, setAsking] = useState(false);
   const stays = isOpen(job);
   const problem = output.error ?? failures.error;
 
@@ -124,7 +123,10 @@ export function JobDetails({job, rate, server, onChange}) {
   const save = (name, make) =>
     run(async () => download(`${nameOf(job).replace(/\.[^.]*$/, '')}-${name}`, await make()));
   const cancel = run(async () => {
-    setAsking(false);
+    const message = `The results of ${plural(job.request_counts.completed, 'finished line')} stay, and can be downloaded. `
+      + 'The other lines are not answered.';
+    const question = {title: 'Cancel this job?', message, action: 'Cancel job', keep: 'Keep it running'};
+    if (!await confirmAction(question)) return;
     await request(`/v1/batches/${job.id}/cancel`, {method: 'POST'});
     onChange();
   });
@@ -146,7 +148,7 @@ export function JobDetails({job, rate, server, onChange}) {
   return html`<div class="row"><h1 class="grow name">${nameOf(job)}</h1><${State} job=${job} />
       <${Menu} label="Download" icon="download" kind="" items=${downloads}>Download<//>
       ${stays ? html`<${Button} kind="danger" icon="stop" disabled=${job.status === 'cancelling'}
-        onClick=${() => setAsking(true)}>Cancel job<//>`
+        onClick=${cancel}>Cancel job<//>`
       : html`<${Button} kind="danger" icon="trash" onClick=${remove}>Delete files<//>`}</div>
     <${JobProgress} job=${job} rate=${rate} />
     <div class="hidden-text" role="status">${stateOf(job)}</div>
@@ -158,10 +160,5 @@ export function JobDetails({job, rate, server, onChange}) {
       : problem.message}<//>`}
     <${Facts} job=${job} rate=${rate} />
     <${Failures} results=${failures.results} errors=${job.errors?.data ?? []} />
-    <${Results} results=${output.results} rows=${rows} />
-    <${Dialog} open=${asking} title="Cancel this job?" onClose=${() => setAsking(false)} actions=${html`
-      <${Button} onClick=${() => setAsking(false)}>Keep it running<//>
-      <${Button} kind="danger" onClick=${cancel}>Cancel job<//>`}>
-      <p>The results of ${plural(job.request_counts.completed, 'finished line')} stay, and can be downloaded. The other
-        lines are not answered.</p><//>`;
+    <${Results} results=${output.results} rows=${rows} />`;
 }

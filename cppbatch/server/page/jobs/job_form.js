@@ -56,7 +56,8 @@ function Chooser({onFile}) {
 
 function Settings({settings, columns, kind, onChange}) {
   const bound = (name) => ({
-    value: settings[name], onInput: (event) => onChange({...settings, [name]: event.target.value}),
+    value: settings[name],
+    onInput: ({target}) => onChange((now) => ({...now, [name]: target.value})),
   });
   const isText = settings.endpoint !== EMBEDDINGS;
   const names = columns.slice(0, 12).map((name) => `{${name}}`).join(' ');

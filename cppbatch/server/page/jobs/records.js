@@ -1,7 +1,7 @@
 // Reads a file piece by piece, so that the page goes on meanwhile: its records with the numbers of their lines. No DOM.
 
 const MAX_LINE = 1 << 24; // characters
-const MAX_OPEN = 1 << 20; // characters of a record of a table that has not ended
+const MAX_HELD = 5000; // lines of a record of a table
 const SLICE = 1 << 19; // bytes read at once: a few milliseconds of work
 const KINDS = {jsonl: 'jsonl', ndjson: 'jsonl', json: 'jsonl', csv: 'csv', tsv: 'tsv', txt: 'text'};
 
@@ -29,75 +29,63 @@ export async function* lineGroups(blob) {
   if (rest) yield [rest];
 }
 
+/** The values of a record of a table; null if it ends within a quoted text. */
+function valuesOf(text, separator) {
+  const values = [];
+  for (let at = 0; ; at++) {
+    let end = text.indexOf(separator, at);
+    if (end < 0) end = text.length;
+    let value = text.slice(at, end);
+    if (value[0] === '"') {
+      for (end = at + 1; ; end += 2) {
+        end = text.indexOf('"', end);
+        if (end < 0) return null;
+        if (text[++end] !== '"') break;
+        end--;
+      }
+      if (end < text.length && text[end] !== separator) {
+        throw new Error('has text behind a closing quote: double the quotes in a text');
+      }
+      value = text.slice(at + 1, end - 1).replaceAll('""', '"');
+    }
+    values.push(value);
+    at = end;
+    if (at >= text.length) return values;
+  }
+}
+
 /** Makes records of the lines of a table. The first one names the columns. */
 class TableReader {
   columns = null;
+  held = []; // the lines of a record that has not ended: [number, text]
 
   constructor(separator) {
     this.separator = separator;
-    this.clear();
-  }
-
-  clear() {
-    this.held = []; // the lines of a record that has not ended: [number, text]
-    this.chars = 0;
-    this.values = [];
-    this.open = null; // the text of a quoted field that has not ended
   }
 
   * read(number, text) {
     if (!this.held.length && !text.trim()) return;
     this.separator ??= text.includes(';') && !text.includes(',') ? ';' : ',';
     this.held.push([number, text]);
-    this.chars += text.length;
-    const [[line]] = this.held;
-    if (!this.readFields(text)) {
-      yield* this.refuse('has text behind a closing quote: double the quotes in a text');
-    } else if (this.open === null) {
-      const {values} = this;
-      this.clear();
-      yield this.record(line, values);
-    } else if (this.chars > MAX_OPEN) {
-      yield* this.end();
+    const isLong = this.held.length > MAX_HELD;
+    if (this.held.length > 1 && !isLong && !text.includes('"')) return;
+    const whole = this.held.map((line) => line[1]).join('\n');
+    let values;
+    try {
+      values = valuesOf(whole, this.separator);
+    } catch (error) {
+      yield* this.refuse(error.message);
+      return;
     }
+    if (values) yield this.record(this.held[0][0], values);
+    if (values) this.held = [];
+    else if (isLong) yield* this.refuse();
   }
 
-  /** Adds the fields of a line to `values`; then `open` tells whether the last one goes on. False: it is invalid. */
-  readFields(line) {
-    for (let at = 0; ; at++) {
-      if (this.open === null && line[at] !== '"') {
-        const end = line.indexOf(this.separator, at);
-        this.values.push(line.slice(at, end < 0 ? undefined : end));
-        at = end < 0 ? line.length : end;
-      } else {
-        if (this.open === null) at++;
-        this.open ??= '';
-        for (;;) {
-          const end = line.indexOf('"', at);
-          this.open += end < 0 ? `${line.slice(at)}\n` : line.slice(at, end);
-          if (end < 0) return true;
-          at = end + 1;
-          if (line[at] !== '"') break;
-          this.open += '"';
-          at++;
-        }
-        if (at < line.length && line[at] !== this.separator) return false;
-        this.values.push(this.open);
-        this.open = null;
-      }
-      if (at >= line.length) return true;
-    }
-  }
-
-  /** Refuses a record that has not ended. */
-  * end() {
-    if (this.held.length) yield* this.refuse('has a quote that is not closed');
-  }
-
-  /** Refuses the first line of the record, and reads its other lines again. */
-  * refuse(error) {
+  /** Refuses the first line of what has not ended, and reads its other lines again. */
+  * refuse(error = 'has a quote that is not closed') {
     const [[line], ...others] = this.held;
-    this.clear();
+    this.held = [];
     yield {line, error};
     for (const other of others) yield* this.read(...other);
   }
@@ -151,5 +139,5 @@ export async function* recordGroups(blob, kind) {
     }
     yield group;
   }
-  while (table?.held.length) yield [...table.end()];
+  while (table?.held.length) yield [...table.refuse()];
 }
