@@ -344,7 +344,7 @@ def test_a_job_is_cancelled_and_keeps_what_is_finished(page: Page, url: str, ser
     batch_id = start_slow_job(page, url, 400)
     page.get_by_role("button", name="Cancel job").click()
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text("stay, and can be downloaded")
+    expect(dialog).to_contain_text("stay. The other lines are not answered")
     dialog.get_by_role("button", name="Cancel job").click()
     wait_status(page, "cancelled")
     n_completed = json.loads(get(server, f"/v1/batches/{batch_id}"))["request_counts"]["completed"]

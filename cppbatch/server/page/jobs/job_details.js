@@ -123,7 +123,7 @@ export function JobDetails({job, rate, server, onChange}) {
   const save = (name, make) =>
     run(async () => download(`${nameOf(job).replace(/\.[^.]*$/, '')}-${name}`, await make()));
   const cancel = run(async () => {
-    const message = `The results of ${plural(job.request_counts.completed, 'finished line')} stay, and can be downloaded. `
+    const message = `The results of ${plural(job.request_counts.completed, 'finished line')} stay. `
       + 'The other lines are not answered.';
     const question = {title: 'Cancel this job?', message, action: 'Cancel job', keep: 'Keep it running'};
     if (!await confirmAction(question)) return;

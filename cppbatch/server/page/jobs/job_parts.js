@@ -26,6 +26,8 @@ export function JobProgress({job, rate}) {
     time(until - job.created_at),
     left != null && `about ${time(left)} left`,
   ];
-  return html`<div class="progress"><${Progress} label=${`Progress of ${nameOf(job)}`} max=${total || 1}
-    value=${total || !isOpen(job) ? done : undefined} /><p class="help number">${facts.filter(Boolean).join(' · ')}</p></div>`;
+  const value = total || !isOpen(job) ? done : undefined;
+  return html`<div class="progress">
+    <${Progress} label=${`Progress of ${nameOf(job)}`} value=${value} max=${total || 1} />
+    <p class="help number">${facts.filter(Boolean).join(' · ')}</p></div>`;
 }
