@@ -79,7 +79,8 @@ def jobs(page: Page, url: str) -> None:
     table = {"name": "questions.csv", "mimeType": "text/csv", "buffer": f"id,topic\n{lines}\n".encode()}
     section.locator("input[type=file]").set_input_files(table)
     section.get_by_label("Template").fill("What should I know about {topic}?")
-    section.get_by_label("Most tokens of an answer").fill("48")
+    section.get_by_text("Sampling settings").click()
+    section.get_by_label("Maximum tokens").fill("48")
     section.get_by_role("button", name="Start 200 lines").click()
     expect(section.get_by_role("region", name="Results")).to_be_visible(timeout=60_000)
     page.wait_for_timeout(8000)

@@ -5,6 +5,7 @@ import {
 } from '../components.js';
 import {count, dateTime, plural, rate as perSecond} from '../format.js';
 import {JobProgress, State, isOpen, nameOf, stateOf} from './job_parts.js';
+import {textOf} from './requests.js';
 import {eachLine, inputOf, joinCsv, resultOf} from './results.js';
 
 const SHOWN = 50;
@@ -47,7 +48,7 @@ function useResults([id, size]) {
   return state;
 }
 
-/** The columns of the input by the names of its lines; none if it is too large. */
+/** The columns of the input by the names of its lines; none if it is too large, or deleted. */
 function useInput(id) {
   const [rows, setRows] = useState(new Map());
   useEffect(() => {
@@ -57,15 +58,13 @@ function useInput(id) {
       await eachLine(await blobOf([id]), inputOf, (line) => found.set(line.id, line.row));
       setRows(found);
     };
-    read().catch(() => {}); // it is deleted: the answers are shown alone
+    read().catch(() => {});
   }, [id]);
   return rows;
 }
 
-const text = (value) => {
-  const shown = typeof value === 'string' ? value : JSON.stringify(value) ?? '';
-  return html`<p class="text">${shown.length > MAX_TEXT ? `${shown.slice(0, MAX_TEXT)} …` : shown}</p>`;
-};
+const text = (value) =>
+  html`<p class="text">${textOf(value).slice(0, MAX_TEXT)}${textOf(value)[MAX_TEXT] && ' …'}</p>`;
 const linesText = (lines) =>
   lines.slice(0, 8).join(', ') + (lines.length > 8 ? ` and ${count(lines.length - 8)} more` : '');
 
@@ -94,21 +93,18 @@ function Results({results, rows}) {
     ${results.length > shown && html`<div><${Button} onClick=${() => setShown(shown + SHOWN)}>Show more<//></div>`}`;
 }
 
-function Facts({job, rate}) {
-  const {input_tokens: input, output_tokens: output, input_tokens_details: details} = job.usage;
-  const {name, ...settings} = job.metadata ?? {};
-  const speed = job.status === 'in_progress' && rate?.value > 0 ? {Speed: perSecond(rate.value, 'lines/s')} : {};
+function Facts({job: {created_at, model, endpoint, usage, metadata, status}, rate}) {
   const facts = {
-    Created: dateTime(job.created_at),
-    Model: job.model,
-    Endpoint: job.endpoint,
-    ...speed,
-    'Prompt tokens': `${count(input)}, ${count(details.cached_tokens)} of them cached`,
-    'Answer tokens': count(output),
-    ...settings,
+    created: dateTime(created_at),
+    model,
+    endpoint,
+    speed: status === 'in_progress' && rate?.value > 0 && perSecond(rate.value, 'lines/s'),
+    'prompt tokens': `${count(usage.input_tokens)}, ${count(usage.input_tokens_details.cached_tokens)} of them cached`,
+    'answer tokens': count(usage.output_tokens),
+    ...metadata,
   };
-  return html`<dl class="fields facts">${Object.entries(facts).map(([term, value]) =>
-    html`<div><dt>${term.replace('_', ' ')}</dt><dd>${value}</dd></div>`)}</dl>`;
+  return html`<dl class="fields facts">${Object.entries(facts).map(([term, value]) => value
+    && html`<div><dt>${term.replace('_', ' ')}</dt><dd>${value}</dd></div>`)}</dl>`;
 }
 
 /** onChange: called when the job was changed here. */

@@ -2,28 +2,26 @@
 import {request} from '../api.js';
 import {Button, Field, Icon, Notice, Progress, Table, html, useEffect, useRef, useState} from '../components.js';
 import {bytes, count, plural} from '../format.js';
-import {checkFile, peek} from './check.js';
+import {SamplingForm, defaultsOf, requestFields} from '../sampling_form.js';
 import {kindOf} from './records.js';
-import {CHAT, COMPLETIONS, EMBEDDINGS, defaultTemplate} from './requests.js';
+import {CHAT, COMPLETIONS, EMBEDDINGS, checkFile, defaultTemplate, peek} from './requests.js';
 
 const WINDOW = '30d';
 const MAX_METADATA = 512;
 const KINDS = {jsonl: 'JSON lines', csv: 'CSV', tsv: 'TSV (tabs)', text: 'Text, a prompt on each line'};
 const ENDPOINTS = {[CHAT]: 'Chat', [COMPLETIONS]: 'Completion', [EMBEDDINGS]: 'Embedding'};
-const SETTINGS = {
-  endpoint: CHAT, template: '', system: '', max_tokens: '512', temperature: '', schema: '', id_column: '',
-};
+const SETTINGS = {endpoint: CHAT, template: '', system: '', id_column: '', sampling: {max_tokens: 512}};
 const WRONG_COLUMNS = [{key: 'line', label: 'Line'}, {key: 'error', label: 'What is wrong'}];
 
 /** Uploads a checked file and starts its job. Resolves to the batch. */
-async function startJob(name, settings, {file, url}) {
+async function startJob(name, {sampling, endpoint, ...texts}, {file, url}) {
   const body = new FormData();
   body.append('purpose', 'batch');
   body.append('file', file, `${name.replace(/\.[^.]*$/, '')}.jsonl`);
   const {id} = await request('/v1/files', {body});
-  const {endpoint, ...others} = settings;
-  const pairs = Object.entries({name, ...others}).map(([key, value]) => [key, value.slice(0, MAX_METADATA)]);
-  const metadata = Object.fromEntries(pairs.filter(([, value]) => value));
+  const pairs = Object.entries({name, ...texts, settings: sampling ? JSON.stringify(requestFields(sampling)) : ''});
+  const given = pairs.filter(([, text]) => text);
+  const metadata = Object.fromEntries(given.map(([key, text]) => [key, text.slice(0, MAX_METADATA)]));
   try {
     const batch = {input_file_id: id, endpoint: url, completion_window: WINDOW, metadata};
     return await request('/v1/batches', {body: batch});
@@ -54,42 +52,35 @@ function Chooser({onFile}) {
         onClick=${() => onFile(new File([pasted], 'pasted'))}>Check this text<//></div></div></details></div>`;
 }
 
-function Settings({settings, columns, kind, onChange}) {
+function Settings({settings, columns, kind, server, onChange}) {
   const bound = (name) => ({
     value: settings[name],
     onInput: ({target}) => onChange((now) => ({...now, [name]: target.value})),
   });
-  const isText = settings.endpoint !== EMBEDDINGS;
   const names = columns.slice(0, 12).map((name) => `{${name}}`).join(' ');
   return html`<div class="fields">
     <${Field} label="Task"><select ...${bound('endpoint')}>${Object.entries(ENDPOINTS).map(([url, label]) =>
       html`<option value=${url}>${label}</option>`)}</select><//>
     ${kind !== 'text' && html`<${Field} label="Column that names the results"><select ...${bound('id_column')}>
       <option value="">custom_id, id or the line</option>
-      ${columns.map((name) => html`<option>${name}</option>`)}</select><//>`}
-    ${isText && html`<${Field} label="Most tokens of an answer"><input type="number" min="1"
-        ...${bound('max_tokens')} /><//>
-      <${Field} label="Temperature"><input type="number" min="0" step="0.1" placeholder="the server's default"
-        ...${bound('temperature')} /><//>`}
+      ${columns.map((name) => html`<option value=${name}>${name}</option>`)}</select><//>`}
     <div class="whole"><${Field} label="Template" help=${`Columns: ${names}. Write {{ and }} for braces.`}>
       <textarea rows="2" ...${bound('template')}></textarea><//></div>
     ${settings.endpoint === CHAT && html`<div class="whole"><${Field} label="System prompt"><textarea rows="2"
       ...${bound('system')}></textarea><//></div>`}
-    ${isText && html`<details class="whole"><summary>JSON schema of the answers</summary>
-      <${Field} label="JSON schema"><textarea class="mono" spellcheck=${false} placeholder='{"type": "object"}'
-        ...${bound('schema')}></textarea><//></details>`}
+    ${settings.endpoint !== EMBEDDINGS && html`<details class="whole"><summary>Sampling settings</summary>
+      <${SamplingForm} values=${settings.sampling} defaults=${defaultsOf(server)}
+        onChange=${(sampling) => onChange((now) => ({...now, sampling}))} /></details>`}
   </div>`;
 }
 
-const Preview = ({previews, edits, onEdit}) => html`<details><summary>The first requests, to read and edit</summary>
-  <div class="stack">${previews.map(({line, text, error}) => html`<div key=${line}>
-    <${Field} label=${`Request of line ${line}`} error=${error}><textarea rows="10" class="mono" spellcheck=${false}
-      value=${text} onChange=${(event) => onEdit(line, event.target.value)}></textarea><//>
-    ${edits.has(line) && html`<${Button} icon="refresh" onClick=${() => onEdit(line)}>Undo the edit<//>`}
-  </div>`)}</div></details>`;
+const Preview = ({previews, onEdit}) => html`<details><summary>The first requests, to read and edit</summary>
+  <div class="stack">${previews.map(({line, text, error}) => html`<${Field} key=${line} error=${error}
+    label=${`Request of line ${line}`}><textarea rows="10" class="mono" spellcheck=${false} value=${text}
+    onChange=${(event) => onEdit(line, event.target.value)}></textarea><//>`)}</div></details>`;
 
 /** onStarted: gets the batch. */
-export function JobForm({onStarted}) {
+export function JobForm({server, onStarted}) {
   const [source, setSource] = useState(null); // {name, blob, kind}
   const [found, setFound] = useState(null); // of `peek`
   const [settings, setSettings] = useState(SETTINGS);
@@ -132,12 +123,6 @@ export function JobForm({onStarted}) {
     return () => clearTimeout(timer);
   }, [found, settings, edits]);
 
-  const edit = (line, text) => {
-    const next = new Map(edits);
-    if (text === undefined) next.delete(line);
-    else next.set(line, text);
-    setEdits(next);
-  };
   const start = async () => {
     setStarting(true);
     setFailure('');
@@ -164,14 +149,15 @@ export function JobForm({onStarted}) {
       ${Object.entries(KINDS).map(([kind, label]) => html`<option value=${kind}>${label}</option>`)}</select><//>
     ${found?.isRequests && html`<p>Requests in OpenAI's batch format: they are sent as they are.</p>`}
     ${found && !found.isRequests && html`<${Settings} settings=${settings} columns=${found.columns} kind=${source.kind}
-      onChange=${setSettings} />`}
+      server=${server} onChange=${setSettings} />`}
     ${problem && html`<${Notice} kind="error">${problem}<//>`}
     ${isRunning && html`<div><p>Checking: ${counts}</p><${Progress} label="Check of the file" /></div>`}
     ${isReady && html`<p role="status" class="row"><${Icon} name=${bad || !good ? 'alert' : 'check'} />
       <span class="grow">${counts}</span></p>`}
     ${wrong.length > 0 && html`<${Table} caption="Wrong lines" rows=${wrong} columns=${WRONG_COLUMNS} />`}
     ${bad > wrong.length && html`<p>and ${plural(bad - wrong.length, 'more line')}</p>`}
-    ${previews.length > 0 && html`<${Preview} previews=${previews} edits=${edits} onEdit=${edit} />`}
+    ${previews.length > 0 && html`<${Preview} previews=${previews}
+      onEdit=${(line, text) => setEdits(new Map([...edits, [line, text]]))} />`}
     ${failure && html`<${Notice} kind="error">The job was not started: ${failure}<//>`}
     <div class="row"><${Button} kind="primary" icon="send" busy=${starting} disabled=${starting || !isReady || !good}
         onClick=${start}>${starting ? 'Uploading…' : `Start ${plural(good, 'line')}`}<//>

@@ -19,12 +19,12 @@ export function JobProgress({job, rate}) {
   const {total, failed} = job.request_counts;
   const done = doneOf(job);
   const until = isOpen(job) ? Date.now() / 1000 : job[`${job.status}_at`];
-  const left = job.status === 'in_progress' ? rate?.secondsFor(total - done) : null;
+  const left = job.status === 'in_progress' ? (total - done) / rate?.value : NaN;
   const facts = [
     total ? `${count(done)} of ${plural(total, 'line')}` : 'reading the file',
     failed > 0 && `${count(failed)} failed`,
     time(until - job.created_at),
-    left != null && `about ${time(left)} left`,
+    left < Infinity && `about ${time(left)} left`,
   ];
   const value = total || !isOpen(job) ? done : undefined;
   return html`<div class="progress">

@@ -70,7 +70,7 @@ export function Jobs({active, server}) {
       }
     } catch (failure) {
       if (!isEnded()) setError(failure);
-      return failure.status === 0;
+      return [0, 503].includes(failure.status) && failure.code !== 'no_storage'; // it may be starting
     }
     if (isEnded()) return false;
     for (const each of loaded) {
@@ -98,7 +98,7 @@ export function Jobs({active, server}) {
     return html`<${EmptyState} title="No jobs on this server" icon="alert">${error.message}<//>`;
   }
   return html`<div class="page stack"><h1 class="hidden-text">Jobs</h1>
-    <${JobForm} onStarted=${(batch) => { location.hash = `jobs/${batch.id}`; }} />
+    <${JobForm} server=${server} onStarted=${(batch) => { location.hash = `jobs/${batch.id}`; }} />
     ${problem}
     ${jobs.length > 0 && html`<h2>Jobs</h2><ul class="stack">${jobs.map((each) => html`
       <${JobItem} key=${each.id} job=${each} rate=${rates.current[each.id]} />`)}</ul>`}

@@ -7,12 +7,10 @@ const KINDS = {jsonl: 'jsonl', ndjson: 'jsonl', json: 'jsonl', csv: 'csv', tsv: 
 
 /** The kind of a file by the end of its name, else by how it begins: jsonl, csv, tsv or text. */
 export function kindOf(name, start) {
-  const kind = KINDS[name.split('.').pop().toLowerCase()];
-  if (kind) return kind;
-  if (/^\s*[{"[]/.test(start)) return 'jsonl';
   const [header] = start.trimStart().split('\n', 1);
-  if (header.includes('\t')) return 'tsv';
-  return /^[^\s,;]+([,;][^\s,;]+)+\s*$/.test(header) ? 'csv' : 'text';
+  const guess = /^[{"[]/.test(header) ? 'jsonl' : header.includes('\t') ? 'tsv'
+    : /^[^\s,;]+([,;][^\s,;]+)+\s*$/.test(header) ? 'csv' : 'text';
+  return KINDS[name.split('.').pop().toLowerCase()] ?? guess;
 }
 
 /** The lines of a blob, in groups. A byte order mark and line ends are left out. Other work runs between two groups. */
@@ -29,34 +27,22 @@ export async function* lineGroups(blob) {
   if (rest) yield [rest];
 }
 
-/** The values of a record of a table; null if it ends within a quoted text. */
+/** The values of a record of a table; null if a quoted text does not end in it. */
 function valuesOf(text, separator) {
+  const value = new RegExp(`(?:"([^"]*(?:""[^"]*)*)"|([^"${separator}][^${separator}]*)?)(${separator}|$)`, 'y');
   const values = [];
-  for (let at = 0; ; at++) {
-    let end = text.indexOf(separator, at);
-    if (end < 0) end = text.length;
-    let value = text.slice(at, end);
-    if (value[0] === '"') {
-      for (end = at + 1; ; end += 2) {
-        end = text.indexOf('"', end);
-        if (end < 0) return null;
-        if (text[++end] !== '"') break;
-        end--;
-      }
-      if (end < text.length && text[end] !== separator) {
-        throw new Error('has text behind a closing quote: double the quotes in a text');
-      }
-      value = text.slice(at + 1, end - 1).replaceAll('""', '"');
-    }
-    values.push(value);
-    at = end;
-    if (at >= text.length) return values;
+  for (;;) {
+    const at = value.lastIndex;
+    const match = value.exec(text);
+    if (!match && /^"[^"]*(?:""[^"]*)*$/.test(text.slice(at))) return null;
+    if (!match) throw new Error('has text behind a closing quote: double the quotes in a text');
+    values.push(match[1]?.replaceAll('""', '"') ?? match[2] ?? '');
+    if (!match[3]) return values;
   }
 }
 
 /** Makes records of the lines of a table. The first one names the columns. */
 class TableReader {
-  columns = null;
   held = []; // the lines of a record that has not ended: [number, text]
 
   constructor(separator) {
@@ -101,11 +87,6 @@ class TableReader {
   }
 }
 
-function textProblem(text) {
-  if (text.length > MAX_LINE) return `is longer than ${MAX_LINE} characters`;
-  return /[\0\ufffd]/.test(text) ? 'has characters that are not UTF-8 text: save the file as UTF-8' : null;
-}
-
 function jsonRecord(line, text) {
   let value;
   try {
@@ -132,8 +113,8 @@ export async function* recordGroups(blob, kind) {
     const group = [];
     for (const text of lines) {
       line++;
-      const error = textProblem(text);
-      if (error) group.push({line, error});
+      if (text.length > MAX_LINE) group.push({line, error: `is longer than ${MAX_LINE} characters`});
+      else if (/[\0\ufffd]/.test(text)) group.push({line, error: 'is not UTF-8 text: save the file as UTF-8'});
       else if (table) group.push(...table.read(line, text));
       else if (text.trim()) group.push(kind === 'jsonl' ? jsonRecord(line, text) : {line, row: {prompt: text}});
     }

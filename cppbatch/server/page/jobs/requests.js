@@ -1,5 +1,7 @@
-// Makes requests in OpenAI's batch format of records, and checks those that have this format already. No DOM.
+// Makes requests in OpenAI's batch format of records, and checks those that have this format already.
 import {PromptTemplate} from '../playground/prompt_template.js';
+import {requestFields} from '../sampling_form.js';
+import {recordGroups} from './records.js';
 
 export const CHAT = '/v1/chat/completions';
 export const COMPLETIONS = '/v1/completions';
@@ -14,6 +16,17 @@ const REQUIRED = {
   '/v1/rerank': ['query', 'documents'],
 };
 const MAX_ID = 512;
+const N_PREVIEWS = 3;
+const MAX_SHOWN = 100;
+
+/** The columns of the first record of a file, and whether it is a request in OpenAI's form. */
+export async function peek(blob, kind) {
+  for await (const group of recordGroups(blob, kind)) {
+    const first = group.find((record) => !record.error);
+    if (first) return {columns: first.columns ?? Object.keys(first.row ?? {}), isRequests: Boolean(first.request)};
+  }
+  return {columns: [], isRequests: false};
+}
 
 /** The template to begin with; '' if each line has its own messages. */
 export function defaultTemplate(columns) {
@@ -22,31 +35,20 @@ export function defaultTemplate(columns) {
   return name ? `{${name}}` : '';
 }
 
+export const textOf = (value) => (typeof value === 'string' ? value : value == null ? '' : JSON.stringify(value));
 const shown = (value) => (JSON.stringify(value) ?? 'missing').slice(0, 60);
 
 /** The requests of one job. Its methods throw errors that say what is wrong with a line. */
 export class RequestMaker {
-  /**
-   * settings: endpoint, template, system, max_tokens, temperature, schema, id_column; all are texts, '' if not set.
-   * Throws an error that says which one is wrong.
-   */
+  url = null; // of the job: that of its first request
+  lines = new Map(); // by custom_id
+
+  /** settings: endpoint, template, system, id_column ('' if not set); sampling, the values of a `SamplingForm`. */
   constructor(settings) {
     this.settings = settings;
-    this.url = null; // of the job: that of its first request
-    this.lines = new Map(); // by custom_id
-    const {endpoint, schema} = settings;
-    let name = 'Template';
-    try {
-      this.template = new PromptTemplate(settings.template);
-      if (settings.template && !this.template.fields.length) throw new Error('It names no column, like {text}');
-      name = 'JSON schema';
-      this.format = schema && {type: 'json_schema', json_schema: {name: 'answer', schema: JSON.parse(schema)}};
-    } catch (error) {
-      throw new Error(`${name}: ${error.message}`);
-    }
-    const fields = endpoint === EMBEDDINGS ? [] : ['max_tokens', 'temperature'].filter((each) => settings[each]);
-    this.fields = Object.fromEntries(fields.map((each) => [each, Number(settings[each])]));
-    if (this.format && endpoint !== EMBEDDINGS) this.fields.response_format = this.format;
+    this.template = new PromptTemplate(settings.template);
+    if (settings.template && !this.template.fields.length) throw new Error('The template names no column.');
+    this.fields = settings.endpoint === EMBEDDINGS ? {} : requestFields(settings.sampling);
   }
 
   /** The line of the batch file for a record of `recordGroups`. edited: its text as the reader changed it. */
@@ -62,48 +64,82 @@ export class RequestMaker {
 
   check(request) {
     const {custom_id: id, method = 'POST', url, body} = request ?? {};
-    if (typeof id !== 'string' || !id || id.length > MAX_ID) {
-      throw new Error(`custom_id is ${shown(id)}: it must be a text of 1 to ${MAX_ID} characters`);
-    }
-    if (method !== 'POST') throw new Error(`method is ${shown(method)}: it must be POST`);
-    if (!Object.hasOwn(REQUIRED, url)) {
-      throw new Error(`url is ${shown(url)}: it must be one of ${Object.keys(REQUIRED).join(', ')}`);
-    }
-    if (this.url && url !== this.url) throw new Error(`url is ${url}, but this job is for ${this.url}`);
+    const refuse = (name, value, needed) => { throw new Error(`${name} is ${shown(value)}: it must be ${needed}`); };
+    if (typeof id !== 'string' || !id || id.length > MAX_ID) refuse('custom_id', id, `1 to ${MAX_ID} characters`);
+    if (method !== 'POST') refuse('method', method, 'POST');
+    if (!Object.hasOwn(REQUIRED, url)) refuse('url', url, `one of ${Object.keys(REQUIRED).join(', ')}`);
+    if (this.url && url !== this.url) refuse('url', url, `${this.url} as in the first line`);
     const missing = REQUIRED[url].find((name) => !body?.[name]?.length);
     if (missing) throw new Error(`body has no ${missing}, which ${url} needs`);
-    if (body.stream) throw new Error('stream is true: results of a job do not stream, leave it out');
+    if (body.stream) refuse('stream', true, 'left out, since results of a job do not stream');
   }
 
   fromRow(line, row) {
-    const {id_column: wanted} = this.settings;
+    const {id_column: wanted, template, endpoint} = this.settings;
     const id = row[wanted || ['custom_id', 'id'].find((name) => row[name] != null)] ?? '';
     if (wanted && id === '') throw new Error(`has no ${wanted}, which names the result`);
-    const [url, body] = this.settings.template ? this.fromPrompt(this.render(row)) : this.fromMessages(row);
+    const body = template ? this.fromPrompt(this.render(row)) : this.fromMessages(row);
     const custom_id = id === '' ? `line-${line}` : Number.isInteger(id) ? String(id) : id;
-    return {custom_id, method: 'POST', url, body, row};
+    return {custom_id, method: 'POST', url: template ? endpoint : CHAT, body, row};
   }
 
   render(row) {
-    const missing = this.template.fields.find((name) => row[name] == null);
-    const names = Object.keys(row).filter((name) => row[name] != null).join(', ');
-    if (missing) throw new Error(`has no ${missing}; it has ${names.slice(0, 200) || 'nothing'}`);
-    const textOf = (value) => (typeof value === 'string' ? value : JSON.stringify(value));
-    return this.template.render(new Map(Object.entries(row).map(([name, value]) => [name, textOf(value)])));
+    const found = Object.entries(row).filter(([, value]) => value != null);
+    const values = new Map(found.map(([name, value]) => [name, textOf(value)]));
+    const missing = this.template.fields.find((name) => !values.has(name));
+    if (missing) throw new Error(`has no ${missing}; it has ${[...values.keys()].join(', ').slice(0, 200)}`);
+    return this.template.render(values);
   }
 
   fromPrompt(prompt) {
-    if (!prompt.trim()) throw new Error('has an empty prompt');
     const {endpoint} = this.settings;
-    if (endpoint === EMBEDDINGS) return [endpoint, {input: prompt}];
-    if (endpoint === COMPLETIONS) return [endpoint, {prompt, ...this.fields}];
-    return this.fromMessages({messages: [{role: 'user', content: prompt}]});
+    if (!prompt.trim()) throw new Error('has an empty prompt');
+    if (endpoint === CHAT) return this.fromMessages({messages: [{role: 'user', content: prompt}]});
+    return {[REQUIRED[endpoint][0]]: prompt, ...this.fields};
   }
 
   fromMessages({messages}) {
     if (!Array.isArray(messages)) throw new Error(`messages is ${shown(messages)}: give a list of them, or a template`);
     const {system} = this.settings;
     const first = system && messages[0]?.role !== 'system' ? [{role: 'system', content: system}] : [];
-    return [CHAT, {messages: [...first, ...messages], ...this.fields}];
+    return {messages: [...first, ...messages], ...this.fields};
   }
+}
+
+/**
+ * Checks all lines. edits: a Map from line numbers to texts. `progress` gets the counts so far, and ends the check by
+ * returning false. Resolves to {good, bad, wrong, previews, url, file}: the counts of lines, the first wrong ones as
+ * {line, error}, the first requests as {line, text, error}, the endpoint, and the batch file without the wrong lines.
+ */
+export async function checkFile(blob, kind, settings, edits, progress) {
+  const maker = new RequestMaker(settings);
+  const found = {good: 0, bad: 0, wrong: [], previews: [], url: null, file: null};
+  const parts = [];
+  let asIs = true;
+  for await (const group of recordGroups(blob, kind)) {
+    const lines = [];
+    for (const record of group) {
+      const {line, columns} = record;
+      const twice = columns?.find((name, i) => name && columns.indexOf(name) !== i);
+      if (twice) throw new Error(`Two columns are named ${twice}: rename one of them.`);
+      if (columns) continue;
+      const edited = edits.get(line);
+      let text = edited;
+      let error = edited === undefined && record.error;
+      try {
+        if (!error) lines.push(text = maker.lineOf(record, edited));
+      } catch (problem) {
+        error = problem.message;
+      }
+      found[error ? 'bad' : 'good']++;
+      if (error && found.wrong.length < MAX_SHOWN) found.wrong.push({line, error});
+      if (text && found.previews.length < N_PREVIEWS) {
+        found.previews.push({line, text: error ? text : JSON.stringify(JSON.parse(text), null, 2), error});
+      }
+      asIs &&= record.text === text && !error;
+    }
+    parts.push(new Blob(lines.map((line) => `${line}\n`))); // the browser may keep it on disk
+    if (!progress(found)) break;
+  }
+  return {...found, url: maker.url, file: asIs ? blob : new Blob(parts)};
 }

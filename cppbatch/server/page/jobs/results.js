@@ -1,9 +1,8 @@
 // Results of a job: read, joined with the columns of its input, and how long the rest takes. No DOM.
 import {lineGroups} from './records.js';
+import {textOf} from './requests.js';
 
 const ANSWERS = ['answer', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error'];
-
-const textOf = (value) => (typeof value === 'string' ? value : value == null ? '' : JSON.stringify(value));
 
 /** A line of an output or error file: id, line if it names one, and error or the other ANSWERS. */
 export function resultOf(text) {
@@ -76,22 +75,13 @@ export async function joinCsv(input, output, errors) {
 /** How fast a count grows, over the last minute. */
 export class Rate {
   samples = [];
+  value = null; // per second, once it is known
 
   /** now: in seconds. */
   add(n, now) {
     this.samples.push({n, now});
     while (this.samples.length > 2 && this.samples[1].now <= now - 60) this.samples.shift();
-  }
-
-  /** Per second; null while it is not known. */
-  get value() {
-    const first = this.samples[0];
-    const last = this.samples.at(-1);
-    return last?.now > first?.now ? (last.n - first.n) / (last.now - first.now) : null;
-  }
-
-  /** Seconds until the count has grown by n; null while it is not known. */
-  secondsFor(n) {
-    return this.value > 0 ? n / this.value : null;
+    const [first] = this.samples;
+    if (now > first.now) this.value = (n - first.n) / (now - first.now);
   }
 }
