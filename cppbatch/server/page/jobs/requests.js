@@ -87,7 +87,8 @@ export class RequestMaker {
     const found = Object.entries(row).filter(([, value]) => value != null);
     const values = new Map(found.map(([name, value]) => [name, textOf(value)]));
     const missing = this.template.fields.find((name) => !values.has(name));
-    if (missing) throw new Error(`has no ${missing}; it has ${[...values.keys()].join(', ').slice(0, 200)}`);
+    const names = [...values.keys()].join(', ').slice(0, 200) || 'nothing';
+    if (missing) throw new Error(`has no ${missing}; it has ${names}`);
     return this.template.render(values);
   }
 
