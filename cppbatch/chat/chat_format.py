@@ -11,6 +11,7 @@ from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import OutputParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
 from cppbatch.chat.template import ChatTemplate, content_text, join_parts
+from cppbatch.chat.thinking_budget import UNLIMITED, ThinkingBudget, effort_tokens
 from cppbatch.chat.tool_formats.detect import detect_tool_format
 from cppbatch.chat.tool_formats.generic import describe_tools_in_text
 from cppbatch.chat.tools import ToolChoice, argument_schemas, callable_tools, check_satisfiable
@@ -70,13 +71,15 @@ class ChatFormat:
         schema: Json | bool | None = None,
         variables: Json | None = None,
         continue_final_message: bool | None = None,
+        thinking_tokens: int | None = None,
     ) -> PreparedChat:
         """Prepares the generation of the assistant's next message.
 
         `messages`, `tools`: OpenAI's objects. `schema`: the text must be JSON that matches it, unless tools are
         called; an answer that must be a call has no text. `variables`: passed to the template.
         `continue_final_message`: extend the last message instead of starting a new one; None: if the last message is
-        the assistant's. Raises `InvalidRequest`.
+        the assistant's. `thinking_tokens`: tokens of reasoning at most, -1: no limit; None: none but that of the
+        `reasoning_effort` among the variables, if the template does not know it. Raises `InvalidRequest`.
         """
         callable_ = callable_tools(as_functions(tools), choice)
         custom = callable_custom_tools(tools, callable_)
@@ -92,6 +95,11 @@ class ChatFormat:
         params: Json = {}
         if visible := self.markers if callable_ or self.tool_format.parses_reasoning else self._tag_markers:
             params["visible_tokens"] = visible
+        if thinking_tokens is None and "reasoning_effort" not in self.template.source:
+            thinking_tokens = effort_tokens(variables or {})
+        if thinking_tokens is not None and thinking_tokens != UNLIMITED:
+            budget = self._thinking_budget(thinking_tokens, prompt, state, has_tools=bool(callable_))
+            params["reasoning_budget"] = budget
         renames = {}
         if choice.mode == "required":
             params["grammar"] = self._calls_grammar(schemas, state, several=choice.parallel)
@@ -113,6 +121,18 @@ class ChatFormat:
             params=params,
             renames=renames,
         )
+
+    def _thinking_budget(
+        self, n_tokens: int, prompt: str, state: ReasoningState, *, has_tools: bool
+    ) -> ThinkingBudget | None:
+        """None for a model that is not known to reason, and where the reasoning has ended."""
+        if budget := self.tool_format.thinking_budget(n_tokens, prompt, has_tools=has_tools):
+            return budget
+        if self._tags is None or state in (ReasoningState.NONE, ReasoningState.ENDED):
+            return None
+        is_open = state is not ReasoningState.POSSIBLE
+        start, end = self._tags.start, self._tags.end
+        return ThinkingBudget(n_tokens=n_tokens, start=start, end=end, closing=end, is_open=is_open)
 
     def _render(self, messages: list[Json], tools: list[Json], variables: Json, *, continue_final_message: bool) -> str:
         if not self.tool_format.template_has_tools:

@@ -81,7 +81,6 @@ UNNEEDED = (
     UnneededFlag(
         "--reasoning-format", "reasoning is returned as reasoning_content", "auto or deepseek", ("auto", "deepseek")
     ),
-    UnneededFlag("--reasoning-budget", "max_tokens limits reasoning and answer together", "-1", ("-1",)),
     UnneededFlag("--prefill-assistant", "a last message of the assistant is continued; continue_final_message"),
 )
 """Flags that change no answer here."""

@@ -55,6 +55,11 @@ chat_template_option = option(
     "source.",
 )  # fmt: skip
 
+
+def _limit(_context: click.Context, _parameter: click.Parameter, tokens: int) -> int | None:
+    return None if tokens < 0 else tokens
+
+
 THINKING: dict[str, dict[str, Any]] = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
 """--reasoning, as variables of the chat template."""
 
@@ -79,6 +84,11 @@ _MODEL_OPTIONS = [
         "-rea", "--reasoning", env="REASONING", llama_env="LLAMA_ARG_REASONING", type=Switch(), default="auto",
         help="enable_thinking of the chat template, for requests that do not set it. auto: true, unless "
         "--chat-template-kwargs say otherwise.",
+    ),
+    option(
+        "--reasoning-budget", "thinking_tokens", env="REASONING_BUDGET", llama_env="LLAMA_ARG_THINK_BUDGET",
+        type=click.IntRange(-1), default=-1, callback=_limit,
+        help="Tokens of reasoning at most, for chats without thinking_budget; then the answer begins. -1: no limit.",
     ),
     sampling_default_options,
 ]  # fmt: skip
@@ -238,6 +248,7 @@ def server_options(command: Command) -> Command:
             data_dir=arguments.pop("data_dir"),
             chat_template=arguments.pop("chat_template"),
             template_variables=arguments.pop("template_variables") | THINKING[arguments.pop("reasoning")],
+            thinking_tokens=arguments.pop("thinking_tokens"),
             sampling_defaults=arguments.pop("sampling_defaults"),
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)

@@ -19,6 +19,7 @@ from cppbatch.chat.message_types import (
 )
 from cppbatch.chat.reasoning_effort import effort_variables
 from cppbatch.chat.template import ApplyNamed, ChatTemplate, find_template
+from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationRequest, Prompt, RequestOptions
@@ -36,7 +37,7 @@ PromptOrMessages = Prompt | Sequence[Message]
 
 _CHAT_OPTIONS = (
     "chat_template", "system", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
-    "chat_template_kwargs", "continue_final_message",
+    "chat_template_kwargs", "continue_final_message", "thinking_budget",
 )  # fmt: skip
 
 
@@ -54,6 +55,8 @@ class ChatOptions(RequestOptions, total=False):
     parallel_tool_calls: bool
     """False: at most one call per message."""
     reasoning_effort: str | None
+    thinking_budget: int | None
+    """Tokens of reasoning at most; then its closing marker is generated, and the answer follows. -1: no limit."""
     chat_template_kwargs: Mapping[str, object]
     """Variables for the chat template, such as `enable_thinking`."""
     continue_final_message: bool | None
@@ -89,6 +92,7 @@ class ChatRequests:
         self._choice = choice_of(wanted, parallel=given.get("parallel_tool_calls", True))
         effort = effort_variables("reasoning_effort", given.get("reasoning_effort"))
         self._variables = checked_variables(effort | dict(given.get("chat_template_kwargs") or {}))
+        self._thinking_tokens = given_budget(thinking_budget=given.get("thinking_budget"))
         self._continues = given.get("continue_final_message")
 
     def request(self, request_id: str, conversation: Conversation, params: SamplingParams | None) -> ChatRequest:
@@ -102,6 +106,7 @@ class ChatRequests:
             schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
             variables=self._variables,
             continue_final_message=self._continues,
+            thinking_tokens=self._thinking_tokens,
         )
         prompt_params = _params_of_chat(params, chat)
         return ChatRequest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -12,6 +13,7 @@ from cppbatch.config import named
 from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed, token_ids
+from cppbatch.engine.reasoning_follower import ReasoningFollower
 from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece, is_long
 from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sampling.structured_output import GrammarCompiler
@@ -67,6 +69,9 @@ class InputProcessor:
             prediction=prediction,
         )
         sequence.sampling, sequence.constraint = plan, constraint
+        if budget := request.params.reasoning_budget:
+            closing = self._vocab.tokenize(budget.closing, add_special=False).tolist()
+            sequence.reasoning = ReasoningFollower(budget, closing, partial(self._vocab.piece, special=True))
         return sequence
 
     def _max_new(self, request: GenerationRequest, n: int) -> int:

@@ -43,7 +43,7 @@ class OutputProcessor:
     # --- tokens, on the engine's thread -------------------------------------------------------------------------
 
     def accept(self, sequence: Seq, sampled: SamplerOutput) -> FinishReason | None:
-        """Appends the sampled token and the tokens that a grammar forces after it.
+        """Appends the sampled token, or those that end the reasoning, and then the tokens that a grammar forces.
 
         Returns the finish reason if the sequence has ended, else None. For an embedding request it takes the vector.
         """
@@ -58,10 +58,15 @@ class OutputProcessor:
         if sampled.error is not None:
             sequence.error, sequence.error_field = sampled.error, sampled.error_field
             return FinishReason.ERROR
-        if self._ends_text(sequence, sampled.token):
+        closing = self._closing(sequence)
+        if not closing and self._ends_text(sequence, sampled.token):
             sequence.has_end_token, sequence.output.end_logprob = True, sampled.logprob
             return FinishReason.STOP
-        return self._append(sequence, sampled.token, sampled.logprob) or self._append_forced(sequence)
+        if closing:
+            reason = self._append_all(sequence, closing)
+        else:
+            reason = self._append(sequence, sampled.token, sampled.logprob)
+        return reason or self._append_forced(sequence)
 
     def resume(self, sequence: Seq) -> None:
         """Makes the text of the tokens that a resumed sequence already has. Its events will have only later tokens."""
@@ -103,6 +108,20 @@ class OutputProcessor:
         if self._add_tokens(sequence, logprob) or (sequence.constraint and sequence.constraint.is_done):
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.n_left <= 0 else None
+
+    @staticmethod
+    def _closing(sequence: Seq) -> list[int]:
+        """The tokens that end its reasoning now, in the place of a sampled token; [] if it goes on."""
+        if sequence.reasoning is None:
+            return []
+        sequence.reasoning.follow(sequence.text_tokens(sequence.n_prompt + sequence.reasoning.n_followed).tolist())
+        return sequence.reasoning.closing(sequence.n_room)
+
+    def _append_all(self, sequence: Seq, tokens: list[int]) -> FinishReason | None:
+        for token in tokens:
+            if reason := self._append(sequence, token):
+                return reason
+        return None
 
     def _append_forced(self, sequence: Seq) -> FinishReason | None:
         if sequence.constraint is None:

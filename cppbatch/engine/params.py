@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cppbatch.chat.thinking_budget import ThinkingBudget
 from cppbatch.closed_objects import compact_schema
 from cppbatch.errors import InvalidRequest
 
@@ -192,6 +193,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The text is one of these."""
     grammar: str | None = None
     """The text follows this grammar: llama.cpp's GBNF (with a `root` rule) or llguidance's Lark (with `start`)."""
+    reasoning_budget: ThinkingBudget | None = None
+    """A limit for the reasoning. `chat` and the server's chat APIs make it of `thinking_budget`."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():

@@ -24,6 +24,7 @@ from cppbatch.engine.request import (
 )
 
 if TYPE_CHECKING:
+    from cppbatch.engine.reasoning_follower import ReasoningFollower
     from cppbatch.engine.sampling.sampling_plan import SamplingPlan
     from cppbatch.engine.sampling.structured_output import Constraint
 
@@ -147,6 +148,7 @@ class Seq:
         "prediction",
         "prompt_logprobs",
         "rank",
+        "reasoning",
         "request",
         "sampler",
         "sampling",
@@ -207,6 +209,7 @@ class Seq:
         self.text = Detokenizer(self.params.stop, include_stop=self.params.include_stop)
         self.echoed = 0  # characters of the prompt at the start of its text (`echo`)
         self.constraint: Constraint | None = None
+        self.reasoning: ReasoningFollower | None = None  # what follows it, if it has a budget
         self.sampler: SamplerState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.embedding: bytes | None = None  # the result of an embedding request

@@ -155,6 +155,7 @@ class Serving:
         choice: ToolChoice,
         schema: Json | bool | None,
         variables: Json,
+        thinking_tokens: int | None,
         continue_final_message: bool | None = None,
         field_names: dict[str, str] | None = None,
     ) -> PreparedChat:
@@ -172,6 +173,7 @@ class Serving:
                 choice=choice,
                 schema=schema,
                 variables=variables,
+                thinking_tokens=thinking_tokens,
                 continue_final_message=continue_final_message,
             )
         except InvalidRequest as error:
@@ -182,9 +184,14 @@ class Serving:
                 field = field.replace(ours, theirs)
             raise error.renamed(field) from error
 
-    def rendered(self, chat: ChatFormat, messages: list[Json], *, variables: Json, **options: Any) -> PreparedChat:
-        """`ChatFormat.prepare`, with the server's variables for the template (--chat-template-kwargs)."""
-        return chat.prepare(messages, variables=self.settings.template_variables | variables, **options)
+    def rendered(
+        self, chat: ChatFormat, messages: list[Json], *, variables: Json, thinking_tokens: int | None, **options: Any
+    ) -> PreparedChat:
+        """`ChatFormat.prepare`, with the server's variables for the template (--chat-template-kwargs) and its limit of
+        the reasoning (--reasoning-budget)."""
+        variables = self.settings.template_variables | variables
+        limit = self.settings.thinking_tokens if thinking_tokens is None else thinking_tokens
+        return chat.prepare(messages, variables=variables, thinking_tokens=limit, **options)
 
     def default_params(self, max_tokens: int | None = None) -> Json:
         """The fields of `SamplingParams` for requests that do not set them.

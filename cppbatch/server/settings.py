@@ -50,6 +50,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     template_variables: dict[str, Any] = {}
     """Variables of the chat template, for requests that do not set them (--chat-template-kwargs, --reasoning)."""
+    thinking_tokens: int | None = None
+    """Tokens of reasoning at most, for chats that do not say (--reasoning-budget); None: no limit."""
     sampling_defaults: dict[str, Any] = {}
     """Fields of `SamplingParams` for requests that do not set them (--temp, -n ...)."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch.chat.thinking_budget import ThinkingBudget
 from cppbatch.engine.request import ResumeState
 
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_parallel": 4, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified"}
@@ -29,6 +30,13 @@ KINDS = {
     "a minimum": SamplingParams(seed=9, min_tokens=9, max_tokens=12),
     "log-probabilities": SamplingParams(seed=10, logprobs=3, max_tokens=8, ignore_eos=True),
     "an echo with log-probabilities": SamplingParams(seed=11, echo=True, logprobs=1, max_tokens=8, ignore_eos=True),
+    "a limit of the reasoning": SamplingParams(
+        seed=13,
+        temperature=1.5,
+        reasoning_budget=ThinkingBudget(n_tokens=4, start="<t>", end="</t>", closing="</t>", is_open=True),
+        max_tokens=14,
+        ignore_eos=True,
+    ),
     "letters of several tokens": SamplingParams(
         seed=12, temperature=0, max_tokens=6, ignore_eos=True, grammar='root ::= "é日🙂"'
     ),

@@ -10,6 +10,7 @@ from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import OutputParser, ToolCallEmitter, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
 from cppbatch.chat.scanning import MarkerFinder
+from cppbatch.chat.thinking_budget import ThinkingBudget
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -39,6 +40,19 @@ class HarmonyFormat(ToolCallFormat):
         _, found, prefill = prompt.rpartition(_ASSISTANT)
         parser.push(prefill if found else "")
         return parser
+
+    def thinking_budget(self, n_tokens: int, prompt: str, *, has_tools: bool) -> ThinkingBudget | None:
+        """As `ToolCallFormat.thinking_budget`. With tools the model chooses the channel after the reasoning."""
+        start, end = f"{_CHANNEL}analysis{_MESSAGE}", "<|end|>"
+        _, is_open, inside = prompt.rpartition(_ASSISTANT)[2].rpartition(start)
+        return ThinkingBudget(
+            n_tokens=n_tokens,
+            start=start,
+            end=end,
+            closing=f"{end}{_ASSISTANT}" + ("" if has_tools else f"{_CHANNEL}final{_MESSAGE}"),
+            is_open=bool(is_open) and end not in inside,
+            several=True,
+        )
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""

@@ -9,6 +9,7 @@ import string
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import OutputParser, TaggedOutputParser, ToolCallEmitter, ToolParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
+from cppbatch.chat.thinking_budget import ThinkingBudget
 
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
 """A function's name in formats where nothing else marks its end."""
@@ -50,6 +51,10 @@ class ToolCallFormat:
             tags=tags,
             state=state,
         )
+
+    def thinking_budget(self, n_tokens: int, prompt: str, *, has_tools: bool) -> ThinkingBudget | None:
+        """Returns a limit of the reasoning, if that is part of the format itself. `has_tools`: calls are possible."""
+        return None
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
         """Returns a parser of the text after a start marker, or of the text from a start prefix on."""

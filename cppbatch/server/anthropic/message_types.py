@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.reasoning_effort import effort_variables
+from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice, ToolChoiceMode
 from cppbatch.engine.request import UsageEvents
 from cppbatch.errors import InvalidRequest
@@ -71,7 +72,7 @@ class ThinkingConfig(msgspec.Struct):
     type: str
     """disabled; every other value enables reasoning."""
     budget_tokens: int | None = None
-    """Not used: the model decides how long it reasons."""
+    """Tokens of reasoning at most; then its closing marker is generated, and the answer follows."""
 
 
 class OutputFormat(msgspec.Struct):
@@ -166,6 +167,12 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
         effort = self.output_config.effort if self.output_config else None
         variables = effort_variables("output_config.effort", effort)
         return variables | ({"enable_thinking": self.thinking.type != "disabled"} if self.thinking else {})
+
+    def thinking_tokens(self) -> int | None:
+        """The limit of the reasoning, None if the request has none. Raises `InvalidRequest`."""
+        if self.thinking is None or self.thinking.budget_tokens is None:
+            return None
+        return given_budget(**{"thinking.budget_tokens": self.thinking.budget_tokens})
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

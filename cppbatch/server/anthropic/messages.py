@@ -104,6 +104,7 @@ async def _prepare_chat(body: CountTokensRequest, serving: Serving) -> PreparedC
         choice=body.choice(),
         schema=body.schema(),
         variables=body.template_variables(),
+        thinking_tokens=body.thinking_tokens(),
         field_names=_CHAT_FIELD_NAMES,
     )
 

@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.chat.message_types import ChatMessage, checked_variables, conversation_of
+from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
@@ -36,6 +37,8 @@ class GenerateFields(SamplingFields, kw_only=True):
     """A conversation instead of a prompt: the chat template makes the prompt of it."""
     chat_template_kwargs: Json | None = None
     """For `messages`: further variables for the chat template, such as `enable_thinking`."""
+    thinking_budget: int | None = None
+    """For `messages`: tokens of reasoning at most; -1: no limit."""
     logprobs: int | None = None
     """Log-probabilities of the generated tokens, and of this many (to 20) of the likeliest at each position."""
     echo: bool | None = None
@@ -141,6 +144,7 @@ def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: Cha
             choice=ToolChoice(mode="none"),
             schema=body.schema(),
             variables=checked_variables(body.chat_template_kwargs or {}),
+            thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
         )
         prompt, required = prepared.prompt, prepared.params
     assert prompt is not None

@@ -80,6 +80,7 @@ async def prepare_chat(body: ChatCompletionRequest, serving: Serving) -> Prepare
         schema=body.schema(),
         variables=body.template_variables(),
         continue_final_message=body.continues_message,
+        thinking_tokens=body.thinking_tokens(),
         field_names={"response_format": constraint.field} if constraint else None,
     )
 
@@ -92,7 +93,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
         self._wants_logprobs = bool(body.wants_logprobs)
         self._chat = chat
         self._is_legacy = bool(body.legacy_functions)
-        self._outputs: dict[int, AssistantOutput] = {}  # by the index of the completion; for streams only
+        self._outputs: dict[int, AssistantOutput] = {}  # by the index of the completion
         self._writers: dict[int, _DeltaWriter] = {}
 
     def build(self, completions: list[list[GenerationEvent]]) -> ChatCompletionResponse:
@@ -100,7 +101,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
         logprobs = [logprobs_of(events) for events in completions]
         choices = []
         for index, i in enumerate(self.shown(logprobs)):
-            output = AssistantOutput(self._chat)
+            output = self._outputs[i] = AssistantOutput(self._chat)
             for event in completions[i]:
                 output.read(event)
             choices.append(
@@ -140,6 +141,11 @@ class ChatCompletionBuilder(ChoicesBuilder):
             )
             chunks.append(self.chunk([last], **self.end_fields(index)))
         return chunks
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """As in `ChoicesBuilder`."""
+        return sum(output.reasoning_tokens for output in self._outputs.values())
 
     def _finish_reason(self, output: AssistantOutput) -> ChatFinishReason:
         assert output.finish_reason is not None

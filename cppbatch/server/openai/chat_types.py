@@ -19,6 +19,7 @@ from cppbatch.chat.message_types import (
     conversation_of,
 )
 from cppbatch.chat.reasoning_effort import effort_variables
+from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.assistant_output import FinishReasonName
 from cppbatch.engine.params import SamplingParams
@@ -75,6 +76,12 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     """False: at most one call per message."""
     reasoning_effort: str | None = None
     """For the chat template: none, minimal, low, medium, high, xhigh or max."""
+    thinking_budget: int | None = None
+    """Tokens of reasoning at most; then its closing marker is generated, and the answer follows. -1: no limit."""
+    thinking_budget_tokens: int | None = None
+    """llama-server's name for the same."""
+    reasoning_budget_tokens: int | None = None
+    """llama-server's newer name for the same."""
     chat_template_kwargs: Json | None = None
     """Further variables for the chat template, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
@@ -141,6 +148,14 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
         """The variables of the chat template beside messages and tools. Raises `InvalidRequest`."""
         effort = effort_variables("reasoning_effort", self.reasoning_effort)
         return checked_variables(effort | (self.chat_template_kwargs or {}))
+
+    def thinking_tokens(self) -> int | None:
+        """The limit of the reasoning, None if the request has none. Raises `InvalidRequest`."""
+        return given_budget(
+            thinking_budget=self.thinking_budget,
+            reasoning_budget_tokens=self.reasoning_budget_tokens,
+            thinking_budget_tokens=self.thinking_budget_tokens,
+        )
 
 
 # --- the response ---------------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """`usage.completion_tokens_details`."""
 
+    reasoning_tokens: int
+    """Completion tokens of reasoning, of the completions that are shown; estimated where a step has both."""
     accepted_prediction_tokens: int
     """Completion tokens that were accepted draft tokens."""
     rejected_prediction_tokens: int
@@ -112,6 +114,11 @@ class ChoicesBuilder(ResponseBuilder):
     def empty_choice(self, index: int) -> Any:
         """A choice of a chunk that adds nothing."""
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far; 0 where text is not parsed."""
+        return 0
+
     def chunk_fields(self, extras: Extras) -> dict[str, Any]:
         """The fields of a chunk beside its choices."""
         no_usage = {"usage": None} if self._include_usage else {}  # as in OpenAI's API, until the last chunk
@@ -171,6 +178,7 @@ class ChoicesBuilder(ResponseBuilder):
             total_tokens=counts.prompt + counts.completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached),
             completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=self.reasoning_tokens,
                 accepted_prediction_tokens=counts.accepted,
                 rejected_prediction_tokens=counts.drafted - counts.accepted,
             ),

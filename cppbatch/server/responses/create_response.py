@@ -95,6 +95,7 @@ async def prepare_response_chat(body: ResponsesRequest, serving: Serving) -> Pre
         choice=body.choice(),
         schema=body.schema(),
         variables=body.template_variables(),
+        thinking_tokens=body.thinking_tokens(),
         field_names=_CHAT_FIELD_NAMES,
     )
 

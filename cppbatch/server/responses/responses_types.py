@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.reasoning_effort import effort_variables
+from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
@@ -188,6 +189,8 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     """False: at most one call."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    thinking_budget: int | None = None
+    """Tokens of reasoning at most; then its closing marker is generated, and the answer follows. -1: no limit."""
     include: list[str] | None = None
     """`message.output_text.logprobs`; other values are ignored."""
     top_logprobs: int | None = None
@@ -264,6 +267,10 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     def template_variables(self) -> Json:
         """The variables of the chat template beside messages and tools."""
         return effort_variables("reasoning.effort", self.reasoning.effort if self.reasoning else None)
+
+    def thinking_tokens(self) -> int | None:
+        """The limit of the reasoning, None if the request has none. Raises `InvalidRequest`."""
+        return given_budget(thinking_budget=self.thinking_budget)
 
 
 # --- the response ---------------------------------------------------------------------------------------------------
