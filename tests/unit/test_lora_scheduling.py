@@ -132,7 +132,7 @@ def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
     turns = policy.scheduler._lora
     policy.add(NONE, n_prompt=4)
     policy.add(X, n_prompt=4)
-    for _ in range(12 * _TURN):
+    for _ in range(30 * _TURN):
         policy.step(cost)
     assert [turns.budget(its).cost.rows_s((1,)) for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
 
