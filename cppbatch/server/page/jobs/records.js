@@ -42,7 +42,7 @@ function valuesOf(text, separator) {
 }
 
 /** Makes records of the lines of a table. The first one names the columns. */
-class TableReader {
+export class TableReader {
   held = []; // the lines of a record that has not ended: [number, text]
 
   constructor(separator) {

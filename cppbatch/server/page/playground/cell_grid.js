@@ -3,8 +3,14 @@ import {
   Badge, Button, CopyButton, Field, Progress, html, toast, useEffect, useMemo, useReducer, useRef, useState, useStored,
 } from '../components.js';
 import {fixed, plural, rate} from '../format.js';
-import {ORDERS, bestOf, ordered} from './grid_run.js';
+import {bestOf, ordered} from './grid_run.js';
 import {wordDiff} from './word_diff.js';
+
+const ORDERS = {
+  given: 'as given', mean: 'mean log-probability', total: 'total log-probability', length: 'length',
+};
+const BADGES = {running: 'accent', done: 'ok', stopped: 'warning', failed: 'error'};
+const REASONS = {length: ', max_tokens reached', timeout: ', out of time'};
 
 function useDraw(run, what) {
   const [, draw] = useReducer((n) => n + 1, 0);
@@ -28,7 +34,7 @@ export function CellGrid({run, onTokens, onExport}) {
     event.preventDefault();
     list.current.querySelector(`[data-index="${next.index}"]`).focus();
   };
-  return html`<div class="results-bar"><${RunStatus} run=${run} />
+  return html`<div class="results-bar row"><${RunStatus} run=${run} />
       ${base && html`<${Button} icon="close" onClick=${() => setBase(null)}>End the comparison<//>`}
       <${Field} label="Order"><select value=${order} onChange=${(event) => setOrder(event.target.value)}>
         ${Object.entries(ORDERS).map(([name, label]) => html`<option value=${name}>${label}</option>`)}</select><//></div>
@@ -46,9 +52,6 @@ function RunStatus({run}) {
     <${Progress} value=${run.nEnded} max=${n} label="Cells that have ended" />
     <div class="hidden-text" role="status">${run.running ? `${plural(n, 'cell')} running` : ended}</div></div>`;
 }
-
-const BADGES = {running: 'accent', done: 'ok', stopped: 'warning', failed: 'error'};
-const REASONS = {length: ', max_tokens reached', timeout: ', out of time'};
 
 function CellView({run, cell, base, isBest, isCurrent, onFocus, onCompare, onTokens, onExport}) {
   useDraw(run, cell.index);

@@ -30,7 +30,7 @@ export class Cell {
 
   /** Reads an event of the stream, at `now` milliseconds. */
   read({error, text = '', token_texts: texts, logprobs = [], finish_reason: reason, seed = null}, now) {
-    if (error) return this.end('failed', error.message);
+    if (error) return Object.assign(this, {state: 'failed', reason: error.message});
     this.text += text;
     logprobs.forEach(({token, logprob, top_logprobs: top}, i) => {
       this.tokens.push({text: texts[i] ?? token, logprob, top: top.map((each) => ({text: each.token, ...each}))});
@@ -41,14 +41,8 @@ export class Cell {
       this.firstTokens ??= logprobs.length;
       this.lastAt = now;
     }
-    this.state = 'running';
-    if (!reason) return undefined;
-    this.seed = seed;
-    return this.end(reason === 'cancelled' ? 'stopped' : 'done', reason);
-  }
-
-  end(state, reason) {
-    Object.assign(this, {state, reason});
+    if (!reason) return Object.assign(this, {state: 'running'});
+    return Object.assign(this, {state: reason === 'cancelled' ? 'stopped' : 'done', reason, seed});
   }
 }
 
@@ -60,13 +54,11 @@ export class GridRun {
   #listeners = new Map();
   #changed = new Set();
 
-  /**
-   * plan: of `planRun`. alternatives: of each token. api: the shell's. schedule: calls a function before the next frame.
-   */
+  /** plan: of `planRun`. alternatives: of each token. schedule: calls a function before the next frame. */
   constructor({asked, labels}, alternatives, api, schedule) {
     Object.assign(this, {asked, api, schedule});
     this.cells = labels.map((label, index) => new Cell(index, label));
-    this.id = [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(36)).join('-');
+    this.id = crypto.getRandomValues(new Uint32Array(4)).join('-');
     this.body = {...batchBody(asked), logprobs: alternatives, stream: true, request_id: this.id};
   }
 
@@ -91,10 +83,8 @@ export class GridRun {
   async start() {
     try {
       for await (const event of this.api.events('/generate/batch', {body: this.body, signal: this.#abort.signal})) {
-        const cell = this.cells[event.index];
-        if (!cell) continue; // the totals
-        cell.read(event, performance.now());
-        this.#change(cell.index, ...(cell.ended ? ['state'] : []));
+        const cell = this.cells[event.index]; // none for the totals
+        if (cell) this.#change(cell.index, ...(cell.read(event, performance.now()).ended ? ['state'] : []));
       }
       if (this.nEnded < this.cells.length) this.error = 'The server has ended the stream early.';
     } catch (error) {
@@ -102,7 +92,7 @@ export class GridRun {
     }
     this.endedAt = performance.now();
     const open = this.cells.filter((cell) => !cell.ended);
-    for (const cell of open) cell.end(this.error ? 'failed' : 'stopped', '');
+    for (const cell of open) cell.state = this.error ? 'failed' : 'stopped';
     this.#change('state', ...open.map((cell) => cell.index));
   }
 
@@ -137,12 +127,9 @@ export class GridRun {
   }
 }
 
-export const ORDERS = {
-  given: 'as given', mean: 'mean log-probability', total: 'total log-probability', length: 'length',
-};
 const VALUES = {mean: (cell) => cell.meanLogprob, total: (cell) => cell.totalLogprob, length: (cell) => cell.tokens.length};
 
-/** The cells in an order of `ORDERS`, the largest value first; cells without tokens come last. */
+/** The cells as given, or by mean, total or length, the largest value first; cells without tokens come last. */
 export function ordered(cells, order) {
   if (order === 'given') return cells;
   const value = (cell) => (cell.tokens.length ? VALUES[order](cell) : -Infinity);

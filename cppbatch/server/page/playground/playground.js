@@ -66,7 +66,7 @@ export function Playground({server}) {
             Write a prompt, say what varies, and run it. All answers are computed in one batch, which reads what
             their prompts have in common once, and appear side by side.<//>`}
     </div>
-    ${tokensOf && html`<${TokenDialog} run=${run} cell=${tokensOf} onClose=${() => setTokensOf(null)} />`}
+    ${tokensOf && html`<${TokenDialog} cell=${tokensOf} onClose=${() => setTokensOf(null)} />`}
     ${exporting && html`<${ExportDialog} ...${exporting} server=${server} onClose=${() => setExporting(null)} />`}
   </div>`;
 }

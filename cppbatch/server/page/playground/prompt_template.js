@@ -25,8 +25,8 @@ export class PromptTemplate {
     return [...new Set(this.parts.map(({name}) => name).filter((name) => name !== null))];
   }
 
-  /** The prompt of a row, which is a Map. */
+  /** The prompt of a row: an object with a text for each column. */
   render(row) {
-    return this.parts.map(({text, name}) => text + (name === null ? '' : row.get(name))).join('');
+    return this.parts.map(({text, name}) => text + (name === null ? '' : row[name])).join('');
   }
 }

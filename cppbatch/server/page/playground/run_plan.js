@@ -1,6 +1,6 @@
 // From the form to a run: the prompts, what varies, and a label for each cell. No DOM.
+import {TableReader} from '../jobs/records.js';
 import {requestFields} from '../sampling_form.js';
-import {parseTable} from './pasted_table.js';
 import {PromptTemplate} from './prompt_template.js';
 import {checkProduct, combinations, parseValues} from './vary.js';
 
@@ -9,7 +9,7 @@ export const EMPTY_FORM = {
   settings: {max_tokens: 128}, alternatives: 4,
 };
 
-/** What is wrong in a field: 'prompt', 'system', 'table', 'settings', 'samples', 'product' or 'vary0', 'vary1' ... */
+/** What is wrong in the field prompt, system, table, settings, samples, product, or vary0, vary1 ... */
 export class FormError extends Error {
   constructor(field, message) {
     super(message);
@@ -57,6 +57,17 @@ function conversation({system, prompt}) {
   return system ? [{role: 'system', content: system}, user] : [user];
 }
 
+/** The columns and rows of a table that was pasted: CSV, or separated by tabs. Throws an `Error` that names the line. */
+export function parseTable(source) {
+  const reader = new TableReader(source.trimStart().split('\n', 1)[0].includes('\t') ? '\t' : null);
+  const lines = source.split('\n').map((text, i) => reader.read(i + 1, text.replace(/\r$/, '')));
+  const rows = [...lines, reader.end()].flatMap((records) => [...records]).map(({line, error, row}) => {
+    if (error) throw new Error(`Line ${line} ${error}`);
+    return row;
+  });
+  return {columns: reader.columns ?? [], rows: rows.filter(Boolean)};
+}
+
 /** The texts of each row with its values, and a short name of the row. */
 function fillTemplates(texts, {columns, rows}) {
   const templates = Object.entries(texts).map(([field, source]) => {
@@ -71,7 +82,7 @@ function fillTemplates(texts, {columns, rows}) {
   }
   if (!rows.length) throw new FormError('table', 'The table has no rows below the names of its columns');
   return rows.map((row) => {
-    const name = used.map((field) => row.get(field)).join(', ').replace(/\s+/g, ' ');
+    const name = used.map((field) => row[field]).join(', ').replace(/\s+/g, ' ');
     return {
       texts: Object.fromEntries(templates.map(([field, template]) => [field, template.render(row)])),
       name: name.length > 40 ? `${name.slice(0, 39)}…` : name,

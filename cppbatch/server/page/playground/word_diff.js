@@ -3,8 +3,8 @@
 const MAX_PAIRS = 2e6; // bounds time and memory: 1,400 words and spaces on each side
 
 /**
- * The parts of two texts: [{kind: 'same' | 'removed' | 'added', text}], with their longest common subsequence of words.
- * In longer texts all between the first and the last difference is removed and added.
+ * The parts of two texts, [{kind: 'same' | 'removed' | 'added', text}], by the longest common subsequence of their
+ * words. In longer texts all between the first and the last difference is removed and added.
  */
 export function wordDiff(from, to) {
   const [a, b] = [from, to].map((text) => text.match(/[\p{L}\p{N}_'’]+|\s+|[^\p{L}\p{N}_'’\s]/gu) ?? []);
@@ -13,35 +13,33 @@ export function wordDiff(from, to) {
   let end = 0;
   while (end < Math.min(a.length, b.length) - begin && a.at(-1 - end) === b.at(-1 - end)) end++;
   const [n, m] = [a.length - end, b.length - end];
+  const common = commonLengths(a.slice(begin, n), b.slice(begin, m));
   const parts = [];
-  const put = (kind, text) => {
-    if (text && parts.at(-1)?.kind === kind) parts.at(-1).text += text;
-    else if (text) parts.push({kind, text});
+  let part = {same: a.slice(0, begin).join(''), removed: '', added: ''}; // what is same comes first
+  const flush = () => {
+    for (const [kind, text] of Object.entries(part)) if (text) parts.push({kind, text});
+    part = {same: '', removed: '', added: ''};
   };
-  let [removed, added] = ['', ''];
-  const keep = (text) => {
-    put('removed', removed);
-    put('added', added);
-    removed = added = '';
-    put('same', text);
-  };
-  keep(a.slice(0, begin).join(''));
-  const length = commonLengths(a.slice(begin, n), b.slice(begin, m));
-  let [i, j] = [begin, begin];
-  while (i < n || j < m) {
+  for (let i = begin, j = begin; i < n || j < m;) {
     if (i < n && j < m && a[i] === b[j]) {
-      const joins = !a[i].trim() && removed && added && a[i + 1] !== b[j + 1]; // a space between words that differ
-      if (joins) [removed, added] = [removed + a[i], added + a[i]];
-      else keep(a[i]);
+      if (part.removed && part.added && !a[i].trim() && a[i + 1] !== b[j + 1]) { // a space between words that differ
+        part.removed += a[i];
+        part.added += a[i];
+      } else {
+        if (part.removed || part.added) flush();
+        part.same += a[i];
+      }
       i++;
       j++;
-    } else if (j === m || (i < n && length(i - begin + 1, j - begin) >= length(i - begin, j - begin + 1))) {
-      removed += a[i++];
+    } else if (j === m || (i < n && common(i - begin + 1, j - begin) >= common(i - begin, j - begin + 1))) {
+      part.removed += a[i++];
     } else {
-      added += b[j++];
+      part.added += b[j++];
     }
   }
-  keep(a.slice(n).join(''));
+  if (part.removed || part.added) flush();
+  part.same += a.slice(n).join('');
+  flush();
   return parts;
 }
 
