@@ -115,14 +115,17 @@ def test_prompts_settings_and_samples_are_multiplied_and_labelled(call: Call) ->
         samples="2",
         settings={"seed": 5, "temperature": 9, "max_tokens": 3},
     )
-    chats = [[{"role": "system", "content": f"Be {n}."}, {"role": "user", "content": f"{n}{{!}}"}] for n in "AB"]
-    assert planned["asked"] == {
+    chats = [
+        {"messages": [{"role": "system", "content": f"Be {n}."}, {"role": "user", "content": f"{n}{{!}}"}]}
+        for n in "AB"
+    ]
+    assert planned["body"] == {
         "prompts": chats,
-        "shared": {"max_tokens": 3},
+        "max_tokens": 3,
         "params": [{"temperature": t, "seed": seed} for t in (0, 1) for seed in (5, 6)],
     }
     assert planned["labels"] == [f"{n} · temperature {t}, sample {i}" for n in "AB" for t in (0, 1) for i in (1, 2)]
-    assert plan(call, kind="text", system="x", vary=[])["asked"]["prompts"] == ["Hi"]
+    assert plan(call, kind="text", system="x", vary=[])["body"]["prompts"] == ["Hi"]
 
 
 BAD_FORMS: dict[str, dict[str, Any]] = {
@@ -165,7 +168,7 @@ def test_a_difference_is_shown_word_by_word(call: Call) -> None:
         " sat on a mat",
         "+.",
     ]
-    assert diff(call, "a red cat", "a big dog") == [" a ", "-red cat", "+big dog"]
+    assert diff(call, "a red cat", "a big dog") == [" a ", "-red", "+big", "  ", "-cat", "+dog"]
     assert diff(call, "", "") == []
     assert diff(call, "x", "") == ["-x"]
 
@@ -194,7 +197,7 @@ def test_63_differences_of_long_texts_that_share_little_take_less_than_two_secon
 
 RUN = """(async () => {
   const api = {events: async function* () { yield* a[1] }}
-  const run = new m.GridRun({asked: {prompts: ['x'], shared: {}, params: a[0].map(() => ({}))}, labels: a[0]}, 0, api,
+  const run = new m.GridRun({body: {}, labels: a[0]}, api,
     (flush) => { frames.push(flush) })
   const frames = [], drawn = []
   run.cells.forEach((cell) => run.listen(cell.index, () => drawn.push(cell.index)))

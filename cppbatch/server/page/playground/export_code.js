@@ -1,7 +1,7 @@
 // A run as a command, a program, or a batch file. No DOM.
 //
-// A run is {prompts, shared, params}: texts or conversations (lists of messages); fields of all cells, like max_tokens;
-// and fields for the cells of each prompt.
+// A run is the body of `POST /generate/batch`: {prompts, params, ...fields of all cells}. Its prompts are texts, or
+// {messages}. A target is {origin, keyed, n_ctx}.
 
 export const FORMATS = [
   {id: 'curl', label: 'curl', file: 'playground.sh', type: 'text/x-shellscript', write: curl},
@@ -9,52 +9,31 @@ export const FORMATS = [
   {id: 'batch', label: 'batch file', file: 'playground.jsonl', type: 'application/jsonl', write: batchFile},
 ];
 
-/** The text of an export. target: {origin, keyed, model, maxTokens}: the last is the length of the context. */
-export const exported = (id, run, target) => FORMATS.find((each) => each.id === id).write(run, target);
-
-const isChat = (run) => Array.isArray(run.prompts[0]);
-
-/** The body of `POST /generate/batch`. */
-export function batchBody(run) {
-  const {prompts: [first, ...others], shared, params} = run;
-  if (!others.length) return {[isChat(run) ? 'messages' : 'prompt']: first, params, ...shared};
-  return {prompts: isChat(run) ? run.prompts.map((messages) => ({messages})) : run.prompts, params, ...shared};
-}
-
-/** One cell as a run, with the seed that its text had, or null. */
-export function cellAlone({prompts, shared, params}, index, seed) {
+/** The cell with this index as a run, with the seed that its text had, or null. */
+export function cellAlone(run, index, seed) {
+  const {prompts, params} = run;
   const own = params[index % params.length];
   const prompt = prompts[Math.floor(index / params.length)];
-  return {prompts: [prompt], shared, params: [seed === null ? own : {...own, seed}]};
+  return {...run, prompts: [prompt], params: [seed === null ? own : {...own, seed}]};
 }
 
-const NAMES = /\b(true|false|null)\b/;
-
-/** JSON is Python but for three names. */
-const namesOf = (code) => (NAMES.test(code) ? '\ntrue, false, null = True, False, None' : '');
-
-/** An object with each field on a line, or a list with each item on one. */
-function lines(value) {
-  const all = Array.isArray(value)
-    ? value.map((each) => JSON.stringify(each))
-    : Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${JSON.stringify(each)}`);
-  const [begin, end] = Array.isArray(value) ? '[]' : '{}';
-  return `${begin}\n    ${all.join(',\n    ')}\n${end}`;
-}
+/** JSON with each field on a line. */
+const lines = (run) => `{\n${Object.entries(run).map(([name, value]) => `  "${name}": ${JSON.stringify(value)}`).join(',\n')}\n}`;
 
 function curl(run, {origin, keyed}) {
-  const header = keyed ? ' \\\n  -H "Authorization: Bearer $CPPBATCH_API_KEY"' : '';
+  const header = keyed ? ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' : '';
   return `curl ${origin}/generate/batch -H 'Content-Type: application/json'${header} -d '${
-    lines(batchBody(run)).replaceAll("'", "'\\''")}'\n`;
+    lines(run).replaceAll("'", "'\\''")}'\n`;
 }
 
 function python(run, {origin, keyed}) {
   const header = keyed ? ', "Authorization": "Bearer " + os.environ["CPPBATCH_API_KEY"]' : '';
-  const body = lines(batchBody(run));
+  const body = lines(run);
+  const isPython = !/\b(true|false|null)\b/.test(body);
   return `import json
 ${keyed ? 'import os\n' : ''}import urllib.request
-${namesOf(body)}
-body = ${body}
+
+${isPython ? '' : 'true, false, null = True, False, None  # as in JSON\n'}body = ${body}
 headers = {"Content-Type": "application/json"${header}}
 request = urllib.request.Request("${origin}/generate/batch", json.dumps(body).encode(), headers)
 with urllib.request.urlopen(request) as answer:
@@ -63,14 +42,10 @@ with urllib.request.urlopen(request) as answer:
 `;
 }
 
-function batchFile(run, target) {
-  const url = isChat(run) ? '/v1/chat/completions' : '/v1/completions';
-  const line = (body, i) => `${JSON.stringify({custom_id: `cell-${i + 1}`, method: 'POST', url, body})}\n`;
-  return bodies(run, target).map(line).join('');
-}
-
-/** The bodies of /v1/chat/completions or /v1/completions, one a cell. The latter stops after 16 tokens by default. */
-function bodies(run, {maxTokens}) {
-  const first = (prompt) => (isChat(run) ? {messages: prompt} : {prompt, max_tokens: maxTokens});
-  return run.prompts.flatMap((prompt) => run.params.map((own) => ({...first(prompt), ...run.shared, ...own})));
+/** One line a cell. /v1/completions stops after 16 tokens by default, and /generate/batch when the context is full. */
+function batchFile({prompts, params, ...shared}, {n_ctx: longest}) {
+  const requests = prompts.flatMap((prompt) => params.map((own) => (typeof prompt === 'string'
+    ? {url: '/v1/completions', body: {prompt, max_tokens: longest, ...shared, ...own}}
+    : {url: '/v1/chat/completions', body: {...prompt, ...shared, ...own}})));
+  return requests.map((each, i) => `${JSON.stringify({custom_id: `cell-${i + 1}`, method: 'POST', ...each})}\n`).join('');
 }

@@ -1,5 +1,4 @@
 // One run: a stream of `/generate/batch` and the cells that it fills. No DOM.
-import {batchBody} from './export_code.js';
 
 /** The answer to one prompt with one object of `params`. */
 export class Cell {
@@ -54,12 +53,12 @@ export class GridRun {
   #listeners = new Map();
   #changed = new Set();
 
-  /** plan: of `planRun`. alternatives: of each token. schedule: calls a function before the next frame. */
-  constructor({asked, labels}, alternatives, api, schedule) {
-    Object.assign(this, {asked, api, schedule});
+  /** plan: of `planRun`. schedule: calls a function before the next frame. */
+  constructor({body, labels}, api, schedule) {
+    Object.assign(this, {asked: body, api, schedule});
     this.cells = labels.map((label, index) => new Cell(index, label));
     this.id = crypto.getRandomValues(new Uint32Array(4)).join('-');
-    this.body = {...batchBody(asked), logprobs: alternatives, stream: true, request_id: this.id};
+    this.body = {...body, logprobs: 5, stream: true, request_id: this.id};
   }
 
   get running() {

@@ -34,7 +34,7 @@ export function Playground({server}) {
   const start = () => {
     const planned = plan();
     if (!planned || run?.running) return;
-    const next = new GridRun(planned, Number(form.alternatives), api, (flush) => requestAnimationFrame(flush));
+    const next = new GridRun(planned, api, (flush) => requestAnimationFrame(flush));
     setRun(next);
     next.start();
   };
@@ -45,10 +45,10 @@ export function Playground({server}) {
   };
   const exportForm = () => {
     const planned = plan();
-    if (planned) setExporting({title: `Export ${planned.labels.length} cells`, asked: planned.asked});
+    if (planned) setExporting({title: `Export ${planned.labels.length} cells`, run: planned.body});
   };
   const exportCell = (cell) => setExporting({
-    title: `Export: ${cell.name}`, asked: cellAlone(run.asked, cell.index, cell.seed),
+    title: `Export: ${cell.name}`, run: cellAlone(run.asked, cell.index, cell.seed),
   });
 
   return html`<div class="play" onKeyDown=${onKeyDown}>

@@ -43,9 +43,7 @@ export function RunForm({form, onChange, error, actions, server}) {
       <${Field} label="Samples of each" error=${at('samples')}>
         <input type="number" min="1" max="64" ...${text('samples')} /><//></fieldset>
     <details><summary>Settings of all cells</summary>
-      <${SamplingForm} values=${form.settings} onChange=${(settings) => set({settings})} defaults=${defaultsOf(server)} />
-      <${Field} label="Alternatives of each token" help="For the view of a cell’s tokens, 0 to 20.">
-        <input type="number" min="0" max="20" ...${text('alternatives')} /><//></details>
+      <${SamplingForm} values=${form.settings} onChange=${(settings) => set({settings})} defaults=${defaultsOf(server)} /></details>
     <div class="run-actions">${general && html`<${Notice} kind="error">${general}<//>`}
       <div class="row">${actions}<span class="muted small">${cellCount(form)}</span></div></div></form>`;
 }

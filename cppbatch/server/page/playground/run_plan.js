@@ -6,7 +6,7 @@ import {checkProduct, combinations, parseValues} from './vary.js';
 
 export const EMPTY_FORM = {
   kind: 'chat', system: '', prompt: '', table: '', vary: [{name: 'temperature', values: '0..1.5 x 4'}], samples: 1,
-  settings: {max_tokens: 128}, alternatives: 4,
+  settings: {max_tokens: 128},
 };
 
 /** What is wrong in the field prompt, system, table, settings, samples, product, or vary0, vary1 ... */
@@ -25,7 +25,7 @@ function within(field, work) {
   }
 }
 
-/** The run to ask for (see export_code.js), and the labels of its cells. Throws `FormError`. */
+/** The body of the request (see export_code.js), and the labels of its cells. Throws `FormError`. */
 export function planRun(form) {
   if (!form.prompt.trim()) throw new FormError('prompt', 'Write a prompt');
   const texts = {prompt: form.prompt, ...(form.kind === 'chat' && form.system.trim() && {system: form.system})};
@@ -47,14 +47,14 @@ export function planRun(form) {
     return [row.name, all.join(', ')].filter(Boolean).join(' · ');
   };
   return {
-    asked: {prompts: rows.map((row) => (form.kind === 'chat' ? conversation(row.texts) : row.texts.prompt)), shared, params},
+    body: {prompts: rows.map((row) => (form.kind === 'chat' ? conversation(row.texts) : row.texts.prompt)), params, ...shared},
     labels: rows.flatMap((row) => params.map((own, i) => label(row, own, i))),
   };
 }
 
 function conversation({system, prompt}) {
   const user = {role: 'user', content: prompt};
-  return system ? [{role: 'system', content: system}, user] : [user];
+  return {messages: system ? [{role: 'system', content: system}, user] : [user]};
 }
 
 /** The columns and rows of a table that was pasted: CSV, or separated by tabs. Throws an `Error` that names the line. */
