@@ -108,7 +108,7 @@ def test_a_cell_that_fails_says_why_and_the_others_go_on(tab: Page) -> None:
     cells = run(tab)
     expect(cells.nth(0)).to_have_class("cell done")
     expect(cells.nth(1)).to_have_class("cell failed")
-    expect(cells.nth(1)).to_contain_text("temperature is 101")
+    expect(cells.nth(1)).to_contain_text("is 101.0; it must be from 0 to 100")
 
 
 def test_a_request_that_the_server_refuses_as_a_whole_is_shown_once(
