@@ -168,7 +168,7 @@ def test_a_difference_is_shown_word_by_word(call: Call) -> None:
         " sat on a mat",
         "+.",
     ]
-    assert diff(call, "a red cat", "a big dog") == [" a ", "-red", "+big", "  ", "-cat", "+dog"]
+    assert diff(call, "a red cat", "a big dog") == [" a ", "-red cat", "+big dog"]
     assert diff(call, "", "") == []
     assert diff(call, "x", "") == ["-x"]
 

@@ -63,8 +63,8 @@ function CellView({run, cell, base, isBest, isCurrent, onFocus, onCompare, onTok
       <${Badge} kind=${BADGES[state]}>${state}<//></header>
     <div class="cell-text" role="group" aria-label=${`Text of ${name}`} tabindex=${quiet.tabindex} data-index=${index}>
       <${CellText} cell=${cell} base=${base} ended=${ended} /></div>
-    <footer><p class="small muted number">${tokens.length > 0 && `${plural(tokens.length, 'token')}, ${rate(cell.rate)}, ` +
-      `log-probability ${fixed(cell.meanLogprob, 2)} a token`}${REASONS[cell.reason]}</p>
+    <footer><p class="small muted number">${tokens.length > 0 && `${plural(tokens.length, 'token')}, ${fixed(cell.rate)}/s, ` +
+      `log-probability ${fixed(cell.meanLogprob, 2)}`}${REASONS[cell.reason]}</p>
       <div class="row">${ended ? html`
         <${Button} ...${quiet} disabled=${!tokens.length} onClick=${() => onTokens(cell)}>Tokens<//>
         <${Button} ...${quiet} aria-pressed=${cell === base}

@@ -24,7 +24,7 @@ export function Playground({server}) {
     try {
       setError(null);
       const planned = planRun(form);
-      if (server.info.models?.length > 1) planned.asked.shared.model = server.name;
+      if (server.info.models?.length > 1) planned.body.model = server.name;
       return planned;
     } catch (problem) {
       setError(problem);

@@ -17,9 +17,6 @@ export function RunForm({form, onChange, error, actions, server}) {
   const general = at('product') || at('settings');
 
   return html`<form class="run-form stack" onSubmit=${(event) => event.preventDefault()}>
-    ${server.info.models?.length > 1 && html`<${Field} label="Model"><select ...${text('model')}>
-      <option value="">the default model</option>
-      ${server.info.models.map(({id}) => html`<option value=${id}>${id}</option>`)}</select><//>`}
     <${Field} label="Send the prompt as"><select ...${text('kind')}>
       <option value="chat">a chat message</option><option value="text">plain text to continue</option></select><//>
     ${form.kind === 'chat' && html`<${Field} label="System prompt" error=${at('system')}>

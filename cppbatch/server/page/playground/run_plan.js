@@ -5,7 +5,7 @@ import {PromptTemplate} from './prompt_template.js';
 import {checkProduct, combinations, parseValues} from './vary.js';
 
 export const EMPTY_FORM = {
-  model: '', kind: 'chat', system: '', prompt: '', table: '', vary: [{name: 'temperature', values: '0..1.5 x 4'}], samples: 1,
+  kind: 'chat', system: '', prompt: '', table: '', vary: [{name: 'temperature', values: '0..1.5 x 4'}], samples: 1,
   settings: {max_tokens: 128},
 };
 
@@ -38,7 +38,7 @@ export function planRun(form) {
   if (!(Number.isInteger(samples) && samples > 0)) throw new FormError('samples', 'Write a whole number, 1 or more');
   const counts = [[rows.length, 'prompts'], ...varied.map(([name, each]) => [each.length, name]), [samples, 'samples']];
   within('product', () => checkProduct(counts));
-  const shared = {...(form.model && {model: form.model}), ...within('settings', () => requestFields(form.settings))};
+  const shared = within('settings', () => requestFields(form.settings));
   const params = combinations(varied, samples, shared.seed);
   for (const name of Object.keys(params[0])) delete shared[name];
   const label = (row, own, i) => {

@@ -18,7 +18,7 @@ function parsePart(part) {
   const n = count ? toNumber(count) : high - low + 1;
   if (!(Number.isInteger(n) && n > 0 && n <= MAX_CELLS)) throw new Error(`${part} has ${n} values: take 1 to ${MAX_CELLS}`);
   const step = (high - low) / Math.max(1, n - 1);
-  return Array.from({length: n}, (_, i) => Number((low + i * step).toFixed(6)));
+  return Array.from({length: n}, (_, i) => Number((low + i * step).toFixed(4)));
 }
 
 function toNumber(text) {

@@ -22,8 +22,14 @@ export function wordDiff(from, to) {
   };
   for (let i = begin, j = begin; i < n || j < m;) {
     if (i < n && j < m && a[i] === b[j]) {
-      if (part.removed || part.added) flush();
-      part.same += a[i++];
+      if (part.removed && part.added && !a[i].trim() && a[i + 1] !== b[j + 1]) { // a space between words that differ
+        part.removed += a[i];
+        part.added += a[i];
+      } else {
+        if (part.removed || part.added) flush();
+        part.same += a[i];
+      }
+      i++;
       j++;
     } else if (j === m || (i < n && common(i - begin + 1, j - begin) >= common(i - begin, j - begin + 1))) {
       part.removed += a[i++];
