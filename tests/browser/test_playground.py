@@ -175,6 +175,7 @@ def test_tokens_show_their_probability_and_their_alternatives_by_keyboard(tab: P
     text = texts(cells)[2]
     cells.nth(2).get_by_role("button", name="Tokens").click()
     dialog = tab.get_by_role("dialog")
+    expect(dialog).to_be_visible()
     tokens = dialog.locator(".tokens button")
     said = "".join(label.rpartition(", ")[0] for label in tokens.evaluate_all("all => all.map((e) => e.ariaLabel)"))
     assert said.replace("␣", " ").replace("↵", "\n").replace("<|im_end|>", "").strip() == text.strip()

@@ -58,7 +58,7 @@ function CellView({run, cell, base, isBest, isCurrent, onFocus, onCompare, onTok
   const {index, name, state, tokens, ended} = cell;
   const quiet = {kind: 'quiet', tabindex: isCurrent ? 0 : -1}; // the arrow keys go to the other cells, the Tab key leaves
   const stop = () => run.stopCell(index).catch((error) => toast(error.message, 'error'));
-  return html`<li class=${`cell ${state}`} onFocusIn=${() => onFocus(index)}>
+  return html`<li class=${`cell ${state}`} onfocusin=${() => onFocus(index)}>
     <header><h3 title=${name}>${name}</h3>${isBest && html`<${Badge} kind="accent">best<//>`}
       <${Badge} kind=${BADGES[state]}>${state}<//></header>
     <div class="cell-text" role="group" aria-label=${`Text of ${name}`} tabindex=${quiet.tabindex} data-index=${index}>
