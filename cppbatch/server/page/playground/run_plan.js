@@ -60,12 +60,11 @@ function conversation({system, prompt}) {
 /** The columns and rows of a table that was pasted: CSV, or separated by tabs. Throws an `Error` that names the line. */
 export function parseTable(source) {
   const reader = new TableReader(source.trimStart().split('\n', 1)[0].includes('\t') ? '\t' : null);
-  const lines = source.split('\n').map((text, i) => reader.read(i + 1, text.replace(/\r$/, '')));
-  const rows = [...lines, reader.end()].flatMap((records) => [...records]).map(({line, error, row}) => {
-    if (error) throw new Error(`Line ${line} ${error}`);
-    return row;
-  });
-  return {columns: reader.columns ?? [], rows: rows.filter(Boolean)};
+  const records = source.split('\n').flatMap((text, i) => [...reader.read(i + 1, text.replace(/\r$/, ''))]);
+  if (reader.held.length) records.push(...reader.refuse());
+  const wrong = records.find(({error}) => error);
+  if (wrong) throw new Error(`Line ${wrong.line} ${wrong.error}`);
+  return {columns: reader.columns ?? [], rows: records.map(({row}) => row).filter(Boolean)};
 }
 
 /** The texts of each row with its values, and a short name of the row. */
