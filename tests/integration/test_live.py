@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from time import monotonic
@@ -199,6 +200,22 @@ async def test_an_idle_engine_is_asked_once_and_its_readers_get_one_event(engine
         assert engine.n_states == 1
         assert engine.n_live >= 4
         await end([reader.task for reader in readers])
+
+
+async def test_during_a_long_step_the_last_state_is_sent_with_its_age(engine: CountedEngine) -> None:
+    async with serving(engine) as (listener, session):
+        reader = Reader(session, listener.url)
+        tasks = [start(session, listener.url, SHARED)]
+        await reader.until(lambda snapshot: n_decoding(snapshot) == 1)
+        assert engine._engine
+        engine._engine.on_plan = lambda plan: time.sleep(1.0)
+        old = await reader.until(lambda snapshot: (snapshot.workers[0].age or 0) > 0.6)
+        assert n_decoding(old) == 1
+        n = len(reader.raw)
+        await asyncio.sleep(1.0)
+        assert len(reader.raw) >= n + 3
+        engine._engine.on_plan = lambda plan: None
+        await end([*tasks, reader.task])
 
 
 async def test_events_limits_the_stream_and_a_wrong_number_is_refused(engine: CountedEngine) -> None:
