@@ -18,7 +18,7 @@ class TextWorkload(NamedTuple):
     schema: dict[str, Any] | None = None
     """The answer is JSON of this schema."""
     rounds: int = 1
-    """How many requests follow each other where one runs at a time: more where they learn from each other."""
+    """How many requests follow each other where one runs at a time. Later ones find drafts in earlier texts."""
 
     def prompts(self, n: int, seed: object) -> list[str]:
         """Returns `n` user messages, the same ones for the same seed."""
@@ -148,9 +148,11 @@ def _free(rng: Random) -> str:
 
 
 TEXT_WORKLOADS = {
-    "quote": TextWorkload("a report, summarised by quoting it", _quote, max_tokens=160),
-    "json": TextWorkload("orders, extracted from a text as JSON", _json, max_tokens=256, schema=_ORDERS_SCHEMA),
-    "code": TextWorkload("a program, written again with another name for a variable", _code, max_tokens=192),
+    "quote": TextWorkload("a report, summarised by quoting it", _quote, max_tokens=160, rounds=3),
+    "json": TextWorkload(
+        "orders, extracted from a text as JSON", _json, max_tokens=256, schema=_ORDERS_SCHEMA, rounds=3
+    ),
+    "code": TextWorkload("a program, written again with another name for a variable", _code, max_tokens=192, rounds=3),
     "job": TextWorkload("a batch job of similar items: product cards", _job, max_tokens=80, rounds=3),
     "free": TextWorkload("stories at temperature 0.8", _free, max_tokens=128, temperature=0.8),
 }
