@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 
+from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone
 from tests.server_process import ServerProcess
 
@@ -112,7 +113,7 @@ def test_a_cell_that_fails_says_why_and_the_others_go_on(tab: Page) -> None:
 
 
 def test_a_request_that_the_server_refuses_as_a_whole_is_shown_once(
-    page: Page, fresh_server: Callable[..., ServerProcess], tiny_llama: Path, errors: Any
+    page: Page, fresh_server: Callable[..., ServerProcess], tiny_llama: Path, errors: PageErrors
 ) -> None:
     own = fresh_server("-m", tiny_llama, "--max-prompts-per-batch", "3")
     open_tab(page, f"{own.url}/", "playground")

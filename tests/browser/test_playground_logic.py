@@ -11,13 +11,15 @@ from playwright.sync_api import Page
 
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.prompt_template import PromptTemplate
+from tests.browser.conftest import PageErrors
 
 Call = Callable[..., Any]
 
 
 @pytest.fixture
-def call(page: Page, url: str) -> Call:
+def call(page: Page, url: str, errors: PageErrors) -> Call:
     """Calls a function of a module; an exception becomes its message."""
+    errors.allow("favicon")  # an image that is opened alone names no icon
     page.goto(f"{url}page/icon.svg")
 
     def call(module: str, expression: str, *arguments: Any) -> Any:
@@ -165,7 +167,7 @@ def test_a_difference_is_shown_word_by_word(call: Call) -> None:
         " the ",
         "-cat",
         "+dog",
-        " sat on a mat",
+        "  sat on a mat",
         "+.",
     ]
     assert diff(call, "a red cat", "a big dog") == [" a ", "-red cat", "+big dog"]
