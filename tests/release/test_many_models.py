@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -119,18 +118,19 @@ async def test_200_requests_for_four_models_with_memory_for_two(server: ServerPr
 async def test_the_same_while_a_worker_is_killed_every_5_seconds(server: ServerProcess) -> None:
     killed = 0
 
+    def workers() -> list[psutil.Process]:
+        """Those that compute, and those that load."""
+        children = psutil.Process(server.process.pid).children()
+        return [child for child in children if "cppbatch.cluster.worker_main" in child.cmdline()]
+
     async def kill_workers() -> None:
         nonlocal killed
         chosen = random.Random(2)
-        async with aiohttp.ClientSession() as session:
-            while True:
-                await asyncio.sleep(5)
-                async with session.get(f"{server.url}/stats") as response:
-                    pids = [worker["pid"] for worker in (await response.json())["workers"] if worker["pid"]]
-                if pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(chosen.choice(pids), signal.SIGKILL)
-                        killed += 1
+        while True:
+            await asyncio.sleep(5)
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+                chosen.choice(workers()).kill()
+                killed += 1
 
     for seed in (1, 2):
         load = Load(server.url, seed)
