@@ -1,12 +1,16 @@
 """What drafts gain for the texts of a model, without the noise of a machine: real texts, real drafts, given step times.
 
 Usage: python scripts/simulate_drafts.py MODEL.gguf [-B 1,4,16] [--workloads quote,json,code,job,free] [--requests 16]
+           [--disturbed 8]
 
 The model writes the texts of each workload once. Then these texts are generated again in simulated steps: the engine's
 `SuffixProposer` and `Speculator` draft, a draft token is accepted if it is the next one of the text, and a step takes
 the time that decision 0033 gives for its rows. Prompts, grammars and sampling take no time, so this is the gain of
 decode alone. `best copies`: the tokens of a step of one sequence if it always knew which earlier occurrence of its last
 token goes on longest: no choice among copies gives more.
+
+With `--disturbed N` the engine does not know the step times but learns them, and another program disturbs it: 4% of the
+steps seem to take 2 to 8 times as long, and half of the first steps of a number of rows 5 times. Medians of N runs.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import argparse
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
+from random import Random
+from statistics import median
 
 import numpy as np
 
@@ -28,6 +34,7 @@ from cppbatch.engine.step_cost import StepCost
 
 STEP_MS = {1: 10.4, 4: 13.6, 8: 17.8, 16: 26.0, 32: 43.0, 64: 76.0, 128: 143.0, 256: 280.0}
 """Of so many rows: BF16, two AVX-512 cores, per-sequence layout, flash attention (0033; 256 is extrapolated)."""
+PROMPT_TOKEN_S = 0.00105
 DRAFT_MAX = 16
 
 Text = tuple[list[int], list[int]]
@@ -51,11 +58,42 @@ def texts(engine: BatchInferenceEngine, name: str, n: int) -> list[Text]:
     return [(each, list(result.tokens)) for each, result in zip(tokens, engine.generate(prompts, params), strict=True)]
 
 
-def simulate(cases: Sequence[Text], batch_size: int) -> tuple[float, float, float]:
+class Machine:
+    """What steps take, and what the engine sees of it."""
+
+    def __init__(self, seed: int | None) -> None:
+        """`seed`: of the disturbances; None: there are none, and the engine knows the times."""
+        known, times = list(STEP_MS), list(STEP_MS.values())
+        self._true_s = {n: float(np.interp(n, known, times)) / 1000 for n in range(1, known[-1] + 1)}
+        self._random = None if seed is None else Random(seed)
+        self._seen = set[tuple[int, ...]]()
+        self.cost = StepCost()
+        if self._random is None:
+            self.cost.seed(self._true_s.items())
+        else:
+            self.cost.observe_prompt(256, 256 * PROMPT_TOKEN_S)
+
+    def step(self, groups: Sequence[int]) -> float:
+        """Seconds of a step; the engine sees what it would measure."""
+        seconds = sum(self._true_s[n] for n in groups)
+        if self._random:
+            factor = self._random.lognormvariate(0, 0.05)
+            if self._random.random() < 0.04:
+                factor *= self._random.uniform(2, 8)
+            if tuple(groups) not in self._seen and self._random.random() < 0.5:
+                factor *= 5
+            self._seen.add(tuple(groups))
+            self.cost.observe_rows(groups, factor * seconds)
+        return seconds
+
+    def plain_s(self, n: int) -> float:
+        """Seconds of a step of so many rows."""
+        return self._true_s[n]
+
+
+def simulate(cases: Sequence[Text], batch_size: int, seed: int | None = None) -> tuple[float, float, float]:
     """Returns the speedup of decode, and the draft tokens by 100 tokens and by 100 accepted ones of them."""
-    cost = StepCost()
-    known, times = list(STEP_MS), list(STEP_MS.values())
-    cost.seed((n, float(np.interp(n, known, times)) / 1000) for n in range(1, known[-1] + 1))
+    machine = Machine(seed)
     speculator = Speculator([SuffixProposer()], DRAFT_MAX)
     waiting, running = list(cases), list[tuple[Seq, list[int]]]()
     seconds = plain_seconds = 0.0
@@ -71,8 +109,8 @@ def simulate(cases: Sequence[Text], batch_size: int) -> tuple[float, float, floa
         for seq_id, sequence in enumerate(rows):
             sequence.seq_id = seq_id
         limits = DraftLimits(256 - len(rows), [DRAFT_MAX] * len(rows), has_streams=True)
-        plan = speculator.plan(rows, (len(rows),), cost, limits)
-        seconds += cost.rows_s(plan.groups if plan else (len(rows),))
+        plan = speculator.plan(rows, (len(rows),), machine.cost, limits)
+        seconds += machine.step(plan.groups if plan else (len(rows),))
         accepted = 0
         for sequence, completion in running:
             coming = completion[sequence.n_tokens - sequence.n_prompt :]
@@ -82,7 +120,7 @@ def simulate(cases: Sequence[Text], batch_size: int) -> tuple[float, float, floa
             n_drafted += len(sequence.draft)
             accepted += right
             extend(sequence, coming[: right + 1])
-            plain_seconds += len(coming[: right + 1]) * cost.rows_s((len(rows),)) / len(rows)
+            plain_seconds += len(coming[: right + 1]) * machine.plain_s(len(rows)) / len(rows)
         n_accepted += accepted
         if plan:
             speculator.verified(accepted, 0.0)
@@ -127,13 +165,16 @@ def main() -> None:
     parser.add_argument("-B", dest="batch_sizes", default="1,4,16")
     parser.add_argument("--workloads", default=",".join(TEXT_WORKLOADS))
     parser.add_argument("--requests", type=int, default=16, help="of a workload, three times as many of `job` (16)")
+    parser.add_argument("--disturbed", type=int, default=0, metavar="N", help="runs with disturbed steps")
     args = parser.parse_args()
     with BatchInferenceEngine(args.model, n_ctx=16384, n_parallel=16, spec="off") as engine:
         for name in args.workloads.split(","):
             cases = texts(engine, name, args.requests)
             print(f"{name}: {best_copies(cases[:8]):.1f} tokens a step with the best copies", flush=True)
             for size in map(int, args.batch_sizes.split(",")):
-                speedup, drafted, accepted = simulate(cases, size)
+                seeds = range(args.disturbed) if args.disturbed else (None,)
+                runs = [simulate(cases, size, seed) for seed in seeds]
+                speedup, drafted, accepted = (median(column) for column in zip(*runs, strict=True))
                 print(f"  B = {size}: {speedup:.2f}x, drafted {drafted:.0f}%, accepted {accepted:.0f}%", flush=True)
 
 

@@ -150,7 +150,7 @@ def _free(rng: Random) -> str:
 TEXT_WORKLOADS = {
     "quote": TextWorkload("a report, summarised by quoting it", _quote, max_tokens=160, rounds=2),
     "json": TextWorkload(
-        "orders, extracted from a text as JSON", _json, max_tokens=256, schema=_ORDERS_SCHEMA, rounds=3
+        "orders, extracted from a text as JSON", _json, max_tokens=256, schema=_ORDERS_SCHEMA, rounds=2
     ),
     "code": TextWorkload("a program, written again with another name for a variable", _code, max_tokens=192, rounds=2),
     "job": TextWorkload("a batch job of similar items: product cards", _job, max_tokens=80, rounds=3),
