@@ -112,13 +112,23 @@ _FOCUSED = """() => {
 }"""
 
 
+def to_start(page: Page) -> None:
+    """The next press of the Tab key goes to the first control of the document."""
+    page.evaluate("""() => {
+      const start = document.createElement('span')
+      start.tabIndex = -1
+      document.body.prepend(start)
+      start.focus()
+      start.remove()
+    }""")
+
+
 def walk_by_tab_key(page: Page, limit: int = 200) -> list[Focused]:
     """The elements that the Tab key reaches, from the beginning of the document until it leaves it.
 
     Raises `AssertionError` when the focus is caught: the same element twice in a row, or more than `limit` elements.
     """
-    page.evaluate("document.activeElement?.blur(); window.scrollTo(0, 0)")
-    page.evaluate("getSelection()?.removeAllRanges()")
+    to_start(page)
     reached: list[Focused] = []
     for _ in range(limit):
         page.keyboard.press("Tab")

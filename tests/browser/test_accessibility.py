@@ -17,6 +17,7 @@ from tests.browser.page_checks import (
     open_tab,
     overflow,
     phone,
+    to_start,
     wait_ready,
     walk_by_tab_key,
 )
@@ -69,6 +70,8 @@ def test_the_tab_key_reaches_every_control_and_each_has_a_name_and_a_visible_foc
 
 def test_the_keyboard_opens_each_tab_and_skips_the_header(page: Page, url: str) -> None:
     open_tab(page, url)
+    wait_ready(page)
+    to_start(page)
     page.keyboard.press("Tab")
     here = focused(page)
     assert here

@@ -73,6 +73,27 @@ async def test_the_page_is_at_the_root(client: TestClient[Any, Any]) -> None:
     assert await answer.read() == (FOLDER / "index.html").read_bytes()
 
 
+IMPORT = re.compile(r"""^(?:import|export)\s(?:[^'"]*?\sfrom\s)?['"](\.{1,2}/[^'"]+)['"]""", re.MULTILINE)
+
+
+def imported_by(path: Path) -> set[Path]:
+    """The module and all that it imports at once, directly or not."""
+    found, waiting = set(), [path]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting += [(module.parent / name).resolve() for name in IMPORT.findall(module.read_text())]
+    return found
+
+
+def test_the_page_loads_all_modules_of_the_first_tab_at_once() -> None:
+    """Otherwise each would be known only when the module that imports it has come."""
+    index = (FOLDER / "index.html").read_text()
+    preloaded = {FOLDER / name for name in re.findall(r'rel="modulepreload" href="page/([^"]+)"', index)}
+    assert preloaded | {FOLDER / "app.js"} == imported_by(FOLDER / "app.js") | imported_by(FOLDER / "chat" / "chat.js")
+
+
 async def test_files_are_compressed_for_clients_that_accept_it(client: TestClient[Any, Any]) -> None:
     sizes = []
     for encoding in ("gzip, deflate, br", "identity"):

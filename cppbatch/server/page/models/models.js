@@ -110,6 +110,6 @@ export function Models({active, server}) {
         <code>cppbatch serve --models-dir DIR</code><//>`}
     ${models.length === 0 ? html`<${EmptyState} title="No models">Put GGUF files into the folder of --models-dir, and
         look at it again.<//>`
-      : html`<${Table} caption="Models" columns=${columns} rows=${models} rowKey=${(model) => model.id} />`}
+      : html`<${Table} caption="Models of this server" columns=${columns} rows=${models} rowKey=${(model) => model.id} />`}
   </div>`;
 }
