@@ -221,3 +221,22 @@ def test_the_keys_file_of_the_docs_is_read_and_a_mistake_in_it_stops_the_start(r
     path.write_text(example.replace("priority = 20", "priority = 2000"))
     with pytest.raises(ConfigError, match=r"keys\.toml, line 2, tiers\.free\.priority"):
         read("--api-key-file", str(path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "served"),
+    [
+        ((), {}, True),
+        (("--no-webui",), {}, False),
+        (("--no-ui",), {}, False),
+        (("--ui",), {"LLAMA_ARG_UI": "0"}, True),
+        ((), {"LLAMA_ARG_UI": "0"}, False),
+        ((), {"LLAMA_ARG_WEBUI": "false"}, False),
+        ((), {"CPPBATCH_WEBUI": "1", "LLAMA_ARG_UI": "0"}, True),
+    ],
+)
+def test_the_web_page_is_served_unless_it_is_turned_off_with_llama_servers_names(
+    read: Read, flags: tuple[str, ...], variables: dict[str, str], served: bool
+) -> None:
+    settings, _ = read(*flags, **variables)
+    assert settings.webui is served
