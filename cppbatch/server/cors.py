@@ -50,7 +50,9 @@ class CrossOrigin:
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """For `Application.on_response_prepare`."""
-        response.headers.add(hdrs.VARY, hdrs.ORIGIN)  # keeps caches from serving one origin's response to another
+        # keeps caches from serving one origin's response to another
+        varies = response.headers.get(hdrs.VARY)
+        response.headers[hdrs.VARY] = f"{varies}, {hdrs.ORIGIN}" if varies else hdrs.ORIGIN
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is not None and self.allows(origin):
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
