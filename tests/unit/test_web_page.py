@@ -99,7 +99,7 @@ async def test_files_are_compressed_for_clients_that_accept_it(client: TestClien
     for encoding in ("gzip, deflate, br", "identity"):
         answer = await client.get("/page/app.js", headers={"Accept-Encoding": encoding})
         assert await answer.read() == (FOLDER / "app.js").read_bytes()
-        assert answer.headers["Vary"] == "Accept-Encoding"
+        assert answer.headers["Vary"] == "Accept-Encoding, Origin"
         sizes.append(int(answer.headers["Content-Length"]))
     assert sizes[0] < sizes[1] / 2
 
