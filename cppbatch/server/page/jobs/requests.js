@@ -85,9 +85,9 @@ export class RequestMaker {
 
   render(row) {
     const found = Object.entries(row).filter(([, value]) => value != null);
-    const values = new Map(found.map(([name, value]) => [name, textOf(value)]));
-    const missing = this.template.fields.find((name) => !values.has(name));
-    const names = [...values.keys()].join(', ').slice(0, 200) || 'nothing';
+    const values = Object.fromEntries(found.map(([name, value]) => [name, textOf(value)]));
+    const missing = this.template.fields.find((name) => !Object.hasOwn(values, name));
+    const names = Object.keys(values).join(', ').slice(0, 200) || 'nothing';
     if (missing) throw new Error(`has no ${missing}; it has ${names}`);
     return this.template.render(values);
   }
