@@ -184,8 +184,9 @@ def main() -> None:
         stack.callback(browser.close)
         page = browser.new_page(viewport=WIDE, locale="en-US")
         tabs = args.only.split(",")
-        url = start("-m", model, "--kv-layout", "unified") if tabs != ["models"] else ""
+        one = start("-m", model, "--kv-layout", "unified") if tabs != ["models"] else ""
         for tab in tabs:
+            url = one
             if tab == "models":
                 url = start(*several(model.resolve(), Path(stack.enter_context(tempfile.TemporaryDirectory()))))
             with streams(url) if tab == "live" else contextlib.nullcontext():
