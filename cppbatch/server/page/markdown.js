@@ -7,7 +7,7 @@
 // HTML in the text is shown as text, and images as links: the page loads nothing from elsewhere. What marked returns
 // goes through DOMPurify all the same.
 import {copyText, html, useEffect, useReducer, useRef} from './components.js';
-import {Marked} from './vendor/marked.js';
+import {Marked, Renderer} from './vendor/marked.js';
 import './vendor/purify.js';
 
 const CLASSES = /^(code(-\w+)?|copy-code)$/;
@@ -34,6 +34,7 @@ const SAFE = {
     + 'span div button').split(' '),
   ALLOWED_ATTR: ['href', 'title', 'class', 'align', 'start', 'type', 'tabindex'],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+  ADD_URI_SAFE_ATTR: ['align', 'start', 'type', 'tabindex'],
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
 };
@@ -80,6 +81,9 @@ const marked = new Marked({
   renderer: {
     html: ({text}) => escape(text),
     image: ({href, text}) => `<a href="${escape(href)}">${escape(text || href)}</a>`,
+    table(token) {
+      return `<div class="code-table" tabindex="0">${Renderer.prototype.table.call(this, token)}</div>`;
+    },
     checkbox: ({checked}) => `${checked ? '☑' : '☐'} `,
     code({text, lang}) {
       const name = (lang ?? '').split(/\s/)[0].toLowerCase();

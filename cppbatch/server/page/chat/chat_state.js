@@ -59,6 +59,7 @@ class ChatState {
   /** Replaces a conversation. It is kept once it has a message. */
   update(conversation, {keep = true} = {}) {
     if (this.current.id === conversation.id) this.current = conversation;
+    if (this.current.id === conversation.id && keep) sessionStorage.setItem(CURRENT, conversation.id);
     const i = this.conversations.findIndex(({id}) => id === conversation.id);
     if (i >= 0) this.conversations = this.conversations.with(i, conversation);
     else if (Object.keys(conversation.messages).length) this.conversations = [conversation, ...this.conversations];
