@@ -13,7 +13,7 @@ from tests.browser.page_checks import TABS, open_tab, wait_ready
 from tests.server_process import ServerProcess
 
 MAX_BYTES = 300_000
-MAX_UNCOMPRESSED = 325_000
+MAX_UNCOMPRESSED = 315_000
 MAX_MS = 200
 USABLE = """
 new MutationObserver((changes, observer) => {
