@@ -6,10 +6,10 @@ import {plural, seconds} from '../format.js';
 const GUIDE = 'You are a guide who answers visitors of a museum in a few friendly words, with a surprising fact.\n';
 const ANIMALS = 'otters owls bees whales bats geckos ravens squids horses ants eels geese spiders wolves swifts toads';
 
-/** One request: 16 sequences of one batch, with a prefix so long that `--kv-layout auto` becomes unified. */
+/** One request with 16 prompts that share a prefix: 16 sequences of one batch. */
 async function sendSamples(model) {
   const began = performance.now();
-  const prompt = ANIMALS.split(' ').map((animal) => `${GUIDE.repeat(28)}What is special about ${animal}?`);
+  const prompt = ANIMALS.split(' ').map((animal) => `${GUIDE.repeat(12)}What is special about ${animal}?`);
   const {usage} = await request('/v1/completions', {body: {model, prompt, max_tokens: 150, ignore_eos: true}});
   toast(`16 samples: ${plural(usage.completion_tokens, 'token')} in ${seconds((performance.now() - began) / 1000)}`);
 }
