@@ -455,6 +455,7 @@ def test_a_job_is_started_by_keyboard_alone(page: Page, url: str) -> None:
     wait_status(page, "completed")
     tab_to("Download")
     page.keyboard.press("Enter")
+    expect(page.get_by_role("menuitem").first).to_be_focused()
     with page.expect_download() as saved:
         page.keyboard.press("Enter")
     assert Path(saved.value.path()).read_text().startswith("custom_id,prompt,answer")
