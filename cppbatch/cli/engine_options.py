@@ -355,21 +355,29 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
 
     verbose = click.option("-v", "--verbose", "--log-verbose", "verbose", is_flag=True, help="Show llama.cpp's log.")
     named, *hub = _MODEL
-    wrapped = with_options(with_config, [_several(named) if several else named, *hub, *_SETTINGS, verbose])
-    options: list[click.Parameter] = wrapped.__click_params__  # type: ignore[attr-defined]  # where click collects them
-    options[:] = [each for each in options if each.name not in without]
-    return wrapped
+    return _leave_out(
+        without, with_options(with_config, [_several(named) if several else named, *hub, *_SETTINGS, verbose])
+    )
 
 
-def engine_settings_options(command: Command) -> Command:
-    """Adds the options of the engine's settings without the model. The command gets `engine`, their values."""
+def engine_settings_options(command: Command, *, without: Collection[str] = ()) -> Command:
+    """Adds the options of the engine's settings without the model. The command gets `engine`, their values.
+
+    `without`: as in `engine_options`.
+    """
 
     @wraps(command)
     def with_engine(**arguments: Any) -> Any:
         engine = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
         return command(engine=engine, **arguments)
 
-    return with_options(with_engine, _SETTINGS)
+    return _leave_out(without, with_options(with_engine, _SETTINGS))
+
+
+def _leave_out(names: Collection[str], command: Command) -> Command:
+    options: list[click.Parameter] = command.__click_params__  # type: ignore[attr-defined]  # where click collects them
+    options[:] = [each for each in options if each.name not in names]
+    return command
 
 
 def _hub_name(repository: str | None, file: str | None) -> str | None:
@@ -509,6 +517,11 @@ _PROFILE_AND_MEMORY = [
         help="Refuse to start if the settings need more memory than is free.",
     ),
 ]  # fmt: skip
+
+
+def profile_and_memory_flags(command: Command) -> Command:
+    """Adds --no-profile and --no-memory-check. The command gets `use_profile` and `memory_check`."""
+    return with_options(command, _PROFILE_AND_MEMORY)
 
 
 def profile_and_memory_options(

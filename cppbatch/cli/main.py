@@ -9,6 +9,7 @@ import click
 import cppbatch
 from cppbatch.cli.batch_command import batch
 from cppbatch.cli.bench_commands import bench
+from cppbatch.cli.chat_command import chat
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.cli.generate_command import generate
 from cppbatch.cli.memory_command import memory
@@ -28,6 +29,7 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(generate)
+cli.add_command(chat)
 cli.add_command(batch)
 cli.add_command(models)
 cli.add_command(memory)

@@ -131,8 +131,8 @@ def _n_predict(help: str) -> Option:
     )  # fmt: skip
 
 
-def sampling_options(command: Command) -> Command:
-    """Adds the options of sampling for commands that run prompts.
+def sampling_options(command: Command, *, max_tokens_default: str = f"{DEFAULT_MAX_TOKENS}") -> Command:
+    """Adds the options of sampling for commands that run prompts. `max_tokens_default`: what --help says of -n.
 
     The command gets `params`, the given fields of `SamplingParams`, and `is_capped`: whether -n is not given, so that
     plain prompts get `DEFAULT_MAX_TOKENS`.
@@ -147,7 +147,7 @@ def sampling_options(command: Command) -> Command:
         return command(params=params, is_capped=n_predict is None, **arguments)
 
     n_predict = _n_predict(
-        f"Maximum tokens per prompt; -1: as many as the context holds.  [default: {DEFAULT_MAX_TOKENS}]"
+        f"Maximum tokens per prompt; -1: as many as the context holds.  [default: {max_tokens_default}]"
     )
     return with_options(with_params, [n_predict, *_SAMPLING, *_OUTPUT])
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from cppbatch.cli.main import cli
 from cppbatch.cli.option_groups import GROUPS, GroupedCommand
 
-COMMANDS = ("serve", "generate", "batch")
+COMMANDS = ("serve", "generate", "chat", "batch")
 
 
 def options(name: str) -> list[click.Option]:

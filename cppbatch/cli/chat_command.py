@@ -1,0 +1,166 @@
+"""`cppbatch chat`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import platformdirs
+from click.core import ParameterSource
+
+from cppbatch.cli.chat_backends import ChatBackend, EngineBackend, ServerBackend
+from cppbatch.cli.engine_options import (
+    engine_settings_options,
+    given_settings,
+    option,
+    profile_and_memory_flags,
+)
+from cppbatch.cli.loading_bar import loading_bar
+from cppbatch.cli.option_groups import GroupedCommand
+from cppbatch.cli.sampling_options import sampling_options
+from cppbatch.cli.server_options import chat_template_option
+from cppbatch.config import EngineConfig
+from cppbatch.engine.params import SamplingParams
+from cppbatch.errors import CppBatchError
+
+if TYPE_CHECKING:
+    from cppbatch.engine.engine import BatchInferenceEngine
+
+_ONE_SEQUENCE = {"n_parallel": 1}  # a conversation has one answer at a time
+_OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile", "memory_check"}
+"""Options that say how a model is loaded here."""
+
+
+@click.command(cls=GroupedCommand)
+@option(
+    "-m", "--model", "model", env="MODEL", llama_env="LLAMA_ARG_MODEL", metavar="FILE|NAME", default=None,
+    help="GGUF file, a name of `cppbatch models list`, or OWNER/REPO:TYPE on the Hugging Face hub; with --url one of "
+    "the server's models.",
+)  # fmt: skip
+@click.option("--url", metavar="URL", default=None, help="Ask this server instead, such as http://127.0.0.1:8080.")
+@option("--api-key", "api_key", env="CHAT_API_KEY", metavar="KEY", default=None, help="Key for that server.")
+@click.option("--system", metavar="TEXT", default=None, help="System message of the chat.")
+@click.option(
+    "--thinking-budget", "thinking_budget", type=click.IntRange(-1), default=None,
+    help="Tokens of reasoning at most; then the answer begins. -1: no limit.",
+)  # fmt: skip
+@click.option(
+    "--save", "save_to", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
+    help="Write the conversation here after each answer: Markdown (.md), or JSON.",
+)  # fmt: skip
+@click.option(
+    "--continue", "continue_from", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
+    help="Go on with a conversation that was saved as JSON.",
+)  # fmt: skip
+@partial(sampling_options, max_tokens_default="as many as the context holds")
+@chat_template_option
+@partial(engine_settings_options, without=("max_wait_ms", *_ONE_SEQUENCE))
+@profile_and_memory_flags
+@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+def chat(
+    *,
+    model: str | None,
+    url: str | None,
+    api_key: str | None,
+    system: str | None,
+    save_to: Path | None,
+    continue_from: Path | None,
+    params: dict[str, Any],
+    is_capped: bool,
+    chat_template: str | None,
+    thinking_budget: int | None,
+    engine: dict[str, Any],
+    use_profile: bool,
+    memory_check: bool,
+    verbose: bool,
+) -> None:
+    """A conversation in the terminal, with a model in this process or with a server (--url).
+
+    Enter sends a message, Alt-Enter or Ctrl-J begins a new line. Ctrl-C stops an answer, Ctrl-D ends the program, /help
+    lists the commands. Without a terminal each line of the input is a message, and the output is the answers.
+    """
+    from cppbatch.cli.chat_session import COMMANDS, ChatSession, read_messages
+    from cppbatch.cli.chat_terminal import PlainView, TerminalInput, TerminalView, is_terminal, piped_lines
+
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    SamplingParams(**params)  # raises for wrong values before a model is loaded
+    messages = read_messages(continue_from) if continue_from else []
+    options = {} if thinking_budget is None else {"thinking_budget": thinking_budget}
+    backend: ChatBackend
+    if url:
+        _refuse_engine_options()
+        backend = ServerBackend(url, model=model, api_key=api_key, **options)
+    else:
+        plan = partial(
+            _planned, settings={**engine, **_ONE_SEQUENCE}, given=given_settings() | set(_ONE_SEQUENCE),
+            use_profile=use_profile, memory_check=memory_check, says_start=is_terminal(),
+        )  # fmt: skip
+        backend = EngineBackend(partial(_load, plan), model, chat_template=chat_template, **options)
+    try:
+        if not is_terminal():
+            session = ChatSession(backend, PlainView(), system=system, params=params, save_to=save_to)
+            session.take_up(messages)
+            for line in piped_lines():
+                if not session.handle(line):
+                    break
+            if session.n_failed:
+                raise CppBatchError(f"{session.n_failed} of the messages did not work")
+            return
+
+        from rich.console import Console
+
+        view = TerminalView(Console(highlight=False))
+        view.say(f"{backend.model} answers. /help lists the commands, Alt-Enter begins a new line, Ctrl-D ends.")
+        session = ChatSession(backend, view, system=system, params=params, save_to=save_to)
+        session.take_up(messages)
+        if messages:
+            view.say(f"{len(messages)} messages from {continue_from}")
+        history = Path(platformdirs.user_state_dir("cppbatch")) / "chat_history"
+        for line in TerminalInput(COMMANDS, history, view.say):
+            try:
+                if not session.handle(line):
+                    break
+            except KeyboardInterrupt:  # while an answer that was stopped ends
+                continue
+    finally:
+        backend.close()
+
+
+def _refuse_engine_options() -> None:
+    context = click.get_current_context()
+    for each in context.command.params:
+        if each.name in _OF_THE_ENGINE and context.get_parameter_source(each.name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{each.opts[0]} is for a model in this process; the server of --url has its own")
+
+
+def _planned(
+    path: str, *, settings: dict[str, Any], given: set[str], use_profile: bool, memory_check: bool, says_start: bool
+) -> EngineConfig:
+    from cppbatch.cli.plan_start import plan_start
+
+    return plan_start(
+        EngineConfig(model_path=path, **settings), given, lambda one: [one],
+        use_profile=use_profile, memory_check=memory_check, says_start=says_start, say=partial(click.echo, err=True),
+    )  # fmt: skip
+
+
+def _load(plan: Callable[[str], EngineConfig], named: str | None) -> BatchInferenceEngine:
+    from cppbatch.engine.engine import BatchInferenceEngine
+    from cppbatch.models.pull import choose_model
+
+    loaded = 0.0
+
+    def on_progress(fraction: float) -> bool:
+        nonlocal loaded
+        loaded = fraction
+        return True
+
+    config = plan(str(choose_model(named)))
+    with loading_bar(lambda: loaded):
+        return BatchInferenceEngine(config, progress=on_progress)

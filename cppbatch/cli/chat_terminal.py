@@ -1,0 +1,249 @@
+"""`cppbatch chat` in a terminal: input with history and several lines, answers as Markdown while they arrive."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
+
+_REFRESHES_PER_S = 8
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters, which a model could use to steer the terminal; not tab and newline."""
+
+
+def printable(text: str) -> str:
+    """The text without the characters that steer a terminal."""
+    return _CONTROL.sub("", text)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class TerminalView:
+    """Shows a conversation with rich. What of an answer cannot change any more is printed; the rest is drawn anew."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._answer: _LiveAnswer | None = None
+
+    def begin(self) -> None:
+        """See `ChatView`."""
+        self._answer = _LiveAnswer(self._console)
+
+    def add(self, text: str, reasoning: str) -> None:
+        """See `ChatView`."""
+        assert self._answer
+        self._answer.add(printable(text), printable(reasoning))
+
+    def end(self, summary: str) -> None:
+        """See `ChatView`."""
+        assert self._answer
+        self._answer.close()
+        self._answer = None
+        self._console.print(Text(summary, style="dim"))
+        self._console.print()
+
+    def say(self, line: str) -> None:
+        """See `ChatView`."""
+        self._console.print(Text(printable(line), style="cyan"))
+        self._console.print()
+
+    def fail(self, line: str) -> None:
+        """See `ChatView`."""
+        self._console.print(Text(printable(line), style="red"))
+        self._console.print()
+
+
+class _LiveAnswer:
+    """An answer while it grows: reasoning dimmed, then Markdown, block by block."""
+
+    def __init__(self, console: Console) -> None:
+        from markdown_it import MarkdownIt
+
+        self._console, self._parser = console, MarkdownIt().enable("table")
+        self._reasoning = self._text = ""
+        self._has_block = False
+        self._live = Live(
+            console=console, refresh_per_second=_REFRESHES_PER_S, transient=True, get_renderable=self._tail,
+            redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self._live.start()
+
+    def add(self, text: str, reasoning: str) -> None:
+        """There is more of it."""
+        self._reasoning += reasoning
+        if text:
+            self._end_reasoning()
+            self._text += text
+            if "\n" in text:
+                done = _lines_of_finished_blocks(self._parser, self._text)
+                lines = self._text.splitlines(keepends=True)
+                self._text = "".join(lines[done:])
+                self._print("".join(lines[:done]))
+
+    def close(self) -> None:
+        """It has ended."""
+        self._end_reasoning()
+        rest, self._text = self._text, ""
+        self._live.stop()
+        self._print(rest)
+
+    def _end_reasoning(self) -> None:
+        if said := self._reasoning.strip():
+            self._reasoning = ""
+            self._console.print(Text(said, style="dim italic"))
+            self._has_block = True
+
+    def _print(self, markdown: str) -> None:
+        if not markdown.strip():
+            return
+        if self._has_block:
+            self._console.print()
+        self._console.print(Markdown(markdown))
+        self._has_block = True
+
+    def _tail(self) -> RenderableType:
+        if self._reasoning:
+            return _LastLines(Text(self._reasoning.strip(), style="dim italic"))
+        blank = "\n" if self._has_block and self._text.strip() else ""
+        return _LastLines(Text(blank, end=""), Markdown(self._text)) if self._text else Text("…", style="dim")
+
+
+def _lines_of_finished_blocks(parser: MarkdownIt, text: str) -> int:
+    """How many lines of a growing Markdown text belong to blocks that further text cannot change."""
+    starts = [token.map[0] for token in parser.parse(text) if token.level == 0 and token.map]
+    return starts[-1] if starts else 0
+
+
+class _LastLines:
+    """As many of the last lines as a screen holds: a live display cannot be taller."""
+
+    def __init__(self, *parts: RenderableType) -> None:
+        self._parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [line for part in self._parts for line in console.render_lines(part, options, pad=False)]
+        for line in lines[-max(1, console.height - 2) :]:
+            yield from line
+            yield Segment.line()
+
+
+# --- input ------------------------------------------------------------------------------------------------------------
+
+
+class TerminalInput:
+    """Messages that are typed: Enter sends, Alt-Enter or Ctrl-J begins a new line, arrows go through the history."""
+
+    def __init__(self, commands: Mapping[str, str], history: Path, say: Callable[[str], object]) -> None:
+        """`history`: a file, made if there is none."""
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+        self._say = say
+        kept: History = InMemoryHistory()
+        try:
+            history.parent.mkdir(parents=True, exist_ok=True)
+            history.touch(mode=0o600)
+            kept = FileHistory(str(history))
+        except OSError as error:
+            say(f"the history is not kept, because {history} cannot be written: {error.strerror}")
+        self._session: PromptSession[str] = PromptSession(
+            [("bold ansigreen", "> ")],
+            multiline=True,
+            prompt_continuation="  ",
+            history=kept,
+            key_bindings=_keys(),
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=False,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields messages, until Ctrl-D, or Ctrl-C twice at an empty prompt. Ctrl-C at others clears them."""
+        is_second = False
+        while True:
+            try:
+                line = self._session.prompt()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if is_second:
+                    return
+                is_second = not self._session.default_buffer.text
+                if is_second:
+                    self._say("Ctrl-C again, or Ctrl-D, ends the program")
+                continue
+            is_second = False
+            yield line
+
+
+def _keys() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("c-j")
+    @keys.add("escape", "enter")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+# --- without a terminal -----------------------------------------------------------------------------------------------
+
+
+class PlainView:
+    """Writes the answers alone to stdout, each with a newline at its end, and the rest to stderr."""
+
+    _is_at_start = True
+
+    def begin(self) -> None:
+        """See `ChatView`."""
+        self._is_at_start = True
+
+    def add(self, text: str, reasoning: str) -> None:
+        """See `ChatView`. Reasoning is left out."""
+        if text:
+            click.echo(text, nl=False)
+            self._is_at_start = text.endswith("\n")
+
+    def end(self, summary: str) -> None:
+        """See `ChatView`."""
+        if not self._is_at_start:
+            click.echo()
+
+    def say(self, line: str) -> None:
+        """See `ChatView`."""
+        click.echo(line, err=True)
+
+    fail = say
+
+
+def piped_lines() -> Iterator[str]:
+    """The lines of the standard input, each of which is a message."""
+    for line in sys.stdin:
+        yield line.rstrip("\r\n")
+
+
+def is_terminal() -> bool:
+    """Whether both input and output are one."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
