@@ -1,0 +1,118 @@
+"""`cppbatch chat` in a real terminal (a PTY), with the default model: stream, Ctrl-C, several lines, /retry, /save."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("Windows has no PTYs", allow_module_level=True)
+
+import fcntl
+import pty
+import struct
+import termios
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[()][A-Z0-9]|[=>78])")
+_SUMMARY = r"(\d+) tokens · [\d.]+ tokens/s · first after [\d.]+ s"
+
+_WITH_CTRL_C = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Runs a program whose controlling terminal is its standard input, so that Ctrl-C there is a signal."""
+
+
+class Terminal:
+    """A program in a terminal of 90 columns."""
+
+    def __init__(self, *command: str, state: Path) -> None:
+        self._at, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
+        environment = {**os.environ, "TERM": "xterm-256color", "XDG_STATE_HOME": str(state)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _WITH_CTRL_C, *command],
+            stdin=child, stdout=child, stderr=child, env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(child)
+        self._raw = b""
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> str:
+        """Reads until a regular expression is on the screen. Returns the text up to its end, without escapes, and
+        forgets it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            text = _ESCAPES.sub("", self._raw.decode(errors="replace")).replace("\r", "")
+            if found := re.search(pattern, text):
+                self._raw = text[found.end() :].encode()
+                return text[: found.end()]
+            assert time.monotonic() < deadline, f"no {pattern!r} in {text!r}"
+            if not select.select([self._at], [], [], 0.2)[0]:
+                continue
+            new = os.read(self._at, 65536)
+            if b"\x1b[6n" in new:  # the program asks where the cursor is
+                os.write(self._at, b"\x1b[1;1R")
+            self._raw += new
+
+    def type(self, keys: str) -> None:
+        os.write(self._at, keys.encode())
+
+    def enter(self, keys: str) -> None:
+        """Types at the next prompt: before it is there, the terminal would take a carriage return for a newline."""
+        self.wait_for("> ")
+        self.type(keys)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._at)
+
+
+@pytest.fixture
+def terminal(default_model: Path, tmp_path: Path) -> Iterator[Terminal]:
+    command = [sys.executable, "-m", "cppbatch", "chat", "-m", str(default_model), "-c", "4096", "--temp", "0"]
+    opened = Terminal(*command, state=tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.wait_for(r"answers\. /help")
+    terminal.enter("Write a very long story about the sea.\r")
+    terminal.wait_for("sea.*\n(.*\n)*.*The")  # the answer streams
+    time.sleep(0.5)
+    terminal.type("\x03")
+    stopped = terminal.wait_for(_SUMMARY + " · stopped")
+    assert "sea" in stopped
+
+    terminal.enter("/clear\r")
+    terminal.wait_for("a new conversation")
+    terminal.enter("What is the capital\x1b\rof France?\nAnswer in one word.\r")
+    assert "Paris" in terminal.wait_for(_SUMMARY)
+
+    terminal.enter("/retry\r")
+    assert "Paris" in terminal.wait_for(_SUMMARY)
+
+    terminal.enter(f"/save {tmp_path / 'talk.json'}\r")
+    terminal.wait_for("saved 2 messages")
+    asked, answered = json.loads((tmp_path / "talk.json").read_text())
+    assert asked["content"] == "What is the capital\nof France?\nAnswer in one word."
+    assert "Paris" in answered["content"]
+
+    terminal.enter("\x03")
+    terminal.wait_for("Ctrl-C again, or Ctrl-D, ends the program")
+    terminal.enter("\x03")
+    assert terminal.process.wait(30) == 0
+    history = tmp_path / "cppbatch" / "chat_history"
+    assert "Answer in one word." in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0

@@ -1,0 +1,49 @@
+"""What `cppbatch chat` draws: Markdown block by block, dimmed reasoning, nothing that steers the terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from cppbatch.cli.chat_terminal import TerminalView, printable
+
+ANSWER = (
+    "# Title\n\nSome *text*\nof two lines.\n\n1. one\n2. two\n\n```python\nprint('a')\n\nprint('b')\n```\n\nThe end."
+)
+
+
+def shown(pieces: list[str], *, reasoning: str = "", colours: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=40, force_terminal=colours, color_system="standard" if colours else None)
+    view = TerminalView(console)
+    view.begin()
+    if reasoning:
+        view.add("", reasoning)
+    for piece in pieces:
+        view.add(piece, "")
+    view.end("3 tokens")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_an_answer_looks_the_same_in_whatever_pieces_it_comes(size: int) -> None:
+    text = shown([ANSWER[i : i + size] for i in range(0, len(ANSWER), size)])
+    lines = [line.strip() for line in text.splitlines()]
+    for once in ("Title", "Some text of two lines.", "1 one", "2 two", "print('a')", "print('b')", "The end."):
+        assert sum(once in line for line in lines) == 1, once
+    assert lines.index("The end.") > lines.index("print('b')")
+    assert lines[-2:] == ["3 tokens", ""]
+
+
+def test_reasoning_is_dimmed_and_comes_before_the_answer() -> None:
+    text = shown(["Yes."], reasoning="Let me think.", colours=True)
+    assert "\x1b[2;3mLet me think.\x1b[0m" in text
+    assert text.rindex("Yes.") > text.index("Let me think.")
+    assert "\x1b[2m3 tokens\x1b[0m" in text
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b]0;title\x07b\x9b2Jc\td\ne\r") == "a]0;titleb2Jc\td\ne"
+    assert "\x1b" not in shown(["red \x1b[31m"])
