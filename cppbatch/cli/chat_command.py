@@ -84,7 +84,14 @@ def chat(
     lists the commands. Without a terminal each line of the input is a message, and the output is the answers.
     """
     from cppbatch.cli.chat_session import COMMANDS, ChatSession, read_messages
-    from cppbatch.cli.chat_terminal import PlainView, TerminalInput, TerminalView, is_terminal, piped_lines
+    from cppbatch.cli.chat_terminal import (
+        PlainView,
+        TerminalInput,
+        TerminalView,
+        is_terminal,
+        piped_lines,
+        quiet_terminal,
+    )
 
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
@@ -122,12 +129,13 @@ def chat(
         if messages:
             view.say(f"{len(messages)} messages from {continue_from}")
         history = Path(platformdirs.user_state_dir("cppbatch")) / "chat_history"
-        for line in TerminalInput(COMMANDS, history, view.say):
-            try:
-                if not session.handle(line):
-                    break
-            except KeyboardInterrupt:  # while an answer that was stopped ends
-                continue
+        with quiet_terminal():
+            for line in TerminalInput(COMMANDS, history, view.say):
+                try:
+                    if not session.handle(line):
+                        break
+                except KeyboardInterrupt:  # while an answer that was stopped ends
+                    continue
     finally:
         backend.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -189,6 +190,26 @@ class TerminalInput:
                 continue
             is_second = False
             yield line
+
+
+@contextlib.contextmanager
+def quiet_terminal() -> Iterator[None]:
+    """Between two prompts, keys are not echoed into the answer, and Enter stays Enter: what is typed while a model
+    answers is at the next prompt. Ctrl-C interrupts."""
+    try:
+        import termios
+    except ImportError:  # Windows, where it is so anyway
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    quiet = termios.tcgetattr(sys.stdin)
+    quiet[0] &= ~termios.ICRNL
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def _keys() -> KeyBindings:

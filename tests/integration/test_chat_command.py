@@ -18,7 +18,7 @@ from tests.scripted_chat import ChatServer
 
 Run = Callable[..., tuple[int, str, str]]
 SHORT = ["-n", "8", "--temp", "0", "--grammar", "root ::= [a-z]*"]
-SMALL = ["-c", "1024", "-t", "1", "--no-repack"]
+SMALL = ["-c", "1024", "-t", "1"]
 
 
 @pytest.fixture
