@@ -26,6 +26,7 @@ FULL = "the context is full: /clear begins a new conversation"
 """What to do about it, in every message about a full context."""
 _CONNECT_S = 10
 _ANSWER_S = 600  # without a byte
+_INTERRUPTIBLE_S = 0.2  # Windows does not interrupt a wait without an end
 _LINE_BYTES = 1 << 22  # of an event
 
 
@@ -172,7 +173,7 @@ class ServerBackend:
         events: queue.SimpleQueue[AnswerPart | BaseException | None] = queue.SimpleQueue()
         request = asyncio.run_coroutine_threadsafe(self._put_parts(body, events), self._loop)
         try:
-            while (event := events.get()) is not None:
+            while (event := _next(events)) is not None:
                 if isinstance(event, BaseException):
                     raise event
                 yield event
@@ -240,6 +241,13 @@ class ServerBackend:
             raise CppBatchError(f"{self._url} did not answer in time") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise CppBatchError(f"the connection to {self._url} broke: {error}") from error
+
+
+def _next(events: queue.SimpleQueue[T]) -> T:
+    """Waits for the next event. Raises `KeyboardInterrupt` at once after Ctrl-C, also on Windows."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return events.get(timeout=_INTERRUPTIBLE_S)
 
 
 async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[AnswerPart]:

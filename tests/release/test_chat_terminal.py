@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.server_process import ServerProcess
 
 if sys.platform == "win32":
     pytest.skip("Windows has no PTYs", allow_module_level=True)
@@ -73,12 +76,18 @@ class Terminal:
         os.close(self._at)
 
 
-@pytest.fixture
-def terminal(default_model: Path, tmp_path: Path) -> Iterator[Terminal]:
-    command = [sys.executable, "-m", "cppbatch", "chat", "-m", str(default_model), "-c", "4096", "--temp", "0"]
-    opened = Terminal(*command, state=tmp_path)
-    yield opened
-    opened.close()
+@pytest.fixture(params=["in this process", "with a server"])
+def terminal(request: pytest.FixtureRequest, default_model: Path, tmp_path: Path) -> Iterator[Terminal]:
+    command = [sys.executable, "-m", "cppbatch", "chat", "--temp", "0"]
+    with contextlib.ExitStack() as stack:
+        if request.param == "with a server":
+            server = stack.enter_context(ServerProcess("-m", default_model, "-c", "4096", "-np", "2"))
+            command += ["--url", server.wait_ready().url]
+        else:
+            command += ["-m", str(default_model), "-c", "4096"]
+        opened = Terminal(*command, state=tmp_path)
+        stack.callback(opened.close)
+        yield opened
 
 
 def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
