@@ -58,7 +58,7 @@ _OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile
 )  # fmt: skip
 @partial(sampling_options, max_tokens_default="as many as the context holds")
 @chat_template_option
-@partial(engine_settings_options, without=("max_wait_ms", *_ONE_SEQUENCE))
+@partial(engine_settings_options, without=("max_wait_ms", "pooling", *_ONE_SEQUENCE))
 @profile_and_memory_flags
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 def chat(
@@ -102,7 +102,11 @@ def chat(
     backend: ChatBackend
     if url:
         _refuse_engine_options()
-        backend = ServerBackend(url, model=model, api_key=api_key, **options)
+        source = click.get_current_context().get_parameter_source("model")
+        on_server = (
+            model if source is ParameterSource.COMMANDLINE else None
+        )  # the environment names one of this machine
+        backend = ServerBackend(url, model=on_server, api_key=api_key, **options)
     else:
         plan = partial(
             _planned, settings={**engine, **_ONE_SEQUENCE}, given=given_settings() | set(_ONE_SEQUENCE),

@@ -142,6 +142,18 @@ def test_keys_and_failures_of_servers_are_said() -> None:
         ServerBackend("nonsense", model=None, api_key=None)
 
 
+def test_the_model_of_the_environment_is_not_one_of_the_server(
+    run: Run, pipe: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPPBATCH_MODEL", "/models/of-this-machine.gguf")
+    pipe("Hello\n")
+    fake = FakeOpenAI(has_chat=True)
+    with on_a_thread(fake.app()) as url:
+        code, out, _ = run("chat", "--url", url, "-n", "2")
+    assert (code, out) == (0, "word word \n")
+    assert fake.bodies[0]["model"] == "fake"
+
+
 def test_flags_of_the_engine_are_refused_with_a_server(run: Run) -> None:
     code, _, err = run("chat", "--url", "http://127.0.0.1:1", "-c", "512")
     assert code == 2
