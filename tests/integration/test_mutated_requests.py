@@ -88,7 +88,8 @@ def complaint(sent: Mutant, answer: bytes) -> str | None:
     if kind == "text/event-stream":
         return _stream_complaint(body)
     if status == 200:
-        return None if kind == "text/plain" or json.loads(body) else f"200 with nothing: {body!r}"
+        is_text = kind in ("text/plain", "text/html")  # metrics; the web page
+        return None if is_text or json.loads(body) else f"200 with nothing: {body!r}"
     error = json.loads(body)["error"] if kind == "application/json" else {}
     return None if error.get("message") and error.get("type") else f"{status} with no error object: {body[:200]!r}"
 

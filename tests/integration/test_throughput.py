@@ -139,7 +139,7 @@ def test_the_speedup_by_drafts_has_a_row_for_each_workload_and_batch_size(tiny_l
     settings = figures["settings"]
     assert (figures["kind"], settings["spec"], settings["draft_max"]) == ("speculation", "auto", 4)
     seen = [(row["workload"], row["batch_size"], row["requests"]) for row in figures["rows"]]
-    assert seen == [("quote", 1, 4), ("quote", 5, 5), ("job", 1, 12), ("job", 5, 15)]
+    assert seen == [("quote", 1, 8), ("quote", 5, 10), ("job", 1, 12), ("job", 5, 15)]
     for row in figures["rows"]:
         assert row["speedup"]["median"] == pytest.approx(row["drafted"]["median"] / row["plain"]["median"])
         assert 0 < row["generated_tokens"] <= 3 * row["requests"]

@@ -119,18 +119,18 @@ function KeyDialog({onEnd}) {
     </form><//>`;
 }
 
-const imported = {};
+const components = {};
 
-/** A tab's component, imported when the tab is first shown. */
-const importTab = (name) => {
-  imported[name] ??= import(`./${name}/${name}.js`).then((module) => module[TABS[name]]);
-  return imported[name];
-};
+/** Imports a tab's component, when the tab is first shown. */
+async function importTab(name) {
+  components[name] ??= (await import(`./${name}/${name}.js`))[TABS[name]];
+  return components[name];
+}
 
 function Tab({name, active, server}) {
-  const [{Component, error}, setLoaded] = useState({});
+  const [{Component, error}, setLoaded] = useState({Component: components[name]});
   useEffect(() => {
-    importTab(name).then((Component) => setLoaded({Component})).catch((error) => setLoaded({error}));
+    if (!Component) importTab(name).then((Component) => setLoaded({Component})).catch((error) => setLoaded({error}));
   }, []);
   if (Component) return html`<${Component} server=${server} active=${active} />`;
   if (!error) return null;
@@ -200,5 +200,5 @@ function App() {
     <${Confirm} /><${Toasts} />`;
 }
 
-importTab(tabInHash());
+await importTab(tabInHash()).catch(() => {});  // the tab says why
 render(html`<${App} />`, document.getElementById('app'));

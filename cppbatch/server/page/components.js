@@ -195,11 +195,13 @@ export function useStored(name, initial) {
   return [value, setValue];
 }
 
-/** Loads a stylesheet, whose address is relative to the module that wants it. */
+/** Loads a stylesheet, whose address is relative to the module that wants it, unless index.html has it. */
 export const stylesheet = (base, path) => new Promise((resolve, reject) => {
-  const link = Object.assign(document.createElement('link'), {rel: 'stylesheet', href: new URL(path, base)});
+  const {href} = new URL(path, base);
+  if ([...document.styleSheets].some((sheet) => sheet.href === href)) return resolve();
+  const link = Object.assign(document.createElement('link'), {rel: 'stylesheet', href});
   Object.assign(link, {onload: resolve, onerror: () => reject(new Error(`${path} cannot be loaded`))});
-  document.head.append(link);
+  return document.head.append(link);
 });
 
 let showToast = () => {};
