@@ -211,6 +211,7 @@ def test_system_prompt_and_settings_are_sent_and_new_conversations_begin_with_th
         if new:
             expect(messages(chat, "assistant")).to_contain_text("Ahoy.")
             chat.get_by_role("button", name="New conversation").click()
+            expect(messages(chat)).to_have_count(0)
         with chat.expect_request(CHAT) as sent:
             send(chat, "Hello")
         body = sent.value.post_data_json
