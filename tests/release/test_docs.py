@@ -69,7 +69,7 @@ def run(command: list[str], servers: Servers) -> str:
 
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
     assert len(PROGRAMS) == 27
-    assert len(COMMANDS) == 43
+    assert len(COMMANDS) == 44
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
