@@ -40,7 +40,9 @@ def batched(path: Path, layout: KvLayout) -> list[Completion]:
 
 
 def open_engine(path: Path, layout: KvLayout) -> BatchInferenceEngine:
-    return BatchInferenceEngine(path, n_ctx=16384, n_parallel=16, n_threads=2, kv_layout=layout, flash_attn="off", spec="off")
+    return BatchInferenceEngine(
+        path, n_ctx=16384, n_parallel=16, n_threads=2, kv_layout=layout, flash_attn="off", spec="off"
+    )
 
 
 def texts(completions: list[Completion]) -> list[str]:
