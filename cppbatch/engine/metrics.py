@@ -65,9 +65,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str
     """The present layout, unified or per-sequence; of several engines, all that they have."""
     layout_switches: int
+    """How often the layout was switched (`--kv-layout auto`)."""
     context_shifts: int
     """How often a sequence had a full context, and tokens were dropped from it (--context-shift)."""
-    """How often the layout was switched (`--kv-layout auto`)."""
     kv_cells: int
     kv_cells_used: int
     """Cells of running sequences; shared ones count once."""
