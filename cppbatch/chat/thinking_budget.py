@@ -43,7 +43,7 @@ def effort_tokens(variables: dict[str, Any]) -> int | None:
 def given_budget(**fields: int | None) -> int | None:
     """The first of these fields of a request that is given, None if none is. Raises `InvalidRequest`."""
     field, wanted = next(((name, value) for name, value in fields.items() if value is not None), ("", None))
-    if wanted is not None and not UNLIMITED <= wanted <= _MOST:
+    if wanted is not None and (type(wanted) is not int or not UNLIMITED <= wanted <= _MOST):
         message = f"it must be the most tokens of reasoning, 0 to {_MOST}, or {UNLIMITED} for no limit"
-        raise InvalidRequest(field, f"is {wanted}; {message}")
+        raise InvalidRequest(field, f"is {wanted!r:.80}; {message}")
     return wanted

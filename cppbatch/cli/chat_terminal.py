@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 
 class TerminalView:
-    """Shows a conversation with rich. What of an answer cannot change any more is printed; the rest is drawn anew."""
+    """Shows a conversation with rich. What of an answer cannot change any more is printed; the rest is drawn again."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

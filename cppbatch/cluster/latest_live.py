@@ -16,7 +16,7 @@ class LatestLive:
     """The last live state of a worker. Used on the event loop.
 
     One question is on the way at a time. A worker that has had no request since its last answer is not asked: an idle
-    engine does nothing for those who look at it.
+    engine does nothing for the readers of `/live`.
     """
 
     def __init__(self) -> None:
