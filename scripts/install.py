@@ -113,7 +113,7 @@ def pick_backend() -> tuple[str, str]:
 
 
 def cmake_flags(backend: str, compiler: str) -> str:
-    flags = ["-DLLAVA_BUILD=OFF", "-DGGML_RPC=ON"]
+    flags = ["-DLLAVA_BUILD=ON", "-DMTMD_VIDEO=OFF", "-DGGML_RPC=ON"]
     if backend != "cpu":
         flags.append(f"-DGGML_{backend.upper()}=on")
     elif SYSTEM == "Darwin":

@@ -32,7 +32,7 @@ def folder(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("models")
     for i in range(3):
         tiny_models.llama(folder / f"tiny-{i}.gguf", seed=i)
-    (folder / "default.gguf").symlink_to(default_model)
+    (folder / "default.gguf").symlink_to(default_model.resolve())
     return folder
 
 
