@@ -47,7 +47,7 @@ class FakeWorker:
         self.config = config
         self.sequences: dict[int, Submit] = {}
         self.n_tokens: dict[int, int] = {}
-        self.died = self.ended = False
+        self.died = self.stopped = self.ended = False
         self.cut_off = 0
         """Unfinished requests that it had when it was ended without having died."""
         self.threads = config.n_threads
@@ -132,6 +132,11 @@ class FakeWorker:
         finally:
             for task in (working, dying):
                 task.cancel()
+
+    async def stop(self) -> bool:
+        assert not self.sequences, "it has requests"
+        self.stopped = True
+        return True
 
     async def end(self) -> None:
         self.ended = True

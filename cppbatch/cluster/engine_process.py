@@ -414,7 +414,7 @@ class EngineProcess(EngineClient):
         self._stats_waiters = []
 
     async def close(self) -> None:
-        """Kills the worker; unfinished requests get a last event (cancelled)."""
+        """Ends the worker, without requests in order; unfinished requests get a last event (cancelled)."""
         self._closed = True
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

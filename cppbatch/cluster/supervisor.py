@@ -140,10 +140,12 @@ class Supervisor:
             await self._wait_for_rpc_workers()
         watch = RpcWatch(self._rpc)
         worker = await WorkerHandle.start(self._config, self._runtime)
+        is_ready = False
         try:
             loaded = await self._while_alive(worker, watch, self._load(worker, watch), _LOAD_TIMEOUT_S)
             self.info = loaded.info
             self.worker = worker
+            is_ready = True
             self.health = Health(status="ok", progress=1.0)
             ready_at = time.monotonic()
             self._listener.on_worker_ready(loaded.stats)
@@ -153,6 +155,11 @@ class Supervisor:
                 self.worker = None
                 if time.monotonic() - ready_at > _STABLE_S:
                     self._failures = self._external_kills = 0
+            await self._stop(worker)
+        except asyncio.CancelledError:
+            if is_ready and self._listener.idle_seconds > 0:
+                await self._stop(worker)
+            raise
         finally:
             await worker.end()
             await watch.close()
@@ -230,6 +237,15 @@ class Supervisor:
         self.health = Health(status="sleeping")
         self._failures = self._external_kills = 0
         log.info("no request for %g s: the worker ends, and the next request starts it", self._sleep_idle_seconds)
+
+    async def _stop(self, worker: WorkerHandle) -> None:
+        """Lets a worker without requests close its engine, which may have something to write."""
+        listening = asyncio.ensure_future(self._listen(worker))
+        try:
+            if not await worker.stop():
+                log.warning("the idle worker did not close its engine; it is killed")
+        finally:
+            listening.cancel()
 
     async def _listen(self, worker: WorkerHandle) -> NoReturn:
         while True:

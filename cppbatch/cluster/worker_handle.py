@@ -18,13 +18,14 @@ import msgspec
 import psutil
 
 from cppbatch.cluster.shared_status import SharedStatus
-from cppbatch.cluster.worker_link import FromWorker, Hello, ServerLink, ToWorker, WorkerSetup, can_use_files
+from cppbatch.cluster.worker_link import FromWorker, Hello, ServerLink, Stop, ToWorker, WorkerSetup, can_use_files
 from cppbatch.config import EngineConfig
 
 Result = TypeVar("Result")
 
 _LAST_MESSAGES_S = 0.2  # after a death, the wait for messages that are still on the way
 _N_CHECKS = 20  # of the heartbeat within the timeout
+_STOP_S = 10.0  # to close the engine
 _MAX_PREPARATION_S = 60.0  # of one request: reading a grammar may take 10 s, and a busy machine needs longer
 _EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
 """Signals that a worker never sends itself. The kernel sends SIGKILL too (out of memory), and counts that."""
@@ -159,8 +160,16 @@ class WorkerHandle:
             return bool(psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED)
         return False
 
+    async def stop(self) -> bool:
+        """Has the process close its engine and end. Returns whether it did within 10 seconds."""
+        self.send(Stop())
+        try:
+            return await asyncio.wait_for(self._process.wait(), _STOP_S) == 0
+        except asyncio.TimeoutError:
+            return False
+
     async def end(self) -> None:
-        """Kills the process, which has nothing to save, and removes its folder."""
+        """Kills the process if it still runs, and removes its folder."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()

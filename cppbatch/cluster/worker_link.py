@@ -100,6 +100,10 @@ class GetLive(msgspec.Struct, frozen=True, tag=True):
     """The answer is `Live`."""
 
 
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Close the engine and end. Sent to a worker without requests."""
+
+
 class LimitThreads(msgspec.Struct, frozen=True, tag=True):
     """Use at most so many compute threads, from the next step on."""
 
@@ -107,7 +111,7 @@ class LimitThreads(msgspec.Struct, frozen=True, tag=True):
 
 
 Question = Check | Tokenize | SlotAction
-ToWorker = Submit | Question | Cancel | GetStats | GetLive | LimitThreads
+ToWorker = Submit | Question | Cancel | GetStats | GetLive | LimitThreads | Stop
 
 # --- from the worker --------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from cppbatch.cluster.worker_link import (
     SlotAction,
     SlotDone,
     Stats,
+    Stop,
     Submit,
     Tokenize,
     Tokenized,
@@ -75,9 +76,10 @@ class Worker:
         engine.survives_failures = False
 
     def run(self) -> None:
-        """Runs until the server's process kills this one."""
+        """Runs until the server sends `Stop`, or kills this process."""
         threading.Thread(target=self._receive, name="cppbatch-receiver", daemon=True).start()
         self._step_loop.run(self._engine)
+        self._engine.close()
 
     def _record_computed_requests(self, plan: StepPlan) -> None:
         """Writes the requests that compute tokens in a step to the shared status: only these can crash the step."""
@@ -117,6 +119,8 @@ class Worker:
         elif isinstance(message, LimitThreads):
             limit = message.n
             self._step_loop.post(lambda engine: engine.limit_threads(limit))
+        elif isinstance(message, Stop):
+            self._step_loop.stop()
 
     # --- on an input thread -----------------------------------------------------------------------------------------
 
@@ -318,6 +322,7 @@ def main() -> None:
         Worker(engine, link, status).run()
     except Exception:
         _crash(link, "the engine failed")
+    os._exit(0)  # no other thread has anything to finish
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.die = asyncio.Event()
-        self.ended = False
+        self.stopped = self.ended = False
         self._n_received = 0
 
     @classmethod
@@ -53,6 +53,10 @@ class Worker:
         if dying.done() and not dying.cancelled():
             raise WorkerDied("killed", set())
         return working.result()
+
+    async def stop(self) -> bool:
+        self.stopped = True
+        return True
 
     async def end(self) -> None:
         self.ended = True
@@ -130,6 +134,7 @@ async def until(condition: Any) -> None:
 
 async def test_an_idle_worker_ends_and_the_next_request_starts_another(run: Run, workers: list[Worker]) -> None:
     await until(lambda: run.status == "sleeping" and workers[0].ended)
+    assert workers[0].stopped, "its engine had time to write what it keeps"
     await asyncio.sleep(2 * IDLE_SECONDS)
     assert len(workers) == 1, "nothing wakes it without a request"
     assert run.supervisor.worker is None
