@@ -136,6 +136,9 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """A smaller GGUF model with the same vocabulary, which drafts tokens for speculative decoding; "": none (-md)."""
     draft_gpu_layers: int = -1
     """Layers of the draft model kept on the GPU; -1: all, 0: none (--draft-gpu-layers)."""
+    mmproj: str = ""
+    """A GGUF file with the encoder of pictures or sound and its projector into this model, llama.cpp's mmproj; "": text
+    only (--mmproj, docs/media.md)."""
     lora: tuple[tuple[str, float], ...] = ()
     """LoRA adapters: GGUF files with the scale for requests without `lora` (--lora FILE=SCALE). Requests name an
     adapter by its file name without the suffix."""
@@ -178,6 +181,11 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         self._check_rpc()
         self._check_speculation()
         self._check_lora()
+        if self.mmproj and self.pooling:
+            raise ConfigError(
+                f"{named('mmproj')} is for models that generate text, and {named('pooling')} is {self.pooling!r}; "
+                "leave one of them out"
+            )
 
     def _check(self, name: str, low: float, high: float, wanted: str) -> None:
         if not low <= getattr(self, name) <= high:
@@ -292,6 +300,7 @@ class EngineSettings(TypedDict, total=False):
     pooling: Pooling | None
     draft_model: str
     draft_gpu_layers: int
+    mmproj: str
     lora: tuple[tuple[str, float], ...]
     step_ms: tuple[tuple[int, float], ...]
     context_shift: bool

@@ -81,6 +81,7 @@ _SET_BY_THROUGHPUT = (
     "context_shift",
     "n_keep",
     "trace",
+    "mmproj",
 )
 
 
@@ -188,6 +189,7 @@ _SET_BY_ROOFLINE = (
     "pooling",
     "max_wait_ms",
     "trace",
+    "mmproj",
 )
 
 
@@ -228,6 +230,7 @@ _SET_BY_STRATEGIES = (
     "context_shift",
     "n_keep",
     "trace",
+    "mmproj",
 )
 
 

@@ -82,7 +82,7 @@ def _adapters(_context: object, _option: object, given: tuple[str, ...]) -> tupl
     return tuple(_adapter(each) for each in given)
 
 
-def _draft_model(_context: object, _option: object, given: str) -> str:
+def _file(_context: object, _option: object, given: str) -> str:
     from cppbatch.models.find import check_file
 
     return str(check_file(Path(given).expanduser())) if given else ""
@@ -263,13 +263,18 @@ _SETTINGS = [
     option(
         "-md", "--draft-model", "--model-draft", "--spec-draft-model", "draft_model", env="DRAFT_MODEL",
         llama_env="LLAMA_ARG_SPEC_DRAFT_MODEL", metavar="FILE", default=_DEFAULTS.draft_model, show_default=False,
-        callback=_draft_model,
+        callback=_file,
         help="Smaller GGUF model with the same vocabulary, which drafts tokens for speculative decoding.",
     ),
     option(
         "-ngld", "--draft-gpu-layers", "--spec-draft-ngl", "draft_gpu_layers", env="DRAFT_GPU_LAYERS",
         llama_env="LLAMA_ARG_N_GPU_LAYERS_DRAFT", type=_Layers(), default=_DEFAULTS.draft_gpu_layers,
         help="Layers of the draft model on the GPU; -1: all, 0: none.",
+    ),
+    option(
+        "-mm", "--mmproj", env="MMPROJ", llama_env="LLAMA_ARG_MMPROJ", metavar="FILE", default=_DEFAULTS.mmproj,
+        show_default=False, callback=_file,
+        help="GGUF file with the encoder of pictures or sound for this model (llama.cpp's mmproj).",
     ),
     option(
         "--lora", env="LORA", metavar="FILE[=SCALE]", multiple=True, callback=_adapters,

@@ -54,7 +54,9 @@ UNNEEDED = (
     UnneededFlag("-fitc --fit-ctx", "--memory-check refuses settings that do not fit", "N"),
     UnneededFlag("-bs --backend-sampling", "--sampling auto, the default, has a GPU select tokens where it can"),
     UnneededFlag("--offline", "a model that is here is not fetched again; HF_HUB_OFFLINE=1 forbids the hub"),
-    UnneededFlag("--no-mmproj --no-mmproj-auto", "there is no image input"),
+    UnneededFlag(
+        "--no-mmproj --no-mmproj-auto", "pictures and sound need --mmproj FILE, and no projector is loaded without it"
+    ),
     UnneededFlag("--swa-full", "sliding windows are kept as the model needs them"),
     UnneededFlag("-ctxcp --ctx-checkpoints --swa-checkpoints", "the prefix cache keeps what a model needs", "N"),
     UnneededFlag("-cms --checkpoint-min-step", "the prefix cache keeps what a model needs", "N"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     engine_options,
     without=(
         "spec", "draft_max", "draft_model", "draft_gpu_layers", "max_wait_ms", "context_shift", "n_keep", "trace",
+        "mmproj",
     ),
 )  # fmt: skip
 @report_options

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from cppbatch.engine.request import GenerationRequest, Pair
+from cppbatch.engine.request import GenerationRequest, MediaPrompt, Pair
 
 _MIN_LENGTH = 64  # characters
 _CHARACTERS_PER_TOKEN = 4
@@ -92,8 +92,13 @@ def prompt_prefixes(request: GenerationRequest) -> list[Prefix]:
     scope = (request.cache_salt, None if request.lora is None else frozenset(request.lora.items()))
     return [
         Prefix(length // _CHARACTERS_PER_TOKEN, hash((scope, part if isinstance(part, str) else tuple(part))))
-        for length, part in _parts(prompt)
+        for length, part in _parts(_text_with_digests(prompt) if isinstance(prompt, MediaPrompt) else prompt)
     ]
+
+
+def _text_with_digests(prompt: MediaPrompt) -> str:
+    """The text of a prompt, with the digests of pictures and sounds where they are."""
+    return "".join(part if isinstance(part, str) else f"\0{part.kind} {part.digest}\0" for part in prompt.parts)
 
 
 def _parts(prompt: str | list[int]) -> Iterator[tuple[int, str | list[int]]]:

@@ -14,7 +14,7 @@ from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed, token_ids
 from cppbatch.engine.reasoning_follower import ReasoningFollower
-from cppbatch.engine.request import GenerationRequest, Pair, Prompt, TokenPiece, is_long
+from cppbatch.engine.request import GenerationRequest, MediaPrompt, Pair, Prompt, TokenPiece, is_long
 from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sampling.structured_output import GrammarCompiler
 from cppbatch.engine.sequence import Seq
@@ -175,6 +175,8 @@ class InputProcessor:
         return tokens if len(tokens) else None
 
     def _tokens(self, prompt: Prompt, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
+        if isinstance(prompt, MediaPrompt):
+            prompt = self._text_of(prompt)
         self._refuse_long("prompt", prompt)
         if isinstance(prompt, str):
             is_empty = not prompt and not self._info.pooling  # embedding models add tokens of their own
@@ -187,6 +189,13 @@ class InputProcessor:
             raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
         return tokens
 
+    def _text_of(self, prompt: MediaPrompt) -> str:
+        """Its text. Raises `InvalidRequest` for a picture or a sound."""
+        for medium in prompt.media:
+            message = f"has a medium of kind {medium.kind}, and {self._info.name} takes text only"
+            raise InvalidRequest("prompt", f"{message} (for a model with a projector file: {named('mmproj')})")
+        return "".join(part for part in prompt.parts if isinstance(part, str))
+
     def _tokenized(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         """The tokens of the last long text are kept: `n` choices of one prompt are prepared one after the other."""
         if not is_long(text):
@@ -196,7 +205,7 @@ class InputProcessor:
             last = self._last_long = (text, self._vocab.tokenize(text, cancelled=cancelled))
         return last[1]
 
-    def _refuse_long(self, field: str, prompt: Prompt) -> None:
+    def _refuse_long(self, field: str, prompt: str | list[int] | Pair) -> None:
         """Refuses a prompt, or another field like it, that surely has too many tokens, without tokenising it."""
         limit = self._info.max_sequence
         if isinstance(prompt, list):

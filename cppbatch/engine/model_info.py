@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -67,3 +69,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     labels: list[str] = []
     """Names of a reranker's scores, if its file has them; mostly it has none."""
     adapters: tuple[AdapterInfo, ...] = ()
+    modalities: tuple[Literal["image", "audio"], ...] = ()
+    """What prompts may contain beside text; empty without a projector (`EngineConfig.mmproj`)."""

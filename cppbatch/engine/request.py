@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import Any, Literal, TypedDict, get_args
 
 import msgspec
@@ -41,15 +43,66 @@ class FinishReason(str, Enum):
     ERROR = "error"
 
 
-class Pair(msgspec.Struct, frozen=True):
+class Pair(msgspec.Struct, frozen=True, tag=True):
     """Two texts for a reranker, which scores how well the document answers the query."""
 
     query: str
     document: str
 
 
-Prompt = str | list[int] | Pair
-"""A text; token ids, which are used unchanged; or a pair of texts for a reranker."""
+Modality = Literal["image", "audio"]
+
+
+class Media(msgspec.Struct, frozen=True, dict=True):
+    """A picture or a sound in a prompt.
+
+    Media("image", Path("cat.jpg").read_bytes())
+    """
+
+    kind: Modality
+    data: bytes
+    """The file as it was sent: a picture as PNG, JPEG, WebP, GIF or BMP; a sound as WAV, MP3 or FLAC."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Modality):
+            raise InvalidRequest("prompt", f"has a medium of kind {shown(self.kind)}; it must be image or audio")
+        if not isinstance(self.data, bytes):
+            raise InvalidRequest("prompt", f"has {shown(self.data)} as {self.kind}; give the bytes of a file")
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the bytes, in hexadecimal digits."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
+    """A text with pictures and sounds between its parts, for a model with a projector (`EngineConfig.mmproj`).
+
+        MediaPrompt(["What is this? ", Media("image", data), "\n"])
+
+    The texts may contain control tokens, and BOS comes first if the model wants it, as in a prompt that is one text.
+    Texts that follow each other are one text. The last part is a text: only a token of text predicts the next one.
+    """
+
+    parts: list[str | Media]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.parts, list) or not all(isinstance(part, str | Media) for part in self.parts):
+            raise InvalidRequest("prompt", f"is {shown(self.parts)}; its parts must be a list of strings and `Media`")
+
+    @property
+    def media(self) -> list[Media]:
+        """Its pictures and sounds, in order."""
+        return [part for part in self.parts if isinstance(part, Media)]
+
+    @property
+    def n_characters(self) -> int:
+        """Characters of its texts."""
+        return sum(len(part) for part in self.parts if isinstance(part, str))
+
+
+Prompt = str | list[int] | Pair | MediaPrompt
+"""A text; token ids, which are used unchanged; a pair of texts for a reranker; or a text with pictures and sounds."""
 
 _MAX_NAME = 1024  # characters
 _MAX_ADAPTERS = 1024
@@ -58,6 +111,8 @@ _LONG = 1 << 15  # characters, or token ids
 
 def is_long(prompt: Prompt) -> bool:
     """Whether preparing it takes so long that short prompts should not wait for it."""
+    if isinstance(prompt, MediaPrompt):
+        return True  # its pictures and sounds are encoded
     return (len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)) > _LONG
 
 
@@ -112,7 +167,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if isinstance(self.prompt, list):
             msgspec.structs.force_setattr(self, "prompt", token_ids("prompt", self.prompt))
-        elif not isinstance(self.prompt, (str, Pair)):
+        elif not isinstance(self.prompt, (str, Pair, MediaPrompt)):
             raise InvalidRequest("prompt", f"is {shown(self.prompt)}; it must be a string or a list of token ids")
         number(self, "priority", *OPTION_RANGES["priority"], integer=True)
         for name in ("timeout", "queue_timeout"):
@@ -191,6 +246,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Counts and times of a request so far. Times in seconds."""
 
     prompt_tokens: int
+    n_media_tokens: int = 0
+    """Prompt tokens that are pictures or sound."""
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
     prefilled_tokens: int = 0
