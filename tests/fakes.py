@@ -22,7 +22,7 @@ from cppbatch.engine.runtime import Layouts, Runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft, Proposer
 from cppbatch.errors import CacheFull, LlamaError
-from cppbatch.llama import BackendSampling, Batch
+from cppbatch.llama import BackendSampling, Batch, EmbeddingBatch
 
 EOG = frozenset({60, 61, 62, 63})
 PIECES: list[bytes] = [
@@ -144,6 +144,7 @@ class FakeContext:
         self.sets: list[AdapterSet] = []  # of each decode
         self._numbers = itertools.count()
         self.steps: list[dict[int, int]] = []
+        self.vector_steps: list[dict[int, int]] = []  # of decodes of pictures
         self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, sharing=sharing, n_more_ids=n_more_ids)
         self.fail_at: dict[int, LlamaError] = {}
         self.fail_restore = False
@@ -227,6 +228,23 @@ class FakeContext:
             made_with.append(self.adapters)
             if batch.wants_logits[i]:
                 self._moods.append(mood(cells, self.adapters))
+        assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
+        assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
+
+    def decode_vectors(self, batch: EmbeddingBatch, *, causal: bool) -> None:
+        """The first number of a vector is the byte that a cell holds of it: one that is no token."""
+        n = batch.n_tokens
+        seq_ids = batch.seq_ids[:n].tolist()
+        assert 1 <= n <= self.n_batch, f"a batch of {n} vectors; the limit is {self.n_batch}"
+        assert causal or (n <= self.n_ubatch and len(set(seq_ids)) == 1), "these see each other"
+        self.vector_steps.append(dict(Counter(seq_ids)))
+        for vector, position, seq_id in zip(batch.vectors[:n], batch.positions[:n].tolist(), seq_ids, strict=True):
+            cells = self.cells[seq_id]
+            assert position == len(cells), f"seq_id {seq_id} holds {len(cells)} tokens and gets position {position}"
+            assert N_VOCAB <= vector[0] < 256, f"{vector} is no vector of the fake encoder"
+            cells.append(int(vector[0]))
+            self.owned[seq_id].append(next(self._numbers))
+            self.made_with[seq_id].append(self.adapters)
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
         assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
 

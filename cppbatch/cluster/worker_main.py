@@ -83,7 +83,7 @@ class Worker:
 
     def _record_computed_requests(self, plan: StepPlan) -> None:
         """Writes the requests that compute tokens in a step to the shared status: only these can crash the step."""
-        computed = [int(sequence.id) for sequence, _ in plan.chunks]
+        computed = [int(sequence.id) for sequence, _ in plan.pieces]
         if computed != self._last_computed:
             self._status.set_computing(computed)
             self._last_computed = computed

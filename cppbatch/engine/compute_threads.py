@@ -8,7 +8,8 @@ undisturbed; beside one busy program 31.9 with two threads (mean 50, because som
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -49,7 +50,17 @@ class ComputeThreads:
         self._read, self._clock = read or read_cpu_times, clock
         self._now = self._free_before = most
         self._interval_s = _FIRST_S
+        self._lent = 0
         self._at, self._times = clock(), self._read()
+
+    @contextmanager
+    def lent(self, n: int) -> Iterator[None]:
+        """Steps use `n` threads fewer, but at least one, while another computation of this process uses those."""
+        self._lent = n
+        try:
+            yield
+        finally:
+            self._lent = 0
 
     def limit(self, most: int) -> None:
         """Steps use at most so many threads from now on."""
@@ -59,7 +70,7 @@ class ComputeThreads:
         """The number for a step that begins now."""
         now = self._clock()
         if now - self._at < self._interval_s:
-            return self._now
+            return max(1, self._now - self._lent)
         times = self._read()
         busy = busy_cores(self._times, times, now - self._at)
         if self._at + 4 * _INTERVAL_S > now:  # else the engine was idle, and this is about a time long ago
@@ -68,7 +79,7 @@ class ComputeThreads:
             self._free_before = free
             self._interval_s = _INTERVAL_S
         self._at, self._times = now, times
-        return self._now
+        return max(1, self._now - self._lent)
 
 
 def busy_cores(before: CpuTimes, after: CpuTimes, seconds: float) -> float:

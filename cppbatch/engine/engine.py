@@ -46,7 +46,7 @@ from cppbatch.engine.request import (
 )
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Sampler, SamplerOutput
-from cppbatch.engine.scheduler import PoolingScheduler, Scheduler, StepPlan
+from cppbatch.engine.scheduler import Chunk, PoolingScheduler, Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.slots import Slots
 from cppbatch.engine.speculation.speculator import Speculator, max_draft_rows
@@ -54,7 +54,7 @@ from cppbatch.engine.trace import Trace
 from cppbatch.engine.turns import Turns
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import ConfigError, EngineClosed, InvalidRequest, LlamaError, QueueFull
-from cppbatch.llama import Batch, apply_builtin_template
+from cppbatch.llama import Batch, EmbeddingBatch, apply_builtin_template
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,6 +93,7 @@ class BatchInferenceEngine:
         context = self._context = self._runtime.context
         self._vocab = self._runtime.vocab
         self._batch = Batch(context.n_batch)
+        self._media_batch: EmbeddingBatch | None = None  # made for the first picture
         self.kv = KVPool(
             context,
             self._runtime.sharing,
@@ -108,7 +109,13 @@ class BatchInferenceEngine:
         if (layouts := self._runtime.layouts) is not None:
             self._layout_policy = LayoutPolicy(layouts.stream_cells, layouts.n_cached)
         self._layout_before: KvLayout | None = None  # during a switch: the context may be closed
-        self._inputs = InputProcessor(self._vocab, self.info, context_shift=config.context_shift, n_keep=config.n_keep)
+        self._inputs = InputProcessor(
+            self._vocab,
+            self.info,
+            context_shift=config.context_shift,
+            n_keep=config.n_keep,
+            media=self._runtime.media,
+        )
         policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)
         target = config.target_step_ms / 1000 if config.target_step_ms else None
         self._speculator = self._make_speculator()
@@ -314,9 +321,8 @@ class BatchInferenceEngine:
             plan = self._plan()
             self.on_plan(plan)
             self.kv.apply()
-            if plan.chunks:
-                self._batch.refill(plan.batch, n_rows=plan.n_rows)
-                self._sampler.prepare(plan)
+            if plan.pieces:
+                self._fill(plan)
                 self.metrics.lap("fill")
                 began = perf_counter()
                 is_computed = self._decode(plan)
@@ -329,6 +335,14 @@ class BatchInferenceEngine:
             self._check_kv()
             if self._trace:
                 self._trace.flush()
+
+    def _fill(self, plan: StepPlan) -> None:
+        """Writes the batch of the step's tokens. Pictures are written when their turn comes (`_decode_media`)."""
+        if plan.chunks:
+            self._batch.refill(plan.batch, n_rows=plan.n_rows)
+            self._sampler.prepare(plan)
+        else:
+            self._batch.clear()
 
     def _switch_layout(self, policy: LayoutPolicy, switch: LayoutSwitch) -> None:
         """Makes the context again in the other layout. Sequences that ran resume in the step that follows, with their
@@ -384,12 +398,15 @@ class BatchInferenceEngine:
             if self._runtime.threads:
                 self._context.use_threads(self._runtime.threads.now())
             self._context.use_adapters(plan.adapters)
-            self._context.decode(self._batch)
+            if plan.media:
+                self._decode_media(plan.media)
+            if plan.chunks:
+                self._context.decode(self._batch)
         except LlamaError as error:
             if not self.survives_failures:
                 raise
-            log.error("a step of %d tokens failed: %s", self._batch.n_tokens, error)
-            for sequence, _ in plan.chunks:
+            log.error("a step of %d tokens failed: %s", plan.n_tokens, error)
+            for sequence, _ in plan.pieces:
                 sequence.error = str(error)
                 self._finish(sequence, FinishReason.ERROR)
             return False
@@ -397,6 +414,20 @@ class BatchInferenceEngine:
             self.metrics.lap("decode", rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
         self.metrics.count_step(decode_rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
         return True
+
+    def _decode_media(self, media: list[Chunk]) -> None:
+        """Computes pictures and sounds: those with a causal mask in one batch, each other one by itself, since all of
+        it must be in one ubatch."""
+        batch = self._media_batch
+        if batch is None:
+            n_embd = media[0][0].media_vectors(1).shape[1]
+            batch = self._media_batch = EmbeddingBatch(self._context.n_batch, n_embd)
+        runs = {sequence: sequence.next_run for sequence, _ in media}
+        causal = [(sequence, n) for sequence, n in media if not (run := runs[sequence]) or not run.is_whole]
+        whole = [[(sequence, n)] for sequence, n in media if (run := runs[sequence]) and run.is_whole]
+        for pieces in [causal, *whole] if causal else whole:
+            batch.refill_vectors(pieces)
+            self._context.decode_vectors(batch, causal=pieces is causal)
 
     @contextmanager
     def _restart_if_interrupted(self) -> Iterator[None]:
@@ -442,7 +473,7 @@ class BatchInferenceEngine:
         if plan.n_drafted:
             reasons = self._verify_drafts(plan, outputs, sampled)
         else:
-            for sequence, n in plan.chunks:
+            for sequence, n in plan.pieces:
                 self.kv.computed(sequence, n)
             reasons = [self._accept(sequence, output) for sequence, output in zip(outputs, sampled, strict=True)]
         for sequence, reason in zip(outputs, reasons, strict=True):
@@ -463,7 +494,7 @@ class BatchInferenceEngine:
 
     def _report_prefill(self, plan: StepPlan) -> None:
         now = perf_counter()
-        for sequence, _ in plan.chunks:
+        for sequence, _ in plan.pieces:
             if sequence.request.usage_events != "end" and sequence.in_first_prefill:
                 self.outputs.report(sequence, now)
 

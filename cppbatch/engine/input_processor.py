@@ -11,27 +11,38 @@ import numpy.typing as npt
 
 from cppbatch.config import named
 from cppbatch.engine.lora_sets import adapter_set
+from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed, token_ids
 from cppbatch.engine.reasoning_follower import ReasoningFollower
-from cppbatch.engine.request import GenerationRequest, MediaPrompt, Pair, Prompt, TokenPiece, is_long
+from cppbatch.engine.request import GenerationRequest, MediaPrompt, Modality, Pair, TokenPiece, is_long
 from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sampling.structured_output import GrammarCompiler
-from cppbatch.engine.sequence import Seq
+from cppbatch.engine.sequence import MediaRun, Seq
 from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import ContextOverflow, InvalidRequest
 
 _MIN_BYTES = 1 << 16  # a text of this length is tokenised, however short the context is
 _LEAST_SHIFTED = 4  # tokens of a full context that may be dropped at least
+_MODALITIES: dict[Modality, str] = {"image": "pictures", "audio": "sound"}
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
 
 
 class InputProcessor:
     """Makes a `Seq` of a `GenerationRequest`. Later code does not validate again. Thread-safe."""
 
-    def __init__(self, vocab: Vocabulary, info: ModelInfo, *, context_shift: bool = False, n_keep: int = 0) -> None:
-        """`context_shift`, `n_keep`: as in `EngineConfig`."""
+    def __init__(
+        self,
+        vocab: Vocabulary,
+        info: ModelInfo,
+        *,
+        context_shift: bool = False,
+        n_keep: int = 0,
+        media: MediaInput | None = None,
+    ) -> None:
+        """`context_shift`, `n_keep`: as in `EngineConfig`. `media`: encodes pictures and sounds; None: text only."""
         self._vocab = vocab
+        self._media = media
         self._info = info
         self._context_shift, self._n_keep = context_shift, n_keep
         self._grammars = GrammarCompiler(vocab.for_grammars)
@@ -44,7 +55,11 @@ class InputProcessor:
         """
         arrived_at = perf_counter()
         self._check_task(request)
-        prompt = self._tokens(request.prompt, cancelled)
+        runs: tuple[MediaRun, ...] = ()
+        if isinstance(request.prompt, MediaPrompt):
+            prompt, runs = self._media_tokens(request, request.prompt, cancelled)
+        else:
+            prompt = self._tokens(request.prompt, cancelled)
         limit, n = self._info.max_sequence, len(prompt)
         if request.task == "embed":
             if n > limit:
@@ -52,7 +67,8 @@ class InputProcessor:
             return Seq(request, prompt, max_new=0, seed=0, now=arrived_at)
         if n >= limit:
             raise self._too_long("prompt", f"has {n} tokens", n, purpose=" for prompt and answer")
-        max_new = self._max_new(request, n)
+        shifts = self._context_shift and not runs
+        max_new = self._max_new(request, n, shifts=shifts)
         adapters = adapter_set(request.lora, self._info.adapters)
         prediction = self._prediction(request, cancelled)
         plan = make_sampling_plan(request.params, self._vocab, limit)
@@ -64,9 +80,10 @@ class InputProcessor:
             seed=actual_seed(request.params.seed),
             now=arrived_at,
             n_ctx=limit,
-            n_keep=self._kept(request, n) if self._context_shift else 0,
+            n_keep=self._kept(request, n) if shifts else 0,
             adapters=adapters,
             prediction=prediction,
+            media=runs,
         )
         sequence.sampling, sequence.constraint = plan, constraint
         if budget := request.params.reasoning_budget:
@@ -74,14 +91,14 @@ class InputProcessor:
             sequence.reasoning = ReasoningFollower(budget, closing, partial(self._vocab.piece, special=True))
         return sequence
 
-    def _max_new(self, request: GenerationRequest, n: int) -> int:
+    def _max_new(self, request: GenerationRequest, n: int, *, shifts: bool) -> int:
         """The most tokens that a request with a prompt of `n` tokens gets.
 
         With a context shift a text may be longer than the context; one without `max_tokens` ends after as many tokens
         as the model was trained for, because some models never end a text.
         """
         wanted, room = request.params.max_tokens, self._info.max_sequence - n
-        if self._context_shift:
+        if shifts:
             return max(room, self._info.n_ctx_train) if wanted is None else wanted
         if wanted is None:
             return room
@@ -174,9 +191,7 @@ class InputProcessor:
             raise self._too_long("prediction", f"has {len(tokens)} tokens", len(tokens))
         return tokens if len(tokens) else None
 
-    def _tokens(self, prompt: Prompt, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
-        if isinstance(prompt, MediaPrompt):
-            prompt = self._text_of(prompt)
+    def _tokens(self, prompt: str | list[int] | Pair, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         self._refuse_long("prompt", prompt)
         if isinstance(prompt, str):
             is_empty = not prompt and not self._info.pooling  # embedding models add tokens of their own
@@ -189,12 +204,60 @@ class InputProcessor:
             raise InvalidRequest("prompt", f"is empty ({prompt!r} has no tokens); give at least one")
         return tokens
 
-    def _text_of(self, prompt: MediaPrompt) -> str:
-        """Its text. Raises `InvalidRequest` for a picture or a sound."""
+    def _media_tokens(
+        self, request: GenerationRequest, prompt: MediaPrompt, cancelled: IsCancelled
+    ) -> tuple[npt.NDArray[np.int32], tuple[MediaRun, ...]]:
+        """The tokens of a prompt with pictures and sounds, int32[n], and which of them are placeholders.
+
+        Each of its texts is tokenised by itself, as llama.cpp does it.
+        """
+        texts: list[str] = []
+        self._check_media(request, prompt)
+        tokens: list[npt.NDArray[np.int32]] = []
+        runs: list[MediaRun] = []
+        if self._vocab.adds_bos:
+            tokens.append(self._vocab.tokenize("", add_special=True)[:1])
+
+        def n_tokens() -> int:
+            return sum(map(len, tokens))
+
+        def check(n_more: int) -> None:
+            if n_tokens() + n_more >= self._info.max_sequence:
+                n = n_tokens() + n_more
+                raise self._too_long("prompt", f"has {n} tokens", n, is_least=True, purpose=" for prompt and answer")
+
+        for part in [*prompt.parts, None]:
+            if isinstance(part, str):
+                texts.append(part)
+                continue
+            if text := "".join(texts):
+                tokens.append(self._vocab.tokenize(text, add_special=False, cancelled=cancelled))
+            texts.clear()
+            if part is None:
+                break
+            assert self._media
+            for piece in self._media.encoded(part, check, cancelled).pieces:
+                if piece.vectors is not None:
+                    runs.append(MediaRun(n_tokens(), piece.vectors, piece.is_whole))
+                tokens.append(piece.tokens)
+        if runs and runs[-1].stop == n_tokens():
+            message = "ends with a picture or a sound; only text after it can be continued, so add some, like a newline"
+            raise InvalidRequest("prompt", message)
+        if not n_tokens():
+            raise InvalidRequest("prompt", "is empty; give at least one token")
+        return np.concatenate(tokens), tuple(runs)
+
+    def _check_media(self, request: GenerationRequest, prompt: MediaPrompt) -> None:
+        """Raises `InvalidRequest` for a prompt that is refused before any of it is decoded."""
+        self._refuse_long("prompt", "".join(part for part in prompt.parts if isinstance(part, str)))
         for medium in prompt.media:
-            message = f"has a medium of kind {medium.kind}, and {self._info.name} takes text only"
-            raise InvalidRequest("prompt", f"{message} (for a model with a projector file: {named('mmproj')})")
-        return "".join(part for part in prompt.parts if isinstance(part, str))
+            if medium.kind not in self._info.modalities:
+                known = " and ".join(_MODALITIES[kind] for kind in self._info.modalities)
+                takes = f"takes {known} beside text" if known else f"takes text only (pictures need {named('mmproj')})"
+                raise InvalidRequest("prompt", f"has {_MODALITIES[medium.kind]}, and {self._info.name} {takes}")
+        if prompt.media and request.params.scores_prompt:
+            message = "asks for log-probabilities of a prompt with pictures or sound, which have none"
+            raise InvalidRequest("echo", message)
 
     def _tokenized(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         """The tokens of the last long text are kept: `n` choices of one prompt are prepared one after the other."""

@@ -227,7 +227,7 @@ class OutputProcessor:
     def _prompt_text(self, sequence: Seq) -> str:
         if isinstance(sequence.request.prompt, str):
             return sequence.request.prompt
-        tokens = sequence.text_tokens(0)[: sequence.n_prompt].tolist()
+        tokens = sequence.text_tokens(0)[: sequence.n_prompt - sequence.n_media].tolist()
         return b"".join(self._vocab.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
 
     # --- the queue, on the engine's thread ----------------------------------------------------------------------

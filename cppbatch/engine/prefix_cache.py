@@ -100,10 +100,13 @@ class PrefixCache:
             return None, False
         tokens = sequence.tokens[: sequence.n_tokens - 1]
         own = self.of_slot(sequence.request.id_slot)
-        for source, n in self._tree.matches(tokens, sequence.salt):
+        for source, n_equal in self._tree.matches(tokens, sequence.salt):
+            n = sequence.before_media(n_equal)
             if n <= best_gain:
                 break
             usable = self._usable(source, n)
+            if (whole := sequence.before_media(usable)) < usable:  # the source computes a picture
+                usable = 0 if self.sharing == "whole" else whole
             gain = usable - (_COST_OF_TAKING if source is own else self._cost(source, usable))
             if gain > best_gain:
                 best, best_gain = Match(source, usable, source is own), gain

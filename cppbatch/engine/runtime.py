@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace as replace_fields
 
 from cppbatch.config import (
     EngineConfig,
@@ -32,7 +35,9 @@ from cppbatch.engine.kv_layout import (
 )
 from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
 from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
+from cppbatch.engine.slot_file import file_digest
 from cppbatch.engine.speculation.draft_runtime import draft_config, open_draft_model
 from cppbatch.engine.speculation.grammar_proposer import GrammarProposer
 from cppbatch.engine.speculation.proposer import Proposer
@@ -45,6 +50,8 @@ from cppbatch.llama import (
     BackendSampling,
     Batch,
     Context,
+    EmbeddingBatch,
+    MediaEncoder,
     Model,
     least_rows_for_equal_bits,
     probe_prefix_sharing,
@@ -68,6 +75,7 @@ class Computation(Memory, Protocol):
     def use_adapters(self, adapters: AdapterSet) -> None: ...
     def use_threads(self, n: int) -> None: ...
     def decode(self, batch: Batch) -> None: ...
+    def decode_vectors(self, batch: EmbeddingBatch, *, causal: bool) -> None: ...
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]: ...
     def token_embeddings(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
@@ -110,6 +118,8 @@ class Runtime:
     """None: the layout is fixed."""
     proposers: Sequence[Proposer] = ()
     """Sources of drafts; none if there is no speculation."""
+    media: MediaInput | None = None
+    """Encodes pictures and sounds; None: prompts are text only."""
     n_rollback: int = 0
     """How many draft tokens of a sequence can be removed where memory is not all cells (`Context.n_rollback`)."""
 
@@ -182,7 +192,10 @@ def open_runtime(
     runtime; None: that frees only the context. `threads`: made before the model was loaded; None: now. Raises
     `ModelError` or `LlamaError`.
     """
-    runtime = _open_runtime(config, model, close, threads or _compute_threads(config))
+    threads = threads or _compute_threads(config)
+    runtime = _open_runtime(config, model, close, threads)
+    if config.mmproj:
+        runtime = _with_media(config, model, runtime)
     draft_settings = draft_config(config)
     if draft_settings is None or not _can_remove_drafts(model) or runtime.context.backend_sampling:
         return runtime
@@ -202,6 +215,36 @@ def open_runtime(
         runtime.close()
 
     return replace(runtime, proposers=(*runtime.proposers, proposer), close=close_both)
+
+
+def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime:
+    """The runtime with the encoder of pictures and sounds. Raises `ModelError` for what cannot be computed with it."""
+    if config.deterministic:
+        raise ModelError(
+            f"{named('deterministic')} gives the same bits for text only: the vectors of a picture are computed in "
+            f"pieces of other sizes; leave out {named('mmproj')}, or this setting"
+        )
+    if model.is_recurrent:
+        raise ModelError(
+            f"{model.path.name} has a recurrent state, which is not tested with pictures and sound; leave out "
+            f"{named('mmproj')}"
+        )
+    n_threads = max(1, (config.n_threads or available_threads()) // 2)
+    encoder = open_encoder(config, model, n_threads)
+    n_ubatch = runtime.context.n_ubatch
+    if encoder.images_are_whole and (n := encoder.image_tokens()) > n_ubatch:
+        raise ModelError(
+            f"a picture has {n} tokens, which this model computes at once, and {named('n_ubatch')} is {n_ubatch}; "
+            f"set it to {n}"
+        )
+    lent = nullcontext if runtime.threads is None else partial(runtime.threads.lent, n_threads)
+    media = MediaInput(encoder, projector=file_digest(config.mmproj), compute=lent)
+    return replace(runtime, media=media, info=replace_fields(runtime.info, modalities=encoder.modalities))
+
+
+def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEncoder:
+    """Loads the projector of an engine. Raises `ModelError`, `LibraryError`."""
+    return MediaEncoder(model, config.mmproj, n_threads=n_threads, use_gpu=_on_gpu(config))
 
 
 def _compute_threads(config: EngineConfig) -> ComputeThreads | None:

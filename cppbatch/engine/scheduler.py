@@ -53,6 +53,9 @@ class StepPlan:
 
     chunks: list[Chunk] = field(default_factory=list)
     """Sequences with the number of tokens to compute, pending ones before those of a draft, in the batch's order."""
+    media: list[Chunk] = field(default_factory=list)
+    """Sequences with the number of vectors of a picture or sound to compute. They have a batch of their own, which is
+    computed before that of `chunks`."""
     padding: list[PaddingRow] = field(default_factory=list)
     padded: list[BatchEntry] = field(default_factory=list)
     """If there are padding rows: chunks and padding rows in the order of the batch."""
@@ -68,9 +71,14 @@ class StepPlan:
     n_beside: int = 0
     """How many prompts have a token that is computed with the decode rows, as one of `row_groups`."""
     n_tokens: int = 0
-    """Tokens of the chunks, without drafts."""
+    """Tokens of the chunks and vectors of the media, without drafts."""
     n_drafted: int = 0
     """Draft tokens, filling tokens included. 0: every entry that is a decode row has one token."""
+
+    @property
+    def pieces(self) -> list[Chunk]:
+        """Chunks and media: every sequence that the step computes."""
+        return self.chunks + self.media if self.media else self.chunks
 
     @property
     def batch(self) -> Sequence[BatchEntry]:
@@ -245,7 +253,9 @@ class Scheduler:
         self._preempt_until_free()
         plan.admitted = self._admit()
         self._choose(plan)
-        plan.n_tokens = sum(n for _, n in plan.chunks) - plan.n_drafted
+        plan.n_tokens = sum(n for _, n in plan.pieces) - plan.n_drafted
+        if not plan.pieces and any(s.next_run for s in self.running) and len(self.running) > 1:
+            self._preempt(self.running[-1])  # the cells for a picture that is computed at once are not free
         return plan
 
     def _choose(self, plan: StepPlan) -> None:
@@ -264,17 +274,21 @@ class Scheduler:
             may_pad = bool(self._may_pad and rows)
             cost = self._lora.budget(adapters).cost
             # Not in the recurrent models of a unified layout: there these tokens take cells that others may need.
-            with_rows = prompts_now if self._min_rows == 1 else []
+            with_rows = [s for s in prompts_now if not s.next_run] if self._min_rows == 1 else []
             beside = self._join_rows(plan, rows, with_rows, cost) if may_pad and not self._kv.unified else []
             groups = tuple(padded_size(n, self._min_rows) for n in plan.row_groups)
             prefill = self._prefill(prompts_now, adapters, groups, len(rows), decoding)
             if may_pad and not (self._on_gpu or prefill or self._kv.has_streams):  # else prompts fill the tiles
                 self._pad(plan, len(rows), cost)
-            if rows and self._speculator and not prefill:
+            has_prefill = bool(prefill)
+            if any(sequence.next_run for sequence, _ in prefill):
+                plan.media = [(sequence, n) for sequence, n in prefill if sequence.next_run]
+                prefill = [(sequence, n) for sequence, n in prefill if not sequence.next_run]
+            if rows and self._speculator and not has_prefill:
                 rows, n_padding = self._add_drafts(plan, rows, beside, cost, self._speculator)
             if not plan.n_drafted and self._min_rows > 1:
                 plan.row_groups = groups
-            if rows or prefill:
+            if rows or has_prefill:
                 self._fill(plan, rows, prefill, beside, n_padding)
                 plan.adapters, plan.is_switch, plan.n_decode = adapters, self._lora.take(adapters), len(rows)
                 plan.n_beside = len(beside)
@@ -399,13 +413,18 @@ class Scheduler:
             first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, step_budget.cost))
             self._serves_first_prompt = not self._serves_first_prompt
             prefilling = [first, *others] if self._serves_first_prompt else [*others, first]
-        chunks = []
+        chunks: list[Chunk] = []
         room = self._step_tokens - sum(groups)
         for sequence in prefilling:
-            until = sequence.pause_at if sequence.pause_at > sequence.n_computed else sequence.n_tokens
+            end = sequence.piece_end
+            until = min(end, sequence.pause_at) if sequence.pause_at > sequence.n_computed else end
             n = min(budget, until - sequence.n_computed)
             n = min(n, _MAX_SCORED) if sequence.is_scored else n
-            if n < sequence.n_pending and self._kv.has_streams:
+            if (run := sequence.next_run) and run.is_whole:
+                n = end - sequence.n_computed
+                if budget <= 0 or (chunks and n > budget) or not self._kv.ensure_free(n_decoding + n):
+                    continue
+            elif n < end - sequence.n_computed and self._kv.has_streams:
                 joins_rows = n_decode and n > 1 and self._min_rows == 1  # its first token does
                 n = self._whole_ubatches(n - 1) + 1 if joins_rows else self._whole_ubatches(n)
             if self._min_rows > 1:

@@ -29,6 +29,23 @@ if TYPE_CHECKING:
     from cppbatch.engine.sampling.structured_output import Constraint
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaRun:
+    """Consecutive tokens of a prompt that are placeholders of vectors: a picture, a part of one, or sound."""
+
+    start: int
+    """The index of the first one in the prompt."""
+    vectors: npt.NDArray[np.float32]
+    """float32[n, n_embd]."""
+    is_whole: bool
+    """Whether one step must compute all of them: they see each other."""
+
+    @property
+    def stop(self) -> int:
+        """The index behind the last one."""
+        return self.start + len(self.vectors)
+
+
 _ALL = 1 << 31
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -111,7 +128,10 @@ class Seq:
     written, which a step computes with them: each of its tokens yields logits too.
 
     With a context shift, tokens leave `tokens` when it has `n_ctx` of them: `shift` moves those behind the first
-    `n_keep` to `dropped`. So the whole text is `tokens[:n_keep]`, `dropped`, then the rest of `tokens` (`text_tokens`).
+    `n_keep` to `dropped`. So the whole text (`known_tokens`) is `tokens[:n_keep]`, `dropped`, the rest of `tokens`.
+
+    Pictures and sounds are runs of negative ids (`media`), which are equal for equal files. They are good for comparing
+    tokens only: what uses ids as numbers of the vocabulary reads `text_tokens`.
     """
 
     __slots__ = (
@@ -130,6 +150,7 @@ class Seq:
         "first_token_at",
         "has_end_token",
         "max_new",
+        "media",
         "moving",
         "n_accepted",
         "n_cached",
@@ -174,12 +195,15 @@ class Seq:
         n_keep: int = 0,
         adapters: AdapterSet = (),
         prediction: npt.NDArray[np.int32] | None = None,
+        media: tuple[MediaRun, ...] = (),
     ) -> None:
         """`n_ctx`: known tokens at most; None: `max_new` is all that can follow. A text that is longer drops tokens
-        behind the first `n_keep`."""
+        behind the first `n_keep`. `media`: which tokens of the prompt are placeholders, in order; such a text drops no
+        tokens."""
         self.request = request
         self.params = request.params
         self.adapters = adapters
+        self.media = media
         self.prediction = prediction  # int32[n], n >= 1: tokens that the completion is expected to have
         self.n_prompt = self.n_tokens = len(prompt)
         self.max_new = max_new
@@ -279,12 +303,47 @@ class Seq:
         return n if self.is_scored or self.request.task == "embed" else max(0, n - self.n_pending + 1)
 
     def text_tokens(self, start: int) -> npt.NDArray[np.int32]:
+        """As `known_tokens`, without the placeholders of pictures and sounds."""
+        tokens = self.known_tokens(start)
+        return tokens[tokens >= 0] if self.media else tokens
+
+    def known_tokens(self, start: int) -> npt.NDArray[np.int32]:
         """All tokens of prompt and completion from index `start` on, int32[n], dropped ones included."""
         keep, n_dropped = self.n_keep, len(self.dropped)
         if not n_dropped or start >= keep + n_dropped:
             return self.tokens[start - n_dropped : self.n_tokens]
         kept, rest = self.tokens[min(start, keep) : keep], self.tokens[keep : self.n_tokens]
         return np.concatenate([kept, self.dropped[max(0, start - keep) :], rest])
+
+    # --- pictures and sounds ------------------------------------------------------------------------------------
+
+    @property
+    def n_media(self) -> int:
+        """Tokens of the prompt that are placeholders of pictures and sounds."""
+        return sum(len(run.vectors) for run in self.media)
+
+    @property
+    def next_run(self) -> MediaRun | None:
+        """The picture or sound to which the next pending token belongs; None: that is text."""
+        return next((run for run in self.media if run.start <= self.n_computed < run.stop), None)
+
+    @property
+    def piece_end(self) -> int:
+        """The index up to which pending tokens can be computed together: all of them text, or all of one picture."""
+        for run in self.media:
+            if self.n_computed < run.stop:
+                return run.start if self.n_computed < run.start else run.stop
+        return self.n_tokens
+
+    def media_vectors(self, n: int) -> npt.NDArray[np.float32]:
+        """The vectors of the next `n` pending tokens, float32[n, n_embd]: a part of `next_run`."""
+        run = self.next_run
+        assert run
+        return run.vectors[self.n_computed - run.start : self.n_computed - run.start + n]
+
+    def before_media(self, n: int) -> int:
+        """The largest number of tokens up to `n` that ends within no picture: so many of them can be shared."""
+        return next((run.start for run in self.media if run.start < n < run.stop), n)
 
     # --- changes of tokens and status ---------------------------------------------------------------------------
 
@@ -401,6 +460,7 @@ class Seq:
         queued_until = self.admitted_at or now
         return RequestUsage(
             prompt_tokens=self.n_prompt,
+            n_media_tokens=self.n_media,
             # After a preemption the sequence may find tokens of its completion in the prefix cache too.
             cached_tokens=min(self.n_cached, self.n_prompt),
             prefilled_tokens=self.n_prompt if self.n_generated else min(self.n_computed, self.n_prompt),

@@ -9,7 +9,9 @@ from cppbatch.llama.backend_sampling import BackendSampling
 from cppbatch.llama.builtin_chat_templates import apply_builtin_template, builtin_template_names
 from cppbatch.llama.context import Context
 from cppbatch.llama.determinism import MIN_ROWS, least_rows_for_equal_bits
+from cppbatch.llama.embedding_batch import EmbeddingBatch
 from cppbatch.llama.llama_batch import Batch
+from cppbatch.llama.media_encoder import MediaChunk, MediaEncoder
 from cppbatch.llama.model import Model
 from cppbatch.llama.prefix_sharing import probe_prefix_sharing
 from cppbatch.llama.rpc import RpcConnections
@@ -25,6 +27,9 @@ __all__ = [
     "Context",
     "Device",
     "DrySampler",
+    "EmbeddingBatch",
+    "MediaChunk",
+    "MediaEncoder",
     "Model",
     "RpcConnections",
     "SamplerChain",

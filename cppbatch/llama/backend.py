@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cppbatch.llama.library import C, ggml, library_path
 from cppbatch.llama.rpc import has_rpc, is_reachable, is_remote
@@ -87,6 +88,11 @@ class Backend:
         """The backend of this process, initialised by the first call. Thread-safe."""
         with _ONCE:
             return _the_backend()
+
+    @property
+    def log_callback(self) -> Any:
+        """The function to which other libraries of llama.cpp send their log lines."""
+        return self._router.callback
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[list[str]]:

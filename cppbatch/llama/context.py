@@ -14,6 +14,7 @@ from cppbatch.config import FlashAttention, Pooling, named
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
+from cppbatch.llama.embedding_batch import EmbeddingBatch
 from cppbatch.llama.library import C
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.lora import adapter_arguments
@@ -181,6 +182,22 @@ class Context:
             C.llama_set_n_threads(self.handle, n, n)
             self._n_threads = n
 
+    def decode_vectors(self, batch: EmbeddingBatch, *, causal: bool) -> None:
+        """Computes vectors of pictures or sound, as `decode` does tokens; there are no logits.
+
+        `causal`: each sees only those before it. False: all of the batch see each other; it must fit into a ubatch.
+        """
+        if causal:
+            self.decode(batch)
+            return
+        if batch.n_tokens > self.n_ubatch:
+            raise OutOfRange(f"{batch.n_tokens} vectors see each other; a ubatch has {self.n_ubatch}")
+        C.llama_set_causal_attn(self.handle, False)
+        try:
+            self.decode(batch)
+        finally:
+            C.llama_set_causal_attn(self.handle, True)
+
     def decode(self, batch: Batch) -> None:
         """Computes the batch and waits for the device, without the GIL.
 
@@ -206,7 +223,11 @@ class Context:
             raise OutOfRange(f"{self.model.path.name} was loaded with no_alloc: there are no weights to compute with")
         if not 1 <= n <= self.n_batch:
             raise OutOfRange(f"a batch has {n} tokens; it must have 1 to {self.n_batch}")
-        limits = ((batch.tokens, self._n_vocab, "token id"), (batch.seq_ids, self.n_seq_max, "seq_id"))
+        limits = [(batch.seq_ids, self.n_seq_max, "seq_id")]
+        if not isinstance(batch, EmbeddingBatch):
+            limits.append((batch.tokens, self._n_vocab, "token id"))
+        elif batch.vectors.shape[1] != self.model.n_embd_inp:
+            raise OutOfRange(f"vectors of {batch.vectors.shape[1]} numbers; the model takes {self.model.n_embd_inp}")
         for array, limit, name in (*limits, (batch.positions, self._n_positions, "position")):
             low, high = int(array[:n].min()), int(array[:n].max())
             if low < 0 or high >= limit:

@@ -61,17 +61,39 @@ def check_metadata(path: Path) -> None:
         raise ModelError(f"{path} is broken: {key} is {value}; {wanted}. Download it again")
 
 
+def architecture_of(path: Path) -> str | None:
+    """The architecture that a file names: "llama"; "clip" for a projector of pictures or sound. None if it names none.
+
+    Reads only the header. Raises `ModelError` if that fails.
+    """
+    return text_of(path, "general.architecture")
+
+
+def text_of(path: Path, key: str) -> str | None:
+    """A text of the metadata of a file; None if it has none of this key. Raises `ModelError` if it cannot be read."""
+    with _header(path) as (lib, header):
+        return _text(lib, header, key)
+
+
+def _text(lib: ctypes.CDLL, header: int, key: str) -> str | None:
+    lib.gguf_get_kv_type.argtypes, lib.gguf_get_kv_type.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+    lib.gguf_find_key.argtypes, lib.gguf_find_key.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int64
+    lib.gguf_get_val_str.argtypes, lib.gguf_get_val_str.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_char_p
+    index = lib.gguf_find_key(header, key.encode())
+    if index < 0 or lib.gguf_get_kv_type(header, index) != _STRING:
+        return None
+    text: str = lib.gguf_get_val_str(header, index).decode("utf-8", "replace")
+    return text
+
+
 def _numbers(lib: ctypes.CDLL, header: int) -> Iterator[tuple[str, float]]:
     """The numeric metadata of the model's architecture: keys ("llama.block_count") and values."""
     lib.gguf_get_n_kv.argtypes, lib.gguf_get_n_kv.restype = [ctypes.c_void_p], ctypes.c_int64
     lib.gguf_get_key.argtypes, lib.gguf_get_key.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_char_p
-    lib.gguf_get_kv_type.argtypes, lib.gguf_get_kv_type.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
-    lib.gguf_find_key.argtypes, lib.gguf_find_key.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int64
-    lib.gguf_get_val_str.argtypes, lib.gguf_get_val_str.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_char_p
-    index = lib.gguf_find_key(header, b"general.architecture")
-    if index < 0 or lib.gguf_get_kv_type(header, index) != _STRING:
+    architecture = _text(lib, header, "general.architecture")
+    if architecture is None:
         return
-    prefix = lib.gguf_get_val_str(header, index).decode("utf-8", "replace") + "."
+    prefix = f"{architecture}."
     for i in range(lib.gguf_get_n_kv(header)):
         key = lib.gguf_get_key(header, i).decode("utf-8", "replace")
         if key.startswith(prefix) and (kind := _NUMBERS.get(lib.gguf_get_kv_type(header, i))):

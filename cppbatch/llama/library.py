@@ -26,7 +26,7 @@ _NEEDED = """
     llama_max_parallel_sequences llama_model_default_params llama_model_load_from_file llama_model_free
     llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_layer llama_model_n_head
     llama_model_n_ctx_train llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label
-    llama_model_meta_count
+    llama_model_n_embd_inp llama_set_causal_attn llama_model_meta_count
     llama_model_meta_key_by_index llama_model_meta_val_str_by_index llama_model_chat_template
     llama_chat_builtin_templates llama_chat_apply_template
     llama_model_has_encoder llama_model_has_decoder llama_model_is_recurrent llama_model_is_hybrid

@@ -231,6 +231,11 @@ class Model:
         """Length of an embedding vector."""
         return int(C.llama_model_n_embd_out(self.handle))
 
+    @cached_property
+    def n_embd_inp(self) -> int:
+        """Length of a vector in place of a token (`EmbeddingBatch`)."""
+        return int(C.llama_model_n_embd_inp(self.handle))
+
     @property
     def n_scores(self) -> int:
         """Number of outputs of the classification head, if there is one."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.sampling.logit_processing import penalty_window, recent_tokens
+from cppbatch.engine.sampling.logit_processing import first_recent, penalty_window
 from cppbatch.engine.sampling.randomness import random_bits
 from cppbatch.engine.sampling.sampling_plan import is_active
 from cppbatch.engine.sequence import Seq
@@ -58,7 +58,7 @@ class _SequenceChain:
     def __init__(self, sequence: Seq, n_vocab: int) -> None:
         self._sequence = sequence
         self._chain = _build_chain(sequence, n_vocab)
-        self._n_accepted = sequence.n_text - len(recent_tokens(sequence, penalty_window(sequence.params)))
+        self._n_accepted = first_recent(sequence, penalty_window(sequence.params))
         self._last = (-1, -1)  # number of tokens of the text before the last sample, and that sample
         self.left: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None
 
@@ -66,9 +66,10 @@ class _SequenceChain:
         """Samples a token of float32[n_vocab] with 32 random bits."""
         sequence = self._sequence
         if self._last[0] != sequence.n_text:  # equal after an interrupt: the chain must not advance twice
-            for token in sequence.text_tokens(self._n_accepted).tolist():
+            for token in sequence.known_tokens(self._n_accepted).tolist():
                 self._n_accepted += 1
-                self._chain.accept(token)
+                if token >= 0:  # else a placeholder of a picture
+                    self._chain.accept(token)
             token, candidates = self._chain.draw(row, seed)
             self._last = sequence.n_text, token
             if sequence.params.post_sampling_probs:

@@ -101,9 +101,14 @@ def _columns(tokens: Ids, ids: Ids | None) -> tuple[Ids, Ids | slice]:
 
 
 def recent_tokens(sequence: Seq, last_n: int) -> npt.NDArray[np.int32]:
-    """The last `last_n` tokens, int32[n], prompt included; -1: all, but no more than the context holds."""
+    """The text among the last `last_n` tokens, int32[n], prompt included; see `first_recent`."""
+    return sequence.text_tokens(first_recent(sequence, last_n))
+
+
+def first_recent(sequence: Seq, last_n: int) -> int:
+    """The index of the first of the last `last_n` tokens; -1: of all, but no more than the context holds."""
     most = len(sequence.tokens) if last_n < 0 else last_n
-    return sequence.text_tokens(max(0, sequence.n_text - most))
+    return max(0, sequence.n_text - most)
 
 
 def penalty_window(params: SamplingParams) -> int:

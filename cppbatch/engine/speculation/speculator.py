@@ -123,12 +123,14 @@ class Speculator:
         self._expected *= _REMEMBERED
         self._accepted *= _REMEMBERED
         most = [
-            max(0, min(self._draft_max, each, sequence.n_room - 1)) if sequence.params.speculate else 0
+            max(0, min(self._draft_max, each, sequence.n_room - 1))
+            if sequence.params.speculate and not sequence.media
+            else 0
             for sequence, each in zip(rows, limits.each, strict=True)
         ]
         drafts: list[Draft | None] = [None] * len(rows)
         for proposer in self._lookups:
-            _take_better(drafts, proposer.propose(rows, most))
+            _take_better(drafts, _of_text(proposer, rows, most))
         step = _Step(
             rows, groups, cost, limits, equal_only=self._equal_only, trust=self._trust, accepted_s=self._accepted_s
         )
@@ -358,6 +360,17 @@ def _mean(old: Usual, draft: Draft | None) -> Usual:
         old.acceptance + _NEW * (float(draft.probabilities.mean()) - old.acceptance),
         old.made + _NEW * (1 - old.made),
     )
+
+
+def _of_text(proposer: Proposer, rows: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
+    """The proposer's drafts. It never reads sequences with pictures or sound, whose placeholders are no tokens."""
+    if not any(sequence.media for sequence in rows):
+        return proposer.propose(rows, most)
+    asked = [i for i, sequence in enumerate(rows) if not sequence.media]
+    drafts: list[Draft | None] = [None] * len(rows)
+    for i, draft in zip(asked, proposer.propose([rows[i] for i in asked], [most[i] for i in asked]), strict=True):
+        drafts[i] = draft
+    return drafts
 
 
 def _take_better(drafts: list[Draft | None], others: Sequence[Draft | None]) -> None:

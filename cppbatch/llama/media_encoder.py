@@ -1,0 +1,222 @@
+"""Encodes pictures and sound into vectors that a text model takes in place of token embeddings: llama.cpp's mtmd."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.config import named
+from cppbatch.errors import LibraryError, LlamaError, ModelError
+from cppbatch.llama.backend import Backend
+from cppbatch.llama.gguf_header import architecture_of, text_of
+from cppbatch.llama.library import PINNED_VERSION, REINSTALL, C
+from cppbatch.llama.model import Model
+
+Modality = Literal["image", "audio"]
+Int32Array = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+_KINDS: dict[int, Modality] = {1: "image", 2: "audio"}  # mtmd_input_chunk_type; 0 is text
+_LEAST_SAMPLES = 2  # mtmd asserts that a sound is longer than one
+_UNSUPPORTED = {
+    "deepseek4v": "pictures of DeepSeek-V4 depend on the tokens before them, which a shared prefix cannot know",
+}
+"""Projector types with which tokens of a picture depend on more than the picture."""
+
+
+@functools.cache
+def _mtmd() -> Any:
+    """The bindings of libmtmd, which logs where llama.cpp does. Raises `LibraryError` if the build has none."""
+    assert C.llama_backend_init  # first: a missing or wrong llama-cpp-python is reported in its own words
+    try:
+        from llama_cpp import mtmd_cpp
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        command = REINSTALL.replace('CMAKE_ARGS="', 'CMAKE_ARGS="-DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF ')
+        raise LibraryError(
+            f"this llama-cpp-python {PINNED_VERSION} was built without mtmd, which {named('mmproj')} needs ({error}). "
+            f"Build it with:\n  {command}"
+        ) from error
+    mtmd_cpp.mtmd_helper_log_set(Backend.get().log_callback, ctypes.c_void_p(0))
+    return mtmd_cpp
+
+
+class MediaChunk:
+    """A part of a split picture or sound: text tokens around it, or a piece that is encoded.
+
+    `kind`: None for text. `tokens`: int32[n_tokens] of text; empty for another kind. `is_whole`: its tokens see each
+    other, so they must be computed together, without a causal mask.
+    """
+
+    __slots__ = ("_parts", "handle", "is_whole", "kind", "n_tokens", "tokens")
+
+    def __init__(
+        self, parts: _Parts, handle: int, kind: Modality | None, tokens: Int32Array, *, is_whole: bool
+    ) -> None:
+        self._parts = parts  # keeps llama.cpp's memory alive
+        self.handle, self.kind, self.tokens, self.is_whole = handle, kind, tokens, is_whole
+        self.n_tokens = int(_mtmd().mtmd_input_chunk_get_n_tokens(handle))
+
+
+class _Parts:
+    """Owns an `mtmd_input_chunks`."""
+
+    def __init__(self) -> None:
+        mtmd = _mtmd()
+        self.handle = mtmd.mtmd_input_chunks_init()
+        weakref.finalize(self, mtmd.mtmd_input_chunks_free, self.handle)
+
+
+class MediaEncoder:
+    """The encoders and projectors of an mmproj file, for one text model. `close` frees them; so does the model's.
+
+    Splitting is thread-safe. Encoding is not: one thread at a time may call `encode`.
+    """
+
+    def __init__(self, model: Model, path: str | Path, *, n_threads: int, use_gpu: bool) -> None:
+        """Loads `path` and encodes a blank picture, so that compute buffers are there.
+
+        Raises `LibraryError` for a build without mtmd; `ModelError` for a file that is missing, broken, no projector,
+        or of another text model, and for models whose tokens of a picture have positions of two dimensions (M-RoPE).
+        """
+        self._handle: Any = None
+        self.path = Path(path)
+        mtmd = self._mtmd = _mtmd()
+        _check_file(self.path)
+        params = mtmd.mtmd_context_params_default()
+        params.use_gpu, params.n_threads, params.print_timings = use_gpu, n_threads, False
+        with Backend.get().errors() as lines:
+            self._handle = mtmd.mtmd_init_from_file(os.fsencode(self.path), model.handle, params)
+        if not self._handle:
+            raise ModelError(f"{self.path} cannot be used with {model.path.name}: {_reason(lines)}")
+        model.adopt(self)
+        self.n_embd = model.n_embd_inp
+        """Numbers of each vector."""
+        self._n_vocab = model.vocab.n_tokens
+        if mtmd.mtmd_decode_use_mrope(self._handle):
+            self.close()
+            raise ModelError(
+                f"{model.path.name} has positions of two dimensions for pictures (M-RoPE, as Qwen2-VL and later), "
+                f"which cppbatch does not compute; leave out {named('mmproj')} for text only"
+            )
+        kinds: tuple[tuple[Modality, Any], ...] = (
+            ("image", mtmd.mtmd_support_vision),
+            ("audio", mtmd.mtmd_support_audio),
+        )
+        self.modalities: tuple[Modality, ...] = tuple(kind for kind, supports in kinds if supports(self._handle))
+        """What it encodes."""
+        self.sample_rate = max(0, int(mtmd.mtmd_get_audio_sample_rate(self._handle)))
+        """Samples a second of sounds; 0 without "audio"."""
+        self.images_are_whole = "image" in self.modalities and bool(mtmd.mtmd_decode_use_non_causal(self._handle, None))
+        """Whether all tokens of a picture must be computed together (`MediaChunk.is_whole`)."""
+
+    @property
+    def handle(self) -> Any:
+        """mtmd's pointer. Raises `LlamaError` when the encoder is closed."""
+        if self._handle is None:
+            raise LlamaError(f"the projector {self.path.name} is closed")
+        return self._handle
+
+    def split_image(self, pixels: npt.NDArray[np.uint8]) -> list[MediaChunk]:
+        """The chunks of a picture, uint8[height, width, 3] in RGB. Raises `LlamaError` if mtmd cannot prepare it."""
+        height, width, n_channels = pixels.shape
+        if "image" not in self.modalities or n_channels != 3 or not (height and width):
+            raise LlamaError(f"a picture of {width} x {height} with {n_channels} channels cannot be encoded")
+        pixels = np.ascontiguousarray(pixels)
+        data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return self._split(self._mtmd.mtmd_bitmap_init(width, height, data))
+
+    def image_tokens(self) -> int:
+        """Vectors of the largest piece of a square picture."""
+        chunks = self.split_image(np.zeros((1024, 1024, 3), np.uint8))
+        return max(chunk.n_tokens for chunk in chunks if chunk.kind)
+
+    def split_audio(self, samples: FloatArray) -> list[MediaChunk]:
+        """The chunks of a sound, float32[n] at `sample_rate`, one channel. Raises `LlamaError` as `split_image`."""
+        if "audio" not in self.modalities or len(samples) < _LEAST_SAMPLES or not np.isfinite(samples).all():
+            raise LlamaError(f"a sound of {len(samples)} samples cannot be encoded")
+        samples = np.ascontiguousarray(samples, np.float32)
+        data = samples.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        return self._split(self._mtmd.mtmd_bitmap_init_from_audio(len(samples), data))
+
+    def _split(self, bitmap: Any) -> list[MediaChunk]:
+        """Frees the bitmap, of which mtmd copies what it needs."""
+        mtmd, parts = self._mtmd, _Parts()
+        part = mtmd.mtmd_input_part(text=None, bitmap=bitmap)
+        pointers = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
+        with Backend.get().errors() as lines:
+            code = mtmd.mtmd_tokenize_from_parts(self.handle, parts.handle, pointers, 1, False)
+        mtmd.mtmd_bitmap_free(bitmap)
+        if code:
+            raise LlamaError(_reason(lines))
+        return list(self._chunks(parts))
+
+    def _chunks(self, parts: _Parts) -> Iterator[MediaChunk]:
+        mtmd = self._mtmd
+        for i in range(mtmd.mtmd_input_chunks_size(parts.handle)):
+            handle = mtmd.mtmd_input_chunks_get(parts.handle, i)
+            kind = _KINDS.get(mtmd.mtmd_input_chunk_get_type(handle))
+            tokens, is_whole = np.empty(0, np.int32), False
+            if kind is None:
+                n = ctypes.c_size_t()
+                array = mtmd.mtmd_input_chunk_get_tokens_text(handle, ctypes.byref(n))
+                tokens = np.ctypeslib.as_array(array, (n.value,)).astype(np.int32)
+                if tokens.min() < 0 or tokens.max() >= self._n_vocab:
+                    raise LlamaError(
+                        "the text model lacks the tokens that stand around it: this is another's projector"
+                    )
+            else:
+                is_whole = bool(mtmd.mtmd_decode_use_non_causal(self.handle, handle))
+            yield MediaChunk(parts, handle, kind, tokens, is_whole=is_whole)
+
+    def encode(self, chunk: MediaChunk) -> FloatArray:
+        """The vectors of a chunk that is not text, float32[n_tokens, n_embd]. Releases the GIL while it computes.
+
+        Raises `LlamaError` if that fails or gives numbers that are not finite.
+        """
+        if chunk.kind is None:
+            raise LlamaError("text is not encoded")
+        with Backend.get().errors() as lines:
+            code = self._mtmd.mtmd_encode_chunk(self.handle, chunk.handle)
+        if code:
+            raise LlamaError(_reason(lines))
+        output = self._mtmd.mtmd_get_output_embd(self.handle)
+        vectors: FloatArray = np.ctypeslib.as_array(output, (chunk.n_tokens, self.n_embd)).copy()
+        if not np.isfinite(vectors).all():
+            raise LlamaError("the encoder gives numbers that are not finite")
+        return vectors
+
+    def close(self) -> None:
+        """Frees the encoders. A second call does nothing."""
+        if self._handle:
+            self._mtmd.mtmd_free(self._handle)
+        self._handle = None
+
+
+def _check_file(path: Path) -> None:
+    """Raises `ModelError` for a file that is certainly no projector that can be used."""
+    if not path.is_file():
+        raise ModelError(f"there is no projector file at {path} ({named('mmproj')})")
+    architecture = architecture_of(path)
+    if architecture != "clip":
+        raise ModelError(
+            f"{path} is no projector: its architecture is {architecture or 'not named'}, and that of an mmproj file is "
+            f"clip ({named('mmproj')})"
+        )
+    for key in ("clip.projector_type", "clip.vision.projector_type"):
+        if reason := _UNSUPPORTED.get(text_of(path, key) or ""):
+            raise ModelError(f"{path} cannot be used: {reason}")
+
+
+def _reason(lines: list[str]) -> str:
+    """The last error line, which mtmd logs after those of the functions that it called."""
+    if not lines:
+        return "llama.cpp gives no reason"
+    return lines[-1].removeprefix("mtmd_init_from_file: ").removeprefix("error: ").partition("\n")[0]
