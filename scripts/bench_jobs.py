@@ -37,6 +37,7 @@ from cppbatch.jobs.request_order import chunks
 from cppbatch.models.pull import choose_model
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
+from cppbatch.server.settings import ServerSettings
 
 N_TOKENS = 32
 TASKS = [
@@ -84,7 +85,7 @@ def by_job(config: EngineConfig, folder: Path) -> float:
     with InputReader(job.input_format, URLS) as reader:
         journal = open_job(job, config.model_path, overwrite=True, say=print)
         offline = OfflineJob(job, journal, reader)
-        assert asyncio.run(run_offline(config, Deployment(), offline, started=start))
+        assert asyncio.run(run_offline(config, Deployment(), offline, ServerSettings(), started=start))
         assert (journal.n_completed, journal.n_failed) == (len(prompts()), 0)
         journal.close()
     return offline.n_tokens / (out.stat().st_mtime - began)

@@ -8,6 +8,7 @@ from typing import Any
 
 from cppbatch.chat.custom_tools import CustomCallParser, as_functions, callable_custom_tools, has_grammar
 from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.media_parts import MarkedMedia
 from cppbatch.chat.output_parser import OutputParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
 from cppbatch.chat.template import ChatTemplate, content_text, join_parts
@@ -26,8 +27,11 @@ class PreparedChat:
     """A chat request in the engine's terms."""
 
     prompt: str
+    """Where it has pictures or sounds, without them."""
     output_parser: Callable[[], OutputParser]
     """Makes the parser of one completion."""
+    parts: list[Any] | None = None
+    """The texts, pictures and sounds of the prompt, in their order; None: it is a text alone."""
     params: Json = field(default_factory=dict)
     """Fields for `SamplingParams`: perhaps a grammar, and the control tokens that must appear in the text."""
     renames: dict[str, str] = field(default_factory=dict)
@@ -75,8 +79,9 @@ class ChatFormat:
     ) -> PreparedChat:
         """Prepares the generation of the assistant's next message.
 
-        `messages`, `tools`: OpenAI's objects. `schema`: the text must be JSON that matches it, unless tools are
-        called; an answer that must be a call has no text. `variables`: passed to the template.
+        `messages`, `tools`: OpenAI's objects; pictures and sounds are parts as of `media_parts`. `schema`: the text
+        must be JSON that matches it, unless tools are called; an answer that must be a call has no text. `variables`:
+        passed to the template.
         `continue_final_message`: extend the last message instead of starting a new one; None: if the last message is
         the assistant's. `thinking_tokens`: tokens of reasoning at most, -1: no limit; None: none but that of the
         `reasoning_effort` among the variables, if the template does not know it. Raises `InvalidRequest`.
@@ -84,6 +89,8 @@ class ChatFormat:
         callable_ = callable_tools(as_functions(tools), choice)
         custom = callable_custom_tools(tools, callable_)
         schemas = argument_schemas(callable_)
+        marked = MarkedMedia(messages)
+        messages = marked.messages
         last = messages[-1]
         if continue_final_message is None:
             continue_final_message = last["role"] == "assistant" and not last.get("tool_calls")
@@ -91,6 +98,7 @@ class ChatFormat:
             last = {**last, "content": join_parts(last["content"], "\n\n")}  # as in llama-server
             messages = [*messages[:-1], last]
         prompt = self._render(messages, callable_, variables or {}, continue_final_message=continue_final_message)
+        parts = marked.parts(prompt)
         state = ReasoningState.of_prompt(prompt, self._tags, content_text(last) if continue_final_message else None)
         params: Json = {}
         if visible := self.markers if callable_ or self.tool_format.parses_reasoning else self._tag_markers:
@@ -116,8 +124,9 @@ class ChatFormat:
             return CustomCallParser(parser, frozenset(custom)) if custom else parser
 
         return PreparedChat(
-            prompt=prompt,
+            prompt=prompt if parts is None else "".join(part for part in parts if isinstance(part, str)),
             output_parser=output_parser,
+            parts=parts,
             params=params,
             renames=renames,
         )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from cppbatch.chat.escaped_lark import INPUT
+from cppbatch.chat.media_parts import READABLE, MediaFields
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
 from cppbatch.errors import InvalidRequest
 
@@ -15,12 +16,21 @@ Json = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-class ContentPart(msgspec.Struct):
-    """A part of a message. Only text is supported."""
+class ContentPart(MediaFields, kw_only=True):
+    """A part of a message: a text, a picture or a sound."""
 
     type: str
+    """text, refusal, image_url, input_image, input_audio or audio_url."""
     text: str | None = None
     refusal: str | None = None
+
+    def as_dict(self, field: str) -> Json:
+        """The part as `ChatFormat` takes it. `field`: its name in errors. Raises `InvalidRequest`."""
+        if source := self.source(self.type, field):
+            return source.part()
+        if self.type not in ("text", "refusal") or (self.text is None and self.refusal is None):
+            raise InvalidRequest(field, f"is of type {self.type!r:.80}; what can be read is {READABLE}")
+        return {"type": "text", "text": self.text or self.refusal or ""}
 
 
 class RequestFunctionCall(msgspec.Struct):
@@ -80,13 +90,9 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         """The message as chat templates expect it. `field`: its name in errors. Raises `InvalidRequest`."""
         if self.role not in _ROLES:
             raise InvalidRequest(f"{field}.role", f"is {self.role!r}; it must be one of {', '.join(_ROLES)}")
-        if isinstance(self.content, list):
-            for i, part in enumerate(self.content):
-                if part.type not in ("text", "refusal") or (part.text is None and part.refusal is None):
-                    raise InvalidRequest(f"{field}.content[{i}]", f"is of type {part.type!r}; only text can be read")
         if self.content is None and self.role != "assistant":
             raise InvalidRequest(f"{field}.content", "is required")
-        message: Json = {"role": self.role, "content": self._content()}
+        message: Json = {"role": self.role, "content": self._content(f"{field}.content")}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
@@ -95,9 +101,9 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
             message["tool_calls"] = [call.as_dict(f"{field}.tool_calls[{i}]") for i, call in calls]
         return message
 
-    def _content(self) -> str | list[Json] | None:
+    def _content(self, field: str) -> str | list[Json] | None:
         if isinstance(self.content, list):
-            return [{"type": "text", "text": part.text or part.refusal or ""} for part in self.content]
+            return [part.as_dict(f"{field}[{i}]") for i, part in enumerate(self.content)]
         return self.refusal if self.content is None else self.content
 
 

@@ -25,7 +25,7 @@ from cppbatch.cli.engine_options import (
 from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.sampling_options import DEFAULT_MAX_TOKENS, sampling_options
-from cppbatch.cli.server_options import chat_template_option
+from cppbatch.cli.server_options import MEDIA_OPTIONS, chat_template_option
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SamplingParams
 
@@ -79,6 +79,7 @@ _JOB_OPTIONS: list[Option] = [
     click.option("--retry-failed", is_flag=True, help="Run failed lines again."),
     click.option("--overwrite", is_flag=True, help="Start again from the beginning and discard the results so far."),
     chat_template_option,
+    *MEDIA_OPTIONS,
 ]  # fmt: skip
 
 
@@ -134,7 +135,16 @@ def job_options(command: Command) -> Command:
 @deployment_options
 @partial(engine_options, without=("max_wait_ms",))
 @profile_and_memory_options
-def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite: bool, retry_failed: bool) -> None:
+def batch(
+    *,
+    config: EngineConfig,
+    deployment: Deployment,
+    job: FileJob,
+    overwrite: bool,
+    retry_failed: bool,
+    allowed_media_domains: tuple[str, ...],
+    media_path: Path | None,
+) -> None:
     """Runs every line of a file. The same command resumes an interrupted job.
 
     INPUT is in OpenAI's batch format (JSON lines), or contains only prompts: JSON lines like {"prompt": "..."}, .txt
@@ -146,7 +156,11 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
     from cppbatch.jobs.result_table import write_table
     from cppbatch.server.batches.batch_handler import URLS
     from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
+    from cppbatch.server.settings import ServerSettings
 
+    settings = ServerSettings(
+        chat_template=job.chat_template, allowed_media_domains=allowed_media_domains, media_path=media_path
+    )
     with InputReader(job.input_format, URLS) as reader:
         reader.check()  # before anything is written
         job = job if overwrite else as_begun(job, say=_say)
@@ -158,7 +172,7 @@ def batch(config: EngineConfig, deployment: Deployment, job: FileJob, overwrite:
         try:
             with progress:
                 is_done = asyncio.run(
-                    run_offline(config, deployment, offline, started=progress.start, show_loading=loading_bar)
+                    run_offline(config, deployment, offline, settings, started=progress.start, show_loading=loading_bar)
                 )
         finally:
             journal.close()

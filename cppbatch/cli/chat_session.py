@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cppbatch.chat.media_parts import MediaKind
 from cppbatch.chat.message_types import ChatMessage, conversation_of
 from cppbatch.cli.chat_backends import FULL, AnswerEnd, ChatBackend
+from cppbatch.engine.media_sources import file_part
 from cppbatch.errors import ConfigError, CppBatchError
 from cppbatch.typed_json import convert
 
@@ -19,6 +21,8 @@ Json = dict[str, Any]
 
 COMMANDS: Mapping[str, str] = {
     "/system": "[TEXT|off]  show, set or remove the system message",
+    "/image": "FILE  put a picture before the next message",
+    "/audio": "FILE  put a sound before the next message",
     "/retry": "answer the last message again",
     "/clear": "begin a new conversation; the system message stays",
     "/save": "FILE  write the conversation as Markdown (.md) or JSON (any other ending)",
@@ -65,6 +69,7 @@ class ChatSession:
         self._system, self._params, self._save_to, self._clock = system, params or {}, save_to, clock
         self._turns: list[Json] = []
         self._unanswered: Json | None = None
+        self._attached: list[Json] = []
         self.n_failed = 0
         """Messages and commands that did not work."""
 
@@ -91,10 +96,14 @@ class ChatSession:
             if line.startswith("/") and not line.startswith("//"):
                 return self._command(line)
             if line.strip():
-                self._answer({"role": "user", "content": line[1:] if line.startswith("//") else line})
+                self._answer(self._user_message(line[1:] if line.startswith("//") else line))
         except CppBatchError as error:
             self._fail(str(error))
         return True
+
+    def _user_message(self, text: str) -> Json:
+        attached, self._attached = self._attached, []
+        return {"role": "user", "content": [*attached, {"type": "text", "text": text}] if attached else text}
 
     def _fail(self, line: str) -> None:
         self.n_failed += 1
@@ -148,8 +157,9 @@ class ChatSession:
         if name == "/quit":
             return False
         commands: Mapping[str, Callable[[str], None]] = {
-            "/system": self._set_system, "/retry": self._retry, "/clear": self._clear, "/save": self._save,
-            "/model": self._choose_model, "/help": self._help,
+            "/system": self._set_system, "/image": self._attach_image, "/audio": self._attach_audio,
+            "/retry": self._retry, "/clear": self._clear, "/save": self._save, "/model": self._choose_model,
+            "/help": self._help,
         }  # fmt: skip
         commands[name](argument)
         return True
@@ -158,6 +168,22 @@ class ChatSession:
         if text:
             self._system = None if text == "off" else text
         self._view.say(f"system message: {self._system}" if self._system else "there is no system message")
+
+    def _attach_image(self, name: str) -> None:
+        self._attach("image", name)
+
+    def _attach_audio(self, name: str) -> None:
+        self._attach("audio", name)
+
+    def _attach(self, kind: MediaKind, name: str) -> None:
+        if not name:
+            raise CppBatchError(f"/{kind} needs a file")
+        try:
+            data = Path(name).expanduser().read_bytes()
+        except OSError as error:
+            raise CppBatchError(f"{name} cannot be read: {error.strerror}") from error
+        self._attached.append(file_part(kind, data))
+        self._view.say(f"{name} goes before the next message")
 
     def _retry(self, _: str) -> None:
         before, unanswered = self._turns, self._unanswered
@@ -174,7 +200,7 @@ class ChatSession:
                 self._turns, self._unanswered = before, unanswered
 
     def _clear(self, _: str) -> None:
-        self._turns, self._unanswered = [], None
+        self._turns, self._unanswered, self._attached = [], None, []
         self._view.say("a new conversation")
 
     def _save(self, name: str) -> None:
@@ -248,7 +274,16 @@ def write_messages(path: Path, messages: list[Json]) -> None:
 
 def _markdown(messages: list[Json]) -> str:
     titles = {"system": "System", "user": "User", "assistant": "Assistant"}
-    return "\n".join(f"## {titles.get(each['role'], each['role'])}\n\n{each.get('content')}\n" for each in messages)
+    return "\n".join(f"## {titles.get(each['role'], each['role'])}\n\n{_shown(each)}\n" for each in messages)
+
+
+def _shown(message: Json) -> str:
+    """The text of a message. Pictures and sounds are named only."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return str(content)
+    names = {"image_url": "*(a picture)*", "input_audio": "*(a sound)*"}
+    return "\n\n".join(part.get("text") or names.get(part["type"], f"*({part['type']})*") for part in content)
 
 
 def read_messages(path: Path) -> list[Json]:

@@ -36,6 +36,14 @@ def _is_terminal() -> bool:
 )
 @click.option("--chat", "as_chat", is_flag=True, help="Answer each prompt as a message of the user in a chat.")
 @click.option("--system", metavar="TEXT", default=None, help="System message of each chat, with --chat.")
+@click.option(
+    "--image", "images", type=click.Path(exists=True, dir_okay=False), multiple=True, metavar="FILE",
+    help="Picture before each prompt, with --chat and --mmproj; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--audio", "sounds", type=click.Path(exists=True, dir_okay=False), multiple=True, metavar="FILE",
+    help="Sound before each prompt, with --chat and --mmproj; may be given several times.",
+)  # fmt: skip
 @sampling_options
 @chat_template_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line, in the order of the prompts.")
@@ -48,6 +56,8 @@ def generate(
     file: TextIO | None,
     as_chat: bool,
     system: str | None,
+    images: tuple[str, ...],
+    sounds: tuple[str, ...],
     chat_template: str | None,
     as_json: bool,
     params: dict[str, Any],
@@ -62,6 +72,8 @@ def generate(
         raise click.UsageError("no prompt: give -p TEXT (may be repeated), or -f FILE with one prompt per line")
     if system is not None and not as_chat:
         raise click.UsageError("--system is for chats: add --chat")
+    if (images or sounds) and not as_chat:
+        raise click.UsageError("--image and --audio are for chats: add --chat")
     sampling_params = SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} if is_capped else {}) | params)
 
     from cppbatch.engine.engine import BatchInferenceEngine
@@ -82,8 +94,8 @@ def generate(
             results: Sequence[Completion]
             if as_chat:
                 results = engine.chat(
-                    all_prompts, sampling_params, system=system, chat_template=chat_template,
-                    progress=shows_progress, on_event=printer.add, fit=is_capped,
+                    _conversations(all_prompts, images, sounds), sampling_params, system=system,
+                    chat_template=chat_template, progress=shows_progress, on_event=printer.add, fit=is_capped,
                 )  # fmt: skip
             else:
                 results = engine.generate(
@@ -96,6 +108,17 @@ def generate(
     failed = [result for result in results if result.finish_reason is FinishReason.ERROR]
     if failed:
         raise CppBatchError(f"{len(failed)} of {len(results)} prompts failed: {failed[0].error}")
+
+
+def _conversations(
+    prompts: Sequence[str], images: Sequence[str], sounds: Sequence[str]
+) -> Sequence[str | list[dict[str, Any]]]:
+    """Each prompt as a message of the user, with these files before it."""
+    if not images and not sounds:
+        return prompts
+    pictures = [{"type": "image", "path": path} for path in images]
+    files = [*pictures, *({"type": "audio", "path": path} for path in sounds)]
+    return [[{"role": "user", "content": [*files, {"type": "text", "text": prompt}]}] for prompt in prompts]
 
 
 class _Printer:

@@ -14,8 +14,8 @@ _SAMPLING = (
 )
 
 GROUPS: Mapping[str, str] = {
-    "Input and output": "prompts file as_chat as_json output errors column id_column template endpoint system save_to "
-    "continue_from ordered longest_first retry_failed overwrite",
+    "Input and output": "prompts file images sounds as_chat as_json output errors column id_column template endpoint "
+    "system save_to continue_from ordered longest_first retry_failed overwrite",
     "Model": "model hf_repo hf_file mmproj lora chat_template template_variables reasoning thinking_tokens "
     "thinking_budget pooling",
     "Batch and memory": "n_parallel n_ctx n_batch n_ubatch prefix_cache prefix_cache_ram swap_space cache_type_k "
@@ -28,8 +28,9 @@ GROUPS: Mapping[str, str] = {
     "sleep_idle_seconds in_process",
     "Network and keys": "url api_key hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins",
     "Limits": "max_queue max_concurrent max_concurrent_per_key request_timeout idle_timeout drain_timeout max_tokens "
-    "max_n max_prompts_per_batch max_body_mb max_file_mb",
-    "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path metrics slots props webui",
+    "max_n max_prompts_per_batch max_body_mb max_file_mb max_media max_media_mb",
+    "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path allowed_media_domains media_path "
+    "metrics slots props webui",
     "Sampling": _SAMPLING,
     "Log and debugging": "log_level access_log log_format verbose trace",
 }

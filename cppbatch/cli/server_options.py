@@ -56,6 +56,22 @@ chat_template_option = option(
 )  # fmt: skip
 
 
+MEDIA_OPTIONS = [
+    option(
+        "--allowed-media-domains", env="ALLOWED_MEDIA_DOMAINS", multiple=True, metavar="HOST,...",
+        callback=split_lists, show_default="none",
+        help="Hosts that pictures and sounds are fetched from: example.org, *.example.org, * for all public ones; an "
+        "address or a network such as 10.0.0.0/8 for private ones.",
+    ),
+    option(
+        "--media-path", "--allowed-local-media-path", "media_path", env="MEDIA_PATH", metavar="DIR",
+        type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True), default=None,
+        help="Folder of pictures and sounds that requests may name as file:// addresses. Without it: none.",
+    ),
+]  # fmt: skip
+"""For every command that answers requests of others."""
+
+
 def _limit(_context: click.Context, _parameter: click.Parameter, tokens: int) -> int | None:
     return None if tokens < 0 else tokens
 
@@ -133,6 +149,12 @@ _OPTIONS = [
     option(
         "--data-dir", env="DATA_DIR", type=click.Path(path_type=Path), metavar="DIR", default=None,
         help="Folder for files and batches. Without it: the user's data folder.",
+    ),
+    *MEDIA_OPTIONS,
+    option("--max-media", env="MAX_MEDIA", type=int, default=16, help="Maximum pictures and sounds of a request."),
+    option(
+        "--max-media-mb", env="MAX_MEDIA_MB", type=int, default=64,
+        help="Maximum MiB of a request's pictures and sounds; each completion counts.",
     ),
     option("--max-n", env="MAX_N", type=int, default=128, help="Maximum completions per prompt."),
     option(
@@ -241,6 +263,8 @@ def server_options(command: Command) -> Command:
             slots=arguments.pop("slots"),
             webui=arguments.pop("webui"),
             slot_save_path=arguments.pop("slot_save_path"),
+            allowed_media_domains=arguments.pop("allowed_media_domains"),
+            media_path=arguments.pop("media_path"),
             predict_path=_predict_path(),
             strict_model=arguments.pop("strict_model"),
             props=arguments.pop("props"),

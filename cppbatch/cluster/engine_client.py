@@ -22,7 +22,7 @@ from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import ConfigError, InvalidRequest
 
@@ -143,9 +143,9 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def tokenize(
-        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+        self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
-        """A text's tokens, or the pieces of token ids; as `BatchInferenceEngine.tokens`. Raises as `check` does."""
+        """A prompt's tokens, or the pieces of token ids; as `BatchInferenceEngine.tokens`. Raises as `check` does."""
 
     @abstractmethod
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:

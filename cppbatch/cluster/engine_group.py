@@ -12,7 +12,7 @@ from cppbatch.cluster.prefix_router import PrefixRouter, prompt_prefixes
 from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.slots import SlotReport
 
 
@@ -62,7 +62,7 @@ class EngineGroup(EngineClient):
         await self._least_loaded().check(request)
 
     async def tokenize(
-        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+        self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
         return await self._least_loaded().tokenize(text, add_special=add_special, parse_special=parse_special)

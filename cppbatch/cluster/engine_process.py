@@ -41,7 +41,14 @@ from cppbatch.cluster.worker_link import (
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState, TokenPiece
+from cppbatch.engine.request import (
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    MediaPrompt,
+    ResumeState,
+    TokenPiece,
+)
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 
@@ -135,7 +142,7 @@ class EngineProcess(EngineClient):
         await self._ask_worker(request, Check(0, request))
 
     async def tokenize(
-        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+        self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
         question = Tokenize(0, text, add_special, parse_special)

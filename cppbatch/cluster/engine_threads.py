@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 from cppbatch.engine.engine import BatchInferenceEngine
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, is_long
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, is_long
 from cppbatch.engine.sequence import StepOutput
 
 _IDLE_S = 1.0  # between two heartbeats of an idle engine
@@ -153,7 +153,7 @@ class InputThreads:
             return self._quick
         return self._long_texts if is_long(request.prompt) else self._grammars
 
-    def for_text(self, text: str | list[int]) -> ThreadPoolExecutor:
+    def for_text(self, text: str | list[int] | MediaPrompt) -> ThreadPoolExecutor:
         """The threads that tokenise this text."""
         return self._long_texts if is_long(text) else self._quick
 

@@ -26,7 +26,7 @@ from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import replaced
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.slots import SlotReport
@@ -97,7 +97,7 @@ class LocalEngine(EngineClient):
         await self._prepare(request)
 
     async def tokenize(
-        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+        self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
         tokens = partial(self._ready().tokens, text, add_special=add_special, parse_special=parse_special)

@@ -19,7 +19,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState, TokenPiece
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, ResumeState, TokenPiece
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import ContextOverflow
 
@@ -68,10 +68,10 @@ class Check(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):
-    """Tokenise a text, or look up token ids; the answer is `Tokenized` or `Refused`."""
+    """Tokenise a prompt, or look up token ids; the answer is `Tokenized` or `Refused`."""
 
     number: int
-    text: str | list[int]
+    text: str | list[int] | MediaPrompt
     add_special: bool
     parse_special: bool
 

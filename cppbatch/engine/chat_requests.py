@@ -20,6 +20,7 @@ from cppbatch.chat.message_types import (
 from cppbatch.chat.reasoning_effort import effort_variables
 from cppbatch.chat.template import ApplyNamed, ChatTemplate, find_template
 from cppbatch.chat.thinking_budget import given_budget
+from cppbatch.engine.media_sources import local_media, prompt_of_chat, with_files
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationRequest, Prompt, RequestOptions
@@ -99,8 +100,9 @@ class ChatRequests:
         """The request of a conversation. A JSON schema of `params` is that of the answer: the model may reason before
         it, or call tools instead. Raises `InvalidRequest`."""
         params = params or SamplingParams()
+        messages = convert(with_files(self._messages(conversation)), list[ChatMessage], "messages")
         chat = self._format.prepare(
-            conversation_of(convert(self._messages(conversation), list[ChatMessage], "messages")),
+            local_media(conversation_of(messages)),
             tools=self._tools,
             choice=self._choice,
             schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
@@ -110,7 +112,7 @@ class ChatRequests:
         )
         prompt_params = _params_of_chat(params, chat)
         return ChatRequest(
-            GenerationRequest(id=request_id, prompt=chat.prompt, params=prompt_params, **self._options), chat
+            GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=prompt_params, **self._options), chat
         )
 
     def _messages(self, conversation: Conversation) -> list[Message]:

@@ -38,6 +38,7 @@ from cppbatch.engine.request import (
     GenerationEvent,
     GenerationRequest,
     Mapped,
+    MediaPrompt,
     Prompt,
     RequestOptions,
     ResumeState,
@@ -201,16 +202,17 @@ class BatchInferenceEngine:
 
     def tokens(
         self,
-        text: str | list[int],
+        text: str | list[int] | MediaPrompt,
         *,
         add_special: bool = True,
         parse_special: bool = True,
         cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
-        """The tokens of a text, or the pieces of token ids. Any thread may call this, until the engine is closed.
+        """The tokens of a prompt, or the pieces of token ids. Any thread may call this, until the engine is closed.
 
-        `add_special`: begin with BOS if the model wants it. `parse_special`: the text may contain control tokens.
-        `cancelled`: as in `prepare`. Raises `InvalidRequest` for unknown ids; `RequestCancelled`.
+        `add_special`: begin with BOS if the model wants it. `parse_special`: the text may contain control tokens. Both
+        are so in a `MediaPrompt`; the tokens of its pictures and sounds have no bytes. `cancelled`: as in `prepare`.
+        Raises `InvalidRequest` for unknown ids; `RequestCancelled`.
         """
         return self._inputs.tokens(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
 

@@ -114,9 +114,16 @@ class InputProcessor:
         return max(0, min(wanted, self._info.max_sequence - _LEAST_SHIFTED))
 
     def tokens(
-        self, text: str | list[int], *, add_special: bool, parse_special: bool, cancelled: IsCancelled = never_cancelled
+        self,
+        text: str | list[int] | MediaPrompt,
+        *,
+        add_special: bool,
+        parse_special: bool,
+        cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
         """See `BatchInferenceEngine.tokens`."""
+        if isinstance(text, MediaPrompt):
+            text, add_special, parse_special = self._text_of(text), True, True
         if isinstance(text, str):
             ids = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
         else:

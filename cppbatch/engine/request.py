@@ -248,6 +248,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     n_media_tokens: int = 0
     """Prompt tokens that are pictures or sound."""
+    n_audio_tokens: int = 0
+    """Those of them that are sound."""
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
     prefilled_tokens: int = 0

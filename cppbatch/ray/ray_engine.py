@@ -31,7 +31,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import replaced
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 from cppbatch.ray.live_replicas import LiveReplicas
@@ -119,7 +119,7 @@ class RayEngine(EngineClient):
         await self._ask(Check(0, request))
 
     async def tokenize(
-        self, text: str | list[int], *, add_special: bool = True, parse_special: bool = True
+        self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
         answer = await self._ask(Tokenize(0, text, add_special, parse_special))

@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.model_choice import serving_of
@@ -33,7 +35,7 @@ async def chat_input_tokens(request: web.Request) -> web.Response:
     body = await read_json(request, ChatCompletionRequest)
     serving = await serving_of(request, body)
     serving.check_model(body.model)
-    return await _count(serving, (await prepare_chat(body, serving)).prompt)
+    return await _count(serving, await prepare_chat(body, serving))
 
 
 @routes.post("/v1/responses/input_tokens")
@@ -42,11 +44,11 @@ async def response_input_tokens(request: web.Request) -> web.Response:
     body = await read_json(request, ResponsesRequest)
     serving = await serving_of(request, body)
     serving.check_model(body.model)
-    return await _count(serving, (await prepare_response_chat(body, serving)).prompt)
+    return await _count(serving, await prepare_response_chat(body, serving))
 
 
-async def _count(serving: Serving, prompt: str) -> web.Response:
-    return json_response(InputTokens(input_tokens=len(await serving.client.tokenize(prompt))))
+async def _count(serving: Serving, chat: PreparedChat) -> web.Response:
+    return json_response(InputTokens(input_tokens=len(await serving.client.tokenize(prompt_of_chat(chat)))))
 
 
 ENDPOINTS = {

@@ -23,6 +23,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """MiB of a request's body. 16 MiB are enough for a prompt of millions of tokens."""
     max_file_mb: int = 1024
     """MiB of an uploaded file."""
+    max_media: int = 16
+    """Pictures and sounds of a request."""
+    max_media_mb: int = 64
+    """MiB of a request's pictures and sounds, in the formats of their files. Each of its completions counts."""
     max_n: int = MAX_CHOICES
     """Completions of one prompt."""
     max_prompts_per_batch: int = 256
@@ -42,6 +46,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._check("max_body_mb", 1, 4096)
         self._check("max_file_mb", 1, 1 << 20)
+        self._check("max_media", 0, 1024)
+        self._check("max_media_mb", 1, 4096)
         self._check("max_n", 1, MAX_CHOICES)
         self._check("max_prompts_per_batch", 1, _MAX_PROMPTS)
         self._check("max_concurrent", 0, _MAX)
@@ -62,6 +68,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def max_body(self) -> int:
         """Bytes of a request's body."""
         return self.max_body_mb << 20
+
+    @property
+    def max_media_bytes(self) -> int:
+        """Bytes of a request's pictures and sounds."""
+        return self.max_media_mb << 20
 
     def check(self, body: SamplingFields) -> None:
         """Raises `InvalidRequest` for a request that asks for more than the limits allow."""

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
-from cppbatch.engine.request import TokenPiece
+from cppbatch.chat.media_parts import media_of
+from cppbatch.engine.media_sources import source_of_data
+from cppbatch.engine.request import MediaPrompt, TokenPiece
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.serving import Prompt, Serving
 
 Json = dict[str, Any]
-MixedPrompt = str | list[str | int]
-"""A text, or texts and token ids mixed."""
+MEDIA_MARKER = f"<__media_{secrets.token_hex(16)}__>"
+"""Stands for a picture or a sound in a `prompt_string`. Random, so that no text has it by chance."""
+
+
+class MarkedPrompt(NamedTuple):
+    """A `prompt_string` with `multimodal_data`."""
+
+    text: str
+    """Has `MEDIA_MARKER` for each of the data."""
+    data: list[str]
+    """Pictures and sounds, as base64."""
+
+
+MixedPrompt = str | list[str | int] | MarkedPrompt
+"""A text; texts and token ids mixed; or a text with pictures and sounds."""
 
 _MIN_LENGTH_LIMIT = 1 << 20  # characters or token ids that are accepted whatever the context of the model
 _MAX_CHARS_PER_TOKEN = 32  # more than any text has on average
@@ -33,8 +50,8 @@ def prompts_of(prompt: str | list[Any] | Json, field: str = "prompt") -> list[Mi
 
 def _mixed_prompt(prompt: object, field: str) -> MixedPrompt:
     if isinstance(prompt, dict):
-        if prompt.get("multimodal_data"):
-            raise InvalidRequest(field, "has multimodal_data; only text is supported")
+        if data := prompt.get("multimodal_data"):
+            return _marked_prompt(prompt.get("prompt_string"), data, field)
         prompt = prompt.get("prompt_string")
     if isinstance(prompt, str):
         return prompt
@@ -43,19 +60,49 @@ def _mixed_prompt(prompt: object, field: str) -> MixedPrompt:
     raise InvalidRequest(field, 'must be a string, a list of token ids and strings, or {"prompt_string": ...}')
 
 
+def _marked_prompt(text: object, data: object, field: str) -> MarkedPrompt:
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{field}.prompt_string", "must be a string when there is multimodal_data")
+    if not isinstance(data, list) or not all(isinstance(each, str) and each for each in data):
+        raise InvalidRequest(f"{field}.multimodal_data", "must be a list of strings: files as base64")
+    if (n := text.count(MEDIA_MARKER)) != len(data):
+        message = f"has {n} media markers for {len(data)} pictures and sounds; GET /props tells the media_marker"
+        raise InvalidRequest(f"{field}.prompt_string", message)
+    return MarkedPrompt(text, data)
+
+
 def _is_id(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
 async def engine_prompt(serving: Serving, prompt: MixedPrompt, field: str) -> Prompt:
-    """A prompt as the engine takes it: a text, or token ids. Raises `InvalidRequest` naming `field`."""
+    """A prompt as the engine takes it: a text, token ids, or a text with pictures and sounds.
+
+    Raises `InvalidRequest` naming `field`.
+    """
+    if isinstance(prompt, MarkedPrompt):
+        return await _loaded(serving, prompt, field)
     if isinstance(prompt, str) or all(_is_id(item) for item in prompt):
         return prompt  # type: ignore[return-value]  # a list without strings
     return [token.id for token in await tokenize(serving, prompt, field)]
 
 
+async def _loaded(serving: Serving, prompt: MarkedPrompt, field: str) -> MediaPrompt:
+    """Decodes the data. Raises `InvalidRequest`."""
+    sources = [source_of_data(f"{field}.multimodal_data[{i}]", data) for i, data in enumerate(prompt.data)]
+    messages = [{"role": "user", "content": [source.part() for source in sources]}]
+    media = serving.media_loader()
+    await media.fetch(messages)
+    loaded = media_of(await asyncio.to_thread(media.loaded, messages))
+    first, *others = prompt.text.split(MEDIA_MARKER)
+    parts = [first]
+    for text in others:
+        parts += [next(loaded), text]
+    return MediaPrompt([part for part in parts if part != ""])
+
+
 async def tokenize(
-    serving: Serving, prompt: MixedPrompt, field: str, *, add_special: bool = True, parse_special: bool = True
+    serving: Serving, prompt: str | list[str | int], field: str, *, add_special: bool = True, parse_special: bool = True
 ) -> list[TokenPiece]:
     """The tokens of a prompt. Raises `InvalidRequest` naming `field`.
 

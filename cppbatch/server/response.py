@@ -48,6 +48,9 @@ class TokenCounts(NamedTuple):
     completion: int
     drafted: int
     accepted: int
+    image: int
+    """Prompt tokens that are pictures, as `audio` counts those that are sound."""
+    audio: int
 
 
 class ResponseBuilder(ABC):
@@ -90,7 +93,7 @@ class ResponseBuilder(ABC):
 
     def token_counts(self) -> TokenCounts:
         """Token counts over all completions. A prompt counts once, whatever the number of its completions."""
-        prompt = completion = drafted = accepted = 0
+        prompt = completion = drafted = accepted = media = audio = 0
         cached: dict[int, int] = {}  # by prompt: the tokens that no completion had to compute
         for index, event in self.last_events.items():
             if usage := event.usage:
@@ -98,9 +101,26 @@ class ResponseBuilder(ABC):
                 drafted += usage.drafted_tokens
                 accepted += usage.accepted_tokens
                 prompt += usage.prompt_tokens
+                media += usage.n_media_tokens
+                audio += usage.n_audio_tokens
                 group = index // self.n_candidates
                 cached[group] = min(cached.get(group, usage.cached_tokens), usage.cached_tokens)
-        return TokenCounts(prompt // self.n_candidates, sum(cached.values()), completion, drafted, accepted)
+        n = self.n_candidates
+        return TokenCounts(
+            prompt=prompt // n,
+            cached=sum(cached.values()),
+            completion=completion,
+            drafted=drafted,
+            accepted=accepted,
+            image=(media - audio) // n,
+            audio=audio // n,
+        )
+
+
+def shown_media(counts: TokenCounts) -> dict[str, Any]:
+    """`image_tokens` and `audio_tokens` of the details of a prompt's tokens, if it has any."""
+    given = {"image_tokens": counts.image, "audio_tokens": counts.audio}
+    return {name: n for name, n in given.items() if n}
 
 
 def raise_failure(event: GenerationEvent) -> None:

@@ -20,18 +20,19 @@ from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.best_of import expand
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams, replaced
-from cppbatch.engine.request import GenerationRequest
+from cppbatch.engine.request import GenerationRequest, MediaPrompt
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.llama import apply_builtin_template
 from cppbatch.models.find import shorter_names
 from cppbatch.server.api_errors import ModelNotFound
 from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.limits import Limits
+from cppbatch.server.media_loading import MediaLoader, refuse_large
 from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.server.settings import ServerSettings
 
 Json = dict[str, Any]
-Prompt = str | list[int]
+Prompt = str | list[int] | MediaPrompt
 
 _MAX_TOOLS = 1024  # OpenAI's API takes 128
 _MAX_SEQUENCES = 1024
@@ -159,16 +160,20 @@ class Serving:
         continue_final_message: bool | None = None,
         field_names: dict[str, str] | None = None,
     ) -> PreparedChat:
-        """`ChatFormat.prepare` on another thread, because rendering a long conversation takes time.
+        """`ChatFormat.prepare` on another thread, because rendering a long conversation takes time, and so does
+        decoding pictures and sounds.
 
         `field_names`: {part of a field name in OpenAI's chat completions: the client's name for it}, for errors. None:
         the client uses chat completions. Raises `InvalidRequest`.
         """
+        media = self.media_loader()
         try:
+            await media.fetch(messages)
             return await asyncio.to_thread(
                 self.rendered,
                 await self.chat_format(),
                 messages,
+                media,
                 tools=tools,
                 choice=choice,
                 schema=schema,
@@ -184,14 +189,25 @@ class Serving:
                 field = field.replace(ours, theirs)
             raise error.renamed(field) from error
 
+    def media_loader(self) -> MediaLoader:
+        """Loads the pictures and sounds of a request."""
+        return MediaLoader(self.settings, self.info)
+
     def rendered(
-        self, chat: ChatFormat, messages: list[Json], *, variables: Json, thinking_tokens: int | None, **options: Any
+        self,
+        chat: ChatFormat,
+        messages: list[Json],
+        media: MediaLoader,
+        *,
+        variables: Json,
+        thinking_tokens: int | None,
+        **options: Any,
     ) -> PreparedChat:
         """`ChatFormat.prepare`, with the server's variables for the template (--chat-template-kwargs) and its limit of
-        the reasoning (--reasoning-budget)."""
+        the reasoning (--reasoning-budget). `media`: has fetched what the messages refer to."""
         variables = self.settings.template_variables | variables
         limit = self.settings.thinking_tokens if thinking_tokens is None else thinking_tokens
-        return chat.prepare(messages, variables=variables, thinking_tokens=limit, **options)
+        return chat.prepare(media.loaded(messages), variables=variables, thinking_tokens=limit, **options)
 
     def default_params(self, max_tokens: int | None = None) -> Json:
         """The fields of `SamplingParams` for requests that do not set them.
@@ -218,6 +234,7 @@ class Serving:
         if len(prompts) * n > _MAX_SEQUENCES:
             message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MAX_SEQUENCES}"
             raise InvalidRequest("prompt", message)
+        refuse_large(prompts, n, self.limits)
         options = {"lora": self.lora, **body.options(), "timeout": self.limits.timeout(body.timeout), "fit": True}
         each = expand([params], n, ranked=n > body.n_choices)
         requests = []

@@ -12,6 +12,7 @@ from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.cors import ANY, LOCAL, check_origin
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
+from cppbatch.server.media_domains import MediaDomains
 
 _MAX_DRAIN = 86400
 
@@ -37,6 +38,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `/slots` is served."""
     slot_save_path: Path | None = None
     """The folder for files of slots; None: slots are not saved, restored or erased."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """The hosts that pictures and sounds are fetched from (`MediaDomains`); empty: none is fetched."""
+    media_path: Path | None = None
+    """The folder whose pictures and sounds requests may name as file:// addresses; None: they may name none."""
     predict_path: str | None = None
     """The path of Vertex AI's predictions; None: not served."""
     props: bool = False
@@ -59,6 +64,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The folder for files and batches; None: the user's data folder, if it can be used."""
 
     def __post_init__(self) -> None:
+        MediaDomains(self.allowed_media_domains)  # checks them
         for origin in self.origins:
             check_origin(origin)
         if not 0 <= self.drain_timeout <= _MAX_DRAIN:
@@ -67,6 +73,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             SamplingParams(**self.sampling_defaults)
         except InvalidRequest as error:
             raise ConfigError(f"the server's default of {error.field} {error.message}") from error
+
+    @property
+    def media_domains(self) -> MediaDomains:
+        """`allowed_media_domains`, checked."""
+        return MediaDomains(self.allowed_media_domains)
 
     @property
     def origins(self) -> tuple[str, ...]:

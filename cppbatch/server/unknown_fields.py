@@ -124,8 +124,8 @@ _TEXT_FIELDS = {
     # what only other servers can do
     "echo": _Refused("it is a field of /v1/completions"),
     "suffix": _Refused("it is a field of /v1/completions"),
-    "images": _Refused("only text can be read"),
-    "image_data": _Refused("only text can be read"),
+    "images": _Refused("give messages with parts of type image_url"),
+    "image_data": _Refused("give messages with parts of type image_url"),
     "prompt_embeds": _Refused("give text or token ids"),
     "modalities": _Refused("the answer is text", (["text"],)),
     "audio": _Refused("the answer is text", is_given_empty=True),

@@ -98,10 +98,15 @@ BAD_CHATS = {
     "empty messages": ({"messages": []}, "messages"),
     "unknown role": ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     "no role": ({"messages": [{"content": "x"}]}, "messages[0]"),
-    "an image": (
+    "an image without its URL": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0]",
+        "messages[0].content[0].image_url",
     ),
+    "an image for a model without a projector": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages[0].content[0].image_url",
+    ),
+    "a video": ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0]"),
     "content of another type": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     "a tool without its function": ({**HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
     "a schema that is none": (

@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from cppbatch import EngineConfig, LocalEngine
 from cppbatch.models.synthetic import GgufVocab, byte_vocab, write_lora
 from cppbatch.server.app import create_app
+from cppbatch.server.mixed_prompts import MEDIA_MARKER
 from cppbatch.server.settings import ServerSettings
 from tests import tiny_models
 
@@ -295,7 +296,15 @@ BAD = {
     "a far too long one": ({"prompt": "x" * (1 << 21)}, "prompt"),
     "an unknown token": ({"prompt": ["a", 5, 10**6]}, "prompt[2]"),
     "one in a second prompt": ({"prompt": ["a", [5, 10**6]]}, "prompt[1][1]"),
-    "an image": ({"prompt": {"prompt_string": "x", "multimodal_data": ["abc"]}}, "prompt"),
+    "an image without its marker": (
+        {"prompt": {"prompt_string": "x", "multimodal_data": ["abc"]}},
+        "prompt.prompt_string",
+    ),
+    "an image for a model without a projector": (
+        {"prompt": {"prompt_string": MEDIA_MARKER, "multimodal_data": ["abc"]}},
+        "prompt.multimodal_data[0]",
+    ),
+    "data that are no list": ({"prompt": {"prompt_string": "x", "multimodal_data": 5}}, "prompt.multimodal_data"),
     "something else in a list": ({"prompt": ["a", 2.5]}, "prompt[1]"),
     "too many prompts": ({"prompt": ["a"] * 300}, "prompt"),
     "n_predict as text": ({"prompt": "a", "n_predict": "all"}, "n_predict"),

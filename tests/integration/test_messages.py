@@ -269,13 +269,17 @@ def test_messages_of_one_role_in_a_row_are_one() -> None:
 # --- what the model is given ------------------------------------------------------------------------------------------
 
 
-NEITHER: Json = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": {}}]}
+NEITHER: Json = {
+    "type": "tool_result",
+    "tool_use_id": "t",
+    "content": [{"type": "document", "source": {"type": "text"}}],
+}
 
 UNREADABLE = {
     "no messages": ([], "messages"),
-    "an image": ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "messages[0].content[0]"),
-    "a document": ([{"role": "user", "content": [{"type": "document", "source": {}}]}], "messages[0].content[0]"),
-    "an image that a tool gave": ([{"role": "user", "content": [NEITHER]}], "messages[0].content[0].content[0]"),
+    "an image": ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0].source"),
+    "a document": ([{"role": "user", "content": [{"type": "document"}]}], "messages[0].content[0]"),
+    "a document that a tool gave": ([{"role": "user", "content": [NEITHER]}], "messages[0].content[0].content[0]"),
     "a call by the user": ([{"role": "user", "content": [{"type": "tool_use"}]}], "messages[0].content[0]"),
     "a text without text": ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
     "a call without a name": (

@@ -312,7 +312,11 @@ def test_tools_effort_and_a_schema_reach_the_template(
 
 UNREADABLE = {
     "no items": ([], "input"),
-    "an image": ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0]"),
+    "an image without its URL": (
+        [{"role": "user", "content": [{"type": "input_image"}]}],
+        "input[0].content[0].image_url",
+    ),
+    "a file": ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content[0]"),
     "an unknown role": ([{"role": "king", "content": "x"}], "input[0].role"),
     "a message without content": ([{"role": "user"}], "input[0].content"),
     "a call of a built-in tool": ([{"type": "web_search_call", "id": "ws_1"}], "input[0]"),

@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
+from cppbatch.chat.media_parts import media_of
+from cppbatch.chat.message_types import ChatMessage, conversation_of
 from cppbatch.cli.chat_backends import FULL, AnswerEnd, AnswerPart
 from cppbatch.cli.chat_session import COMMANDS, ChatSession, read_messages
+from cppbatch.engine.media_sources import local_media
+from cppbatch.engine.request import Media
 from cppbatch.errors import ConfigError, CppBatchError
+from cppbatch.typed_json import convert
+from tests.media_samples import RED, TONE
 
 Json = dict[str, Any]
 Script = Sequence[AnswerPart | BaseException]
@@ -284,3 +290,24 @@ def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, content: str,
         read_messages(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_messages(tmp_path / "none.json")
+
+
+def test_pictures_and_sounds_go_before_the_next_message(tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "tone.wav").write_bytes(TONE)
+    backend, shown = FakeBackend(words("A red one."), words("Yes.")), Shown()
+    session = ChatSession(backend, shown, save_to=tmp_path / "talk.md")
+    attached = (f"/image {tmp_path}/red.png", f"/audio {tmp_path}/tone.wav")
+    for line in (*attached, "What?", "Sure?", "/image nothing.png", "/image"):
+        assert session.handle(line)
+    first, second = backend.asked
+    content = first[0]["content"]
+    assert [part["type"] for part in content] == ["image_url", "input_audio", "text"]
+    assert list(media_of(local_media(conversation_of(convert(first, list[ChatMessage], "messages"))))) == [
+        Media("image", RED), Media("audio", TONE),
+    ]  # fmt: skip
+    assert second == [*first, {"role": "assistant", "content": "A red one."}, {"role": "user", "content": "Sure?"}]
+    assert shown.failed == ["nothing.png cannot be read: No such file or directory", "/image needs a file"]
+    saved = (tmp_path / "talk.md").read_text()
+    assert "*(a picture)*\n\n*(a sound)*\n\nWhat?" in saved
+    assert "base64" not in saved

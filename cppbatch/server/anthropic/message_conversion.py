@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import msgspec
 
+from cppbatch.chat.media_parts import MediaSource
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.anthropic.message_types import CountTokensRequest, Json, RequestBlock, RequestMessage
 
 _TEXT: dict[str, tuple[str, ...]] = {"text": ("text",)}
+_TEXT_AND_IMAGES = {**_TEXT, "image": ("source",)}
 _BLOCKS = {
     "system": _TEXT,
-    "user": {**_TEXT, "tool_result": ("tool_use_id",)},
+    "user": {**_TEXT_AND_IMAGES, "tool_result": ("tool_use_id",)},
     "assistant": {
         **_TEXT,
         "thinking": ("thinking",),
@@ -26,30 +29,37 @@ _BLOCKS = {
 def conversation(body: CountTokensRequest) -> list[Json]:
     """The messages as chat templates expect them, the system message first.
 
-    Consecutive messages of one role are joined, as in Anthropic's API. Raises `InvalidRequest` for images, documents
-    and other blocks that are not text.
+    Consecutive messages of one role are joined, as in Anthropic's API. Raises `InvalidRequest` for documents and other
+    blocks that are neither text nor images.
     """
     if not body.messages:
         raise InvalidRequest("messages", "is empty; give at least one message")
     messages: list[Json] = []
     if body.system:
-        messages.append({"role": "system", "content": _text(_blocks("system", body.system, _TEXT))})
+        messages.append({"role": "system", "content": _content(_blocks("system", body.system, _TEXT))})
     for role, group in itertools.groupby(enumerate(body.messages), lambda item: item[1].role):
         blocks = [block for i, message in group for block in _message_blocks(f"messages[{i}].content", message)]
         messages += _assistant(blocks) if role == "assistant" else _others(role, blocks)
     return messages
 
 
-def _message_blocks(field: str, message: RequestMessage) -> list[RequestBlock]:
+class _Named(NamedTuple):
+    """A block with the name of its field."""
+
+    field: str
+    block: RequestBlock
+
+
+def _message_blocks(field: str, message: RequestMessage) -> list[_Named]:
     if message.content == [] and message.role != "assistant":
         raise InvalidRequest(field, "is empty; give at least one block")
     return _blocks(field, message.content, _BLOCKS[message.role])
 
 
-def _blocks(field: str, content: str | list[RequestBlock], known: dict[str, tuple[str, ...]]) -> list[RequestBlock]:
+def _blocks(field: str, content: str | list[RequestBlock], known: dict[str, tuple[str, ...]]) -> list[_Named]:
     """The content as blocks of the `known` types. Raises `InvalidRequest`."""
     if isinstance(content, str):
-        return [RequestBlock(type="text", text=content)]
+        return [_Named(field, RequestBlock(type="text", text=content))]
     for i, block in enumerate(content):
         if block.type not in known:
             message = f"is of type {block.type!r}; what can be read here is {', '.join(known)}"
@@ -58,27 +68,28 @@ def _blocks(field: str, content: str | list[RequestBlock], known: dict[str, tupl
             if getattr(block, name) is None:
                 raise InvalidRequest(f"{field}[{i}].{name}", "is required")
         if block.type == "tool_result":
-            _blocks(f"{field}[{i}].content", block.content or [], _TEXT)
-    return content
+            _blocks(f"{field}[{i}].content", block.content or [], _TEXT_AND_IMAGES)
+    return [_Named(f"{field}[{i}]", block) for i, block in enumerate(content)]
 
 
-def _others(role: str, blocks: list[RequestBlock]) -> list[Json]:
-    """The results of tools as messages of their own, then the text of the user or the system."""
-    results = [_tool_result(block) for block in blocks if block.type == "tool_result"]
-    texts = [block for block in blocks if block.type == "text"]
-    return [*results, {"role": role, "content": _text(texts)}] if texts else results
+def _others(role: str, blocks: list[_Named]) -> list[Json]:
+    """The results of tools as messages of their own, then what the user or the system says."""
+    results = [_tool_result(each) for each in blocks if each.block.type == "tool_result"]
+    said = [each for each in blocks if each.block.type != "tool_result"]
+    return [*results, {"role": role, "content": _content(said)}] if said else results
 
 
-def _tool_result(block: RequestBlock) -> Json:
-    content = block.content if isinstance(block.content, str) else _text(block.content or [])
-    return {
-        "role": "tool",
-        "tool_call_id": block.tool_use_id,
-        "content": f"Error: {content}" if block.is_error else content,  # OpenAI's messages have no field for errors
-    }
+def _tool_result(named: _Named) -> Json:
+    block = named.block
+    content = _content(_blocks(f"{named.field}.content", block.content or [], _TEXT_AND_IMAGES))
+    if block.is_error:  # OpenAI's messages have no field for errors
+        is_text = isinstance(content, str)
+        content = f"Error: {content}" if is_text else [{"type": "text", "text": "Error: "}, *content]
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _assistant(blocks: list[RequestBlock]) -> list[Json]:
+def _assistant(named: list[_Named]) -> list[Json]:
+    blocks = [each.block for each in named]
     calls = [_tool_call(block) for block in blocks if block.type == "tool_use"]
     text = "".join(block.text or "" for block in blocks)  # not "\n": the blocks are one continuous text
     message: Json = {"role": "assistant", "content": None if calls and not text else text}
@@ -94,5 +105,15 @@ def _tool_call(block: RequestBlock) -> Json:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _text(blocks: list[RequestBlock]) -> str:
-    return "\n".join(block.text or "" for block in blocks)
+def _content(blocks: list[_Named]) -> str | list[Json]:
+    """Texts as one; with images a list of parts."""
+    if all(each.block.type == "text" for each in blocks):
+        return "\n".join(each.block.text or "" for each in blocks)
+    return [_part(each) for each in blocks]
+
+
+def _part(named: _Named) -> Json:
+    source = named.block.source
+    if named.block.type == "text" or source is None:
+        return {"type": "text", "text": named.block.text or ""}
+    return MediaSource("image", *source.url_or_data(f"{named.field}.source")).part()

@@ -22,6 +22,28 @@ Json = dict[str, Any]
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
+class ImageSource(msgspec.Struct):
+    """Where a picture is."""
+
+    type: str
+    """base64 or url."""
+    media_type: str | None = None
+    """Not used: the bytes say what the picture is."""
+    data: str | None = None
+    """Of base64."""
+    url: str | None = None
+    """Of url: a data URL, or an address that the server may fetch (--allowed-media-domains)."""
+
+    def url_or_data(self, field: str) -> tuple[str, str]:
+        """The name of the field in errors, and the URL or the base64 in it. Raises `InvalidRequest`."""
+        if self.type not in ("base64", "url"):
+            raise InvalidRequest(f"{field}.type", f"is {self.type!r:.80}; it must be base64 or url")
+        name, given = ("data", self.data) if self.type == "base64" else ("url", self.url)
+        if not given:
+            raise InvalidRequest(f"{field}.{name}", "is required")
+        return f"{field}.{name}", given
+
+
 class RequestBlock(msgspec.Struct):
     """A content block of a message; which fields it has depends on its type."""
 
@@ -36,6 +58,8 @@ class RequestBlock(msgspec.Struct):
     content: str | list[RequestBlock] | None = None
     """The result of a tool call."""
     is_error: bool | None = None
+    source: ImageSource | None = None
+    """Of an image."""
 
 
 class RequestMessage(msgspec.Struct):

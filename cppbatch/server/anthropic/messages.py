@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.assistant_output import AssistantOutput
+from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.server.anthropic.message_conversion import conversation
 from cppbatch.server.anthropic.message_types import (
@@ -65,7 +66,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     serving = await serving_of(request, body)
     serving.check_model(body.model)
     chat = await _prepare_chat(body, serving)
-    return json_response(CountTokensResponse(input_tokens=len(await serving.client.tokenize(chat.prompt))))
+    return json_response(CountTokensResponse(input_tokens=len(await serving.client.tokenize(prompt_of_chat(chat)))))
 
 
 ENDPOINTS = {
@@ -89,7 +90,7 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
     chat = await _prepare_chat(body, serving)
     params = serving.params(body, chat.params)
     builder = MessagesBuilder(body, serving.name, chat)
-    requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
+    requests = serving.engine_requests(body, builder.id, [prompt_of_chat(chat)], params)
     field = body.constraint_names.get("json_schema", _FORMAT)
     names = {"json_schema": field} | body.constraint_names | chat.renamed(field)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=_FIELD_NAMES | names)

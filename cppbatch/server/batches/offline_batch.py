@@ -85,12 +85,14 @@ async def run_offline(
     config: EngineConfig,
     deployment: Deployment,
     offline: OfflineJob,
+    settings: ServerSettings,
     *,
     started: Callable[[], None],
     show_loading: ShowLoading = hide_loading,
 ) -> bool:
     """Runs a job until every line is finished or the process gets a signal. Returns whether every line is finished.
 
+    `settings`: the chat template, and where pictures and sounds may come from.
     The model is loaded only if there is a request to run; `started` is called when it is loaded, and `show_loading`
     shows the progress until then. Raises `StorageError`
     and `ConfigError` for files, `EngineClosed`, and the errors of loading. Results so far are recorded in any case.
@@ -112,7 +114,7 @@ async def run_offline(
         started()
         job, request_slots = offline.job, asyncio.Semaphore(await target_concurrency(engine))
         handler = BatchRequestHandler(
-            OneModel.of(engine, ServerSettings(chat_template=job.chat_template)),
+            OneModel.of(engine, settings),
             defaults=job.defaults,
             plain_max_tokens=job.plain_max_tokens,
             observe=offline.count_tokens,

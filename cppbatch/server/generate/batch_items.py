@@ -38,13 +38,6 @@ class GenerateBatchRequest(GenerateFields, kw_only=True):
     request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
     """A name by which `POST /generate/batch/cancel` finds this batch while it runs."""
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether the prompt of any item is a conversation."""
-        return self.messages is not None or any(
-            isinstance(each, dict) and each.get("messages") is not None for each in self.prompts or ()
-        )
-
 
 class BatchItem:
     """One item, not validated yet: JSON of `prompts`, of `params`, or of both, merged with the fields of all items."""

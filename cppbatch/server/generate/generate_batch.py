@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import ErrorDetail, api_error, openai_error
@@ -18,7 +17,10 @@ from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
 from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatch
 from cppbatch.server.generate.generate_endpoint import (
+    ChatTools,
     GenerateChunk,
+    GenerateRequest,
+    chat_tools,
     checked_params,
     engine_request,
     has_content,
@@ -26,6 +28,7 @@ from cppbatch.server.generate.generate_endpoint import (
 )
 from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.keys import KEY, viewer_of
+from cppbatch.server.media_loading import refuse_large
 from cppbatch.server.model_choice import WAITED, serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
@@ -77,9 +80,10 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
     body = await read_json(request, GenerateBatchRequest)
     serving = await serving_of(request, body)
     rules = request.get(KEY)
-    chat = await serving.chat_format() if body.has_messages else None
-    # on a thread: 256 items with large fields take seconds
-    prepared, batch = await asyncio.to_thread(prepare_batch, body, serving, rules, chat)
+    # on threads: 256 items with large fields take seconds
+    items = await asyncio.to_thread(read_items, body, serving)
+    chat = await chat_tools(serving, [each for each in items.bodies if isinstance(each, GenerateRequest)])
+    prepared, batch = await asyncio.to_thread(prepare_batch, items, serving, rules, chat, stream=bool(body.stream))
     with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
         events = run_requests(
             serving.client,
@@ -101,21 +105,40 @@ ENDPOINTS = {
 }
 
 
+class ReadItems(NamedTuple):
+    """The items of a batch, and what is wrong with those that have no body."""
+
+    items: list[BatchItem]
+    bodies: list[GenerateRequest | InvalidRequest]
+
+
+def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
+    """Checks each item by itself. Raises `InvalidRequest` for errors that concern all items."""
+    items = batch_items(body, serving.limits)
+    checked_params(body, serving)
+    bodies: list[GenerateRequest | InvalidRequest] = []
+    for item in items:
+        try:
+            bodies.append(item.body())
+        except InvalidRequest as error:
+            bodies.append(error)
+    return ReadItems(items, bodies)
+
+
 def prepare_batch(
-    body: GenerateBatchRequest, serving: Serving, rules: KeyRules | None, chat: ChatFormat | None
+    read: ReadItems, serving: Serving, rules: KeyRules | None, chat: ChatTools | None, *, stream: bool
 ) -> tuple[PreparedRequest, RunningBatch]:
     """Engine requests for the valid items, and a builder that holds the errors of the others.
 
     `rules`: those of the request's key. `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all
     items."""
-    items = batch_items(body, serving.limits)
-    checked_params(body, serving)
-    name = new_id("batch-")
+    name, items = new_id("batch-"), read.items
     requests: dict[int, GenerationRequest] = {}
     errors: dict[int, InvalidRequest] = {}
-    for i, item in enumerate(items):
+    for i, fields in enumerate(read.bodies):
         try:
-            fields = item.body()
+            if isinstance(fields, InvalidRequest):
+                raise fields
             request = engine_request(fields, serving, f"{name}-{i}", chat)
             if rules:
                 serving.check_key(rules, fields.model)
@@ -123,11 +146,12 @@ def prepare_batch(
             requests[i] = request
         except InvalidRequest as error:
             errors[i] = error
+    refuse_large([request.prompt for request in requests.values()], 1, serving.limits)
     batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), serving.client.cancel)
     builder = GenerateBatchBuilder(items, [*requests], batch)
     for i, why in errors.items():
         builder.set_error(i, why)
-    return PreparedRequest([*requests.values()], builder, stream=bool(body.stream)), batch
+    return PreparedRequest([*requests.values()], builder, stream=stream), batch
 
 
 Totals = TypeVar("Totals", bound=BatchTotals)

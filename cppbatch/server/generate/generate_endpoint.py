@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -14,16 +15,18 @@ from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.chat.message_types import ChatMessage, checked_variables, conversation_of
 from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
+from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.media_loading import MediaLoader
 from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import LogprobEntry, logprob_entries
 from cppbatch.server.sampling_fields import SamplingFields
-from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.serving import Prompt, Serving, new_id
 
 Json = dict[str, Any]
 
@@ -115,38 +118,60 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """Completes a prompt."""
     body = await read_json(request, GenerateRequest)
     serving = await serving_of(request, body)
-    chat = None if body.messages is None else await serving.chat_format()
-    return await respond(request, await asyncio.to_thread(prepare_generate, body, serving, chat))
+    conversations = await chat_tools(serving, [body])
+    return await respond(request, await asyncio.to_thread(prepare_generate, body, serving, conversations))
 
 
 ENDPOINTS = {("post", "/generate"): generation_endpoint("Completes a prompt", GenerateRequest, GenerateResponse)}
 
 
-def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatFormat | None) -> PreparedRequest:
+class ChatTools(NamedTuple):
+    """What makes prompts of conversations."""
+
+    format: ChatFormat
+    media: MediaLoader
+
+
+async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:
+    """What makes prompts of the `messages` of these requests, with the pictures and sounds fetched that they refer to;
+    None: they have no messages. Raises `InvalidRequest` for a broken template."""
+    conversations = [body.messages for body in bodies if body.messages is not None]
+    if not conversations:
+        return None
+    tools = ChatTools(await serving.chat_format(), serving.media_loader())
+    for messages in conversations:
+        with contextlib.suppress(InvalidRequest):  # raised again when the request is prepared
+            await tools.media.fetch(conversation_of(messages))
+    return tools
+
+
+def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatTools | None) -> PreparedRequest:
     """The engine request and the builder. `chat`: for `messages`. Raises `InvalidRequest`."""
     request = engine_request(body, serving, new_id("gen-"), chat)
     names = {"prompt": "messages"} if body.messages is not None else {}
     return PreparedRequest([request], GenerateBuilder(), stream=bool(body.stream), field_names=names)
 
 
-def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: ChatFormat | None) -> GenerationRequest:
+def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: ChatTools | None) -> GenerationRequest:
     """The engine request for a prompt, or for `messages`, which `chat` renders. Raises `InvalidRequest`."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt", "is required, or messages; not both")
-    prompt, required = body.prompt, None
+    prompt: Prompt | None = body.prompt
+    required = None
     if body.messages is not None:
         assert chat
         serving.check_size("messages", body.messages, None)
         prepared = serving.rendered(
-            chat,
+            chat.format,
             conversation_of(body.messages),
+            chat.media,
             tools=[],
             choice=ToolChoice(mode="none"),
             schema=body.schema(),
             variables=checked_variables(body.chat_template_kwargs or {}),
             thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
         )
-        prompt, required = prepared.prompt, prepared.params
+        prompt, required = prompt_of_chat(prepared), prepared.params
     assert prompt is not None
     (request,) = serving.engine_requests(body, name, [prompt], checked_params(body, serving, required))
     return request

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -13,17 +13,17 @@ from msgspec import UNSET
 
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.params import replaced
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenPiece
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import Endpoint, generation_endpoint, json_content, schema_ref
 from cppbatch.server.llama_result import LlamaResponse, LlamaResults
 from cppbatch.server.llama_server.llama_fields import LlamaFields, to_sampling_fields
-from cppbatch.server.mixed_prompts import prompts_of, tokenize
+from cppbatch.server.mixed_prompts import MarkedPrompt, MixedPrompt, engine_prompt, prompts_of, tokenize
 from cppbatch.server.model_choice import SERVING, WAITED, serving_of
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, as_key_allows, respond
 from cppbatch.server.run_requests import Event, run_requests
-from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.serving import Prompt, Serving, new_id
 from cppbatch.server.timings import StreamTimings
 
 routes = web.RouteTableDef()
@@ -35,7 +35,8 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
     """The body of `POST /completion`."""
 
     prompt: str | list[Any] | Json
-    """A text, token ids, both mixed, or a list of any of these. `{"prompt_string": ...}` may replace a text."""
+    """A text, token ids, both mixed, or a list of any of these. `{"prompt_string": ...}` may replace a text; with
+    `multimodal_data` it has pictures and sounds as base64, and the `media_marker` of `GET /props` in their places."""
 
 
 @routes.post("/completion")
@@ -85,12 +86,32 @@ async def _prepare_completion(body: LlamaCompletionRequest, serving: Serving) ->
             "prompt", f"has {len(prompts)} prompts; this server takes {most} (--max-prompts-per-batch)"
         )
     fields = [f"prompt[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
-    tokens = [await tokenize(serving, prompt, field) for prompt, field in zip(prompts, fields, strict=True)]
-    return await prepare_llama_completion(body, serving, tokens)
+    read = [await _llama_prompt(serving, prompt, field) for prompt, field in zip(prompts, fields, strict=True)]
+    return await prepare_llama_completion(body, serving, read)
+
+
+class LlamaPrompt(NamedTuple):
+    """A prompt with its tokens."""
+
+    tokens: list[TokenPiece]
+    with_media: MediaPrompt | None = None
+    """With pictures and sounds; their tokens have the marker as text."""
+
+    def for_engine(self) -> Prompt:
+        """As the engine takes it."""
+        return self.with_media or [token.id for token in self.tokens]
+
+
+async def _llama_prompt(serving: Serving, prompt: MixedPrompt, field: str) -> LlamaPrompt:
+    if not isinstance(prompt, MarkedPrompt):
+        return LlamaPrompt(await tokenize(serving, prompt, field))
+    loaded = await engine_prompt(serving, prompt, field)
+    assert isinstance(loaded, MediaPrompt)
+    return LlamaPrompt(await serving.client.tokenize(loaded), loaded)
 
 
 async def prepare_llama_completion(
-    body: LlamaFields, serving: Serving, prompts: list[list[TokenPiece]]
+    body: LlamaFields, serving: Serving, prompts: Sequence[LlamaPrompt]
 ) -> PreparedRequest:
     """The engine requests and the builder for these prompts. Raises `InvalidRequest`."""
     serving.check_model(body.model)
@@ -103,11 +124,11 @@ async def prepare_llama_completion(
         params = serving.params(body, _form(body))
         if is_unlimited:  # also where the server has a default
             params = replaced(params, max_tokens=serving.limits.default_tokens(None))
-        ids = [[token.id for token in prompt] for prompt in prompts]
-        requests = serving.engine_requests(body, new_id("llama-"), ids, params)
+        for_engine = [prompt.for_engine() for prompt in prompts]
+        requests = serving.engine_requests(body, new_id("llama-"), for_engine, params)
     except InvalidRequest as error:
         raise error.renamed(field_names.get(error.field, error.field)) from error
-    builder = LlamaCompletionBuilder(body, requests, prompts, serving)
+    builder = LlamaCompletionBuilder(body, requests, [prompt.tokens for prompt in prompts], serving)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=field_names)
 
 

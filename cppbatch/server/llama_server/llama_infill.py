@@ -8,6 +8,7 @@ from aiohttp import web
 from cppbatch.engine.request import TokenPiece
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.llama_server.llama_completion import (
+    LlamaPrompt,
     llama_endpoint,
     prepare_llama_completion,
     respond_to_completion,
@@ -47,7 +48,7 @@ async def infill(request: web.Request) -> web.StreamResponse:
     """Completes the text between a prefix and a suffix."""
     body = await read_json(request, InfillRequest)
     serving = await serving_of(request, body)
-    prepared = await prepare_llama_completion(body, serving, [await _infill_prompt(serving, body)])
+    prepared = await prepare_llama_completion(body, serving, [LlamaPrompt(await _infill_prompt(serving, body))])
     return await respond_to_completion(request, body, prepared)
 
 

@@ -22,6 +22,7 @@ from cppbatch.server.endpoint import (
 )
 from cppbatch.server.keys import KEY
 from cppbatch.server.llama_settings import GenerationSettings, generation_settings
+from cppbatch.server.mixed_prompts import MEDIA_MARKER
 from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import parse, read_json
 from cppbatch.server.sampling_fields import LoraScale, scales_by_number
@@ -56,6 +57,8 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     model_alias: str
     model_path: str
     modalities: Modalities
+    media_marker: str
+    """What stands for a picture or a sound in the `prompt_string` of `/completion`; another one after each start."""
     chat_template: str
     bos_token: str
     eos_token: str
@@ -140,7 +143,8 @@ async def props(request: web.Request) -> web.Response:
             total_slots=serving.client.config.n_parallel * len(await serving.client.workers()),
             model_alias=serving.name,
             model_path=info.path,
-            modalities=Modalities(),
+            modalities=Modalities(vision="image" in info.modalities, audio="audio" in info.modalities),
+            media_marker=MEDIA_MARKER,
             chat_template=serving.template or CHATML,
             bos_token=info.bos,
             eos_token=info.eos,

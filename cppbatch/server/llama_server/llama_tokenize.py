@@ -14,11 +14,12 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.message_types import ChatMessage, Tool
 from cppbatch.chat.template import CHATML
+from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.request import TokenPiece, detokenize
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint, query_endpoint
-from cppbatch.server.mixed_prompts import tokenize
+from cppbatch.server.mixed_prompts import MEDIA_MARKER, tokenize
 from cppbatch.server.model_choice import serving_of
 from cppbatch.server.openai.chat_completions import prepare_chat
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
@@ -115,6 +116,7 @@ class ApplyTemplateResponse(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /apply-template`."""
 
     prompt: str
+    """In place of pictures and sounds it has the `media_marker` of `GET /props`, as `/completion` takes it."""
 
 
 @routes.post("/tokenize")
@@ -152,7 +154,10 @@ async def _vllm_tokens(body: TokenizeRequest, serving: Serving) -> list[TokenPie
         add_generation_prompt=body.add_generation_prompt,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return await tokenize(serving, (await prepare_chat(request, serving)).prompt, "messages")
+    chat = await prepare_chat(request, serving)
+    if chat.parts is None:
+        return await tokenize(serving, chat.prompt, "messages")
+    return await serving.client.tokenize(prompt_of_chat(chat))
 
 
 def _shown(tokens: list[TokenPiece], *, with_pieces: bool) -> list[Any]:
@@ -204,7 +209,11 @@ async def apply_template(request: web.Request) -> web.Response:
     """Returns the prompt of a conversation."""
     body = await read_json(request, ChatCompletionRequest)
     serving = await serving_of(request, body)
-    return json_response(ApplyTemplateResponse(prompt=(await prepare_chat(body, serving)).prompt))
+    chat = await prepare_chat(body, serving)
+    parts = [chat.prompt] if chat.parts is None else chat.parts
+    return json_response(
+        ApplyTemplateResponse(prompt="".join(part if isinstance(part, str) else MEDIA_MARKER for part in parts))
+    )
 
 
 ENDPOINTS = {

@@ -10,6 +10,7 @@ from msgspec import UNSET
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
 from cppbatch.engine.assistant_output import AssistantOutput
+from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.model_choice import serving_of
@@ -63,7 +64,7 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
     chat = await prepare_chat(body, serving)
     params = serving.params(body, chat.params)
     builder = ChatCompletionBuilder(body, serving, chat)
-    requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
+    requests = serving.engine_requests(body, builder.id, [prompt_of_chat(chat)], params)
     builder.verbose = await verbose_results(body, requests, serving)
     names = {"prompt": "messages"} | body.constraint_names | chat.renamed(body.constraint_names.get("json_schema"))
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=names)

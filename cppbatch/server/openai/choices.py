@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from cppbatch.engine.best_of import mean_logprob
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenLogprob
 from cppbatch.server.llama_result import LlamaChunk, LlamaResponse, LlamaResults
-from cppbatch.server.response import DONE, Json, ResponseBuilder, ServerSentEvent
+from cppbatch.server.response import DONE, Json, ResponseBuilder, ServerSentEvent, shown_media
 from cppbatch.server.sampling_fields import TimingFields
 from cppbatch.server.serving import Serving, new_id
 from cppbatch.server.timings import PromptProgress, StreamTimings, Timings, timings
@@ -30,6 +30,10 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
     cached_tokens: int
     """Prompt tokens that came from the prefix cache."""
+    image_tokens: int | UnsetType = UNSET
+    """Prompt tokens that are pictures; absent if none is."""
+    audio_tokens: int | UnsetType = UNSET
+    """Prompt tokens that are sound; absent if none is."""
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +180,7 @@ class ChoicesBuilder(ResponseBuilder):
             prompt_tokens=counts.prompt,
             completion_tokens=counts.completion,
             total_tokens=counts.prompt + counts.completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached, **shown_media(counts)),
             completion_tokens_details=CompletionTokensDetails(
                 reasoning_tokens=self.reasoning_tokens,
                 accepted_prediction_tokens=counts.accepted,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -135,7 +136,7 @@ async def prepare_completion(
     schema = body.schema()
     form = {} if schema is None else {"json_schema": schema}
     params = serving.params(body, form, max_tokens=default_max_tokens)
-    prompts: list[Prompt] = body.prompts()
+    prompts: Sequence[Prompt] = body.prompts()
     builder = CompletionBuilder(body, serving)
     if body.suffix:
         prompts = [_fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]

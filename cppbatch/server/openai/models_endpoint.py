@@ -56,6 +56,14 @@ class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[ModelWorker]
 
 
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes in and out, as llama-server's router says it."""
+
+    input_modalities: list[str]
+    """text, image, audio."""
+    output_modalities: tuple[Literal["text"]] = ("text",)
+
+
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a model is loaded, as llama-server's router says it."""
 
@@ -102,6 +110,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Of a model that is not loaded, with `fit`: yes; with smaller -np -c; no, with what it needs; or ?"""
     meta: ModelMeta | UnsetType = UNSET
     """Absent if the file cannot be read."""
+    architecture: Architecture | UnsetType = UNSET
+    """Known while the model is loaded."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +184,7 @@ def _model(entry: ModelEntry, started: int, fit: str | None = None) -> Model:
         needs=UNSET if entry.needs is None else entry.needs,
         fit=fit or UNSET,
         meta=_meta(entry),
+        architecture=Architecture(input_modalities=["text", *entry.info.modalities]) if entry.info else UNSET,
     )
 
 

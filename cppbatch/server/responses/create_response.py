@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.assistant_output import AssistantOutput
+from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.api_errors import api_error
@@ -17,7 +18,7 @@ from cppbatch.server.content_blocks import ContentBlocks
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import read_json
-from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSentEvent, respond, shown_media
 from cppbatch.server.responses.input_conversion import conversation
 from cppbatch.server.responses.output_items import OutputItems
 from cppbatch.server.responses.responses_types import (
@@ -79,7 +80,7 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
     chat = await prepare_response_chat(body, serving)
     params = serving.params(body, chat.params)
     builder = ResponsesBuilder(body, serving.name, chat, params)
-    requests = serving.engine_requests(body, builder.id, [chat.prompt], params)
+    requests = serving.engine_requests(body, builder.id, [prompt_of_chat(chat)], params)
     field = body.constraint_names.get("json_schema", _FORMAT)
     names = {"json_schema": field} | body.constraint_names | chat.renamed(field)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=_FIELD_NAMES | names)
@@ -194,7 +195,7 @@ class ResponsesBuilder(ResponseBuilder):
         counts = self.token_counts()
         return ResponsesUsage(
             input_tokens=counts.prompt,
-            input_tokens_details=InputTokensDetails(cached_tokens=counts.cached),
+            input_tokens_details=InputTokensDetails(cached_tokens=counts.cached, **shown_media(counts)),
             output_tokens=counts.completion,
             output_tokens_details=ReasoningTokensDetails(reasoning_tokens=self._output.reasoning_tokens),
             total_tokens=counts.prompt + counts.completion,

@@ -17,6 +17,7 @@ _REQUIRED = {
 }
 """The supported types of items, and the required fields of each."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_MEDIA_PARTS = ("input_image", "input_audio")
 
 
 def conversation(body: ResponsesRequest) -> list[Json]:
@@ -32,9 +33,10 @@ def conversation(body: ResponsesRequest) -> list[Json]:
         _check(f"input[{i}]", item)
         _add(messages, f"input[{i}]", item)
     for message in messages:
-        for name in ("content", "reasoning_content"):
-            if isinstance(message.get(name), list):
-                message[name] = "\n".join(message[name])
+        if message["role"] == "assistant":
+            for name in ("content", "reasoning_content"):
+                if isinstance(message.get(name), list):
+                    message[name] = "\n".join(message[name])
     return messages
 
 
@@ -53,7 +55,7 @@ def _check(field: str, item: InputItem) -> None:
 
 def _add(messages: list[Json], field: str, item: InputItem) -> None:
     if item.type in ("function_call_output", "custom_tool_call_output"):
-        output = _text(f"{field}.output", item.output)
+        output = _content(f"{field}.output", item.output)
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
     elif item.type in ("function_call", "custom_tool_call"):
         arguments = item.arguments if item.type == "function_call" else {INPUT: item.input}
@@ -67,7 +69,7 @@ def _add(messages: list[Json], field: str, item: InputItem) -> None:
     elif item.role == "assistant":
         _append(_assistant(messages), "content", _text(f"{field}.content", item.content))
     else:
-        messages.append({"role": item.role, "content": _text(f"{field}.content", item.content)})
+        messages.append({"role": item.role, "content": _content(f"{field}.content", item.content)})
 
 
 def _assistant(messages: list[Json]) -> Json:
@@ -84,10 +86,26 @@ def _append(message: Json, name: str, text: str) -> None:
     message[name].append(text)
 
 
-def _text(field: str, content: str | list[InputPart] | None) -> str:
+def _content(field: str, content: str | list[InputPart] | None) -> str | list[Json]:
+    """Texts as one; with pictures or sounds a list of parts."""
+    if isinstance(content, list):
+        sources = [part.source(part.type, f"{field}[{i}]") for i, part in enumerate(content)]
+        if any(sources):
+            return [
+                source.part() if source else {"type": "text", "text": _text(field, content[i : i + 1], i)}
+                for i, source in enumerate(sources)
+            ]
+    return _text(field, content)
+
+
+def _text(field: str, content: str | list[InputPart] | None, first: int = 0) -> str:
+    """The texts of parts, of which the first one has this index. Raises `InvalidRequest` for others."""
     if content is None or isinstance(content, str):
         return content or ""
-    for i, part in enumerate(content):
+    for i, part in enumerate(content, first):
         if part.type not in _TEXT_PARTS or (part.text is None and part.refusal is None):
-            raise InvalidRequest(f"{field}[{i}]", f"is of type {part.type!r}; only text can be read")
+            message = (
+                f"is of type {part.type!r:.80}; what can be read here is {', '.join((*_TEXT_PARTS, *_MEDIA_PARTS))}"
+            )
+            raise InvalidRequest(f"{field}[{i}]", message)
     return "\n".join(part.text or part.refusal or "" for part in content)

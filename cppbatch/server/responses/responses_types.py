@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cppbatch.chat.media_parts import MediaFields
 from cppbatch.chat.reasoning_effort import effort_variables
 from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
@@ -22,10 +23,11 @@ Json = dict[str, Any]
 # --- the request ----------------------------------------------------------------------------------------------------
 
 
-class InputPart(msgspec.Struct):
-    """A part of an item. Only text is supported."""
+class InputPart(MediaFields, kw_only=True):
+    """A part of an item: a text, a picture or a sound."""
 
     type: str
+    """input_text, output_text, input_image, input_audio ..."""
     text: str | None = None
     refusal: str | None = None
 
@@ -342,6 +344,10 @@ class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
     cached_tokens: int
     """Prompt tokens that came from the prefix cache."""
+    image_tokens: int | UnsetType = UNSET
+    """Prompt tokens that are pictures; absent if none is."""
+    audio_tokens: int | UnsetType = UNSET
+    """Prompt tokens that are sound; absent if none is."""
     cache_write_tokens: Literal[0] = 0
 
 

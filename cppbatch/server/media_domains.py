@@ -1,0 +1,77 @@
+"""Which remote hosts pictures and sounds may be fetched from (--allowed-media-domains)."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from cppbatch.errors import ConfigError
+
+ANY = "*"
+"""Stands for all hosts with public addresses."""
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+
+
+class MediaDomains:
+    """Names of hosts (`example.org`, `*.example.org`, `*`), addresses and networks (`10.0.0.0/8`).
+
+    A host must be listed by its name, and be reached under a public address, or under one that is listed itself. So
+    neither a redirect nor a name whose address changes leads into the server's own network.
+    """
+
+    def __init__(self, entries: Iterable[str] = ()) -> None:
+        """Raises `ConfigError` for an entry that is none of these."""
+        self._names: set[str] = set()
+        self._networks: list[_Network] = []
+        for entry in entries:
+            try:
+                self._networks.append(ipaddress.ip_network(_address(entry) or entry, strict=False))
+                continue
+            except ValueError:
+                name = entry.lower().rstrip(".")
+            if name != ANY and not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"--allowed-media-domains has {entry!r:.80}; it must be a host such as example.org or "
+                    "*.example.org, an address, or a network such as 10.0.0.0/8"
+                )
+            self._names.add(name)
+
+    def __bool__(self) -> bool:
+        return bool(self._names or self._networks)
+
+    def lists_host(self, host: str) -> bool:
+        """Whether an address with this host, a name or an IP address, may be fetched."""
+        if address := _address(host):
+            return self.may_connect(host) and (self._is_listed(address) or ANY in self._names)
+        name = host.lower().rstrip(".")
+        parents = name.split(".")
+        wildcards = {"*." + ".".join(parents[i:]) for i in range(1, len(parents))}
+        return bool({name, ANY, *wildcards} & self._names)
+
+    def may_connect(self, host: str) -> bool:
+        """Whether an IP address may be connected to."""
+        address = _address(host)
+        return address is not None and (_is_public(address) or self._is_listed(address))
+
+    def _is_listed(self, address: _Address) -> bool:
+        return any(address in network for network in self._networks if network.version == address.version)
+
+
+def _address(host: str) -> _Address | None:
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv6 addresses that gateways make IPv4 addresses of, also private ones
+
+
+def _is_public(address: _Address) -> bool:
+    is_embedded = address.version == 6 and (address in _NAT64 or address.sixtofour or address.teredo)
+    return address.is_global and not address.is_multicast and not is_embedded

@@ -1,0 +1,125 @@
+"""The pictures and sounds of a request: refused or loaded, before its prompt is made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from cppbatch.chat.media_parts import MediaSource, media_of, with_media
+from cppbatch.engine.media_sources import checked, decoded, is_remote, refuse_unreadable
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.request import Media, MediaPrompt, Prompt
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.limits import Limits
+from cppbatch.server.remote_media import fetch
+from cppbatch.server.settings import ServerSettings
+
+Json = dict[str, Any]
+
+_FETCHED_AT_ONCE = 8
+
+
+class MediaLoader:
+    """Loads the pictures and sounds of one HTTP request, whose conversations may have some in common."""
+
+    def __init__(self, settings: ServerSettings, info: ModelInfo) -> None:
+        self._limits, self._settings, self._info = settings.limits, settings, info
+        self._fetched: dict[str, bytes | InvalidRequest] = {}
+        self._loaded: dict[tuple[str, str], Media] = {}  # by kind and URL
+
+    async def fetch(self, messages: list[Json]) -> None:
+        """Fetches what is on other hosts. Raises `InvalidRequest` for media that `loaded` would refuse unread; a fetch
+        that fails is an error of `loaded`."""
+        sources = self._sources(messages)
+        remote = {each.url: each for each in sources if is_remote(each) and each.url not in self._fetched}
+        if remote:
+            at_once = asyncio.Semaphore(_FETCHED_AT_ONCE)
+            await asyncio.gather(*(self._fetch(source, at_once) for source in remote.values()))
+
+    def loaded(self, messages: list[Json]) -> list[Json]:
+        """The conversation with its media loaded, which takes time. What is on other hosts must be fetched.
+
+        Raises `InvalidRequest`.
+        """
+        sources = self._sources(messages)
+        if not sources:
+            return messages
+        left = self._limits.max_media_bytes
+        for source in sources:
+            left -= len(self._media(source).data)
+            if left < 0:
+                limit = f"{self._limits.max_media_mb} MiB (--max-media-mb)"
+                raise InvalidRequest(source.field, f"makes the request's pictures and sounds larger than {limit}")
+        return with_media(messages, [self._media(source) for source in sources])
+
+    def _sources(self, messages: list[Json]) -> list[MediaSource]:
+        """The media, none of them loaded. Raises `InvalidRequest` if the model takes none, and for too many."""
+        sources: list[MediaSource] = list(media_of(messages))
+        if sources:
+            refuse_unreadable(sources[0], self._info)
+        if len(sources) > (most := self._limits.max_media):
+            message = f"is one of {len(sources)} pictures and sounds; a request may have {most} (--max-media)"
+            raise InvalidRequest(sources[most].field, message)
+        for source in sources:
+            refuse_unreadable(source, self._info)
+        return sources
+
+    def _media(self, source: MediaSource) -> Media:
+        key = source.kind, source.url
+        if key not in self._loaded:
+            self._loaded[key] = checked(source, self._bytes(source)) if is_remote(source) else decoded(source)
+        return self._loaded[key]
+
+    def _bytes(self, source: MediaSource) -> bytes:
+        if source.url[:5].lower() == "file:":
+            return read_local(source, self._settings.media_path, self._limits.max_media_bytes)
+        fetched = self._fetched[source.url]
+        if isinstance(fetched, InvalidRequest):
+            raise fetched.renamed(source.field)
+        return fetched
+
+    async def _fetch(self, source: MediaSource, at_once: asyncio.Semaphore) -> None:
+        if source.url[:5].lower() == "file:":
+            return
+        async with at_once:
+            try:
+                domains, most = self._settings.media_domains, self._limits.max_media_bytes
+                self._fetched[source.url] = await fetch(source.field, source.url, domains, max_bytes=most)
+            except InvalidRequest as error:
+                self._fetched[source.url] = error
+
+
+def read_local(source: MediaSource, folder: Path | None, max_bytes: int) -> bytes:
+    """The bytes of a file:// address in the folder of --media-path. Raises `InvalidRequest`."""
+    if folder is None:
+        message = "is a file of the server: start it with --media-path DIR, or send the file itself as a data URL"
+        raise InvalidRequest(source.field, message)
+    none = InvalidRequest(source.field, f"is {source.url!r:.200}: there is no such file in the folder of --media-path")
+    try:
+        path = (folder / unquote(source.url[5:].removeprefix("//"))).resolve()  # an absolute path replaces the folder
+        if not path.is_relative_to(folder) or not path.is_file():
+            raise none
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise InvalidRequest(source.field, f"has {size:,} bytes; the limit is {max_bytes:,} (--max-media-mb)")
+        return path.read_bytes()
+    except OSError as error:
+        raise none from error
+    except ValueError as error:  # a null byte
+        raise error if isinstance(error, InvalidRequest) else none from error
+
+
+def refuse_large(prompts: Sequence[Prompt], n: int, limits: Limits) -> None:
+    """Raises `InvalidRequest` if the media of `n` completions of each of these prompts are larger than those of one
+    request may be: each completion is sent to the engine with its own."""
+    if n * sum(map(media_bytes, prompts)) > limits.max_media_bytes:
+        message = f"makes {n * len(prompts)} completions, whose pictures and sounds are together larger than"
+        raise InvalidRequest("n" if n > 1 else "prompts", f"{message} {limits.max_media_mb} MiB (--max-media-mb)")
+
+
+def media_bytes(prompt: Prompt) -> int:
+    """Bytes of a prompt's pictures and sounds."""
+    return sum(len(each.data) for each in prompt.media) if isinstance(prompt, MediaPrompt) else 0

@@ -1,0 +1,99 @@
+"""Fetches pictures and sounds from the hosts that --allowed-media-domains lists."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.media_domains import MediaDomains
+
+_MOST_REDIRECTS = 3
+_REDIRECTS = (301, 302, 303, 307, 308)
+_CHUNK = 1 << 16
+
+
+async def fetch(field: str, address: str, domains: MediaDomains, *, max_bytes: int, seconds: float = 10) -> bytes:
+    """The bytes at an address with http or https. `field`: its name in errors.
+
+    Raises `InvalidRequest` for a host that is not listed, also after a redirect; for one whose address is private and
+    not listed itself; for more than `max_bytes`; and if it takes longer than `seconds`.
+    """
+    try:
+        return await asyncio.wait_for(_fetch(field, address, domains, max_bytes), seconds)
+    except InvalidRequest:
+        raise
+    except asyncio.TimeoutError:
+        raise InvalidRequest(field, f"cannot be fetched within {seconds:g} s") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise InvalidRequest(field, f"cannot be fetched: {error!s:.200}") from error
+
+
+async def _fetch(field: str, address: str, domains: MediaDomains, max_bytes: int) -> bytes:
+    # Each name is resolved once, by the connector, which connects to the addresses that were checked.
+    connector = aiohttp.TCPConnector(resolver=_CheckedResolver(field, domains), use_dns_cache=False, force_close=True)
+    async with aiohttp.ClientSession(
+        connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+    ) as session:
+        url = URL(address)
+        for _ in range(_MOST_REDIRECTS + 1):
+            _check(field, url, domains)
+            headers = {"Accept": "image/*, audio/*", "Accept-Encoding": "identity"}
+            async with session.get(url, allow_redirects=False, headers=headers) as response:
+                if response.status in _REDIRECTS and (location := response.headers.get("Location")):
+                    url = url.join(URL(location))
+                    continue
+                if response.status != 200:
+                    raise InvalidRequest(field, f"cannot be fetched: {url.host} answers with status {response.status}")
+                return await _read(field, response, max_bytes)
+    raise InvalidRequest(field, f"cannot be fetched: it is redirected more than {_MOST_REDIRECTS} times")
+
+
+def _check(field: str, url: URL, domains: MediaDomains) -> None:
+    """Raises `InvalidRequest` for an address that may not be fetched."""
+    if url.scheme not in ("http", "https") or not url.host:
+        raise InvalidRequest(field, f"is {str(url)!r:.80}; what can be fetched is http and https")
+    if url.user is not None or url.password is not None:
+        raise InvalidRequest(field, "has a user name or a password, which is not sent to other servers")
+    if not domains.lists_host(url.host):
+        message = f"is on {url.host!r:.80}, which is not listed: start the server with --allowed-media-domains"
+        raise InvalidRequest(field, f"{message} {url.host:.80}, or send the file itself as a data URL")
+
+
+async def _read(field: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    data = bytearray()
+    too_large = InvalidRequest(field, f"has more than {max_bytes:,} bytes, which is what is left (--max-media-mb)")
+    if (response.content_length or 0) > max_bytes:
+        raise too_large
+    async for chunk in response.content.iter_chunked(_CHUNK):
+        data += chunk
+        if len(data) > max_bytes:
+            raise too_large
+    return bytes(data)
+
+
+class _CheckedResolver(AbstractResolver):
+    """Leaves out the addresses that may not be connected to."""
+
+    def __init__(self, field: str, domains: MediaDomains) -> None:
+        self._field, self._domains = field, domains
+        self._resolver = aiohttp.ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """As in `AbstractResolver`. Raises `InvalidRequest` if none is left."""
+        found = await self._resolver.resolve(host, port, family)
+        allowed = [each for each in found if self._domains.may_connect(each["host"])]
+        if not allowed:
+            message = f"is on {host!r:.80}, whose address is private: --allowed-media-domains must list that too"
+            raise InvalidRequest(self._field, message)
+        return allowed
+
+    async def close(self) -> None:
+        """As in `AbstractResolver`."""
+        await self._resolver.close()
