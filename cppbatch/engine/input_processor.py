@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import groupby
 from time import perf_counter
 
 import numpy as np
@@ -15,7 +16,7 @@ from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import actual_seed, token_ids
 from cppbatch.engine.reasoning_follower import ReasoningFollower
-from cppbatch.engine.request import GenerationRequest, MediaPrompt, Modality, Pair, TokenPiece, is_long
+from cppbatch.engine.request import GenerationRequest, Media, MediaPrompt, Modality, Pair, TokenPiece, is_long
 from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sampling.structured_output import GrammarCompiler
 from cppbatch.engine.sequence import MediaRun, Seq
@@ -25,6 +26,8 @@ from cppbatch.errors import ContextOverflow, InvalidRequest
 _MIN_BYTES = 1 << 16  # a text of this length is tokenised, however short the context is
 _LEAST_SHIFTED = 4  # tokens of a full context that may be dropped at least
 _MODALITIES: dict[Modality, str] = {"image": "pictures", "audio": "sound"}
+_PLACEHOLDER_ID = -1
+"""Of a picture's or a sound's token that was counted only."""
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
 
 
@@ -123,13 +126,26 @@ class InputProcessor:
     ) -> list[TokenPiece]:
         """See `BatchInferenceEngine.tokens`."""
         if isinstance(text, MediaPrompt):
-            text, add_special, parse_special = self._text_of(text), True, True
+            return self._pieces_with_media(text, cancelled)
         if isinstance(text, str):
             ids = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
         else:
             ids = check_ids("tokens", token_ids("tokens", text), self._vocab.n_tokens)
         pieces = {token: TokenPiece(token, self._vocab.piece(token, special=True)) for token in np.unique(ids).tolist()}
         return [pieces[token] for token in ids.tolist()]
+
+    def _pieces_with_media(self, prompt: MediaPrompt, cancelled: IsCancelled) -> list[TokenPiece]:
+        """The tokens of its texts, and for those of its pictures and sounds as many without bytes."""
+        self._check_modalities(prompt)
+        pieces = self.tokens("", add_special=True, parse_special=True)[: int(self._vocab.adds_bos)]
+        for is_text, group in groupby(prompt.parts, lambda part: isinstance(part, str)):
+            if is_text:
+                text = "".join(map(str, group))
+                pieces += self.tokens(text, add_special=False, parse_special=True, cancelled=cancelled)
+            else:
+                n = sum(self._media.n_tokens(medium) for medium in group if self._media and isinstance(medium, Media))
+                pieces += [TokenPiece(_PLACEHOLDER_ID, b"")] * n
+        return pieces
 
     def is_quick(self, request: GenerationRequest) -> bool:
         """See `BatchInferenceEngine.is_quick`."""
@@ -245,7 +261,7 @@ class InputProcessor:
             assert self._media
             for piece in self._media.encoded(part, check, cancelled).pieces:
                 if piece.vectors is not None:
-                    runs.append(MediaRun(n_tokens(), piece.vectors, piece.is_whole))
+                    runs.append(MediaRun(n_tokens(), piece.vectors, piece.is_whole, part.kind))
                 tokens.append(piece.tokens)
         if runs and runs[-1].stop == n_tokens():
             message = "ends with a picture or a sound; only text after it can be continued, so add some, like a newline"
@@ -256,15 +272,18 @@ class InputProcessor:
 
     def _check_media(self, request: GenerationRequest, prompt: MediaPrompt) -> None:
         """Raises `InvalidRequest` for a prompt that is refused before any of it is decoded."""
+        self._check_modalities(prompt)
+        if prompt.media and request.params.scores_prompt:
+            message = "asks for log-probabilities of a prompt with pictures or sound, which have none"
+            raise InvalidRequest("echo", message)
+
+    def _check_modalities(self, prompt: MediaPrompt) -> None:
         self._refuse_long("prompt", "".join(part for part in prompt.parts if isinstance(part, str)))
         for medium in prompt.media:
             if medium.kind not in self._info.modalities:
                 known = " and ".join(_MODALITIES[kind] for kind in self._info.modalities)
                 takes = f"takes {known} beside text" if known else f"takes text only (pictures need {named('mmproj')})"
                 raise InvalidRequest("prompt", f"has {_MODALITIES[medium.kind]}, and {self._info.name} {takes}")
-        if prompt.media and request.params.scores_prompt:
-            message = "asks for log-probabilities of a prompt with pictures or sound, which have none"
-            raise InvalidRequest("echo", message)
 
     def _tokenized(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         """The tokens of the last long text are kept: `n` choices of one prompt are prepared one after the other."""

@@ -131,6 +131,12 @@ class MediaInput:
                 self._keep(key, made)
         return made
 
+    def n_tokens(self, medium: Media) -> int:
+        """How many tokens it becomes, without encoding it. Raises `InvalidRequest` as `encoded`."""
+        with self._lock:
+            found = self._alive.get(f"{medium.kind} {medium.digest}")
+        return found.n_tokens if found else sum(chunk.n_tokens for chunk in self._split(medium))
+
     @contextmanager
     def _one_at_a_time(self, cancelled: IsCancelled) -> Iterator[None]:
         while not self._encoding.acquire(timeout=_LOOK_S):

@@ -18,6 +18,7 @@ from cppbatch.engine.request import (
     FinishReason,
     GenerationEvent,
     GenerationRequest,
+    Modality,
     RequestUsage,
     ResumeState,
     TokenLogprob,
@@ -39,6 +40,7 @@ class MediaRun:
     """float32[n, n_embd]."""
     is_whole: bool
     """Whether one step must compute all of them: they see each other."""
+    kind: Modality = "image"
 
     @property
     def stop(self) -> int:
@@ -461,6 +463,7 @@ class Seq:
         return RequestUsage(
             prompt_tokens=self.n_prompt,
             n_media_tokens=self.n_media,
+            n_audio_tokens=sum(len(run.vectors) for run in self.media if run.kind == "audio"),
             # After a preemption the sequence may find tokens of its completion in the prefix cache too.
             cached_tokens=min(self.n_cached, self.n_prompt),
             prefilled_tokens=self.n_prompt if self.n_generated else min(self.n_computed, self.n_prompt),

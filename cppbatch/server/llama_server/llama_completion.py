@@ -95,7 +95,7 @@ class LlamaPrompt(NamedTuple):
 
     tokens: list[TokenPiece]
     with_media: MediaPrompt | None = None
-    """With pictures and sounds; their tokens have the marker as text."""
+    """The prompt, if it has pictures or sounds. Their tokens have no text."""
 
     def for_engine(self) -> Prompt:
         """As the engine takes it."""
