@@ -85,6 +85,7 @@ def chat(
     """
     from cppbatch.cli.chat_session import COMMANDS, ChatSession, read_messages
     from cppbatch.cli.chat_terminal import (
+        ANSWER_STYLES,
         PlainView,
         TerminalInput,
         TerminalView,
@@ -126,7 +127,7 @@ def chat(
 
         from rich.console import Console
 
-        view = TerminalView(Console(highlight=False))
+        view = TerminalView(Console(highlight=False, theme=ANSWER_STYLES))
         view.say(f"{backend.model} answers. /help lists the commands, Alt-Enter begins a new line, Ctrl-D ends.")
         session = ChatSession(backend, view, system=system, params=params, save_to=save_to)
         session.take_up(messages)

@@ -7,14 +7,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
+from rich.style import Style
+from rich.syntax import ANSISyntaxTheme
 from rich.text import Text
+from rich.theme import Theme
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -22,6 +25,20 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
 _REFRESHES_PER_S = 8
+_CODE = ANSISyntaxTheme(
+    {
+        (): Style(),
+        ("Comment",): Style(dim=True, italic=True),
+        ("Keyword",): Style(color="magenta"),
+        ("Operator", "Word"): Style(color="magenta"),
+        ("Literal", "String"): Style(color="green"),
+        ("Literal", "Number"): Style(color="cyan"),
+        ("Name", "Function"): Style(bold=True),
+        ("Name", "Class"): Style(bold=True),
+    }
+)
+"""The terminal's own colours, without a background, so that code can be read on dark and on light ones."""
+ANSWER_STYLES = Theme({"markdown.code": Style(color="magenta"), "markdown.code_block": Style()})
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a model could use to steer the terminal; not tab and newline."""
 
@@ -114,14 +131,18 @@ class _LiveAnswer:
             return
         if self._has_block:
             self._console.print()
-        self._console.print(Markdown(markdown))
+        self._console.print(_rendered(markdown))
         self._has_block = True
 
     def _tail(self) -> RenderableType:
         if self._reasoning:
             return _LastLines(Text(self._reasoning.strip(), style="dim italic"))
         blank = "\n" if self._has_block and self._text.strip() else ""
-        return _LastLines(Text(blank, end=""), Markdown(self._text)) if self._text else Text("…", style="dim")
+        return _LastLines(Text(blank, end=""), _rendered(self._text)) if self._text else Text("…", style="dim")
+
+
+def _rendered(markdown: str) -> Markdown:
+    return Markdown(markdown, code_theme=cast(str, _CODE))  # the highlighter takes a theme in place of its name
 
 
 def _lines_of_finished_blocks(parser: MarkdownIt, text: str) -> int:

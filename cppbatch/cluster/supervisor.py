@@ -143,6 +143,11 @@ class Supervisor:
         is_ready = False
         try:
             loaded = await self._while_alive(worker, watch, self._load(worker, watch), _LOAD_TIMEOUT_S)
+            if self.info is not None and not self.info.is_same_model(loaded.info):
+                raise ModelError(
+                    f"{self._config.model_path} is another model now ({loaded.info.description}, was "
+                    f"{self.info.description}): restart the server to serve it, or put the file back"
+                )
             self.info = loaded.info
             self.worker = worker
             is_ready = True

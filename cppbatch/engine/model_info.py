@@ -71,3 +71,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterInfo, ...] = ()
     modalities: tuple[Literal["image", "audio"], ...] = ()
     """What prompts may contain beside text; empty without a projector (`EngineConfig.mmproj`)."""
+
+    def is_same_model(self, other: ModelInfo) -> bool:
+        """Whether texts and tokens mean the same to both: architecture, vocabulary and chat template are equal."""
+        return self._identity() == other._identity()
+
+    def _identity(self) -> tuple[object, ...]:
+        described = (self.description, self.n_params, self.n_vocab, self.n_embd, self.pooling)
+        return (*described, self.bos, self.eos, self.end_tokens, self.chat_template)

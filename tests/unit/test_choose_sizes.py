@@ -49,6 +49,14 @@ def test_what_is_given_stays() -> None:
     assert sizes(("n_ctx",), replace(CONFIG, n_ctx=2048)) == [(8, 2048), (4, 2048), (2, 2048), (1, 2048)]
 
 
+def test_a_single_sequence_may_be_as_long_as_the_model_knows() -> None:
+    one = replace(CONFIG, n_parallel=1)
+    assert sizes(("n_parallel",), one, n_ctx_train=8192) == [(1, 8192), (1, 4096), (1, 2048)]
+    assert sizes(("n_parallel",), one)[:2] == [(1, 32768), (1, 16384)]
+    assert sizes(("n_parallel",), one, on_gpu=True)[0] == (1, LONG)
+    assert sizes(("n_parallel",), one, n_ctx_train=128) == [(1, 2048)]
+
+
 @pytest.mark.parametrize("n_batch", [1, 8, 2048])
 @pytest.mark.parametrize("n_ctx_train", [0, 128, 8192, LONG])
 @pytest.mark.parametrize("on_gpu", [False, True])

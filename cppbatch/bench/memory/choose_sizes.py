@@ -1,7 +1,7 @@
 """Which -np and -c an engine gets where they are not given: for the model and the free memory, without loading it.
 
 The largest sizes are 16 sequences (on a GPU 32) with 1,024 cells each; on a GPU more cells, so that one text may be as
-long as the model knows. Of these, halved step by step, the first that leaves a tenth of the memory free is taken.
+long as the model knows; a single sequence has as many as the model knows, within a limit. Of these, halved step by step, the first that leaves a tenth of the memory free is taken.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _SEQUENCES, _SEQUENCES_ON_GPU = 16, 32
 _CELLS_EACH = 1024  # a prompt and its answer, mostly
 _LEAST_CELLS_EACH, _LEAST_CELLS = 512, 2048  # fewer are of little use, for a sequence and for an engine
 _MOST_CELLS_ON_GPU = 131_072
+_MOST_CELLS_OF_ONE = 32_768  # on a CPU, which reads so long a prompt for minutes
 _CELL_STEP = 256  # llama.cpp's
 
 
@@ -66,6 +67,8 @@ def candidates_for(config: EngineConfig, given: Set[str]) -> list[EngineConfig]:
 
 
 def _most_cells(n: int, n_ctx_train: int, *, on_gpu: bool) -> int:
+    if n == 1 and n_ctx_train:
+        return max(_LEAST_CELLS, min(n_ctx_train, _MOST_CELLS_ON_GPU if on_gpu else _MOST_CELLS_OF_ONE))
     cells = max(n, _SEQUENCES) * _CELLS_EACH
     return max(cells, min(n_ctx_train, _MOST_CELLS_ON_GPU)) if on_gpu else cells
 
