@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from statistics import median
 
 import openai
@@ -57,10 +58,10 @@ class Server:
         except OSError:
             return "not there"
 
-    def wait_for(self, condition: object) -> None:
-        """Waits until the callable `condition` returns true."""
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until `condition` returns true."""
         end = time.monotonic() + TIMEOUT_S
-        while not condition():  # type: ignore[operator]
+        while not condition():
             if time.monotonic() > end or self._process.poll() is not None:
                 raise SystemExit(f"the server is {self._status()} after {TIMEOUT_S} s")
             time.sleep(0.02)

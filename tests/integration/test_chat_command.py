@@ -13,6 +13,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.cli.chat_backends import FULL, AnswerPart, ServerBackend
 from cppbatch.errors import CppBatchError
+from tests.chat_families import TEMPLATES
 from tests.fake_openai import FakeOpenAI, on_a_thread
 from tests.scripted_chat import ChatServer
 
@@ -158,3 +159,29 @@ def test_flags_of_the_engine_are_refused_with_a_server(run: Run) -> None:
     code, _, err = run("chat", "--url", "http://127.0.0.1:1", "-c", "512")
     assert code == 2
     assert "-c is for a model in this process; the server of --url has its own" in err
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+def test_a_thinking_budget_ends_the_reasoning_and_the_answer_follows(
+    run: Run, pipe: Callable[[str], None], tiny_llama: Path, tmp_path: Path, budget: int
+) -> None:
+    template, file = tmp_path / "thinks.jinja", tmp_path / "talk.json"
+    template.write_text(TEMPLATES["generic"] + "<think>")
+    pipe("Hello\n")
+    given = ("-m", tiny_llama, *SMALL, "--chat-template", template, "--save", file)
+    code, out, _ = run("chat", *given, "--thinking-budget", str(budget), "-n", "40", "--seed", "3")
+    assert code == 0
+    _, answer = json.loads(file.read_text())
+    with BatchInferenceEngine(tiny_llama, n_ctx=1024, n_parallel=2, n_threads=1) as engine:
+        said = engine.tokens(answer.get("reasoning_content", ""), add_special=False)
+    assert len(said) <= budget
+    assert bool(said) == bool(budget)
+    assert answer["content"].strip() == out.strip() != ""
+
+
+def test_a_thinking_budget_is_sent_to_a_server(run: Run, pipe: Callable[[str], None]) -> None:
+    fake = FakeOpenAI(has_chat=True)
+    with on_a_thread(fake.app()) as url:
+        pipe("Hello\n")
+        run("chat", "--url", url, "--thinking-budget", "5", "-n", "4")
+    assert fake.bodies[-1]["thinking_budget"] == 5

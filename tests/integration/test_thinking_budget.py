@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from cppbatch import BatchInferenceEngine, ChatCompletion, InvalidRequest, SamplingParams
+from cppbatch.chat import reasoning
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
 from tests.app_thread import AppThread
@@ -65,6 +66,10 @@ def n_before(result: ChatCompletion, marker: str) -> int:
     text = "".join(result.token_texts)
     assert marker in text
     return sum(end <= text.index(marker) for end in ends)
+
+
+def test_the_tests_here_have_the_tags_of_every_family() -> None:
+    assert tuple(TAGS.items()) == reasoning._KNOWN_TAGS
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -134,3 +134,16 @@ def test_drafts_that_are_all_right_show_what_rows_cost(default_model: Path) -> N
     few = ("--workloads", "quote", "--repeats", 1, "--new-tokens", 8)
     printed = script("bench_perfect_drafts.py", default_model, "-B", "1", *few)
     assert re.fullmatch(r"quote, B = 1: [\d.]+x \([\d.]+\)\n", printed)
+
+
+# --- a sleeping server ---
+
+
+def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(default_model: Path) -> None:
+    printed = script("bench_sleep.py", "-m", default_model, "--repeats", 2, "--idle", 1, "--", "-c", "4096")
+    figures = {name: number(cells[0]) for name, cells in rows(printed).items()}
+    assert figures["memory asleep"] < 100, "the server's own process is left"
+    assert figures["memory before"] > 3 * figures["memory asleep"]
+    assert figures["memory after"] < 1.1 * figures["memory before"], "nothing is left of the worker before"
+    assert figures["first token, awake"] < figures["first token, asleep"] < 10
+    assert "1 different texts" in printed

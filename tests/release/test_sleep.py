@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from tests.batch_files import client_of, counts, line, make_batch, results, wait_until
 from tests.server_process import ServerProcess
 
 PROMPT: dict[str, Any] = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0}
@@ -38,6 +39,68 @@ def metric(server: ServerProcess, name: str) -> float:
     with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith(name + " ")).split()[-1])
+
+
+def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def is_asleep(server: ServerProcess) -> bool:
+    return bool(server.get("/props")["is_sleeping"])
+
+
+READING = (
+    *("/health", "/ready", "/props", "/v1/models", "/models", "/slots", "/stats"),
+    *("/metrics", "/live", "/", "/openapi.json"),
+)
+HELLO = [{"role": "user", "content": "Hello"}]
+WAKING = {
+    "/tokenize": {"content": "Hello"},
+    "/v1/chat/completions/input_tokens": {"messages": HELLO},
+    "/v1/messages/count_tokens": {"model": "any", "messages": HELLO},
+}
+
+
+def test_looking_at_a_sleeping_server_does_not_wake_it_and_counting_tokens_does(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    with ServerProcess("-m", tiny_llama, "-c", "2048", "--sleep-idle-seconds", "1", "--data-dir", tmp_path) as server:
+        server.wait_ready()
+        wait_for_sleep(server)
+        for path in READING:
+            with urllib.request.urlopen(server.url + path, timeout=30) as answer:
+                assert answer.status == 200
+                assert answer.read(1)
+            assert is_asleep(server), path
+        for path, body in WAKING.items():
+            assert post(server, path, body)
+            assert not is_asleep(server), path
+            wait_for_sleep(server)
+        assert "killed" not in "".join(server.errors), "its worker ends by itself"
+
+
+def test_a_batch_wakes_a_server_keeps_it_awake_and_goes_on_after_a_restart(tiny_llama: Path, tmp_path: Path) -> None:
+    flags = ("-m", tiny_llama, "-c", "2048", "-np", "2", "--sleep-idle-seconds", "1", "--data-dir", tmp_path)
+    work = b"\n".join(line(f"item-{i}", max_tokens=800, ignore_eos=True) for i in range(60))
+    with ServerProcess(*flags, in_group=True) as server:
+        client = client_of(server.wait_ready())
+        wait_for_sleep(server)
+        batch = make_batch(client, work)
+        wait_until(lambda: counts(client.batches.retrieve(batch.id)).completed > 4)
+        server.kill_group()
+    with ServerProcess(*flags) as server:
+        client = client_of(server.wait_ready())
+        n_seen = 0
+        while (now := client.batches.retrieve(batch.id)).status in ("validating", "in_progress", "finalizing"):
+            assert not is_asleep(server)
+            n_seen += 1
+            time.sleep(0.05)
+        assert n_seen > 2
+        assert (now.status, len(results(client, now.output_file_id))) == ("completed", 60)
+        wait_for_sleep(server)
 
 
 def test_a_server_sleeps_wakes_for_a_request_and_says_the_same(default_model: Path) -> None:

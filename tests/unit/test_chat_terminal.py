@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from cppbatch.cli.chat_terminal import TerminalView, printable
+from cppbatch.cli.chat_terminal import ANSWER_STYLES, TerminalView, printable
 
 ANSWER = (
     "# Title\n\nSome *text*\nof two lines.\n\n1. one\n2. two\n\n```python\nprint('a')\n\nprint('b')\n```\n\nThe end."
@@ -16,7 +17,9 @@ ANSWER = (
 
 def shown(pieces: list[str], *, reasoning: str = "", colours: bool = False) -> str:
     out = io.StringIO()
-    console = Console(file=out, width=40, force_terminal=colours, color_system="standard" if colours else None)
+    console = Console(
+        file=out, width=40, force_terminal=colours, color_system="standard" if colours else None, theme=ANSWER_STYLES
+    )
     view = TerminalView(console)
     view.begin()
     if reasoning:
@@ -47,3 +50,10 @@ def test_reasoning_is_dimmed_and_comes_before_the_answer() -> None:
 def test_an_answer_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b]0;title\x07b\x9b2Jc\td\ne\r") == "a]0;titleb2Jc\td\ne"
     assert "\x1b" not in shown(["red \x1b[31m"])
+
+
+def test_code_has_no_background_so_that_it_can_be_read_on_light_and_dark_terminals() -> None:
+    text = shown(["A `word`:\n\n```python\ndef f():  # a comment\n    return 'a', 1\n```\n"], colours=True)
+    codes = {code for codes in re.findall(r"\x1b\[([\d;]*)m", text) for code in codes.split(";") if code}
+    assert not {code for code in codes if int(code) in range(40, 48) or int(code) in range(100, 108)}
+    assert {"35", "32", "36"} <= codes, "keywords, strings and numbers have colours"

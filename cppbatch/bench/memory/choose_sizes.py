@@ -1,7 +1,8 @@
 """Which -np and -c an engine gets where they are not given: for the model and the free memory, without loading it.
 
 The largest sizes are 16 sequences (on a GPU 32) with 1,024 cells each; on a GPU more cells, so that one text may be as
-long as the model knows; a single sequence has as many as the model knows, within a limit. Of these, halved step by step, the first that leaves a tenth of the memory free is taken.
+long as the model knows. A single sequence may be as long as the model knows, on a CPU 32,768 tokens. Of these sizes,
+halved step by step, the first that leaves a tenth of the memory free is taken.
 """
 
 from __future__ import annotations
