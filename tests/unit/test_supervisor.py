@@ -65,5 +65,8 @@ async def test_a_file_that_became_another_model_is_refused_until_it_is_back(
         assert "model.gguf is another model now (llama 7B" in event.error
         assert engine.health().status == "failed"
         monkeypatch.setattr(FakeWorker, "start", start)
-        while engine.health().status != "ok":
+        for _ in range(500):
+            if engine.health().status == "ok":
+                return
             await asyncio.sleep(0.01)
+        raise AssertionError(f"it is {engine.health()}")
