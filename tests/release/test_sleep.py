@@ -57,7 +57,7 @@ READING = (
     *("/metrics", "/live", "/", "/openapi.json"),
 )
 HELLO = [{"role": "user", "content": "Hello"}]
-WAKING = {
+WAKING: dict[str, dict[str, Any]] = {
     "/tokenize": {"content": "Hello"},
     "/v1/chat/completions/input_tokens": {"messages": HELLO},
     "/v1/messages/count_tokens": {"model": "any", "messages": HELLO},
