@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingParams
+from cppbatch.cluster.autoscaled_group import AutoscaledGroup
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.cluster.engine_group import EngineGroup
+from cppbatch.cluster.scaling_rule import ScalingRule
 from cppbatch.cluster.worker_link import GetStats, ToWorker
 from cppbatch.engine.request import FinishReason
 from tests.fake_workers import FakeWorker, fake_workers, text_of
@@ -128,3 +130,20 @@ async def test_requests_at_the_moment_at_which_each_of_several_workers_falls_asl
     assert all(worker.stopped for worker in fake_workers)
     for group in groups:
         await group.close()
+
+
+async def test_workers_that_come_and_go_sleep_too(fake_workers: list[FakeWorker], stepping: random.Random) -> None:
+    config = EngineConfig("model.gguf", n_parallel=2)
+
+    async def fits(number: int) -> str | None:
+        return None
+
+    def start(number: int) -> EngineProcess:
+        return EngineProcess(config, name=str(number), sleep_idle_seconds=IDLE_SECONDS)
+
+    rule = ScalingRule(min_workers=1, max_workers=3, n_parallel=2, downscale_delay=0.05)
+    group = AutoscaledGroup(start, rule, shortage=fits, interval=0.01)
+    await asyncio.wait_for(run_client(group, stepping), SOON)
+    assert sum(worker.cut_off for worker in fake_workers) == 0
+    assert all(worker.stopped for worker in fake_workers)
+    await group.close()
