@@ -97,6 +97,17 @@ def test_with_tools_harmony_chooses_the_channel_after_its_budget(engine: BatchIn
     assert "final" not in "".join(result.token_texts)
 
 
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("family", [name for name in TEMPLATES if name != "harmony"])
+def test_every_family_that_calls_tools_has_budgets_too(engine: BatchInferenceEngine, family: str, tools: bool) -> None:
+    template = TEMPLATES[family]
+    tags = reasoning.ReasoningTags.of_template(template) or reasoning.ReasoningTags("<think>", "</think>")
+    result = answer(engine, template + tags.start, thinking_budget=7, tools=[PING] if tools else [])
+    assert n_before(result, tags.end) == 7
+    assert result.reasoning
+    assert result.text or result.tool_calls
+
+
 @pytest.mark.parametrize("start", [*TAGS, ANALYSIS])
 def test_a_model_that_begins_to_reason_itself_has_the_same_budget(engine: BatchInferenceEngine, start: str) -> None:
     end = TAGS.get(start, "<|end|>")
