@@ -8,6 +8,7 @@ from cppbatch.bench.memory.memory_demand import HOST, format_gib, location, memo
 from cppbatch.bench.memory.memory_estimate import MemoryEstimate
 from cppbatch.cli.formats import format_bytes, format_count
 from cppbatch.config import EngineConfig, available_threads
+from cppbatch.models.file_header import read_header
 from cppbatch.models.inspect import ModelFacts
 
 
@@ -18,7 +19,16 @@ def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate
     """
     name = Path(config.model_path).stem
     weights = f"{format_count(facts.n_params)} weights, mostly {facts.main_type}, {format_bytes(facts.size_bytes)}"
+    if config.mmproj:
+        weights += f", with {' and '.join(_kinds_of_media(Path(config.mmproj)))}"
     return f"{name}: {weights}; {_where(config, estimate)}" if estimate else f"{name}: {weights}"
+
+
+def _kinds_of_media(projector: Path) -> list[str]:
+    """What a projector encodes, from its metadata."""
+    names = {"vision": "pictures", "audio": "sound"}
+    metadata = read_header(projector).metadata
+    return [name for kind, name in names.items() if metadata.get(f"clip.has_{kind}_encoder")] or ["a projector"]
 
 
 def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free: int, *, chosen: bool) -> str:

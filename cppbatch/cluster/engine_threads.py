@@ -133,14 +133,16 @@ class OutputThread:
 class InputThreads:
     """Threads that prepare requests: tokenise the prompt, compile the grammar.
 
-    Long texts and grammars have threads of their own, so that short texts do not wait for them: 2 threads for short
-    texts, 1 for long texts, 2 for grammars, and 1 for files of slots.
+    Slow ones have threads of their own, so that short texts do not wait for them: 2 threads for short texts, 1 for long
+    texts, 2 for grammars, 2 for pictures and sound (one decodes a file while the other encodes), and 1 for files of
+    slots.
     """
 
     def __init__(self) -> None:
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-input")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-long-input")
         self._grammars = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-grammars")
+        self._media = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-media")
         self._files = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-files")
 
     def for_files(self) -> ThreadPoolExecutor:
@@ -151,6 +153,8 @@ class InputThreads:
         """The threads that prepare this request."""
         if engine.is_quick(request):
             return self._quick
+        if isinstance(request.prompt, MediaPrompt):
+            return self._media
         return self._long_texts if is_long(request.prompt) else self._grammars
 
     def for_text(self, text: str | list[int] | MediaPrompt) -> ThreadPoolExecutor:
@@ -159,5 +163,5 @@ class InputThreads:
 
     def close(self) -> None:
         """Waits for the requests being prepared and drops the queued ones."""
-        for threads in (self._quick, self._long_texts, self._grammars, self._files):
+        for threads in (self._quick, self._long_texts, self._grammars, self._media, self._files):
             threads.shutdown(cancel_futures=True)

@@ -224,11 +224,6 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
             f"{named('deterministic')} gives the same bits for text only: the vectors of a picture are computed in "
             f"pieces of other sizes; leave out {named('mmproj')}, or this setting"
         )
-    if model.is_recurrent:
-        raise ModelError(
-            f"{model.path.name} has a recurrent state, which is not tested with pictures and sound; leave out "
-            f"{named('mmproj')}"
-        )
     n_threads = max(1, (config.n_threads or available_threads()) // 2)
     encoder = open_encoder(config, model, n_threads)
     n_ubatch = runtime.context.n_ubatch

@@ -93,9 +93,8 @@ class StepCost:
         if unknown := {n for n in groups if n not in self._shape}:
             if self._shape:
                 seconds = min(seconds, _MAX_RATIO * self.rows_s(groups))
-            self._shape |= {n: seconds / self._level * n / sum(groups) for n in unknown}
-            if not self._counts:
-                self._counts = sorted(self._shape)
+            known = self._shape | {n: seconds / self._level * n / sum(groups) for n in unknown}
+            self._shape, self._counts = known, self._counts or sorted(known)  # at once: Ctrl-C may interrupt a step
             return
         if new := {n for n in groups if self._seen[n] < _MIN_SEEN}:
             self._observe_new(new, groups, seconds)

@@ -9,9 +9,13 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["weights", "adapters", "cells", "states", "compute", "output", "process", "engine", "drafts"]
-"""cells: the KV cache. states: the state of recurrent layers. output: rows of logits or embeddings. process: the
-interpreter, libraries and vocabulary. engine: the engine's copies of output rows."""
+Kind = Literal[
+    "weights", "adapters", "cells", "states", "compute", "output", "projector", "encoding", "vectors", "process",
+    "engine", "drafts",
+]  # fmt: skip
+"""cells: the KV cache. states: the state of recurrent layers. output: rows of logits or embeddings. projector: the
+weights of an mmproj file. encoding: the compute buffers of its encoders. vectors: the batch of their output. process:
+the interpreter, libraries and vocabulary. engine: the engine's copies of output rows."""
 
 
 class Buffer(msgspec.Struct, frozen=True):
@@ -28,6 +32,7 @@ _KINDS: dict[str, Kind] = {"model": "weights", "LoRA": "adapters", "compute": "c
 _SIZE = re.compile(r"(\S+)\s+(model|LoRA|KV|RS|DSV4 \S+ state|compute|output) buffer size =\s*([\d.]+) MiB")
 _CACHE = re.compile(r"size =\s*([\d.]+) MiB \(\s*\d+ cells,.* K \(")
 _CACHE_LAYER = re.compile(r"layer\s+\d+: dev = (\S+)")
+_ENCODER = "reserve_compute_meta: "  # the function of mtmd that logs it
 _LOADING = re.compile(r"llama_model_loader: loaded meta data with")
 
 
@@ -47,6 +52,8 @@ def read_buffers(lines: Iterable[str]) -> list[Buffer]:
             layers[found[1]] += 1
         elif (found := _SIZE.search(line)) and found[2] == "KV":
             cache[found[1]] += _bytes(found[3])
+        elif found and _ENCODER in line:
+            sizes["encoding", found[1]] += _bytes(found[3])
         elif found:
             sizes[_KINDS.get(found[2], "states"), found[1]] += _bytes(found[3])
         elif found := _CACHE.search(line):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -17,7 +18,7 @@ from cppbatch.bench.memory.buffers import Buffer, read_buffers
 from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
 from cppbatch.bench.memory.weights import weight_buffers
 from cppbatch.config import EngineConfig
-from cppbatch.engine.runtime import load_model, make_context, may_draft, repacks, switches
+from cppbatch.engine.runtime import load_model, make_context, may_draft, open_encoder, repacks, switches
 from cppbatch.engine.speculation.draft_runtime import check_draft_model, draft_config, make_draft_context
 from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
@@ -74,7 +75,7 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
             try:
                 of_draft = draft and (draft.model_path, draft.n_gpu_layers, repacks(draft))
                 where = config.n_gpu_layers, config.device, config.rpc, config.tensor_split
-                key = (config.model_path, where, repacks(config), config.lora, of_draft)
+                key = (config.model_path, where, repacks(config), config.lora, of_draft, config.mmproj)
                 if simulated is None or simulated.key != key:
                     if simulated:
                         simulated.close()
@@ -100,11 +101,12 @@ class _SimulatedModel:
             if draft := draft_config(config):
                 self._draft, draft_weights = _load(draft)
                 check_draft_model(self._draft, self.model)
+            projector = _projector(config, self.model) if config.mmproj else []
         except BaseException:
             self.close()
             raise
         process = Buffer("process", "CPU", psutil.Process().memory_info().rss)
-        self._fixed = [*weights, *map(_of_draft_model, draft_weights), process]
+        self._fixed = [*weights, *map(_of_draft_model, draft_weights), *projector, process]
 
     def close(self) -> None:
         self.model.close()
@@ -157,6 +159,17 @@ def _load(config: EngineConfig) -> tuple[Model, list[Buffer]]:
     with Backend.get().lines() as lines:
         model = load_model(config, no_alloc=True)
     return model, weight_buffers(lines, [list_tensors(part) for part in model_parts(model.path)])
+
+
+def _projector(config: EngineConfig, model: Model) -> list[Buffer]:
+    """The weights and buffers of the projector, which is loaded for it: mtmd has no simulated allocations in C."""
+    with Backend.get().lines() as lines:
+        open_encoder(config, model, n_threads=1).close()
+    encoding = [buffer for buffer in read_buffers(lines) if buffer.kind == "encoding"]
+    place = next((buffer.buffer_type for buffer in encoding if buffer.buffer_type != "CPU"), "CPU")
+    n_bytes = sum(tensor.n_bytes for tensor in list_tensors(Path(config.mmproj)))
+    of_steps = Buffer("vectors", "CPU", config.n_batch * model.n_embd_inp * _FLOAT_BYTES)
+    return [Buffer("projector", place, n_bytes), *encoding, of_steps]
 
 
 def _context_buffers(lines: list[str], factors: dict[str, float]) -> list[Buffer]:

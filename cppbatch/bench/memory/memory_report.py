@@ -18,6 +18,7 @@ from cppbatch.bench.memory.weights import MAPPED
 from cppbatch.bench.plot import new_figure
 from cppbatch.bench.report import Column, Report
 from cppbatch.config import MAX_SEQ_IDS, EngineConfig
+from cppbatch.engine.media_input import CACHE_BYTES
 from cppbatch.errors import ModelError
 
 if TYPE_CHECKING:
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _NAMES = {
     "weights": "weights", "adapters": "LoRA adapters", "cells": "KV cells", "states": "recurrent states",
-    "compute": "compute buffers", "output": "rows of logits", "engine": "their copies", "drafts": "logits of drafts",
+    "compute": "compute buffers", "projector": "projector (mmproj)", "encoding": "encoding of pictures and sound",
+    "vectors": "their vectors in a step",
+    "output": "rows of logits", "engine": "their copies", "drafts": "logits of drafts",
     "process": "process",
 }  # fmt: skip
 _NEAR = 2.5  # times the largest demand: free memory up to there is a line in the plot
-_NOT_LOGGED = ("process", "engine", "drafts")  # not in llama.cpp's log
+_NOT_LOGGED = ("projector", "vectors", "process", "engine", "drafts")  # not in llama.cpp's log
 
 
 def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
@@ -172,7 +175,8 @@ def _verdict(demand: Demand) -> str:
 
 
 def _limits(config: EngineConfig) -> str:
+    vectors = f", and {CACHE_BYTES >> 20} for vectors of pictures and sound" if config.mmproj else ""
     return (
         f"when cells run out or the layout changes, up to {config.swap_space} MiB of host memory more for sequences "
-        f"(--swap-space) and {config.prefix_cache_ram} for prefixes (--prefix-cache-ram)"
+        f"(--swap-space) and {config.prefix_cache_ram} for prefixes (--prefix-cache-ram){vectors}"
     )
