@@ -17,6 +17,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Layouts, Runtime
 from cppbatch.engine.sequence import Seq
@@ -236,7 +237,9 @@ class FakeContext:
         n = batch.n_tokens
         seq_ids = batch.seq_ids[:n].tolist()
         assert 1 <= n <= self.n_batch, f"a batch of {n} vectors; the limit is {self.n_batch}"
-        assert causal or (n <= self.n_ubatch and len(set(seq_ids)) == 1), "these see each other"
+        if not causal:  # these see each other: the second number is the place in the picture, the third its length
+            assert n <= self.n_ubatch, f"{n} vectors in ubatches of {self.n_ubatch}"
+            assert batch.vectors[:n, 1:].tolist() == [[i, n] for i in range(n)], "not one whole picture"
         self.vector_steps.append(dict(Counter(seq_ids)))
         for vector, position, seq_id in zip(batch.vectors[:n], batch.positions[:n].tolist(), seq_ids, strict=True):
             cells = self.cells[seq_id]
@@ -442,6 +445,7 @@ def fake_engine(
     n_ubatch: int = 0,
     switches: bool = False,
     proposers: Sequence[Proposer] = (),
+    media: MediaInput | None = None,
     **settings: Any,
 ) -> BatchInferenceEngine:
     """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
@@ -478,7 +482,7 @@ def fake_engine(
         kv_layout="auto" if switches else "unified" if unified else "per-sequence", sampling="host",
         n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
         max_sequence=min(n_longest, n_ctx_train) - max(0, min_rows - 2), pooling=pooling, n_embd=3,
-        adapters=tuple(adapters),
+        adapters=tuple(adapters), modalities=media.encoder.modalities if media else (),
     )  # fmt: skip
     runtime = Runtime(
         context,
@@ -490,6 +494,7 @@ def fake_engine(
         min_rows=min_rows,
         layouts=layouts,
         proposers=proposers,
+        media=media,
     )
     return BatchInferenceEngine(
         "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings

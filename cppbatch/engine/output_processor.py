@@ -10,7 +10,7 @@ from time import perf_counter
 import msgspec
 
 from cppbatch.engine.metrics import Metrics
-from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
+from cppbatch.engine.request import FinishReason, GenerationEvent, MediaPrompt, TokenLogprob
 from cppbatch.engine.sampling import SamplerOutput
 from cppbatch.engine.sequence import Seq, StepOutput
 from cppbatch.engine.vocabulary import Vocabulary
@@ -227,7 +227,9 @@ class OutputProcessor:
     def _prompt_text(self, sequence: Seq) -> str:
         if isinstance(sequence.request.prompt, str):
             return sequence.request.prompt
-        tokens = sequence.text_tokens(0)[: sequence.n_prompt - sequence.n_media].tolist()
+        if isinstance(sequence.request.prompt, MediaPrompt):
+            return "".join(part for part in sequence.request.prompt.parts if isinstance(part, str))
+        tokens = sequence.text_tokens(0)[: sequence.n_prompt].tolist()
         return b"".join(self._vocab.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
 
     # --- the queue, on the engine's thread ----------------------------------------------------------------------

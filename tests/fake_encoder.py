@@ -1,0 +1,101 @@
+"""An encoder of pictures for the fake model: a pixel is a vector whose first number is a byte that is no token."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from cppbatch import Media, MediaPrompt
+from cppbatch.engine.media_input import MediaInput
+from cppbatch.engine.request import Modality
+from tests.fakes import N_VOCAB, FakeVocab
+from tests.media_files import encoded
+
+SEPARATOR = 5
+"""The token of text between two rows of a picture."""
+
+
+@dataclass
+class FakeChunk:
+    kind: Modality | None
+    tokens: npt.NDArray[np.int32]
+    row: npt.NDArray[np.uint8]
+    is_whole: bool
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens) if self.kind is None else len(self.row)
+
+
+@dataclass
+class FakeEncoder:
+    """Each row of a picture is a chunk, with a token of text between two rows. `encoding`: set while it encodes; it
+    waits for `may_encode` then."""
+
+    is_whole: bool = False
+    modalities: tuple[Modality, ...] = ("image",)
+    sample_rate: int = 16_000
+    n_embd: int = 3
+    n_calls: int = 0
+    encoding: threading.Event = field(default_factory=threading.Event)
+    may_encode: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_encode.set()
+
+    def split_image(self, pixels: npt.NDArray[np.uint8]) -> list[FakeChunk]:
+        chunks: list[FakeChunk] = []
+        for row in pixels[:, :, 0]:
+            if chunks:
+                chunks.append(FakeChunk(None, np.array([SEPARATOR], np.int32), row, is_whole=False))
+            chunks.append(FakeChunk("image", np.empty(0, np.int32), row, self.is_whole))
+        return chunks
+
+    def split_audio(self, samples: npt.NDArray[np.float32]) -> list[FakeChunk]:
+        raise AssertionError("the fake model takes no sound")
+
+    def encode(self, chunk: Any) -> npt.NDArray[np.float32]:
+        """float32[n, 3]: the byte of a pixel, its place in the row, and the length of the row."""
+        self.n_calls += 1
+        self.encoding.set()
+        assert self.may_encode.wait(10)
+        self.encoding.clear()
+        n = len(chunk.row)
+        return np.stack([bytes_of(chunk.row), np.arange(n), np.full(n, n)], 1).astype(np.float32)
+
+
+def bytes_of(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """What the cells of the fake context hold of a row of pixels."""
+    return N_VOCAB + row.astype(np.int64) % (256 - N_VOCAB)
+
+
+def fake_media(*, is_whole: bool = False, **options: Any) -> MediaInput:
+    return MediaInput(FakeEncoder(is_whole), projector="fake", **options)
+
+
+@cache
+def small_picture(number: int, width: int, height: int = 1) -> Media:
+    """A picture of `width` x `height` tokens, and the separators; other numbers are other pictures."""
+    rng = np.random.default_rng([number, width, height])
+    pixels = np.repeat(rng.integers(0, 192, (height, width, 1), np.uint8), 3, axis=2)
+    return Media("image", encoded(Image.fromarray(pixels)))
+
+
+def as_read(prompt: MediaPrompt) -> list[int]:
+    """What the cells of the fake context hold of a prompt: the argument of `reference`."""
+    from cppbatch.engine.media_files import decode_image
+
+    read: list[int] = []
+    for part in prompt.parts:
+        if isinstance(part, str):
+            read += FakeVocab().tokenize(part).tolist()
+            continue
+        for i, row in enumerate(decode_image(part.data)[:, :, 0]):
+            read += [SEPARATOR] * (i > 0) + bytes_of(row).tolist()
+    return read

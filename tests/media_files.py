@@ -1,0 +1,54 @@
+"""Files of pictures and sounds for tests."""
+
+from __future__ import annotations
+
+import io
+import wave
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from cppbatch import Media
+
+
+def picture(seed: int = 0, *, size: tuple[int, int] = (48, 40), kind: str = "PNG", **options: Any) -> bytes:
+    """A file with random pixels; `size`: width and height."""
+    width, height = size
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return encoded(Image.fromarray(pixels), kind, **options)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """The bytes of a picture's file."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def image(seed: int = 0) -> Media:
+    """A picture for a prompt; another seed is another picture."""
+    return Media("image", picture(seed))
+
+
+def tone(seconds: float = 1.0, *, rate: int = 16_000, hertz: float = 440.0) -> npt.NDArray[np.float32]:
+    """The samples of a sine, float32[n], of amplitude 0.5."""
+    at = np.arange(round(seconds * rate)) / rate
+    return (0.5 * np.sin(2 * np.pi * hertz * at)).astype(np.float32)
+
+
+def wav(samples: npt.NDArray[np.float32], *, rate: int = 16_000) -> bytes:
+    """A WAV file of 16 bits; `samples`: float32[n] or float32[n, channels]."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(samples.shape[1] if samples.ndim > 1 else 1)
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        writer.writeframes((samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def sound(seconds: float = 1.0, *, hertz: float = 440.0) -> Media:
+    """A sound for a prompt."""
+    return Media("audio", wav(tone(seconds, hertz=hertz)))

@@ -1,0 +1,186 @@
+"""Pictures and sounds are decoded as they look and sound, within bounds, and any other file is refused in words."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from cppbatch import InvalidRequest
+from cppbatch.engine import media_files
+from cppbatch.engine.media_files import decode_audio, decode_image
+from tests.media_files import encoded, picture, tone, wav
+
+RATE = 16_000
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "GIF", "WEBP", "JPEG"])
+def test_every_format_gives_rgb_pixels_of_the_same_size(kind: str) -> None:
+    pixels = decode_image(picture(1, size=(30, 20), kind=kind))
+    assert pixels.shape == (20, 30, 3)
+    assert pixels.dtype == np.uint8
+
+
+def test_lossless_pixels_come_back_unchanged() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
+    np.testing.assert_array_equal(decode_image(encoded(Image.fromarray(pixels))), pixels)
+
+
+def test_transparent_pixels_are_on_white() -> None:
+    image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    image.putpixel((1, 0), (10, 20, 30, 255))
+    assert decode_image(encoded(image)).tolist() == [[[255, 255, 255], [10, 20, 30]]]
+    palette = Image.new("P", (1, 1), 0)
+    assert decode_image(encoded(palette, transparency=0)).tolist() == [[[255, 255, 255]]]
+
+
+def test_a_picture_is_upright_as_its_exif_orientation_says() -> None:
+    image = Image.new("RGB", (3, 2), "black")
+    image.putpixel((0, 0), (255, 255, 255))
+    exif = image.getexif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    turned = decode_image(encoded(image, exif=exif))
+    assert turned.shape == (3, 2, 3)
+    assert turned[0, 1].tolist() == [255, 255, 255]
+
+
+def test_of_an_animation_the_first_frame_is_taken() -> None:
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    pixels = decode_image(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    assert pixels[0, 0].tolist() == [255, 0, 0]
+
+
+def test_sixteen_bits_keep_their_brightness() -> None:
+    grey = Image.fromarray(np.array([[0, 32896, 65535]], np.uint16))
+    assert decode_image(encoded(grey))[0, :, 0].tolist() == [0, 128, 255]
+
+
+def header_of_png(width: int, height: int) -> bytes:
+    """A PNG that says it is of this size, and has hardly any data."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header_of_png(8000, 8000), "8000 x 8000 pixels; 50,000,000 are possible"),
+        (header_of_png(100_000, 100_000), "exceeds limit"),  # Pillow's own, which it checks first
+        (header_of_png(10_000, 20), "no side may be more than 100 times the other"),
+        (header_of_png(50, 50), "cannot be decoded"),
+        (b"", "is no PNG, JPEG, WEBP, GIF, BMP file"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no PNG"),
+        (wav(tone()), "is no PNG"),
+        (encoded(Image.new("RGB", (4, 4)), "TIFF"), "is no PNG"),
+    ],
+    ids=["large", "bomb", "ribbon", "cut", "empty", "svg", "sound", "tiff"],
+)
+def test_what_is_no_usable_picture_is_refused_in_words(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        decode_image(data)
+
+
+def damaged(data: bytes, number: int) -> bytes:
+    """Cut off, with bytes changed, or both."""
+    rng = random.Random(number)
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 2, 8, 64))):
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+    return bytes(changed[: rng.choice((len(data), len(data), rng.randrange(len(data))))])
+
+
+def test_a_thousand_damaged_pictures_are_decoded_or_refused() -> None:
+    files = [picture(i, size=(24, 20), kind=kind) for i, kind in enumerate(("PNG", "JPEG", "WEBP", "GIF", "BMP"))]
+    refused = 0
+    for number in range(1000):
+        try:
+            pixels = decode_image(damaged(files[number % len(files)], number))
+        except InvalidRequest:
+            refused += 1
+        else:
+            assert pixels.ndim == 3
+    assert 200 < refused < 1000
+
+
+# --- sound ------------------------------------------------------------------------------------------------------------
+
+
+def written(samples: np.ndarray, kind: str, *, rate: int = RATE, **options: str) -> bytes:  # type: ignore[type-arg]
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=kind, **options)
+    return file.getvalue()
+
+
+def test_samples_at_the_encoders_rate_come_back_unchanged() -> None:
+    samples = tone(0.2)
+    np.testing.assert_allclose(decode_audio(wav(samples), RATE), samples, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "MP3"])
+def test_every_format_is_resampled_to_the_encoders_rate(kind: str) -> None:
+    samples = decode_audio(written(tone(1.0, rate=44_100), kind, rate=44_100), RATE)
+    assert samples.dtype == np.float32
+    assert abs(len(samples) - RATE) < 0.1 * RATE  # MP3 adds silence
+    spectrum = np.abs(np.fft.rfft(samples))
+    assert abs(spectrum.argmax() * RATE / len(samples) - 440) < 3
+
+
+def test_channels_are_averaged() -> None:
+    left, right = np.full(400, 0.5, np.float32), np.full(400, -0.25, np.float32)
+    np.testing.assert_allclose(decode_audio(wav(np.stack([left, right], 1)), RATE), 0.125, atol=1e-4)
+
+
+def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_files, "MAX_SOUND_S", 2)
+    bomb = written(np.zeros(60 * RATE, np.float32), "FLAC")  # silence takes next to nothing
+    assert len(bomb) < 100_000
+    with pytest.raises(InvalidRequest, match="60 seconds; 2 are possible"):
+        decode_audio(bomb, RATE)
+
+
+def test_a_header_that_lies_about_the_length_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_files, "MAX_SOUND_S", 2)
+    data = bytearray(written(np.zeros(60 * RATE, np.float32), "FLAC"))
+    data[21] &= 0xF0  # the number of samples, 36 bits: 0 means unknown
+    data[22:26] = b"\0\0\0\0"
+    with pytest.raises(InvalidRequest, match=r"more than 2 seconds|cannot be decoded"):
+        decode_audio(bytes(data), RATE)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "cannot be decoded"),
+        (picture(), "cannot be decoded"),
+        (wav(tone(0.001)), "must have 0.01 at least"),
+        (written(tone(), "AIFF"), "in the format AIFF; it must be WAV, MP3 or FLAC"),
+        (written(np.full(400, np.nan, np.float32), "WAV", subtype="FLOAT"), "samples that are no numbers"),
+    ],
+    ids=["empty", "picture", "short", "aiff", "nan"],
+)
+def test_what_is_no_usable_sound_is_refused_in_words(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        decode_audio(data, RATE)
+
+
+def test_a_thousand_damaged_sounds_are_decoded_or_refused() -> None:
+    files = [written(tone(0.1), kind) for kind in ("WAV", "FLAC", "MP3")]
+    refused = 0
+    for number in range(1000):
+        try:
+            samples = decode_audio(damaged(files[number % len(files)], number), RATE)
+        except InvalidRequest:
+            refused += 1
+        else:
+            assert np.isfinite(samples).all()
+    assert 50 < refused < 1000
