@@ -79,6 +79,18 @@ def sliding_window(path: PathLike) -> Path:
     return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
 
 
+def two_dimensional(path: PathLike) -> Path:
+    """Qwen2-VL: tokens of pictures have positions of two dimensions (M-RoPE)."""
+    writer = _writer(path, "qwen2vl")
+    _add_attention(writer, N_HEAD_KV)
+    writer.add_rope_dimension_sections([4, 2, 2, 0])
+    weights = [_embedding()]
+    for i in range(2):
+        biases = [Weight(f"blk.{i}.attn_{name}.bias", (n,)) for name, n in (("q", N_EMBD), ("k", N_KV), ("v", N_KV))]
+        weights += [*_plain_attention(f"blk.{i}"), *biases, *_feed_forward(f"blk.{i}")]
+    return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
+
+
 def hybrid(path: PathLike) -> Path:
     """LFM2: its first layer is a short convolution with a state, its second attention with KV cells."""
     writer = _writer(path, "lfm2")

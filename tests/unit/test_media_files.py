@@ -115,7 +115,7 @@ def test_a_thousand_damaged_pictures_are_decoded_or_refused() -> None:
 # --- sound ------------------------------------------------------------------------------------------------------------
 
 
-def written(samples: np.ndarray, kind: str, *, rate: int = RATE, **options: str) -> bytes:  # type: ignore[type-arg]
+def written(samples: np.ndarray, kind: str, *, rate: int = RATE, **options: str) -> bytes:
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=kind, **options)
     return file.getvalue()

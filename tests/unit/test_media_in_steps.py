@@ -141,7 +141,12 @@ def test_no_proposer_reads_a_sequence_with_pictures() -> None:
         return propose(sequences, most)
 
     proposer.propose = record  # type: ignore[method-assign]
-    prompts = [PROMPT, [1, 2, 3], MediaPrompt(["ab", small_picture(3, 4), "c"]), [3, 2, 1]]
+    prompts: list[MediaPrompt | list[int]] = [
+        PROMPT,
+        [1, 2, 3],
+        MediaPrompt(["ab", small_picture(3, 4), "c"]),
+        [3, 2, 1],
+    ]
     results = engine.generate(prompts, greedy(30, ignore_eos=True))
     expected = [as_read(prompt) if isinstance(prompt, MediaPrompt) else prompt for prompt in prompts]
     assert [r.tokens for r in results] == [reference(each, greedy(30, ignore_eos=True))[0] for each in expected]

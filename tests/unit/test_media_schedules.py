@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cppbatch import MediaPrompt
+from cppbatch import Media, MediaPrompt
 from cppbatch.config import Sharing
 from tests.fake_encoder import as_read, fake_media, small_picture
 from tests.fakes import FakeProposer, fake_engine
@@ -36,7 +36,7 @@ def arrivals_with_pictures(draw: st.DrawFn) -> Arrive:
     """At most LONGEST tokens: a text, one or two pictures, a text."""
     arrival = draw(arrivals())
     begin = draw(st.sampled_from(("", "abc", "abcd")))
-    parts = [begin, small_picture(draw(st.integers(1, 2)), draw(st.integers(1, 3)))]
+    parts: list[str | Media] = [begin, small_picture(draw(st.integers(1, 2)), draw(st.integers(1, 3)))]
     if draw(st.booleans()):
         parts += [draw(st.sampled_from(("", "e"))), small_picture(3, 2)]
     prompt = MediaPrompt([*parts, draw(st.sampled_from("abc"))])
