@@ -7,8 +7,6 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from cppbatch.chat.chat_format import PreparedChat
-from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.model_choice import serving_of
@@ -17,7 +15,6 @@ from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.parse import read_json
 from cppbatch.server.responses.create_response import prepare_response_chat
 from cppbatch.server.responses.responses_types import ResponsesRequest
-from cppbatch.server.serving import Serving
 
 routes = web.RouteTableDef()
 
@@ -35,7 +32,8 @@ async def chat_input_tokens(request: web.Request) -> web.Response:
     body = await read_json(request, ChatCompletionRequest)
     serving = await serving_of(request, body)
     serving.check_model(body.model)
-    return await _count(serving, await prepare_chat(body, serving))
+    tokens = await serving.chat_tokens(await prepare_chat(body, serving), "messages")
+    return json_response(InputTokens(input_tokens=len(tokens)))
 
 
 @routes.post("/v1/responses/input_tokens")
@@ -44,11 +42,8 @@ async def response_input_tokens(request: web.Request) -> web.Response:
     body = await read_json(request, ResponsesRequest)
     serving = await serving_of(request, body)
     serving.check_model(body.model)
-    return await _count(serving, await prepare_response_chat(body, serving))
-
-
-async def _count(serving: Serving, chat: PreparedChat) -> web.Response:
-    return json_response(InputTokens(input_tokens=len(await serving.client.tokenize(prompt_of_chat(chat)))))
+    tokens = await serving.chat_tokens(await prepare_response_chat(body, serving), "input")
+    return json_response(InputTokens(input_tokens=len(tokens)))
 
 
 ENDPOINTS = {

@@ -18,9 +18,10 @@ from cppbatch.chat.tools import ToolChoice
 from cppbatch.cluster.async_chat import chat_format_of_client
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.best_of import expand
+from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams, replaced
-from cppbatch.engine.request import GenerationRequest, MediaPrompt
+from cppbatch.engine.request import GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.llama import apply_builtin_template
 from cppbatch.models.find import shorter_names
@@ -208,6 +209,13 @@ class Serving:
         variables = self.settings.template_variables | variables
         limit = self.settings.thinking_tokens if thinking_tokens is None else thinking_tokens
         return chat.prepare(media.loaded(messages), variables=variables, thinking_tokens=limit, **options)
+
+    async def chat_tokens(self, chat: PreparedChat, field: str) -> list[TokenPiece]:
+        """The tokens of a chat's prompt. `field`: the client's name for it, for errors. Raises `InvalidRequest`."""
+        try:
+            return await self.client.tokenize(prompt_of_chat(chat))
+        except InvalidRequest as error:
+            raise error.renamed(field if error.field == "prompt" else error.field) from error
 
     def default_params(self, max_tokens: int | None = None) -> Json:
         """The fields of `SamplingParams` for requests that do not set them.

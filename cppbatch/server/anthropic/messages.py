@@ -66,7 +66,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     serving = await serving_of(request, body)
     serving.check_model(body.model)
     chat = await _prepare_chat(body, serving)
-    return json_response(CountTokensResponse(input_tokens=len(await serving.client.tokenize(prompt_of_chat(chat)))))
+    return json_response(CountTokensResponse(input_tokens=len(await serving.chat_tokens(chat, "messages"))))
 
 
 ENDPOINTS = {

@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.message_types import ChatMessage, Tool
 from cppbatch.chat.template import CHATML
-from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.request import TokenPiece, detokenize
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import json_response
@@ -157,7 +156,7 @@ async def _vllm_tokens(body: TokenizeRequest, serving: Serving) -> list[TokenPie
     chat = await prepare_chat(request, serving)
     if chat.parts is None:
         return await tokenize(serving, chat.prompt, "messages")
-    return await serving.client.tokenize(prompt_of_chat(chat))
+    return await serving.chat_tokens(chat, "messages")
 
 
 def _shown(tokens: list[TokenPiece], *, with_pieces: bool) -> list[Any]:

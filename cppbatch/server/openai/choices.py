@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.best_of import mean_logprob
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, TokenLogprob
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, Pair, TokenLogprob
 from cppbatch.server.llama_result import LlamaChunk, LlamaResponse, LlamaResults
 from cppbatch.server.response import DONE, Json, ResponseBuilder, ServerSentEvent, shown_media
 from cppbatch.server.sampling_fields import TimingFields
@@ -80,7 +80,7 @@ async def verbose_results(
     if not (log.isEnabledFor(logging.DEBUG) if body.verbose is None else body.verbose):
         return None
     prompts = [request.prompt for request in requests[:: body.n_candidates]]
-    tokens = [await serving.client.tokenize(prompt) for prompt in prompts if isinstance(prompt, str | list)]
+    tokens = [await serving.client.tokenize(prompt) for prompt in prompts if not isinstance(prompt, Pair)]
     return LlamaResults(body, requests, tokens, serving)
 
 
