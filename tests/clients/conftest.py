@@ -70,6 +70,31 @@ def reasoning_server(default_model: Path) -> Iterator[Serving]:
 
 
 @pytest.fixture(scope="session")
+def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny.gguf and random projectors for it: eyes.gguf and ears.gguf."""
+    folder = tmp_path_factory.mktemp("tiny")
+    code = (
+        "import sys; from pathlib import Path; from tests import tiny_models as models, tiny_projectors as projectors; "
+        "folder = Path(sys.argv[1]); models.llama(folder / 'tiny.gguf'); projectors.vision(folder / 'eyes.gguf'); "
+        "projectors.audio(folder / 'ears.gguf')"
+    )
+    subprocess.run([PYTHON, "-c", code, folder], cwd=Path(__file__).parents[2], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def seeing_server(tiny_files: Path) -> Iterator[Serving]:
+    """A tiny model with random weights that takes pictures."""
+    yield from serve("-m", tiny_files / "tiny.gguf", "--mmproj", tiny_files / "eyes.gguf", "-np", "16", "-c", "8192")
+
+
+@pytest.fixture(scope="session")
+def hearing_server(tiny_files: Path) -> Iterator[Serving]:
+    """The same with sound."""
+    yield from serve("-m", tiny_files / "tiny.gguf", "--mmproj", tiny_files / "ears.gguf", "-np", "2", "-c", "2048")
+
+
+@pytest.fixture(scope="session")
 def one_at_a_time(default_model: Path) -> Iterator[Serving]:
     """Answers one request, lets another one wait, and refuses a third with 429."""
     yield from serve("-m", default_model, "-np", "1", "-c", "2048", "--max-queue", "1")
