@@ -59,9 +59,8 @@ def test_16_pictures_at_once_answer_as_alone_and_as_streams(client: openai.OpenA
 
 def test_responses_and_anthropics_messages_see_the_same(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     chat = client.chat.completions.create(messages=asks(picture()), **GREEDY).choices[0].message.content
-    items: Any = [
-        {"role": "user", "content": [{"type": "input_image", "image_url": as_url(RED), "detail": "auto"}, {"type": "input_text", "text": SAID["text"]}]}
-    ]  # fmt: skip
+    image = {"type": "input_image", "image_url": as_url(RED), "detail": "auto"}
+    items: Any = [{"role": "user", "content": [image, {"type": "input_text", "text": SAID["text"]}]}]
     response = client.responses.create(
         model="tiny", input=items, max_output_tokens=8, temperature=0, extra_body={"ignore_eos": True}
     )

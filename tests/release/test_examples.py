@@ -17,6 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import tiny_projectors
+from tests.media_samples import BLUE, RED
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SHORT = sorted((ROOT / "examples" / "short").glob("*.py"))
@@ -174,6 +177,14 @@ def test_classify_csv_gives_every_row_one_of_the_labels(default_model: Path) -> 
     with (ROOT / "examples" / "data" / "reviews.csv").open(newline="") as file:
         assert [{"id": row["id"], "review": row["review"]} for row in rows] == list(csv.DictReader(file))
     assert [row["label"] for row in rows] == ["positive", "negative"] * 3
+
+
+def test_describe_pictures_has_a_line_per_picture_with_its_tokens(tiny_llama: Path, tmp_path: Path) -> None:
+    for name, data in (("red.png", RED), ("blue.png", BLUE)):
+        (tmp_path / name).write_bytes(data)
+    projector = tiny_projectors.vision(tmp_path / "mmproj.gguf")
+    lines = run("describe_pictures", tmp_path, "--model", tiny_llama, "--mmproj", projector, "--max-tokens", "4")
+    assert [line.split(": ")[0] for line in lines.splitlines()] == ["blue.png (16 tokens)", "red.png (16 tokens)"]
 
 
 def test_summarise_folder_has_a_line_per_file_and_computes_the_system_prompt_once(default_model: Path) -> None:
