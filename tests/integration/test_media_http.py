@@ -245,6 +245,7 @@ async def test_a_server_says_what_its_model_takes(seeing: Http, hearing: Http) -
         (model,) = (await (await http.get("/v1/models")).json())["data"]
         kinds = ["text", "image" if vision else "audio"]
         assert model["architecture"] == {"input_modalities": kinds, "output_modalities": ["text"]}
+        assert model["capabilities"] == ["completion", "multimodal"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

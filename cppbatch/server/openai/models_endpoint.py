@@ -9,6 +9,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.bench.memory.memory_demand import free_host_memory
+from cppbatch.engine.model_info import ModelInfo
 from cppbatch.server.anthropic.anthropic_models import (
     AnthropicModel,
     AnthropicModelList,
@@ -111,7 +112,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     meta: ModelMeta | UnsetType = UNSET
     """Absent if the file cannot be read."""
     architecture: Architecture | UnsetType = UNSET
-    """Known while the model is loaded."""
+    """Known while the model is loaded, as the field after it."""
+    capabilities: list[Literal["completion", "multimodal"]] | UnsetType = UNSET
+    """multimodal: pictures or sound may be in prompts; the names are llama-server's."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +188,12 @@ def _model(entry: ModelEntry, started: int, fit: str | None = None) -> Model:
         fit=fit or UNSET,
         meta=_meta(entry),
         architecture=Architecture(input_modalities=["text", *entry.info.modalities]) if entry.info else UNSET,
+        capabilities=_capabilities(entry.info) if entry.info else UNSET,
     )
+
+
+def _capabilities(info: ModelInfo) -> list[Literal["completion", "multimodal"]]:
+    return ["completion", "multimodal"] if info.modalities else ["completion"]
 
 
 def _meta(entry: ModelEntry) -> ModelMeta | UnsetType:
