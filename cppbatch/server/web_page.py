@@ -27,16 +27,19 @@ _MEDIA_TYPES = {
 }
 """By suffix. Other files of the folder, such as licences, are not served."""
 
-# The page loads and calls nothing but this server, and runs no script that a model wrote.
+# The page loads and calls nothing but this server, runs no script that a model wrote, and parses no text as HTML.
 _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
     "img-src": "'self' data: blob:",
+    "media-src": "data:",
     "connect-src": "'self'",
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
 }
 _HEADERS = {
     hdrs.VARY: hdrs.ACCEPT_ENCODING,

@@ -37,6 +37,7 @@ def settings(page: Page, **values: str) -> None:
     """Fills fields of the conversation's settings, by their labels."""
     page.get_by_role("button", name="Settings of this conversation").click()
     dialog = page.get_by_role("dialog")
+    expect(dialog).to_be_visible()
     for summary in dialog.locator("summary").all():
         if summary.locator("..").get_attribute("open") is None:
             summary.click()
@@ -273,6 +274,20 @@ def test_thoughts_are_folded_and_the_results_of_tool_calls_are_sent(page: Page, 
     assert "reasoning" not in json.dumps(sent.value.post_data_json["messages"])
 
 
+DEEP = f"{'>' * 5000} quoted"  # deeper than marked can read
+
+
+def test_text_that_is_nested_too_deep_is_shown_as_it_was_written(chat: Page) -> None:
+    answer_with(chat, DEEP)
+    ask(chat, "Quote")
+    expect(messages(chat, "assistant").locator(".markdown")).to_have_text(DEEP)
+    answer_with(chat, f"{'> ' * 80}quoted &lt;b&gt; &copy; &unknown; &#65;")
+    ask(chat, "Again")
+    answer = messages(chat, "assistant").last
+    expect(answer.locator("blockquote").last).to_contain_text("quoted")
+    assert answer.locator("blockquote").count() < 60
+
+
 def test_what_a_model_writes_is_shown_and_never_run(
     page: Page, tmp_path: Path, fresh_server: Callable[..., ServerProcess]
 ) -> None:
@@ -292,7 +307,7 @@ def test_what_a_model_writes_is_shown_and_never_run(
     )
 
 
-MARKDOWN = """Some *emphasis*, a [link](https://example.org/a) and `code`.
+MARKDOWN = """Some *emphasis*, a [link](https://example.org/a), &lt;b&gt; &amp; &#169; &unknown; and `code &amp;`.
 
 ```python
 def add(a, b):
@@ -304,6 +319,31 @@ def add(a, b):
 | 1 | 2 |
 
 - [x] done
+
+# Heading
+
+Setext
+------
+
+> quoted **strong** ~~deleted~~
+> second line
+
+3. third
+   1. inner
+
+4. fourth
+
+[reference][r], ![picture](https://example.org/b.png), [unsafe](javascript:alert), <b>inline</b> \\*no emphasis\\*
+
+[r]: https://example.org/r
+
+***
+
+<div>
+block
+</div>
+
+    indented
 """
 
 
@@ -316,7 +356,22 @@ def test_markdown_is_rendered_and_code_is_highlighted_and_copied(chat: Page) -> 
     expect(answer.locator("td")).to_have_text(["1", "2"])
     expect(answer.locator(".code-kwd").first).to_have_text("def")
     assert "☑ done" in answer.inner_text()
-    answer.get_by_role("button", name="Copy", exact=True).click()
+    expect(answer.locator("p").first).to_have_text("Some emphasis, a link, <b> & © &unknown; and code &amp;.")
+    expect(answer.locator("h1")).to_have_text("Heading")
+    expect(answer.locator("h2")).to_have_text("Setext")
+    expect(answer.locator("blockquote")).to_have_text("quoted strong deletedsecond line")
+    assert answer.locator("blockquote").inner_html().count("<br>") == 1
+    expect(answer.locator("ol").first).to_have_attribute("start", "3")
+    expect(answer.locator("li ol li")).to_have_text("inner")
+    expect(answer.locator("p", has_text="reference")).to_have_text(
+        "reference, picture, unsafe, <b>inline</b> *no emphasis*"
+    )
+    links = answer.locator("a").evaluate_all("(all) => all.map((one) => one.getAttribute('href'))")
+    assert links == [f"https://example.org/{name}" for name in ("a", "r", "b.png")]
+    expect(answer.locator("hr")).to_have_count(1)
+    expect(answer.locator(".markdown")).to_contain_text("<div>\nblock\n</div>")
+    expect(answer.locator("pre").last).to_have_text("indented")
+    answer.get_by_role("button", name="Copy", exact=True).first.click()
     assert chat.evaluate("navigator.clipboard.readText()") == "def add(a, b):\n    return a + b"
     assert axe_violations(chat) == []
     dark(chat)
@@ -361,6 +416,74 @@ def exported(page: Page, menu: str, item: str) -> Path:
     with page.expect_download() as download:
         page.get_by_role("menuitem", name=item).click()
     return download.value.path()
+
+
+def test_a_message_is_sent_that_is_written_at_once_after_new_conversation(chat: Page) -> None:
+    """Within the frame in which the new conversation is not yet shown."""
+    answer_with(chat, "Yes.")
+    texts = [f"Question {i}" for i in range(12)]
+    for text in texts:
+        chat.get_by_role("button", name="New conversation").click()
+        send(chat, text)
+    expect(chat.locator(".conversation")).to_have_text(texts[::-1])
+
+
+def test_a_message_that_is_sent_before_the_kept_conversations_are_read_is_kept_too(chat: Page) -> None:
+    answer_with(chat, "Yes.")
+    ask(chat, "First")
+    chat.evaluate("sessionStorage.clear()")
+    held: list[Route] = []
+    chat.route("**/conversation_store.js", held.append)
+    chat.reload()
+    ask(chat, "Second")
+    held.pop().continue_()
+    expect(chat.locator(".conversation")).to_have_text(["Second", "First"])
+    expect(messages(chat)).to_have_count(2)
+    chat.unroute("**/conversation_store.js")
+    chat.reload()
+    expect(chat.locator(".conversation")).to_have_text(["Second", "First"])
+
+
+def test_two_browser_tabs_write_in_one_conversation(chat: Page, url: str) -> None:
+    other = chat.context.new_page()
+    for page in (chat, other):
+        answer_with(page, "Yes.")
+    texts = ["From the first tab", "From the second tab", "And again from the first"]
+    ask(chat, texts[0])
+    open_tab(other, url)
+    other.locator(".conversation").click()
+    expect(messages(other)).to_have_count(2)
+    ask(other, texts[1])
+    expect(messages(chat)).to_have_count(4)
+    ask(chat, texts[2])
+    for page in (chat, other):
+        expect(messages(page, "user").locator(".plain")).to_have_text(texts)
+    messages(other).last.get_by_role("button", name="Delete").click()
+    expect(messages(chat)).to_have_count(5)
+    chat.get_by_role("button", name="This conversation", exact=True).click()
+    chat.get_by_role("menuitem", name="Rename").click()
+    chat.get_by_label("Title").fill("Shared")
+    chat.get_by_role("button", name="Rename", exact=True).click()
+    expect(other.locator(".conversation")).to_have_text("Shared")
+    other.reload()
+    expect(messages(other)).to_have_count(5)
+    chat.get_by_role("button", name="This conversation", exact=True).click()
+    chat.get_by_role("menuitem", name="Delete").click()
+    expect(other.locator(".conversation")).to_have_count(0)
+    expect(messages(other)).to_have_count(0)
+
+
+def test_an_answer_is_shown_and_stopped_in_another_browser_tab(chat: Page, url: str) -> None:
+    send(chat, "Count from 1 to 500, in words.")
+    expect(messages(chat, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
+    other = chat.context.new_page()
+    open_tab(other, url)
+    other.locator(".conversation").click()
+    expect(other.get_by_text("Interrupted.")).to_have_count(0)
+    other.get_by_role("button", name="Stop", exact=True).click()
+    for page in (chat, other):
+        expect(page.get_by_text("Stopped.")).to_be_visible()
+    assert messages(other, "assistant").inner_text() == messages(chat, "assistant").inner_text()
 
 
 def test_conversations_are_exported_and_imported(chat: Page, new_context: Callable[..., BrowserContext]) -> None:

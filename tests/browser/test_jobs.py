@@ -41,7 +41,19 @@ def slow_requests(n: int, max_tokens: int = 300) -> bytes:
 
 
 def choose(page: Page, name: str, data: bytes) -> None:
-    page.get_by_label("Drop a file of prompts").set_input_files([{"name": name, "mimeType": "", "buffer": data}])
+    page.get_by_label("Drop files of prompts").set_input_files([{"name": name, "mimeType": "", "buffer": data}])
+
+
+def drop(page: Page, files: dict[str, str]) -> None:
+    page.evaluate(
+        """(files) => {
+          const dataTransfer = new DataTransfer()
+          for (const [name, text] of Object.entries(files)) dataTransfer.items.add(new File([text], name))
+          const event = new DragEvent('drop', {dataTransfer, bubbles: true, cancelable: true})
+          document.querySelector('.drop').dispatchEvent(event)
+        }""",
+        files,
+    )
 
 
 def limit_tokens(page: Page, n: int) -> None:
@@ -435,7 +447,7 @@ def test_a_job_is_started_by_keyboard_alone(page: Page, url: str) -> None:
                 return
         raise AssertionError(f"the Tab key does not reach {name!r}, but {reached}")
 
-    tab_to("Drop a file of prompts")
+    tab_to("Drop files of prompts")
     tab_to("Paste text instead")
     page.keyboard.press("Enter")
     tab_to("Text")
@@ -512,3 +524,19 @@ def test_long_words_fit_a_phone_and_axe_finds_nothing(page: Page, url: str) -> N
     expect(page.get_by_role("button", name="Start")).to_have_count(0)
     assert not overflow(page)
     assert not axe_violations(page)
+
+
+def test_several_dropped_files_are_checked_and_started_one_after_the_other(page: Page, url: str) -> None:
+    open_tab(page, url, "jobs")
+    drop(page, {"one.txt": "Say A\nSay B\n", "two.txt": "Say C\n", "three.txt": "Say D\n"})
+    form = page.get_by_role("region", name="New job")
+    expect(form.get_by_role("heading")).to_have_text("one.txt")
+    expect(form).to_contain_text("2 more files to check: two.txt, three.txt")
+    form.get_by_role("button", name="Skip this file").click()
+    expect(form.get_by_role("heading")).to_have_text("two.txt")
+    limit_tokens(page, 2)
+    form.get_by_role("button", name="Start 1 line").click()
+    expect(form.get_by_role("heading")).to_have_text("three.txt")
+    expect(page.get_by_role("link", name="two")).to_be_visible()
+    start(page, 1)
+    wait_status(page, "completed")

@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,10 +24,17 @@ SHARED = "The quick brown fox jumps over the lazy dog. " * 20
 FLAGS = ("-np", "16", "-c", "8192", "--kv-layout", "unified", "--spec", "off")
 
 
+@pytest.fixture(scope="module")
+def one_batch_server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess("-m", default_model, *FLAGS, "--data-dir", tmp_path_factory.mktemp("data")) as process:
+        yield process.wait_ready()
+
+
 @pytest.fixture
-def batch_server(fresh_server: Callable[..., ServerProcess], default_model: Path) -> ServerProcess:
-    """16 sequences at once in one set of cells."""
-    return fresh_server("-m", default_model, *FLAGS)
+def batch_server(one_batch_server: ServerProcess) -> ServerProcess:
+    """16 sequences at once in one set of cells. Nothing runs."""
+    one_batch_server.wait_idle()
+    return one_batch_server
 
 
 class Streams(threading.Thread):
@@ -278,11 +285,59 @@ def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, ur
         }
         const seen = [];
         const state = ({message, pause}) => message && seen.push(`${message}, ${pause ?? 'for good'}`);
-        await follow(open, new AbortController().signal, (event) => seen.push(event), state, [0]);
+        const onEvent = (event) => seen.push(event);
+        await follow({open, silence: () => 60, onEvent, onState: state, pauses: [0]}, new AbortController().signal);
         return seen;
     }"""
     gone = "cannot be reached, 0"
     assert in_page(page, url, "follow.js", function) == [1, gone, gone, 4, "wrong key, for good"]
+
+
+def test_a_silent_stream_is_given_up_and_opened_again(page: Page, url: str) -> None:
+    """Whatever arrives, a comment too, says that the connection is there."""
+    function = """async ({follow}) => {
+        const sleep = (ms, signal) => new Promise((done, fail) => {
+            setTimeout(done, ms);
+            signal.addEventListener('abort', () => fail(signal.reason), {once: true});
+        });
+        const all = new AbortController();
+        let tries = 0;
+        async function* open(signal, alive) {
+            tries += 1;
+            yield `event ${tries}`;
+            if (tries === 2) return all.abort();
+            for (let i = 0; i < 4; i += 1) {
+                await sleep(150, signal);
+                alive();
+            }
+            seen.push('still there');
+            await sleep(5000, signal);
+        }
+        const seen = [];
+        const onState = ({message, pause}) => message && seen.push(`${message} ${pause}`);
+        const onEvent = (event) => seen.push(event);
+        await follow({open, silence: () => 0.4, onEvent, onState, pauses: [0]}, all.signal);
+        return seen;
+    }"""
+    silent = "It has sent nothing for 0.4 seconds. 0"
+    assert in_page(page, url, "follow.js", function) == ["event 1", "still there", silent, "event 2"]
+
+
+def test_a_server_that_falls_silent_in_the_middle_of_a_batch_is_noticed(
+    page: Page, batch_server: ServerProcess
+) -> None:
+    """Its process is stopped: the connection stays open, and nothing comes."""
+    tab = open_tab(page, f"{batch_server.url}/", "live")
+    streams = Streams(batch_server)
+    expect(rows(page)).to_have_count(16)
+    pid = batch_server.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        expect(tab.get_by_role("alert")).to_contain_text("It has sent nothing for 5 seconds.")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    expect(tab.get_by_role("alert")).to_have_count(0)
+    streams.join(60)
 
 
 def test_rates_are_means_of_a_second_and_a_silence_is_a_gap(page: Page, url: str) -> None:

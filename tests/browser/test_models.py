@@ -69,6 +69,28 @@ def test_a_server_with_one_model_says_how_to_serve_several(url: str, page: Page)
     expect(page.get_by_role("button", name="Unload")).to_have_count(0)
 
 
+def test_settings_show_the_defaults_of_the_model_that_is_chosen_in_the_header(
+    fresh_server: StartServer, page: Page, tmp_path: Path
+) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("tiny-one", "tiny-two"):
+        tiny_models.llama(folder / f"{name}.gguf")
+    (tmp_path / "models.toml").write_text("[models.tiny-one]\ntemp = 0.25\n[models.tiny-two]\ntemp = 1.25\n")
+    flags = ("--models-dir", folder, "--models-preset", tmp_path / "models.toml", "-np", "2", "-c", "512")
+    server = fresh_server(*flags)
+    page.goto(f"{server.url}/#models")
+    for name in ("tiny-one", "tiny-two"):
+        row(page, name).get_by_role("button", name=f"Load {name}").click()
+        expect(row(page, name).get_by_text("loaded", exact=True)).to_be_visible()
+    page.get_by_role("link", name="Chat").click()
+    for name, temperature in (("tiny-two", "1.25"), ("tiny-one", "0.25")):
+        page.get_by_role("combobox", name="Model").select_option(name)
+        page.get_by_role("button", name="Settings of this conversation").click()
+        expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", temperature)
+        page.keyboard.press("Escape")
+
+
 def test_the_model_for_chats_is_chosen_in_the_header(several: ServerProcess, page: Page) -> None:
     page.goto(f"{several.url}/#chat")
     page.get_by_role("combobox", name="Model").select_option("tiny-one")

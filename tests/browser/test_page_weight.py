@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -12,7 +13,6 @@ from tests.browser.page_checks import TABS, open_tab, wait_ready
 from tests.server_process import ServerProcess
 
 MAX_BYTES = 300_000
-MAX_UNCOMPRESSED = 315_000
 MAX_MS = 200
 USABLE = """
 new MutationObserver((changes, observer) => {
@@ -38,13 +38,11 @@ def test_what_every_tab_loads_comes_from_this_server_and_weighs_less_than_300_kb
     assert sum(response.request.sizes()["responseBodySize"] for response in files) < MAX_BYTES
 
 
-def test_all_files_of_the_page_weigh_less_than_300_kb_compressed_and_little_more_as_they_are() -> None:
-    """The licences of the libraries stand beside them, and are not served."""
-    files = page_files()
-    assert {"index.html", "app.js", "style.css", "vendor/preact.js"} <= files.keys()
-    assert sum(len(file.gzipped) for file in files.values()) < MAX_BYTES
-    sizes = {name: len(file.content) for name, file in files.items()}
-    assert sum(sizes.values()) < MAX_UNCOMPRESSED, sorted(sizes.items(), key=lambda item: -item[1])[:10]
+def test_all_files_of_the_page_weigh_less_than_300_kb_as_they_are() -> None:
+    """Not compressed. The licences of the libraries stand beside them, and are not served."""
+    sizes = {name: len(file.content) for name, file in page_files().items()}
+    assert {"index.html", "app.js", "style.css", "vendor/preact.js"} <= sizes.keys()
+    assert sum(sizes.values()) < MAX_BYTES, sorted(sizes.items(), key=lambda item: -item[1])[:10]
 
 
 def test_a_second_visit_transfers_no_file_again(page: Page, url: str) -> None:
@@ -63,14 +61,13 @@ def test_a_second_visit_transfers_no_file_again(page: Page, url: str) -> None:
 
 
 def test_the_page_is_usable_within_200_ms(new_context: Callable[..., BrowserContext], url: str) -> None:
-    """From the beginning of the navigation, with an empty cache, until the first tab takes input. The fastest of 7
-    counts, because other programs only make it longer."""
+    """From the beginning of the navigation, with an empty cache, until the first tab takes input: the median of 9."""
     times = []
-    for _ in range(7):
+    for _ in range(9):
         page = new_context().new_page()
         page.add_init_script(USABLE)
         page.goto(url)
         expect(page.locator("main > section.chat textarea")).to_be_enabled()
         times.append(page.evaluate("new Promise((done) => setTimeout(() => done(window.usableAfter), 50))"))
         page.close()
-    assert min(times) < MAX_MS, times
+    assert statistics.median(times) < MAX_MS, times

@@ -10,14 +10,14 @@
 //   is another key
 //
 // body: an object becomes JSON; FormData, Blob and strings are sent as they are. retries: how often a 429 or 503 is
-// tried again after its Retry-After (0).
+// tried again after its Retry-After (0). onAlive (of events): called whenever anything arrives, comments too.
 
 const BASE = new URL('..', import.meta.url);
 const KEY = 'cppbatch.key';
 const MAX_WAIT = 30;
 
-/** @typedef {{method?: string, body?: any, signal?: AbortSignal, retries?: number, headers?: Record<string, string>}}
- * Options */
+/** @typedef {{method?: string, body?: any, signal?: AbortSignal, retries?: number, headers?: Record<string, string>,
+ * onAlive?: () => void}} Options */
 
 export class ApiError extends Error {
   constructor(status, message, {param = null, code = null, type = null, retryAfter = 0} = {}) {
@@ -89,6 +89,7 @@ export async function* events(path, options = {}) {
         throw isAbort(error) ? error : new ApiError(0, 'The connection to the server was lost.');
       });
       if (done) return;
+      options.onAlive?.();
       text += value.replaceAll('\r', '');
       const blocks = text.split('\n\n');
       text = blocks.pop();

@@ -1,16 +1,17 @@
 // The shell: header, tabs, API key, theme, and the state of the connection.
 //
-// A tab is the module <name>/<name>.js, which exports a Preact component named as in TABS. It is imported when the tab
-// is first shown, and then stays mounted with its state. Its props:
+// A tab is the module <name>/<name>.js, which exports a Preact component named as in TABS. Chat comes with the page, the
+// others when they are first shown; then a tab stays mounted with its state. Its props:
 //   active   whether the tab is shown. A tab that is not must do nothing, except what the reader started in it
-//   server   {name, info: {props, model, models}, keyed, health}. props: GET /props; models: GET /v1/models; model: the
-//            chosen one of these, at first the default; all null until a model is loaded. health: GET /health, with
-//            status 'unreachable' if it fails
+//   server   {name, info: {props, model, models}, keyed, health}. models: GET /v1/models; model: the chosen one of these,
+//            at first the default; props: GET /props, of several models with those of the chosen one if it is loaded;
+//            all null until the server is ready. health: GET /health, with status 'unreachable' if it fails
 import {key, onKeyWanted, request, setKey} from './api.js';
 import {
-  Button, Confirm, Dialog, EmptyState, Field, Toasts, html, render, toast, useCallback, useEffect, useRef, useState,
+  Button, Confirm, Dialog, Field, Toasts, html, lazy, render, toast, useCallback, useEffect, usePolling, useRef, useState,
   useStored,
 } from './components.js';
+import {Chat} from './chat/chat.js';
 import {percent} from './format.js';
 
 const TABS = {chat: 'Chat', playground: 'Playground', live: 'Live', jobs: 'Jobs', models: 'Models'};
@@ -36,39 +37,32 @@ const HEALTH = {
 /** Polls /health: every 5 seconds, every second while it is not ok, never while the page is hidden. */
 function useHealth() {
   const [health, setHealth] = useState(UNKNOWN);
-  useEffect(() => {
-    let timer;
-    let ended = false;
-    async function poll() {
-      clearTimeout(timer);
-      const next = await fetch('health', {cache: 'no-store'}).then((response) => response.json())
-        .catch(() => ({status: 'unreachable', progress: 0}));
-      if (ended) return;
-      setHealth((last) => (JSON.stringify(last) === JSON.stringify(next) ? last : next));
-      if (!document.hidden) timer = setTimeout(poll, next.status === 'ok' ? 5000 : 1000);
-    }
-    const onVisible = () => { if (!document.hidden) poll(); };
-    poll();
-    document.addEventListener('visibilitychange', onVisible);
-    return () => {
-      ended = true;
-      clearTimeout(timer);
-      document.removeEventListener('visibilitychange', onVisible);
-    };
-  }, []);
+  usePolling(async () => {
+    const next = await fetch('health', {cache: 'no-store'}).then((response) => response.json())
+      .catch(() => ({status: 'unreachable', progress: 0}));
+    setHealth((last) => (JSON.stringify(last) === JSON.stringify(next) ? last : next));
+    return next.status === 'ok' ? 5000 : 1000;
+  }, true, []);
   return health;
 }
 
-/** What is served: read again whenever the server has become ready. */
-function useInfo(isUp, keyVersion) {
+/** What is served, and which model is chosen. Read again when the server has become ready, and when models are loaded. */
+function useInfo(health, keyVersion, chosen) {
   const [info, setInfo] = useState({props: null, model: null, models: null});
+  const isUp = ['ok', 'sleeping', 'restarting'].includes(health.status);
+  const loaded = JSON.stringify(health.models);
   useEffect(() => {
-    if (!isUp) return;
-    Promise.all([request('/v1/models'), request('/props')])
-      .then(([{data: models}, props]) =>
-        setInfo({props, models, model: models.find((each) => each.default) ?? models[0] ?? null}))
-      .catch((error) => { if (error.status !== 401) toast(error.message, 'error'); });
-  }, [isUp, keyVersion]);
+    let isLatest = true;
+    const read = async () => {
+      const [{data: models}, general] = await Promise.all([request('/v1/models'), request('/props')]);
+      const model = models.find(({id}) => id === chosen) ?? models.find((each) => each.default) ?? models[0] ?? null;
+      const isLoaded = general.role === 'router' && model?.status.value === 'loaded';
+      const own = isLoaded ? await request(`/props?model=${encodeURIComponent(model.id)}`) : {};
+      if (isLatest) setInfo({props: {...general, ...own}, models, model});
+    };
+    if (isUp) read().catch((error) => { if (error.status !== 401) toast(error.message, 'error'); });
+    return () => { isLatest = false; };
+  }, [isUp, loaded, keyVersion, chosen]);
   return info;
 }
 
@@ -119,24 +113,10 @@ function KeyDialog({onEnd}) {
     </form><//>`;
 }
 
-const components = {};
-
-/** Imports a tab's component, when the tab is first shown. */
-async function importTab(name) {
-  components[name] ??= (await import(`./${name}/${name}.js`))[TABS[name]];
-  return components[name];
-}
-
-function Tab({name, active, server}) {
-  const [{Component, error}, setLoaded] = useState({Component: components[name]});
-  useEffect(() => {
-    if (!Component) importTab(name).then((Component) => setLoaded({Component})).catch((error) => setLoaded({error}));
-  }, []);
-  if (Component) return html`<${Component} server=${server} active=${active} />`;
-  if (!error) return null;
-  return html`<${EmptyState} title=${`${TABS[name]} could not be loaded`} icon="alert">
-    ${error.message}. Load the page again; if that does not help, the server is older or newer than this page.<//>`;
-}
+const tabOf = (name) => lazy(() => import(`./${name}/${name}.js`).then((module) => module[TABS[name]]));
+const COMPONENTS = {
+  chat: Chat, playground: tabOf('playground'), live: tabOf('live'), jobs: tabOf('jobs'), models: tabOf('models'),
+};
 
 function App() {
   const [tab, setTab] = useState(tabInHash());
@@ -145,9 +125,8 @@ function App() {
   const [keyVersion, setKeyVersion] = useState(0);
   const [keyed, setKeyed] = useState(Boolean(key()));
   const health = useHealth();
-  const isUp = ['ok', 'sleeping', 'restarting'].includes(health.status);
-  const served = useInfo(isUp, keyVersion);
   const [chosen, setChosen] = useStored('model', null);
+  const served = useInfo(health, keyVersion, chosen);
   const info = {...served, model: served.models?.find((each) => each.id === chosen) ?? served.model};
   const main = useRef(null);
   const name = info.model?.id ?? null;
@@ -194,11 +173,10 @@ function App() {
     </header>
     <main id="main" ref=${main} tabindex="-1">${opened.map((each) => html`<section key=${each} class=${`tab ${each}`}
       aria-label=${TABS[each]} hidden=${each !== tab}><h1 class="hidden-text">${TABS[each]}</h1>
-      <${Tab} name=${each} active=${each === tab} server=${server} />
+      <${COMPONENTS[each]} active=${each === tab} server=${server} />
     </section>`)}</main>
     ${keyRequest && html`<${KeyDialog} onEnd=${endKey} />`}
     <${Confirm} /><${Toasts} />`;
 }
 
-await importTab(tabInHash()).catch(() => {});  // the tab says why
 render(html`<${App} />`, document.getElementById('app'));

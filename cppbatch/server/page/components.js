@@ -17,6 +17,8 @@
 //   confirmAction({title, message, action, keep}) -> Promise<boolean>
 //   await stylesheet(import.meta.url, 'x.css')  a tab's own rules, loaded before it is shown
 //   useStored(name, initial)           state in localStorage, under cppbatch.<name>
+//   lazy(import)                       a component whose module is loaded when it is first shown, or by its load()
+//   usePolling(load, active, dependencies)  calls load(isEnded), and again after the milliseconds it resolves to
 //   Toasts, Confirm                    rendered once, by app.js
 import {
   Component, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
@@ -36,6 +38,7 @@ const ICONS = {
   refresh: 'M13 4v3h-3M12.7 7A5 5 0 1 0 13 9.5',
   download: 'M8 3v7M5 7.5 8 10.5l3-3M3 13h10',
   upload: 'M8 10.5v-7M5 6l3-3 3 3M3 13h10',
+  attach: 'M13 7.5 7.7 12.8a3.2 3.2 0 0 1-4.5-4.5L8.8 2.7a2.1 2.1 0 0 1 3 3L6.3 11.2a1 1 0 0 1-1.5-1.5L9.6 5',
   more: 'M3.5 8h.01M8 8h.01M12.5 8h.01',
   menu: 'M3 4.5h10M3 8h10M3 11.5h10',
   left: 'M10 3.5 5.5 8l4.5 4.5',
@@ -193,6 +196,47 @@ export function useStored(name, initial) {
     } catch { /* storage is full or forbidden: the value lasts as long as this page */ }
   }, [value]);
   return [value, setValue];
+}
+
+/** Calls `load`, and again after the milliseconds that it resolves to, while the page is shown; 0: not again. */
+export function usePolling(load, active, dependencies) {
+  useEffect(() => {
+    if (!active) return undefined;
+    let timer;
+    let ended = false;
+    const poll = async () => {
+      clearTimeout(timer);
+      const pause = await load(() => ended);
+      if (pause && !ended && !document.hidden) timer = setTimeout(poll, pause);
+    };
+    const onVisible = () => { if (!document.hidden) poll(); };
+    poll();
+    document.addEventListener('visibilitychange', onVisible);
+    return () => {
+      ended = true;
+      clearTimeout(timer);
+      document.removeEventListener('visibilitychange', onVisible);
+    };
+  }, [active, ...dependencies]);
+}
+
+/** The component that `load` resolves to, once it is there. Its `load()` loads it before it is shown. */
+export function lazy(load) {
+  let Loaded = null;
+  let loading = null;
+  function Lazy(props) {
+    const [error, setError] = useState(null);
+    const [, update] = useReducer((n) => n + 1, 0);
+    useEffect(() => { if (!Loaded) Lazy.load().then(update, setError); }, []);
+    if (Loaded) return html`<${Loaded} ...${props} />`;
+    return error && html`<${EmptyState} title="This part of the page could not be loaded" icon="alert">
+      ${error.message}. Load the page again; if that does not help, the server is older or newer than this page.<//>`;
+  }
+  Lazy.load = () => {
+    loading ??= load().then((component) => { Loaded = component; }).finally(() => { loading = null; });
+    return loading;
+  };
+  return Lazy;
 }
 
 /** Loads a stylesheet, whose address is relative to the module that wants it, unless index.html has it. */

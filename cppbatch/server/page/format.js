@@ -7,16 +7,16 @@
 //   plural(2, 'token') '2 tokens'   dateTime(unixSeconds) '22 Nov 2026, 14:05'
 
 const NONE = '–';
-// Made once: a call of toLocaleString with options makes one, which takes long.
-const decimals = [0, 1, 2, 3].map((digits) => new Intl.NumberFormat('en', {
-  minimumFractionDigits: digits, maximumFractionDigits: digits}));
+const formats = []; // by digits; made once, because making one takes long
+const decimals = (n, digits) => (formats[digits] ??= new Intl.NumberFormat('en', {
+  minimumFractionDigits: digits, maximumFractionDigits: digits})).format(n);
 const known = (value) => typeof value === 'number' && Number.isFinite(value);
 
-export const count = (n) => (known(n) ? decimals[0].format(n) : NONE);
+export const count = (n) => (known(n) ? decimals(n, 0) : NONE);
 
 export const plural = (n, noun, many = `${noun}s`) => `${count(n)} ${n === 1 ? noun : many}`;
 
-export const fixed = (n, digits = 1) => (known(n) ? decimals[digits].format(n) : NONE);
+export const fixed = (n, digits = 1) => (known(n) ? decimals(n, digits) : NONE);
 
 export const percent = (share, digits = 0) => (known(share) ? `${fixed(share * 100, digits)}%` : NONE);
 

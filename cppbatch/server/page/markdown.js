@@ -1,16 +1,15 @@
 // @ts-check
-// Markdown that a model wrote, as safe HTML.
+// Markdown that a model wrote, as elements.
 //
-//   Markdown {text, streaming}   only blocks that have changed are rendered again; code is highlighted when it is whole
-//   markdownToHtml(text)         the same as a string
+//   Markdown {text, streaming}   only blocks that have changed are made again; code is highlighted when it is whole
 //
-// HTML in the text is shown as text, and images as links: the page loads nothing from elsewhere. What marked returns
-// goes through DOMPurify all the same.
-import {copyText, html, useEffect, useReducer, useRef} from './components.js';
-import {Marked, Renderer} from './vendor/marked.js';
-import './vendor/purify.js';
+// marked reads the text into tokens, and Preact makes an element of each: what a model wrote is never parsed as HTML,
+// so there is nothing to sanitise, and the Content-Security-Policy (Trusted Types) forbids such parsing. HTML in the
+// text is shown as text, and images as links: the page loads nothing from elsewhere.
+import {CopyButton, html, useEffect, useReducer, useRef} from './components.js';
+import {Marked} from './vendor/marked.js';
 
-const CLASSES = /^(code(-\w+)?|copy-code)$/;
+const DEEPEST = 50; // levels of quotations and lists; what is deeper is shown as it was written
 const LONGEST = 50_000; // characters of code that are highlighted
 const LANGUAGES = new Set('bash c diff go java js json py rs todo toml xml yaml'.split(' '));
 const ALIASES = {
@@ -18,36 +17,19 @@ const ALIASES = {
   golang: 'go', javascript: 'js', jsx: 'js', ts: 'js', typescript: 'js', tsx: 'js', python: 'py', python3: 'py',
   rust: 'rs', html: 'xml', svg: 'xml', yml: 'yaml',
 };
-
-const purify = globalThis.DOMPurify;
-purify.addHook('uponSanitizeAttribute', (_node, data) => {
-  if (data.attrName === 'class' && !CLASSES.test(data.attrValue)) data.keepAttr = false;
-});
-purify.addHook('afterSanitizeAttributes', (node) => {
-  if (node.tagName === 'A') {
-    node.setAttribute('target', '_blank');
-    node.setAttribute('rel', 'noopener noreferrer nofollow');
-  }
-});
-const SAFE = {
-  ALLOWED_TAGS: ('p br hr h1 h2 h3 h4 h5 h6 ul ol li blockquote pre code em strong del a table thead tbody tr th td '
-    + 'span div button').split(' '),
-  ALLOWED_ATTR: ['href', 'title', 'class', 'align', 'start', 'type', 'tabindex'],
-  ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
-  ADD_URI_SAFE_ATTR: ['align', 'start', 'type', 'tabindex'],
-  ALLOW_DATA_ATTR: false,
-  ALLOW_ARIA_ATTR: false,
+const SAFE_LINK = /^(https?|mailto):/i;
+const ENTITY = /&(?:#(\d{1,7})|#x([\da-f]{1,6})|(\w+));/gi;
+const ENTITIES = {
+  amp: '&', lt: '<', gt: '>', quot: '"', apos: '\'', nbsp: '\u00a0', hellip: '…', ndash: '–', mdash: '—', copy: '©',
+  times: '×', deg: '°', middot: '·', bull: '•', rarr: '→', larr: '←', le: '≤', ge: '≥', ne: '≠', euro: '€',
 };
-
-const ENTITIES = {'&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;'};
-const escape = (text) => text.replace(/[&<>"]/g, (character) => ENTITIES[character]);
 
 let tokenizer = null;
 const grammars = {}; // by language; undefined: not loaded
 const wanted = new Set();
 const listeners = new Set();
 
-/** Loads the grammar of a language; Markdown that is shown is then rendered again. */
+/** Loads the grammar of a language; code that is shown is then highlighted. */
 async function load(language) {
   if (wanted.has(language)) return;
   wanted.add(language);
@@ -56,81 +38,102 @@ async function load(language) {
   listeners.forEach((listener) => listener());
 }
 
-/** Code as HTML. Grammars of languages within the language (CSS in HTML) are loaded when they are met. */
+/** Code with its highlighted parts. Grammars of languages within the language (JS in HTML) are loaded when met. */
 function highlighted(code, name) {
   const language = ALIASES[name] ?? name;
-  if (!LANGUAGES.has(language) || code.length > LONGEST) return escape(code);
+  if (!LANGUAGES.has(language) || code.length > LONGEST) return code;
   if (!grammars[language]) {
     load(language);
-    return escape(code);
+    return code;
   }
-  let out = '';
+  const parts = [];
   const steps = tokenizer(code, grammars[language], (text, type) => {
-    out += type ? `<span class="code-${type}">${escape(text)}</span>` : escape(text);
+    parts.push(type ? html`<span class=${`code-${type}`}>${text}</span>` : text);
   });
   for (let step = steps.next(); !step.done; step = steps.next(grammars[step.value])) {
     if (LANGUAGES.has(step.value)) load(step.value);
   }
-  return out;
+  return parts;
 }
 
-let isWhole = true;
-const marked = new Marked({
-  gfm: true,
-  breaks: true,
-  renderer: {
-    html: ({text}) => escape(text),
-    image: ({href, text}) => `<a href="${escape(href)}">${escape(text || href)}</a>`,
-    table(token) {
-      return `<div class="code-table" tabindex="0">${Renderer.prototype.table.call(this, token)}</div>`;
-    },
-    checkbox: ({checked}) => `${checked ? '☑' : '☐'} `,
-    code({text, lang}) {
-      const name = (lang ?? '').split(/\s/)[0].toLowerCase();
-      const code = isWhole ? highlighted(text, name) : escape(text);
-      return `<div class="code"><div class="code-head"><span>${escape(name) || 'text'}</span>`
-        + '<button type="button" class="copy-code">Copy</button></div>'
-        + `<pre tabindex="0"><code>${code}</code></pre></div>`;
-    },
-  },
+function Code({text, lang, isWhole}) {
+  const [, update] = useReducer((n) => n + 1, 0);
+  useEffect(() => {
+    listeners.add(update);
+    return () => { listeners.delete(update); };
+  }, []);
+  const name = (lang ?? '').split(/\s/)[0].toLowerCase();
+  return html`<div class="code">
+    <div class="code-head"><span>${name || 'text'}</span><${CopyButton} text=${text} /></div>
+    <pre tabindex="0"><code>${isWhole ? highlighted(text, name) : text}</code></pre></div>`;
+}
+
+const plain = (text) => text.replace(ENTITY, (whole, decimal, hex, name) => {
+  if (name) return Object.hasOwn(ENTITIES, name) ? ENTITIES[name] : whole;
+  const code = decimal ? Number(decimal) : parseInt(hex, 16);
+  return code && code <= 0x10ffff ? String.fromCodePoint(code) : '\ufffd';
 });
 
-function render(tokens, whole) {
-  isWhole = whole;
-  return purify.sanitize(marked.parser(tokens), SAFE);
+const link = (href, inner) => (SAFE_LINK.test(href)
+  ? html`<a href=${href} target="_blank" rel="noopener noreferrer nofollow">${inner}</a>` : inner);
+
+/** The element of a token, by its type. `inner(tokens)`: those of the tokens within it. */
+const ELEMENTS = {
+  space: () => null,
+  def: () => null,
+  text: ({text, tokens}, inner) => (tokens ? inner(tokens) : plain(text)),
+  escape: ({text}) => text,
+  html: ({text, block}) => (block ? html`<p class="plain">${text}</p>` : text),
+  br: () => html`<br />`,
+  hr: () => html`<hr />`,
+  strong: ({tokens}, inner) => html`<strong>${inner(tokens)}</strong>`,
+  em: ({tokens}, inner) => html`<em>${inner(tokens)}</em>`,
+  del: ({tokens}, inner) => html`<del>${inner(tokens)}</del>`,
+  codespan: ({text}) => html`<code>${text}</code>`,
+  link: ({href, tokens}, inner) => link(href, inner(tokens)),
+  image: ({href, text}) => link(href, text || href),
+  checkbox: ({checked}) => `${checked ? '☑' : '☐'} `,
+  paragraph: ({tokens}, inner) => html`<p>${inner(tokens)}</p>`,
+  heading: ({depth, tokens}, inner) => html`<${`h${depth}`}>${inner(tokens)}<//>`,
+  blockquote: ({tokens}, inner) => html`<blockquote>${inner(tokens)}</blockquote>`,
+  list: ({ordered, start, items}, inner) => html`<${ordered ? 'ol' : 'ul'} start=${ordered ? start : undefined}>
+    ${items.map(({tokens}) => html`<li>${inner(tokens)}</li>`)}<//>`,
+  code: ({text, lang}, _inner, isWhole) => html`<${Code} text=${text} lang=${lang} isWhole=${isWhole} />`,
+  table({header, rows}, inner) {
+    const row = (name, cells) => html`<tr>${cells.map(({align, tokens}) =>
+      html`<${name} align=${align ?? undefined}>${inner(tokens)}<//>`)}</tr>`;
+    return html`<div class="code-table" tabindex="0"><table><thead>${row('th', header)}</thead>
+      <tbody>${rows.map((cells) => row('td', cells))}</tbody></table></div>`;
+  },
+};
+
+function elements(tokens, isWhole, depth = 0) {
+  if (depth > DEEPEST) return tokens.map(({raw}) => raw);
+  return tokens.map((token) =>
+    ELEMENTS[token.type](token, (inner) => elements(inner, isWhole, depth + 1), isWhole));
 }
 
-export const markdownToHtml = (text) => render(marked.lexer(text), true);
+const marked = new Marked({gfm: true, breaks: true});
 
-async function copyCode(event) {
-  const button = event.target.closest('.copy-code');
-  if (!button) return;
-  await copyText(button.closest('.code').querySelector('code').textContent);
-  button.textContent = 'Copied';
-  setTimeout(() => { button.textContent = 'Copy'; }, 1500);
+/** The blocks of a text. One that is nested too deep to be read is a single block of text. */
+function blocksOf(text) {
+  try {
+    return marked.lexer(text).filter(({type}) => type !== 'space');
+  } catch {
+    return [{type: 'html', block: true, text, raw: text}];
+  }
 }
 
 export function Markdown({text, streaming = false}) {
-  const known = useRef(new Map());
-  const [version, update] = useReducer((n) => n + 1, 0);
-  useEffect(() => {
-    const forget = () => {
-      known.current = new Map();
-      update();
-    };
-    listeners.add(forget);
-    return () => listeners.delete(forget);
-  }, []);
-  const blocks = marked.lexer(text).filter((token) => token.type !== 'space');
+  const known = useRef(new Map()); // elements of the blocks that were shown last
+  const blocks = blocksOf(text);
   const now = new Map();
   const parts = blocks.map((token, i) => {
-    const whole = !streaming || i < blocks.length - 1;
-    const name = `${whole}${token.raw}`;
-    const part = known.current.get(name) ?? render([token], whole);
-    now.set(name, part);
-    return part;
+    const isWhole = !streaming || i < blocks.length - 1;
+    const name = `${i} ${isWhole}${token.raw}`;
+    now.set(name, known.current.get(name) ?? html`<div key=${i}>${elements([token], isWhole)}</div>`);
+    return now.get(name);
   });
   known.current = now;
-  return html`<div class="markdown" data-version=${version} onClick=${copyCode}>
-    ${parts.map((part, i) => html`<div key=${i} dangerouslySetInnerHTML=${{__html: part}} />`)}</div>`;
+  return html`<div class="markdown">${parts}</div>`;
 }

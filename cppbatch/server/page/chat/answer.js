@@ -1,6 +1,21 @@
 // @ts-check
-// One streamed answer of /v1/chat/completions, and what its errors mean to the reader. No DOM.
+// One answer of /v1/chat/completions: its request, its stream, and what its errors mean to the reader. No DOM.
 import {events} from '../api.js';
+import {requestFields} from '../sampling_form.js';
+import {requestMessages} from './conversation.js';
+
+/** The request for an answer below the message `from`. Throws SyntaxError if the tools or the JSON schema are not JSON. */
+export function requestBody(conversation, from, isContinued) {
+  const {settings, tools, thinking, model} = conversation;
+  return {
+    ...(model && {model}),
+    messages: requestMessages(conversation, from),
+    ...requestFields(settings),
+    ...(tools.trim() && {tools: JSON.parse(tools)}),
+    ...(thinking !== 'auto' && {chat_template_kwargs: {enable_thinking: thinking === 'on'}}),
+    ...(isContinued && {continue_final_message: true, add_generation_prompt: false}),
+  };
+}
 
 /**
  * Reads an answer. onChange gets the message's fields whenever some text has arrived.

@@ -1,16 +1,17 @@
 // @ts-check
 // The Chat tab.
 import {
-  Button, Dialog, EmptyState, Field, Menu, download, html, stylesheet, toast, useEffect, useReducer, useState,
+  Button, Dialog, EmptyState, Field, Menu, download, html, lazy, toast, useEffect, useReducer, useState,
 } from '../components.js';
 import {chatState as state} from './chat_state.js';
 import {Composer} from './composer.js';
 import {add, choose, pathOf, remove, toJson, toMarkdown} from './conversation.js';
-import {Messages} from './messages.js';
-import {SettingsDialog} from './settings_dialog.js';
 import {Sidebar} from './sidebar.js';
 
-await stylesheet(import.meta.url, 'chat.css');
+// What the first view does not need is loaded after it, so that it is there soon.
+const AFTER_MS = 300;
+const Messages = lazy(() => import('./messages.js').then((module) => module.Messages));
+const SettingsDialog = lazy(() => import('./settings_dialog.js').then((module) => module.SettingsDialog));
 
 const ACTIONS = {
   choose: (message, step) => state.update(choose(state.current, message, step)),
@@ -18,7 +19,7 @@ const ACTIONS = {
   regenerate: (message) => state.answer(message.parent),
   sendResults: (id, results) => state.sendResults(id, results),
   edit(message, text) {
-    if (message.role === 'user') return state.send(text, message.parent);
+    if (message.role === 'user') return state.send(text, message.media, message.parent);
     return state.update(add(state.current, message.parent, {role: 'assistant', content: text, finish: 'stop'}));
   },
   remove(message) {
@@ -32,13 +33,14 @@ function useChatState() {
   const [, update] = useReducer((n) => n + 1, 0);
   useEffect(() => {
     state.load();
+    setTimeout(() => [Messages, SettingsDialog].forEach((each) => each.load().catch(() => {})), AFTER_MS);
     return state.subscribe(update);
   }, []);
 }
 
-function send(text) {
+function send(text, media) {
   if (state.isRunning) return false;
-  state.send(text);
+  state.send(text, media);
   return true;
 }
 
@@ -67,11 +69,13 @@ function erase(conversation) {
 export function Chat({server, active}) {
   useChatState();
   const [isListOpen, setListOpen] = useState(false);
-  const [shown, setShown] = useState(null);
+  const [dialog, setDialog] = useState(null);
   const conversation = state.current;
   state.model = server.info.models?.length > 1 ? server.name : null;
+  const isChosen = !conversation.model || conversation.model === server.name;
+  const shown = isChosen ? server : {...server, info: {...server.info, props: null}}; // of another model not known
   const isEmpty = pathOf(conversation).length === 0;
-  const close = () => setShown(null);
+  const close = () => setDialog(null);
   return html`<div class="chat">
     <${Sidebar} state=${state} isOpen=${isListOpen} onSelect=${() => setListOpen(false)} />
     ${isListOpen && html`<div class="veil" onClick=${() => setListOpen(false)}></div>`}
@@ -81,9 +85,9 @@ export function Chat({server, active}) {
           aria-expanded=${isListOpen} onClick=${() => setListOpen(!isListOpen)} />
         <h2>${conversation.title || 'New conversation'}</h2>
         <${Button} kind="quiet" icon="settings" label="Settings of this conversation"
-          onClick=${() => setShown('settings')} />
+          onClick=${() => setDialog('settings')} />
         <${Menu} label="This conversation" items=${[
-          {label: 'Rename …', icon: 'edit', disabled: isEmpty, onSelect: () => setShown('rename')},
+          {label: 'Rename …', icon: 'edit', disabled: isEmpty, onSelect: () => setDialog('rename')},
           {label: 'Export as Markdown', icon: 'download', disabled: isEmpty, onSelect: () =>
             download(`${fileName(conversation)}.md`, toMarkdown(conversation), 'text/markdown')},
           {label: 'Export as JSON', icon: 'download', disabled: isEmpty, onSelect: () =>
@@ -91,16 +95,17 @@ export function Chat({server, active}) {
           {label: 'Delete', icon: 'trash', danger: true, disabled: isEmpty, onSelect: () => erase(conversation)},
         ]} />
       </div>
-      ${isEmpty ? html`<div class="messages">
+      <div class="shown">${isEmpty ? html`<div class="messages">
           <${EmptyState} title=${server.name ? `Chat with ${server.name}` : 'Chat'}>Write a message below. Several
             conversations can be answered at the same time: they share the batch.<//></div>`
         : html`<${Messages} key=${conversation.id} conversation=${conversation} actions=${ACTIONS}
-          health=${server.health} running=${state.running.get(conversation.id)?.messageId} />`}
+          health=${server.health} running=${state.running.get(conversation.id)?.messageId} />`}</div>
       <${Composer} conversationId=${conversation.id} isRunning=${state.isRunning} active=${active}
+        modalities=${shown.info.props?.modalities}
         onSend=${send} onStop=${() => state.stop()} />
     </div>
-    ${shown === 'settings' && html`<${SettingsDialog} conversation=${conversation} server=${server} onClose=${close}
+    ${dialog === 'settings' && html`<${SettingsDialog} conversation=${conversation} server=${shown} onClose=${close}
       onChange=${(fields) => state.update({...state.current, ...fields})} />`}
-    ${shown === 'rename' && html`<${Rename} conversation=${conversation} onEnd=${close} />`}
+    ${dialog === 'rename' && html`<${Rename} conversation=${conversation} onEnd=${close} />`}
   </div>`;
 }

@@ -2,13 +2,15 @@
 // All conversations, and the answers that are being streamed into them, whichever tab is shown.
 import {isAbort} from '../api.js';
 import {toast} from '../components.js';
-import {requestFields} from '../sampling_form.js';
-import {readAnswer} from './answer.js';
-import {add, change, lastId, newConversation, requestMessages} from './conversation.js';
-import {erase, eraseAll, loadAll, save} from './conversation_store.js';
+import {add, change, lastId, merged, newConversation} from './conversation.js';
 
+const STORE = import('./conversation_store.js'); // beside the first rendering
 const SAVE_MS = 2000;
 const CURRENT = 'cppbatch.chat.current';
+
+/** Tells the page's other browser tabs: {id} is kept or erased; {id, running}: its message is being answered; {stop}: an
+ * id; {hello}: tell what is running. */
+const OTHERS = new BroadcastChannel('cppbatch.chat');
 
 class ChatState {
   conversations = [];
@@ -17,10 +19,15 @@ class ChatState {
   #isKept = true;
   /** Of several models, the one for conversations that name none; null: the server has one. */
   model = null;
-  /** By the id of a conversation: {controller, messageId} of the answer that is being streamed. */
+  /** By the id of a conversation: {controller, messageId, isElsewhere} of the answer that is being streamed. */
   running = new Map();
   #listeners = new Set();
   #isScheduled = false;
+  /** By id: the conversations as this tab last read or kept them. */
+  #kept = new Map();
+  /** The ids of conversations that wait to be kept. */
+  #waiting = new Set();
+  #turns = Promise.resolve();
 
   subscribe(listener) {
     this.#listeners.add(listener);
@@ -39,38 +46,97 @@ class ChatState {
     else requestAnimationFrame(tell);
   }
 
-  async load() {
+  load() {
     if (this.isLoaded) return;
     this.isLoaded = true;
-    try {
-      this.conversations = await loadAll();
+    OTHERS.onmessage = ({data}) => this.#hear(data);
+    OTHERS.postMessage({hello: true});
+    addEventListener('pagehide', () => this.#own.forEach(([id]) => OTHERS.postMessage({id, running: null})));
+    this.#turn(async (store) => {
+      const loaded = await store.loadAll();
+      loaded.forEach((each) => this.#kept.set(each.id, each));
+      this.conversations = [...this.conversations, ...loaded];
       this.select(sessionStorage.getItem(CURRENT));
-    } catch (error) {
+    }).catch((error) => {
       this.#isKept = false;
       toast(`Conversations are not kept: the browser gives no storage (${error.message}).`, 'error');
-    }
-    this.#notify();
+    });
+  }
+
+  /** Calls `act(store)` after all that were given before. */
+  #turn(act) {
+    const turn = this.#turns.then(async () => act(await STORE));
+    this.#turns = turn.catch(() => {});
+    return turn;
   }
 
   get isRunning() {
     return this.running.has(this.current.id);
   }
 
+  get #own() {
+    return [...this.running].filter(([, {isElsewhere}]) => !isElsewhere);
+  }
+
   /** Replaces a conversation. It is kept once it has a message. */
   update(conversation, {keep = true} = {}) {
-    if (this.current.id === conversation.id) this.current = conversation;
     if (this.current.id === conversation.id && keep) sessionStorage.setItem(CURRENT, conversation.id);
-    const i = this.conversations.findIndex(({id}) => id === conversation.id);
-    if (i >= 0) this.conversations = this.conversations.with(i, conversation);
-    else if (Object.keys(conversation.messages).length) this.conversations = [conversation, ...this.conversations];
-    if (keep && this.#isKept && this.#find(conversation.id)) this.#save(conversation);
+    if (this.#find(conversation.id) || Object.keys(conversation.messages).length) this.#put(conversation);
+    else if (this.current.id === conversation.id) this.current = conversation;
+    if (keep && this.#find(conversation.id)) this.#save(conversation.id);
     this.#notify();
   }
 
   #find = (id) => this.conversations.find((conversation) => conversation.id === id);
 
-  #save(conversation) {
-    save(conversation).catch((error) => toast(`The conversation could not be kept: ${error.message}`, 'error'));
+  #put(conversation) {
+    if (this.current.id === conversation.id) this.current = conversation;
+    const i = this.conversations.findIndex(({id}) => id === conversation.id);
+    this.conversations = i < 0 ? [conversation, ...this.conversations] : this.conversations.with(i, conversation);
+    this.#notify();
+  }
+
+  #drop(id) {
+    this.#kept.delete(id);
+    this.conversations = this.conversations.filter((conversation) => conversation.id !== id);
+    if (this.current.id === id) this.create();
+    this.#notify();
+  }
+
+  /** Keeps a conversation as it is then, with what other tabs have changed. */
+  async #save(id) {
+    if (!this.#isKept || this.#waiting.has(id)) return;
+    this.#waiting.add(id);
+    await this.#turn(async (store) => {
+      this.#waiting.delete(id);
+      const ours = this.#find(id);
+      if (!ours) return;
+      const kept = await store.save(ours, this.#kept.get(id));
+      OTHERS.postMessage({id});
+      if (this.#find(id)) this.#take(id, ours, kept);
+    }).catch((error) => toast(`The conversation could not be kept: ${error.message}`, 'error'));
+  }
+
+  /** Takes over what is kept of a conversation; null: it is erased. base: what it was before. */
+  #take(id, base, kept) {
+    const now = this.#find(id);
+    if (!kept) return this.#drop(id);
+    this.#kept.set(id, kept);
+    return this.#put(now && now !== base ? merged(base, now, kept) : kept);
+  }
+
+  #hear({id, running, stop, hello}) {
+    if (hello) this.#own.forEach(([each, {messageId}]) => OTHERS.postMessage({id: each, running: messageId}));
+    else if (stop) this.#own.forEach(([each]) => { if (each === stop) this.stop(each); });
+    else if (running) {
+      const controller = {abort: () => OTHERS.postMessage({stop: id})};
+      this.running.set(id, {controller, messageId: running, isElsewhere: true});
+    } else if (running === null) this.running.delete(id);
+    else this.#turn(async (store) => {
+      const [kept, base] = [await store.load(id), this.#kept.get(id)];
+      if (base ? kept?.saved !== base.saved : kept && !this.#find(id)) this.#take(id, base, kept);
+    });
+    this.#notify();
   }
 
   select(id) {
@@ -92,19 +158,14 @@ class ChatState {
     if (conversations.length) this.select(conversations[0].id);
   }
 
-  async erase(id) {
+  erase(id) {
     this.stop(id);
-    this.conversations = this.conversations.filter((conversation) => conversation.id !== id);
-    if (this.current.id === id) this.create();
-    await erase(id).catch(() => {});
-    this.#notify();
+    this.#drop(id);
+    this.#turn((store) => store.erase(id)).then(() => OTHERS.postMessage({id}), () => {});
   }
 
-  async eraseAll() {
-    this.running.forEach((_, id) => this.stop(id));
-    this.conversations = [];
-    this.create();
-    await eraseAll().catch(() => {});
+  eraseAll() {
+    this.conversations.forEach(({id}) => this.erase(id));
   }
 
   stop(id = this.current.id) {
@@ -112,8 +173,8 @@ class ChatState {
   }
 
   /** Adds a message of the reader below `parent`, and has it answered. */
-  send(text, parent = lastId(this.current)) {
-    this.update(add(this.current, parent, {role: 'user', content: text}));
+  send(text, media, parent = lastId(this.current)) {
+    this.update(add(this.current, parent, {role: 'user', content: text, ...(media?.length && {media})}));
     return this.answer(lastId(this.current));
   }
 
@@ -141,6 +202,7 @@ class ChatState {
     const {id} = conversation;
     const controller = new AbortController();
     this.running.set(id, {controller, messageId});
+    OTHERS.postMessage({id, running: messageId});
     let savedAt = performance.now();
     const put = (fields, keep) => {
       const now = this.#find(id);
@@ -148,6 +210,7 @@ class ChatState {
     };
     put({error: null, finish: null}, false);
     try {
+      const {readAnswer, requestBody} = await import('./answer.js');
       const body = requestBody({...conversation, model: conversation.model ?? this.model}, from, Boolean(begin));
       await readAnswer(body, {signal: controller.signal, begin, onChange: (fields) => {
         const keep = performance.now() - savedAt > SAVE_MS;
@@ -160,22 +223,11 @@ class ChatState {
     } finally {
       this.running.delete(id);
       put({}, true);
+      await this.#turns;
+      OTHERS.postMessage({id, running: null});
       this.#notify();
     }
   }
-}
-
-/** Throws SyntaxError if the tools or the JSON schema are not JSON. */
-function requestBody(conversation, from, isContinued) {
-  const {settings, tools, thinking, model} = conversation;
-  return {
-    ...(model && {model}),
-    messages: requestMessages(conversation, from),
-    ...requestFields(settings),
-    ...(tools.trim() && {tools: JSON.parse(tools)}),
-    ...(thinking !== 'auto' && {chat_template_kwargs: {enable_thinking: thinking === 'on'}}),
-    ...(isContinued && {continue_final_message: true, add_generation_prompt: false}),
-  };
 }
 
 export const chatState = new ChatState();

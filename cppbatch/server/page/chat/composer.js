@@ -1,28 +1,70 @@
 // @ts-check
-// Where the next message is written. onSend returns whether it has taken the text. Enter sends, Shift+Enter begins a new line; on touch screens the button sends.
-import {Button, html, useEffect, useRef, useState} from '../components.js';
+// Where the next message is written, and pictures and sound are attached to it: chosen, pasted or dropped. onSend returns
+// whether it has taken the message. Enter sends, Shift+Enter begins a new line; on touch screens the button sends.
+import {Button, html, toast, useEffect, useRef, useState} from '../components.js';
+import {acceptOf, readMedia} from './attachments.js';
+import {Media} from './media_list.js';
 
-export function Composer({conversationId, isRunning, active, onSend, onStop}) {
+export function Composer({conversationId, isRunning, active, modalities, onSend, onStop}) {
   const [text, setText] = useState('');
+  const [media, setMedia] = useState([]);
+  const [over, setOver] = useState(false);
   const input = useRef(null);
+  const chooser = useRef(null);
   const isTouch = matchMedia('(pointer: coarse)').matches;
+  const accept = acceptOf(modalities);
   useEffect(() => {
     if (active && !isTouch && !document.querySelector('dialog[open]')) input.current.focus();
   }, [conversationId, active]);
+  const attach = async (files) => {
+    for (const file of files) {
+      try {
+        const medium = await readMedia(file, modalities);
+        setMedia((now) => [...now, medium]);
+      } catch (error) {
+        toast(`${file.name || 'The file'} is not attached: ${error.message}.`, 'error');
+      }
+    }
+    input.current?.focus();
+  };
   const send = (event) => {
     event.preventDefault();
-    if (text.trim() && onSend(text.trim())) setText('');
+    if (!(text.trim() || media.length) || !onSend(text.trim(), media)) return;
+    setText('');
+    setMedia([]);
   };
   const onKeyDown = (event) => {
     if (event.key === 'Enter' && !event.shiftKey && !event.isComposing && !isTouch) send(event);
     if (event.key === 'Escape' && isRunning) onStop();
   };
-  return html`<form class="composer" onSubmit=${send}>
+  const onPaste = (event) => {
+    const {files} = event.clipboardData;
+    if (!files.length) return;
+    event.preventDefault();
+    attach([...files]);
+  };
+  const onDrag = (event) => {
+    if (!event.dataTransfer.types.includes('Files')) return;
+    event.preventDefault();
+    setOver(event.type === 'dragover');
+    if (event.type === 'drop') attach([...event.dataTransfer.files]);
+  };
+  const onChoose = ({target}) => {
+    attach([...target.files]);
+    target.value = '';
+  };
+  return html`<form class=${`composer ${over ? 'over' : ''}`} onSubmit=${send}
+    onDragOver=${onDrag} onDragLeave=${onDrag} onDrop=${onDrag}>
+    <${Media} media=${media} onRemove=${(i) => setMedia(media.toSpliced(i, 1))} />
+    ${accept && html`<${Button} icon="attach" label="Attach pictures or sound" onClick=${() => chooser.current.click()} />
+      <input ref=${chooser} type="file" hidden multiple accept=${accept} aria-label="Files to attach"
+        onChange=${onChoose} />`}
     <textarea ref=${input} rows="1" aria-label="Message" placeholder="Write a message" value=${text}
       aria-description=${isTouch ? undefined : 'Enter sends, Shift and Enter begin a new line'}
-      onInput=${({target}) => setText(target.value)} onKeyDown=${onKeyDown} />
+      onInput=${({target}) => setText(target.value)} onKeyDown=${onKeyDown} onPaste=${onPaste} />
     ${isRunning
       ? html`<${Button} kind="primary" icon="stop" label="Stop" onClick=${onStop} />`
-      : html`<${Button} kind="primary" icon="send" label="Send" type="submit" disabled=${!text.trim()} />`}
+      : html`<${Button} kind="primary" icon="send" label="Send" type="submit"
+        disabled=${!text.trim() && !media.length} />`}
   </form>`;
 }

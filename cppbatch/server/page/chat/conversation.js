@@ -1,8 +1,9 @@
 // @ts-check
 // A conversation: a tree of messages, of which one path is shown. No DOM, no network. Nothing is changed in place.
 //
-// {id, title, created, changed, system, settings, tools, thinking, messages: {id: message}, chosen: {parent: child}}
-// message: {id, parent, role, content, reasoning, calls, callId, stats, finish, error}. parent of the first: 'root'.
+// {id, title, created, changed, system, settings, tools, thinking, messages: {id: message}, chosen: {parent: child},
+//  saved: names this state of it in the browser's storage}
+// message: {id, parent, role, content, media: [{kind: 'image' | 'audio', name, url}], reasoning, calls, callId, stats, finish, error}. parent of the first: 'root'.
 // Versions of a message are the children of one parent: an edit or another answer adds one.
 
 export const ROOT = 'root';
@@ -45,6 +46,31 @@ export const change = (conversation, id, fields) => ({
   messages: {...conversation.messages, [id]: {...conversation.messages[id], ...fields}},
 });
 
+/**
+ * A conversation with the changes that two browser tabs have made since `base`. What both have changed is as in `ours`;
+ * what one has removed is removed, with what follows it.
+ */
+export function merged(base, ours, theirs) {
+  const either = (was, own, other) => Object.fromEntries([...new Set([...Object.keys(other), ...Object.keys(own)])]
+    .map((name) => [name, own[name] === was[name] ? other[name] : own[name]])
+    .filter(([name, value]) => value !== undefined && !(name in was && !(name in other && name in own))));
+  const whole = {
+    ...either(base, ours, theirs),
+    changed: Math.max(ours.changed, theirs.changed),
+    messages: either(base.messages, ours.messages, theirs.messages),
+    chosen: either(base.chosen, ours.chosen, theirs.chosen),
+  };
+  const messages = {};
+  const keep = (parent) => versionsOf(whole, parent).forEach((message) => {
+    messages[message.id] = message;
+    keep(message.id);
+  });
+  keep(ROOT);
+  const chosen = Object.fromEntries(Object.entries(whole.chosen).filter(([, id]) => id in messages));
+  for (const {parent, id} of Object.values(messages)) chosen[parent] ??= id;
+  return {...whole, messages, chosen};
+}
+
 /** Shows the version before (-1) or after (1) a message. */
 export function choose(conversation, message, step) {
   const versions = versionsOf(conversation, message.parent);
@@ -76,22 +102,51 @@ export function requestMessages(conversation, id) {
   return [...system, ...path.map(requestMessage)];
 }
 
-function requestMessage({role, content, calls, callId}) {
+function requestMessage({role, content, media, calls, callId}) {
+  if (media?.length) return {role, content: [...media.map(partOf), ...(content ? [{type: 'text', text: content}] : [])]};
   if (role === 'tool') return {role, content, tool_call_id: callId};
   if (!calls?.length) return {role, content};
   const toolCalls = calls.map(({id, name, args}) => ({id, type: 'function', function: {name, arguments: args}}));
   return {role, content: content || null, tool_calls: toolCalls};
 }
 
-function titleOf({role, content}) {
-  const line = role === 'user' ? content.trim().split('\n')[0] : '';
+const AUDIO_URL = /^data:audio\/(?:x-)?(\w+);base64,/;
+
+/** A picture or sound as a part of a message, in OpenAI's format. */
+function partOf({kind, url}) {
+  if (kind === 'image') return {type: 'image_url', image_url: {url}};
+  const [start, type] = AUDIO_URL.exec(url);
+  const format = {mpeg: 'mp3', wave: 'wav'}[type] ?? type;
+  return {type: 'input_audio', input_audio: {data: url.slice(start.length), format}};
+}
+
+/** The text and the media of a message's content in OpenAI's format. */
+function contentOf(content) {
+  if (typeof content === 'string') return {content};
+  const texts = [];
+  const media = [];
+  for (const {type, text, image_url: image, input_audio: audio} of content ?? []) {
+    if (type === 'text') texts.push(text);
+    else if (image?.url?.startsWith('data:image/')) media.push({kind: 'image', name: 'picture', url: image.url});
+    else if (audio) media.push({kind: 'audio', name: 'sound', url: `data:audio/${audio.format};base64,${audio.data}`});
+    else throw new Error('Only text, and pictures and sound that are in the file, can be imported.');
+  }
+  return {content: texts.join('\n'), media};
+}
+
+const isMedium = ({kind, name, url}) => typeof name === 'string'
+  && (kind === 'image' ? url.startsWith('data:image/') : kind === 'audio' && AUDIO_URL.test(url));
+
+function titleOf({role, content, media}) {
+  const line = role === 'user' ? content.trim().split('\n')[0] || media?.[0]?.name || '' : '';
   return line.length > 60 ? `${line.slice(0, 59).trimEnd()}…` : line;
 }
 
 export function toMarkdown(conversation) {
   const names = {user: 'You', assistant: 'Assistant', tool: 'Tool result'};
-  const part = ({role, content, reasoning, calls}) => [
+  const part = ({role, content, media, reasoning, calls}) => [
     `## ${names[role]}`,
+    ...(media ?? []).map(({kind, name}) => `(${kind}: ${name})`),
     ...(reasoning ? [`> ${reasoning.trim().replaceAll('\n', '\n> ')}`] : []),
     ...(content ? [content.trim()] : []),
     ...(calls ?? []).map(({name, args}) => `\`\`\`json\n${JSON.stringify({name, arguments: args})}\n\`\`\``),
@@ -119,15 +174,15 @@ export function fromJson(text) {
 }
 
 const isTree = ({messages, chosen}) => Object.entries(messages).every(([id, message]) => message.id === id
-  && typeof message.content === 'string' && (message.parent === ROOT || message.parent in messages))
+  && typeof message.content === 'string' && (message.media ?? []).every(isMedium) && (message.parent === ROOT || message.parent in messages))
   && Object.entries(chosen).every(([parent, id]) => messages[id]?.parent === parent);
 
 function fromMessages(messages) {
   let conversation = newConversation();
   for (const {role, content} of messages) {
-    if (typeof content !== 'string') throw new Error('Only messages of text can be imported.');
-    if (role === 'system') conversation = {...conversation, system: content};
-    else conversation = add(conversation, lastId(conversation), {role, content});
+    const fields = contentOf(content);
+    if (role === 'system') conversation = {...conversation, system: fields.content};
+    else conversation = add(conversation, lastId(conversation), {role, ...fields});
   }
   return conversation;
 }

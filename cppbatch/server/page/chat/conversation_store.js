@@ -1,5 +1,7 @@
 // @ts-check
-// Where conversations are kept: the browser's IndexedDB.
+// Where conversations are kept: the browser's IndexedDB, which all its tabs share.
+import {merged, newId} from './conversation.js';
+
 const NAME = 'cppbatch';
 const STORE = 'conversations';
 
@@ -29,8 +31,27 @@ async function run(mode, act) {
 export const loadAll = async () =>
   (await run('readonly', (store) => store.getAll())).sort((a, b) => b.changed - a.changed);
 
-export const save = (conversation) => run('readwrite', (store) => store.put(conversation));
+/** A conversation, undefined if there is none. */
+export const load = (id) => run('readonly', (store) => store.get(id));
+
+/**
+ * Keeps a conversation. base: as it was when this tab last read or kept it, undefined for a new one. Resolves to it as
+ * it is kept, with the changes of other tabs and a new `saved`; to null if another tab has erased it.
+ */
+export async function save(conversation, base) {
+  let kept = null;
+  await run('readwrite', (store) => {
+    const asked = store.get(conversation.id);
+    asked.onsuccess = () => {
+      const stored = asked.result;
+      if (base && !stored) return;
+      const isAlone = !base || stored.saved === base.saved;
+      kept = {...(isAlone ? conversation : merged(base, conversation, stored)), saved: newId()};
+      store.put(kept);
+    };
+    return asked;
+  });
+  return kept;
+}
 
 export const erase = (id) => run('readwrite', (store) => store.delete(id));
-
-export const eraseAll = () => run('readwrite', (store) => store.clear());

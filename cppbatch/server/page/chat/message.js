@@ -3,6 +3,7 @@
 import {Button, CopyButton, Icon, Notice, html, useEffect, useRef, useState} from '../components.js';
 import {count, percent, plural, rate, seconds} from '../format.js';
 import {Markdown} from '../markdown.js';
+import {Media} from './media_list.js';
 import {adviceOf} from './answer.js';
 
 const NAMES = {user: 'You', assistant: 'Assistant', tool: 'Tool result'};
@@ -84,7 +85,7 @@ function Editor({message, onSave, onCancel}) {
   return html`<div class="stack editor">
     <textarea ref=${input} aria-label="Text of the message" value=${text} onKeyDown=${onKeyDown}
       onInput=${({target}) => setText(target.value)} />
-    <div class="row"><${Button} kind="primary" disabled=${!text.trim()} onClick=${() => onSave(text)}>
+    <div class="row"><${Button} kind="primary" disabled=${!text.trim() && !message.media} onClick=${() => onSave(text)}>
       ${message.role === 'user' ? 'Send' : 'Keep as a new version'}<//>
       <${Button} onClick=${onCancel}>Cancel<//></div>
   </div>`;
@@ -115,7 +116,8 @@ export function Message({message, at, of, isLast, isRunning, isBusy, actions, he
     <div class="message-body">
       ${reasoning && html`<${Thoughts} text=${reasoning} isThinking=${isRunning && !content} />`}
       ${isAnswer ? html`<${Markdown} text=${content} streaming=${isRunning} />`
-        : html`<p class=${role === 'tool' ? 'plain mono' : 'plain'}>${content}</p>`}
+        : html`<${Media} media=${message.media} />
+          ${content && html`<p class=${role === 'tool' ? 'plain mono' : 'plain'}>${content}</p>`}`}
       ${calls?.length > 0 && html`<${Calls} calls=${calls}
         onResults=${isLast && !isBusy ? (results) => actions.sendResults(message.id, results) : null} />`}
       ${isRunning && isEmpty && html`<${Waiting} progress=${message.progress} />`}

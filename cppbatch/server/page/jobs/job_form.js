@@ -1,6 +1,6 @@
 // A new job: a file or a pasted text, its settings, its check line by line, and the first requests.
 import {request} from '../api.js';
-import {Button, Field, Icon, Notice, Progress, Table, html, useEffect, useRef, useState} from '../components.js';
+import {Button, Field, Icon, Notice, Progress, Table, html, toast, useEffect, useRef, useState} from '../components.js';
 import {bytes, count, plural} from '../format.js';
 import {SamplingForm, defaultsOf, requestFields} from '../sampling_form.js';
 import {kindOf} from './records.js';
@@ -12,6 +12,8 @@ const KINDS = {jsonl: 'JSON lines', csv: 'CSV', tsv: 'TSV (tabs)', text: 'Text, 
 const ENDPOINTS = {[CHAT]: 'Chat', [COMPLETIONS]: 'Completion', [EMBEDDINGS]: 'Embedding'};
 const SETTINGS = {endpoint: CHAT, template: '', system: '', id_column: '', sampling: {max_tokens: 512}};
 const WRONG_COLUMNS = [{key: 'line', label: 'Line'}, {key: 'error', label: 'What is wrong'}];
+
+const names = (files) => files.map(({name}) => name).join(', ');
 
 /** Uploads a checked file and starts its job. Resolves to the batch. */
 async function startJob(name, {sampling, endpoint, ...texts}, {file, url}) {
@@ -31,25 +33,25 @@ async function startJob(name, {sampling, endpoint, ...texts}, {file, url}) {
   }
 }
 
-/** Where a file is dropped, chosen or pasted. */
-function Chooser({onFile}) {
+/** Where files are dropped, chosen or pasted. */
+function Chooser({onFiles}) {
   const [over, setOver] = useState(false);
   const [pasted, setPasted] = useState('');
   const drag = (event) => {
     event.preventDefault();
     setOver(event.type === 'dragover');
-    if (event.type === 'drop') onFile(event.dataTransfer.files[0]);
+    if (event.type === 'drop') onFiles([...event.dataTransfer.files]);
   };
   return html`<div class=${`drop stack ${over ? 'over' : ''}`} onDragOver=${drag} onDragLeave=${drag} onDrop=${drag}>
-    <${Field} label="Drop a file of prompts here, or choose one" help="JSON lines (OpenAI's batch format, or objects
+    <${Field} label="Drop files of prompts here, or choose them" help="JSON lines (OpenAI's batch format, or objects
       with a prompt, text or messages), CSV or TSV with a header line, or text with a prompt on each line">
-      <input type="file" accept=".jsonl,.ndjson,.json,.csv,.tsv,.txt"
-        onChange=${(event) => onFile(event.target.files[0])} /><//>
+      <input type="file" multiple accept=".jsonl,.ndjson,.json,.csv,.tsv,.txt"
+        onChange=${(event) => onFiles([...event.target.files])} /><//>
     <details><summary>Paste text instead</summary><div class="stack">
       <${Field} label="Text"><textarea spellcheck=${false} value=${pasted}
         onInput=${(event) => setPasted(event.target.value)}></textarea><//>
       <div><${Button} disabled=${!pasted.trim()}
-        onClick=${() => onFile(new File([pasted], 'pasted'))}>Check this text<//></div></div></details></div>`;
+        onClick=${() => onFiles([new File([pasted], 'pasted')])}>Check this text<//></div></div></details></div>`;
 }
 
 function Settings({settings, columns, kind, server, onChange}) {
@@ -79,9 +81,10 @@ const Preview = ({previews, onEdit}) => html`<details><summary>The first request
     label=${`Request of line ${line}`}><textarea rows="10" class="mono" spellcheck=${false} value=${text}
     onChange=${(event) => onEdit(line, event.target.value)}></textarea><//>`)}</div></details>`;
 
-/** onStarted: gets the batch. */
+/** onStarted(batch, hasNext): a job was started; hasNext: the form shows the next of several files. */
 export function JobForm({server, onStarted}) {
   const [source, setSource] = useState(null); // {name, blob, kind}
+  const [waiting, setWaiting] = useState([]); // files after this one
   const [found, setFound] = useState(null); // of `peek`
   const [settings, setSettings] = useState(SETTINGS);
   const [edits, setEdits] = useState(new Map());
@@ -102,8 +105,9 @@ export function JobForm({server, onStarted}) {
     setSettings((now) => ({...now, template: defaultTemplate(what.columns), id_column: ''}));
     setFound(what);
   };
-  const take = async (file) => {
-    if (file) open({name: file.name, blob: file, kind: kindOf(file.name, await file.slice(0, 4096).text())});
+  const take = async ([file, ...others]) => {
+    setWaiting(others);
+    open(file ? {name: file.name, blob: file, kind: kindOf(file.name, await file.slice(0, 4096).text())} : null);
   };
 
   useEffect(() => {
@@ -128,8 +132,9 @@ export function JobForm({server, onStarted}) {
     setFailure('');
     try {
       const batch = await startJob(source.name, found.isRequests ? {} : settings, check);
-      open(null);
-      onStarted(batch);
+      if (waiting.length) toast(`${source.name} is started.`);
+      take(waiting);
+      onStarted(batch, waiting.length > 0);
     } catch (error) {
       setFailure(error.status ? error.message
         : 'The upload broke off. If the server still runs, the file may be larger than its --max-file-mb.');
@@ -137,7 +142,7 @@ export function JobForm({server, onStarted}) {
     setStarting(false);
   };
 
-  if (!source) return html`<${Chooser} onFile=${take} />`;
+  if (!source) return html`<${Chooser} onFiles=${take} />`;
   const {good = 0, bad = 0, wrong = [], previews = [], problem, isRunning} = check;
   const counts = `${plural(good, 'line')} ready, ${count(bad)} wrong${bad ? ' and left out' : ''}`;
   const isReady = found && !isRunning && !problem;
@@ -161,6 +166,8 @@ export function JobForm({server, onStarted}) {
     ${failure && html`<${Notice} kind="error">The job was not started: ${failure}<//>`}
     <div class="row"><${Button} kind="primary" icon="send" busy=${starting} disabled=${starting || !isReady || !good}
         onClick=${start}>${starting ? 'Uploading…' : `Start ${plural(good, 'line')}`}<//>
-      <${Button} onClick=${() => open(null)}>Back<//></div>
+      ${waiting.length > 0 && html`<${Button} onClick=${() => take(waiting)}>Skip this file<//>
+        <span class="muted">${plural(waiting.length, 'more file')} to check: ${names(waiting)}</span>`}
+      <${Button} onClick=${() => take([])}>Back<//></div>
   </section>`;
 }

@@ -1,7 +1,7 @@
 // The Jobs tab: files of requests (/v1/files, /v1/batches), checked, started, watched and downloaded.
 // #jobs is the list with the form of a new job, #jobs/ID a job.
 import {request} from '../api.js';
-import {Button, EmptyState, Notice, html, stylesheet, useEffect, useRef, useState} from '../components.js';
+import {Button, EmptyState, Notice, html, stylesheet, useEffect, usePolling, useRef, useState} from '../components.js';
 import {ago} from '../format.js';
 import {JobDetails} from './job_details.js';
 import {JobForm} from './job_form.js';
@@ -14,27 +14,6 @@ const POLL_MS = 2000;
 const PAGE = 20;
 
 const idInHash = () => /^#jobs\/(.+)/.exec(location.hash)?.[1] ?? null;
-
-/** Calls `load`, and again every 2 seconds while it resolves to true and the page is shown. */
-function usePolling(load, active, dependencies) {
-  useEffect(() => {
-    if (!active) return undefined;
-    let timer;
-    let ended = false;
-    const poll = async () => {
-      clearTimeout(timer);
-      if (await load(() => ended) && !ended && !document.hidden) timer = setTimeout(poll, POLL_MS);
-    };
-    const onVisible = () => { if (!document.hidden) poll(); };
-    poll();
-    document.addEventListener('visibilitychange', onVisible);
-    return () => {
-      ended = true;
-      clearTimeout(timer);
-      document.removeEventListener('visibilitychange', onVisible);
-    };
-  }, [active, ...dependencies]);
-}
 
 const JobItem = ({job, rate}) => html`<li class="card"><div class="row">
     <a class="grow name" href=${`#jobs/${job.id}`}>${nameOf(job)}</a><${State} job=${job} />
@@ -70,7 +49,7 @@ export function Jobs({active, server}) {
       }
     } catch (failure) {
       if (!isEnded()) setError(failure);
-      return [0, 503].includes(failure.status) && failure.code !== 'no_storage'; // it may be starting
+      return [0, 503].includes(failure.status) && failure.code !== 'no_storage' && POLL_MS; // it may be starting
     }
     if (isEnded()) return false;
     for (const each of loaded) {
@@ -84,10 +63,14 @@ export function Jobs({active, server}) {
       setJobs(loaded);
       setHasMore(more);
     }
-    return loaded.some(isOpen);
+    return loaded.some(isOpen) && POLL_MS;
   };
   usePolling(load, active, [id, limit, version, server.health.status]);
 
+  const started = (batch, hasNext) => {
+    if (hasNext) setVersion((now) => now + 1);
+    else location.hash = `jobs/${batch.id}`;
+  };
   const problem = error && html`<${Notice} kind="error">${error.message}<//>`;
   if (id) {
     return html`<div class="page stack"><div><a href="#jobs">All jobs</a></div>${problem}
@@ -98,7 +81,7 @@ export function Jobs({active, server}) {
     return html`<${EmptyState} title="No jobs on this server" icon="alert">${error.message}<//>`;
   }
   return html`<div class="page stack"><h1 class="hidden-text">Jobs</h1>
-    <${JobForm} server=${server} onStarted=${(batch) => { location.hash = `jobs/${batch.id}`; }} />
+    <${JobForm} server=${server} onStarted=${started} />
     ${problem}
     ${jobs.length > 0 && html`<h2>Jobs</h2><ul class="stack">${jobs.map((each) => html`
       <${JobItem} key=${each.id} job=${each} rate=${rates.current[each.id]} />`)}</ul>`}

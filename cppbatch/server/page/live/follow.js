@@ -1,26 +1,45 @@
-// Follows a stream, and opens it again when it breaks. No DOM.
+// Follows a stream, and opens it again when it breaks or is silent. No DOM.
 
 const PAUSES = [0.5, 1, 2, 4, 8]; // seconds before the next try, by tries that failed in a row
 
-/** Runs until `signal` is aborted or the server refuses. `onState` gets {} with each event of `open(signal)`, {message,
- * pause} when two tries have failed (the next one is in `pause` seconds), {message} when the server refuses. */
-export async function follow(open, signal, onEvent, onState, pauses = PAUSES) {
+/**
+ * Runs until `signal` is aborted or the server refuses. `open(signal, alive)` gives the events, and calls `alive` when
+ * anything arrives; `silence()`: the seconds after which a stream without that is given up. `onState` gets {} with each
+ * event, {message, pause} when two tries have failed or a stream is silent (the next try is in `pause` seconds), and
+ * {message} when the server refuses.
+ */
+export async function follow({open, silence, onEvent, onState, pauses = PAUSES}, signal) {
   for (let failures = 1; !signal.aborted; failures += 1) {
     let message = 'It has ended the stream.';
+    let silent = 0; // seconds after which it was given up
+    let timer;
+    const inner = new AbortController();
+    const alive = () => {
+      const longest = silence();
+      clearTimeout(timer);
+      timer = setTimeout(() => {
+        silent = longest;
+        inner.abort();
+      }, longest * 1000);
+    };
+    alive();
     try {
-      for await (const event of open(signal)) {
+      for await (const event of open(AbortSignal.any([signal, inner.signal]), alive)) {
         if (signal.aborted) return;
         failures = 0;
         onState({});
         onEvent(event);
+        alive();
       }
     } catch (error) {
       if (signal.aborted) return;
-      ({message} = error);
+      message = silent ? `It has sent nothing for ${silent} seconds.` : error.message;
       if (error.status >= 400 && ![429, 503].includes(error.status)) return onState({message});
+    } finally {
+      clearTimeout(timer);
     }
     const pause = pauses[Math.min(failures, pauses.length - 1)];
-    if (failures) onState({message, pause});
+    if (failures || silent) onState({message, pause});
     await new Promise((resolve) => {
       const wait = setTimeout(resolve, pause * 1000);
       signal.addEventListener('abort', () => resolve(clearTimeout(wait)), {once: true});

@@ -13,6 +13,7 @@ await stylesheet(import.meta.url, 'live.css');
 const IDLE = 3; // seconds after the last request
 const MANY = 32; // unfinished requests from which on every second snapshot is shown
 const TICK = 1; // seconds
+const SILENCE = {busy: 5, idle: 20}; // seconds: a snapshot comes 5 times a second, and of an idle server a comment every 15
 
 const CHARTS = [
   {title: 'Generated tokens', colour: 0, format: rate, series: [['generated', 'generated']]},
@@ -36,18 +37,24 @@ export function Live({server, active}) {
     let last = null;
     let receivedAt = 0;
     let n = 0;
+    let load = 0;
     const receive = (snapshot) => {
       [last, receivedAt] = [snapshot, performance.now()];
       history.add(snapshot);
-      const load = snapshot.workers.reduce((sum, {in_flight}) => sum + in_flight, 0);
+      load = snapshot.workers.reduce((sum, {in_flight}) => sum + in_flight, 0);
       if (!isPaused.current && (load <= MANY || (n += 1) % 2)) setView(history.view());
     };
-    follow((inner) => events('/live', {signal: inner}), signal, receive, (state) => {
-      if (state.message) last = null;
-      setConnection((before) => (before.message || state.message ? state : before));
-    });
+    follow({
+      open: (inner, alive) => events('/live', {signal: inner, onAlive: alive}),
+      silence: () => (load ? SILENCE.busy : SILENCE.idle),
+      onEvent: receive,
+      onState(state) {
+        if (state.message) last = null;
+        setConnection((before) => (before.message || state.message ? state : before));
+      },
+    }, signal);
     const clock = setInterval(() => { // the server sends nothing while nothing changes
-      if (last && performance.now() - receivedAt > TICK * 1000) receive({...last, time: last.time + TICK});
+      if (last && !load && performance.now() - receivedAt > TICK * 1000) receive({...last, time: last.time + TICK});
     }, TICK * 1000);
     signal.addEventListener('abort', () => clearInterval(clock));
   }), [active]);

@@ -1,0 +1,55 @@
+// @ts-check
+// Pictures and sound of a message: read from files, made smaller, and as the API takes them.
+//
+//   readMedia(file, modalities) -> medium {kind: 'image' | 'audio', name, url}   url: a data URL, kept with the message
+//   acceptOf(modalities)        -> what a file field takes, '' for a model of text alone
+//   modalities: of GET /props. The API's form of a medium is made by conversation.js.
+import {bytes} from '../format.js';
+
+const LONGEST_SIDE = 1536; // pixels; models scale larger pictures down
+const LARGEST = 16 * 2 ** 20; // bytes of sound, which is not made smaller
+const PICTURES = ['image/png', 'image/jpeg', 'image/webp', 'image/gif', 'image/bmp']; // which the server reads
+const SOUNDS = {'audio/wav': 'wav', 'audio/x-wav': 'wav', 'audio/wave': 'wav', 'audio/mpeg': 'mp3', 'audio/mp3': 'mp3',
+  'audio/flac': 'flac', 'audio/x-flac': 'flac'};
+const NAMES = {image: 'pictures', audio: 'sound'};
+const FLAG = {image: 'vision', audio: 'audio'};
+
+export const acceptOf = (modalities) => [
+  ...(modalities?.vision ? ['image/*'] : []), ...(modalities?.audio ? Object.keys(SOUNDS) : []),
+].join(',');
+
+/** Throws Error with what is wrong with the file, or with the model. */
+export async function readMedia(file, modalities) {
+  const kind = file.type.startsWith('image/') ? 'image' : 'audio';
+  if (kind === 'audio' && !(file.type in SOUNDS)) {
+    throw new Error('it is no picture, and no sound in WAV, MP3 or FLAC');
+  }
+  if (!modalities?.[FLAG[kind]]) throw new Error(`this model takes no ${NAMES[kind]}`);
+  if (kind === 'audio' && file.size > LARGEST) {
+    throw new Error(`it has ${bytes(file.size)}, and sound may have ${bytes(LARGEST)}`);
+  }
+  const content = kind === 'image' ? await scaled(file) : file;
+  return {kind, name: file.name || NAMES[kind], url: await dataUrl(content)};
+}
+
+/** The picture; a large one scaled down, and one of a type that the server does not read, as PNG. */
+async function scaled(file) {
+  const picture = await createImageBitmap(file).catch(() => {
+    throw new Error('the browser cannot read this picture');
+  });
+  const factor = Math.min(1, LONGEST_SIDE / Math.max(picture.width, picture.height));
+  if (factor === 1 && PICTURES.includes(file.type)) return file;
+  const canvas = new OffscreenCanvas(Math.max(1, Math.round(picture.width * factor)),
+    Math.max(1, Math.round(picture.height * factor)));
+  const context = canvas.getContext('2d');
+  context.imageSmoothingQuality = 'high';
+  context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  return canvas.convertToBlob({type: file.type === 'image/jpeg' ? file.type : 'image/png', quality: 0.9});
+}
+
+const dataUrl = (blob) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(blob);
+});

@@ -1,0 +1,206 @@
+"""Pictures and sound of a message in the Chat tab."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, Route, expect
+
+from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
+from tests.browser.test_chat import CHAT, answer_with, ask, exported, messages, send
+
+
+def png(width: int = 8, height: int = 8) -> bytes:
+    """A red picture."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = (b"\0" + b"\xff\0\0" * width) * height
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def wav(seconds: float = 0.1, rate: int = 8000) -> bytes:
+    """Silence."""
+    data = b"\0\0" * int(seconds * rate)
+    head = b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 1, 1, rate, 2 * rate, 2, 16)
+    return b"RIFF" + struct.pack("<I", 36 + len(data)) + head + b"data" + struct.pack("<I", len(data)) + data
+
+
+def file(name: str, media_type: str, content: bytes) -> Any:
+    return {"name": name, "mimeType": media_type, "buffer": content}
+
+
+@pytest.fixture
+def chat(page: Page, url: str) -> Page:
+    """The Chat tab of a server whose model takes pictures and sound, as `/props` says."""
+    takes(page, vision=True, audio=True)
+    open_tab(page, url)
+    wait_ready(page)
+    expect(attach(page)).to_be_visible()
+    return page
+
+
+def takes(page: Page, **modalities: bool) -> None:
+    def answer(route: Route) -> None:
+        response = route.fetch()
+        route.fulfill(response=response, json={**response.json(), "modalities": modalities})
+
+    page.route("**/props", answer)
+
+
+def attach(page: Page) -> Locator:
+    return page.get_by_role("button", name="Attach pictures or sound")
+
+
+def choose(page: Page, *files: Any) -> None:
+    with page.expect_file_chooser() as chooser:
+        attach(page).click()
+    chooser.value.set_files(list(files))
+
+
+def attached(page: Page) -> Locator:
+    return page.locator(".composer").get_by_role("listitem")
+
+
+def sent_content(page: Page, text: str) -> Any:
+    with page.expect_request(CHAT) as sent:
+        send(page, text)
+    return sent.value.post_data_json["messages"][-1]["content"]
+
+
+def test_pictures_and_sound_are_attached_shown_sent_and_kept(chat: Page) -> None:
+    answer_with(chat, "A red square.")
+    choose(chat, file("red.png", "image/png", png()), file("silence.wav", "audio/wav", wav()))
+    expect(attached(chat)).to_have_count(2)
+    expect(chat.get_by_role("img", name="red.png")).to_be_visible()
+    content = sent_content(chat, "What is this?")
+    assert content == [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png()).decode()}"}},
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav()).decode(), "format": "wav"}},
+        {"type": "text", "text": "What is this?"},
+    ]
+    expect(attached(chat)).to_have_count(0)
+    expect(messages(chat, "assistant")).to_contain_text("A red square.")
+    chat.reload()
+    expect(messages(chat, "user").get_by_role("img", name="red.png")).to_be_visible()
+    assert messages(chat, "user").locator("audio").evaluate("(one) => one.readyState >= 0 && !one.error")
+    with chat.expect_request(CHAT) as sent:
+        messages(chat, "assistant").get_by_role("button", name="Answer again").click()
+    assert sent.value.post_data_json["messages"][0]["content"] == content
+
+
+def test_a_picture_alone_is_a_message_and_can_be_removed_before(chat: Page) -> None:
+    answer_with(chat, "Red.")
+    button = chat.get_by_role("button", name="Send", exact=True)
+    choose(chat, file("a.png", "image/png", png()), file("b.png", "image/png", png(4, 4)))
+    expect(button).to_be_enabled()
+    chat.get_by_role("button", name="Remove a.png").click()
+    expect(attached(chat)).to_have_count(1)
+    with chat.expect_request(CHAT) as sent:
+        button.click()
+    assert [part["type"] for part in sent.value.post_data_json["messages"][0]["content"]] == ["image_url"]
+    expect(chat.locator(".conversation")).to_have_text("b.png")
+
+
+GIVE = """([name, type, data, kind]) => {
+  const transfer = new DataTransfer()
+  transfer.items.add(new File([Uint8Array.from(atob(data), (one) => one.charCodeAt(0))], name, {type}))
+  const input = document.querySelector('.composer textarea')
+  const fields = {clipboardData: transfer, dataTransfer: transfer, bubbles: true, cancelable: true}
+  input.dispatchEvent(kind === 'paste' ? new ClipboardEvent(kind, fields) : new DragEvent(kind, fields))
+}"""
+
+
+@pytest.mark.parametrize("kind", ["paste", "drop"])
+def test_a_picture_is_pasted_or_dropped(chat: Page, kind: str) -> None:
+    chat.evaluate(GIVE, ["shot.png", "image/png", base64.b64encode(png()).decode(), kind])
+    expect(chat.locator(".composer").get_by_role("img", name="shot.png")).to_be_visible()
+    chat.evaluate(GIVE, ["notes.pdf", "application/pdf", "AAAA", kind])
+    expect(chat.locator(".toasts")).to_have_text(
+        "notes.pdf is not attached: it is no picture, and no sound in WAV, MP3 or FLAC."
+    )
+
+
+def test_a_large_picture_is_scaled_down_before_it_is_sent(chat: Page) -> None:
+    answer_with(chat, "Red.")
+    choose(chat, file("large.png", "image/png", png(3000, 1500)))
+    expect(attached(chat)).to_have_count(1)
+    [picture, _] = sent_content(chat, "Which colour?")
+    data = base64.b64decode(picture["image_url"]["url"].partition(",")[2])
+    assert struct.unpack(">II", data[16:24]) == (1536, 768)
+
+
+def test_a_picture_that_the_server_cannot_read_is_made_one_that_it_can(chat: Page) -> None:
+    answer_with(chat, "Red.")
+    drawing = b'<svg xmlns="http://www.w3.org/2000/svg" width="20" height="10"><rect width="20" height="10"/></svg>'
+    choose(chat, file("drawing.svg", "image/svg+xml", drawing), file("broken.png", "image/png", b"no picture"))
+    expect(chat.locator(".toasts")).to_contain_text("broken.png is not attached: the browser cannot read this picture.")
+    for each in attached(chat).all():
+        assert (each.get_by_role("img").get_attribute("src") or "").startswith("data:image/png;base64,")
+
+
+@pytest.mark.parametrize("modalities", [{}, {"vision": False, "audio": False}])
+def test_a_model_of_text_alone_has_no_button_and_says_so_to_a_picture(
+    page: Page, url: str, modalities: dict[str, bool]
+) -> None:
+    takes(page, **modalities)
+    open_tab(page, url)
+    wait_ready(page)
+    expect(attach(page)).to_have_count(0)
+    page.evaluate(GIVE, ["shot.png", "image/png", base64.b64encode(png()).decode(), "paste"])
+    expect(page.locator(".toasts")).to_have_text("shot.png is not attached: this model takes no pictures.")
+
+
+def test_conversations_with_media_are_exported_and_imported(chat: Page) -> None:
+    answer_with(chat, "Red.")
+    choose(chat, file("red.png", "image/png", png()), file("silence.wav", "audio/wav", wav()))
+    expect(attached(chat)).to_have_count(2)
+    ask(chat, "Which colour?")
+    path = exported(chat, "This conversation", "Export as JSON")
+    assert "(image: red.png)" in exported(chat, "This conversation", "Export as Markdown").read_text()
+    [conversation] = json.loads(path.read_text())["conversations"]
+    asked = {"role": "user", "content": [
+        {"type": "text", "text": "And this?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(png()).decode()}},
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav()).decode(), "format": "mp3"}},
+    ]}  # fmt: skip
+    beacon = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]}
+    [first] = [one for one in conversation["messages"].values() if one["role"] == "user"]
+    first["media"][0]["url"] = "https://example.org/a.png"
+    changed = {"format": "cppbatch-chat", "conversations": [conversation]}
+    for name, content, toast in (
+        ("remote.json", {"messages": [beacon]}, "remote.json cannot be imported: Only text"),
+        ("changed.json", changed, "changed.json cannot be imported: A conversation in the file is damaged"),
+        ("own.json", json.loads(path.read_text()), "1 conversation imported"),
+        ("openai.json", {"messages": [asked]}, "1 conversation imported"),
+    ):
+        data = file(name, "application/json", json.dumps(content).encode())
+        chat.get_by_label("File to import").set_input_files(data)
+        expect(chat.locator(".toast").last).to_contain_text(toast)
+    expect(messages(chat, "user").get_by_role("img")).to_have_count(1)
+    with chat.expect_request(CHAT) as sent:
+        send(chat, "Again")
+    assert sorted(map(str, sent.value.post_data_json["messages"][0]["content"])) == sorted(map(str, asked["content"]))
+
+
+def test_attached_media_are_accessible_and_fit_a_phone(chat: Page) -> None:
+    phone(chat)
+    answer_with(chat, "Red.")
+    wide, sound = file("wide" * 30 + ".png", "image/png", png(900, 20)), file("tone.wav", "audio/wav", wav())
+    for _ in range(2):
+        choose(chat, wide, sound)
+        expect(attached(chat)).to_have_count(2)
+        assert overflow(chat) == []
+        assert axe_violations(chat) == []
+        dark(chat)
+        assert axe_violations(chat) == []
+        ask(chat, "Which colour?")
+    assert overflow(chat) == []
+    assert axe_violations(chat) == []
