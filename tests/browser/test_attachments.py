@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
+from tests import tiny_models, tiny_projectors
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
 from tests.browser.test_chat import CHAT, answer_with, ask, exported, messages, send
+from tests.server_process import ServerProcess
 
 
 def png(width: int = 8, height: int = 8) -> bytes:
@@ -204,3 +209,27 @@ def test_attached_media_are_accessible_and_fit_a_phone(chat: Page) -> None:
         ask(chat, "Which colour?")
     assert overflow(chat) == []
     assert axe_violations(chat) == []
+
+
+def test_a_model_with_a_projector_answers_a_picture(
+    page: Page, fresh_server: Callable[..., ServerProcess], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """What the page sends is what the server takes: 16 tokens of the prompt are the picture."""
+    projector = tiny_projectors.vision(tmp_path / "mmproj.gguf", n_embd=tiny_models.N_EMBD)
+    server = fresh_server("-m", tiny_llama, "--mmproj", projector, "-np", "2", "-c", "1024", "-n", "8", "--ignore-eos")
+    open_tab(page, f"{server.url}/")
+    wait_ready(page)
+    prompts = []
+    for picture in (None, file("red.png", "image/png", png(64, 64))):
+        page.get_by_role("button", name="New conversation").click()
+        if picture:
+            choose(page, picture)
+            expect(attached(page)).to_have_count(1)
+        ask(page, "What is this?")
+        shown = messages(page, "assistant").locator(".stats").inner_text()
+        found = re.search(r"prompt (\d+)", shown)
+        assert found, shown
+        prompts.append(int(found[1]))
+    assert prompts[1] - prompts[0] >= tiny_projectors.IMAGE_TOKENS
+    choose(page, file("broken.gif", "image/gif", b"GIF89a"))
+    expect(page.locator(".toasts")).to_contain_text("broken.gif is not attached")
