@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingParams
 from cppbatch.cluster import supervisor
 from cppbatch.cluster.worker_link import Loaded
+from cppbatch.errors import EngineClosed
 from tests.fake_workers import FakeWorker, fake_workers
 
 __all__ = ["fake_workers"]
@@ -64,6 +65,8 @@ async def test_a_file_that_became_another_model_is_refused_until_it_is_back(
         assert event.error is not None
         assert "model.gguf is another model now (llama 7B" in event.error
         assert engine.health().status == "failed"
+        with pytest.raises(EngineClosed, match="it is failed"):
+            await engine.check(request)
         monkeypatch.setattr(FakeWorker, "start", start)
         for _ in range(500):
             if engine.health().status == "ok":
