@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 from cppbatch.engine.request import GenerationEvent
 
 
@@ -21,6 +11,16 @@ class ProgressLine:
     """Finished prompts, tokens, speed, and the time that is left. A context manager. `total`: None if not known."""
 
     def __init__(self, verb: str, total: int | None, *, enabled: bool) -> None:
+        from rich.console import Console  # not in workers, which start faster without it
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
