@@ -102,6 +102,32 @@ def hangs_on_texts(config: EngineConfig, progress: Progress) -> Runtime:
     return _with_vocab(runtime, _PoisonedVocab(runtime.vocab, lambda: time.sleep(1000)))
 
 
+class _PoisonedEncoder(_Wrapped):
+    """Aborts the process at a picture that is all black; waits a while at others."""
+
+    def __init__(self, real: Any) -> None:
+        super().__init__(real)
+        self._pixels: Any = None
+
+    def split_image(self, pixels: Any) -> Any:
+        self._pixels = pixels
+        return self._real.split_image(pixels)
+
+    def encode(self, chunk: Any) -> Any:
+        if not self._pixels.any():
+            os.abort()
+        time.sleep(0.05)
+        return self._real.encode(chunk)
+
+
+def dies_of_black_pictures(config: EngineConfig, progress: Progress) -> Runtime:
+    """As llama.cpp does when an encoder's assertion fails."""
+    runtime = load_runtime(config, progress)
+    assert runtime.media
+    runtime.media.encoder = _PoisonedEncoder(runtime.media.encoder)
+    return runtime
+
+
 class _SlowVocab(_Wrapped):
     """Tokenising takes `seconds` more for each part of a text that is `slow`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,41 @@ import gguf
 from cppbatch.models.synthetic import Weight, matrix, norm, write_gguf
 from tests.tiny_models import PathLike
 
-N_EMBD, N_HEAD, N_FF, N_LAYER = 64, 4, 128, 2
-IMAGE_SIZE, PATCH_SIZE = 32, 8
-IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
-"""Tokens of any picture with `vision`."""
+
+@dataclass(frozen=True)
+class EncoderShape:
+    """The sizes of an encoder. A picture is scaled to `image_size` and cut into patches, each of which is a token."""
+
+    n_embd: int = 64
+    n_head: int = 4
+    n_ff: int = 128
+    n_layer: int = 2
+    image_size: int = 32
+    patch_size: int = 8
+
+    @property
+    def n_tokens(self) -> int:
+        """Of any picture, with `vision`."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+TINY = EncoderShape()
+N_EMBD, N_FF, N_LAYER, IMAGE_SIZE = TINY.n_embd, TINY.n_ff, TINY.n_layer, TINY.image_size
+IMAGE_TOKENS = TINY.n_tokens
+SIGLIP_BASE = EncoderShape(n_embd=768, n_head=12, n_ff=3072, n_layer=12, image_size=224, patch_size=16)
+"""SigLIP base at 224 pixels: 86 million weights, 196 tokens."""
 N_MEL, SOUND_POSITIONS, STACK = 80, 1500, 250
 SOUND_TOKENS = SOUND_POSITIONS // STACK
 """Tokens of each half minute of sound with `audio`."""
 SAMPLE_RATE = 16_000
 
 
-def vision(path: PathLike, *, n_embd: int = 64, projector: str = "mlp", seed: int = 0, gain: float = 1.0) -> Path:
-    """LLaVA: a picture becomes 16 tokens of a text model with `n_embd`, without control tokens around them."""
-    writer = _writer(path, "vision", n_embd, projector)
-    weights = [*_vision_layers(), matrix("mm.0", n_embd, N_EMBD), Weight("mm.0.bias", (n_embd,))]
-    weights += [matrix("mm.2", n_embd, n_embd, gain), Weight("mm.2.bias", (n_embd,))]
-    return write_gguf(path, writer, weights, seed=seed)
+def vision(path: PathLike, *, n_embd: int = 64, shape: EncoderShape = TINY, quant: str = "F32", seed: int = 0) -> Path:
+    """LLaVA: a picture becomes tokens of a text model with `n_embd`, without control tokens around them."""
+    writer = _writer(path, "vision", n_embd, "mlp", shape)
+    weights = [*_vision_layers(shape), matrix("mm.0", n_embd, shape.n_embd), Weight("mm.0.bias", (n_embd,))]
+    weights += [matrix("mm.2", n_embd, n_embd), Weight("mm.2.bias", (n_embd,))]
+    return write_gguf(path, writer, weights, quant=quant, seed=seed)
 
 
 def non_causal_vision(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Path:
@@ -66,14 +86,14 @@ def audio(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Path:
     return write_gguf(path, writer, weights, seed=seed)
 
 
-def _writer(path: PathLike, kind: str, n_embd: int, projector: str) -> Any:
+def _writer(path: PathLike, kind: str, n_embd: int, projector: str, shape: EncoderShape = TINY) -> Any:
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_string("general.type", "mmproj")
     writer.add_string("clip.projector_type", projector)
     writer.add_bool(f"clip.has_{kind}_encoder", True)
     for name, value in (
-        ("embedding_length", N_EMBD), ("feed_forward_length", N_FF), ("block_count", N_LAYER),
-        ("projection_dim", n_embd), ("attention.head_count", N_HEAD),
+        ("embedding_length", shape.n_embd), ("feed_forward_length", shape.n_ff), ("block_count", shape.n_layer),
+        ("projection_dim", n_embd), ("attention.head_count", shape.n_head),
     ):  # fmt: skip
         writer.add_uint32(f"clip.{kind}.{name}", value)
     writer.add_float32(f"clip.{kind}.attention.layer_norm_epsilon", 1e-5)
@@ -82,32 +102,32 @@ def _writer(path: PathLike, kind: str, n_embd: int, projector: str) -> Any:
         writer.add_uint32("clip.audio.projector.stack_factor", STACK)
         return writer
     writer.add_bool("clip.use_gelu", True)
-    writer.add_uint32("clip.vision.image_size", IMAGE_SIZE)
-    writer.add_uint32("clip.vision.patch_size", PATCH_SIZE)
+    writer.add_uint32("clip.vision.image_size", shape.image_size)
+    writer.add_uint32("clip.vision.patch_size", shape.patch_size)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
     return writer
 
 
-def _vision_layers() -> list[Weight]:
-    n_positions = (IMAGE_SIZE // PATCH_SIZE) ** 2
+def _vision_layers(shape: EncoderShape = TINY) -> list[Weight]:
     return [
-        Weight("v.patch_embd.weight", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE), std=0.2),
-        Weight("v.position_embd.weight", (n_positions, N_EMBD), std=0.2),
-        *_layers("v"),
+        Weight("v.patch_embd.weight", (shape.n_embd, 3, shape.patch_size, shape.patch_size), std=0.2),
+        Weight("v.position_embd.weight", (shape.n_tokens, shape.n_embd), std=0.2),
+        *_layers("v", shape),
     ]
 
 
-def _layers(prefix: str) -> list[Weight]:
+def _layers(prefix: str, shape: EncoderShape = TINY) -> list[Weight]:
+    n_embd, n_ff = shape.n_embd, shape.n_ff
     weights = []
-    for i in range(N_LAYER):
+    for i in range(shape.n_layer):
         blk = f"{prefix}.blk.{i}"
         for name in ("attn_q", "attn_k", "attn_v", "attn_out"):
-            weights.append(matrix(f"{blk}.{name}", N_EMBD, N_EMBD, 2.0))
+            weights.append(matrix(f"{blk}.{name}", n_embd, n_embd, 2.0))
             if name != "attn_k" or prefix == "v":  # Whisper's keys have none
-                weights.append(Weight(f"{blk}.{name}.bias", (N_EMBD,)))
+                weights.append(Weight(f"{blk}.{name}.bias", (n_embd,)))
         for name in ("ln1", "ln2"):
-            weights += [norm(f"{blk}.{name}", N_EMBD), Weight(f"{blk}.{name}.bias", (N_EMBD,))]
-        weights += [matrix(f"{blk}.ffn_up", N_FF, N_EMBD, 2.0), Weight(f"{blk}.ffn_up.bias", (N_FF,))]
-        weights += [matrix(f"{blk}.ffn_down", N_EMBD, N_FF), Weight(f"{blk}.ffn_down.bias", (N_EMBD,))]
+            weights += [norm(f"{blk}.{name}", n_embd), Weight(f"{blk}.{name}.bias", (n_embd,))]
+        weights += [matrix(f"{blk}.ffn_up", n_ff, n_embd, 2.0), Weight(f"{blk}.ffn_up.bias", (n_ff,))]
+        weights += [matrix(f"{blk}.ffn_down", n_embd, n_ff), Weight(f"{blk}.ffn_down.bias", (n_embd,))]
     return weights

@@ -47,6 +47,7 @@ class StepLoop:
 
         Raises what a step, a command or `on_events` raised.
         """
+        engine.prepare_beside_steps()
         with OutputThread(engine, self._on_events, self._raise_in_run) as output_thread:
             engine.on_admitted = lambda: output_thread.put(engine.outputs.take_outputs())
             while not self.stopping:

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 _LAST_MESSAGES_S = 0.2  # after a death, the wait for messages that are still on the way
 _N_CHECKS = 20  # of the heartbeat within the timeout
 _STOP_S = 10.0  # to close the engine
-_MAX_PREPARATION_S = 60.0  # of one request: reading a grammar may take 10 s, and a busy machine needs longer
+_MAX_PREPARATION_S = 60.0  # without progress: reading a grammar may take 10 s, and a busy machine needs longer
 _EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
 """Signals that a worker never sends itself. The kernel sends SIGKILL too (out of memory), and counts that."""
 _KERNEL_COUNTERS = Path("/proc/vmstat")
@@ -141,14 +141,14 @@ class WorkerHandle:
         whether the worker runs.
         """
         heartbeats, missed = self._status.heartbeats, 0
-        n_checks: dict[int, int] = {}  # of each request that is being prepared
+        n_checks: dict[tuple[int, int], int] = {}  # of each request that is being prepared, since its last progress
         max_preparation = max(timeout, _MAX_PREPARATION_S)
         while missed < _N_CHECKS:
             await asyncio.sleep(timeout / _N_CHECKS)
             missed = missed + 1 if self._status.heartbeats == heartbeats else 0
             heartbeats = self._status.heartbeats
-            n_checks = {number: n_checks.get(number, 0) + 1 for number in self._status.preparing()}
-            for number, n in n_checks.items():
+            n_checks = {key: n_checks.get(key, 0) + 1 for key in self._status.progress()}
+            for (number, _), n in n_checks.items():
                 if n * timeout / _N_CHECKS > max_preparation and not self._is_stopped():
                     return WorkerDied(f"it prepared a request for more than {max_preparation:.0f} s", {number})
         if self._is_stopped():

@@ -130,7 +130,7 @@ class Worker:
         thread = self._thread_numbers.current()
         self._status.set_preparing(thread, number)
         try:
-            command = self._prepared(message)
+            command = self._prepared(message, thread)
         except InvalidRequest as error:
             refused = _refused(number, error)
             self._step_loop.post(lambda engine: self._answer(number, refused))
@@ -143,7 +143,7 @@ class Worker:
         finally:
             self._status.set_preparing(thread, -1)
 
-    def _prepared(self, message: Submit | Question) -> Callable[[BatchInferenceEngine], None]:
+    def _prepared(self, message: Submit | Question, thread: int) -> Callable[[BatchInferenceEngine], None]:
         """Prepares a request and returns the command that adds or answers it between two steps.
 
         Raises `InvalidRequest` and `RequestCancelled`.
@@ -151,6 +151,7 @@ class Worker:
         number, engine = message.number, self._engine
 
         def cancelled() -> bool:
+            self._status.progressed(thread)
             return number in self._cancelled
 
         if cancelled():

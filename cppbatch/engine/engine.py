@@ -196,6 +196,11 @@ class BatchInferenceEngine:
             self.outputs.resume(sequence)
         return sequence
 
+    def prepare_beside_steps(self) -> None:
+        """From now on `prepare` may wait until sequences have ended, because a thread steps meanwhile."""
+        if self._runtime.media:
+            self._runtime.media.has_bound = True
+
     def is_quick(self, request: GenerationRequest) -> bool:
         """Whether `prepare` takes only milliseconds: a short text, and no grammar that must be compiled."""
         return self._inputs.is_quick(request)

@@ -241,6 +241,9 @@ class InputProcessor:
         if self._vocab.adds_bos:
             tokens.append(self._vocab.tokenize("", add_special=True)[:1])
 
+        if self._media and prompt.media:
+            self._media.wait_for_room(cancelled)
+
         def n_tokens() -> int:
             return sum(map(len, tokens))
 

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +29,8 @@ log = logging.getLogger("cppbatch.engine")
 CACHE_BYTES = 256 << 20
 """Vectors of the pictures and sounds used last that are kept for later requests. One of 256 tokens with n_embd 2048
 takes 2 MiB."""
+HELD_BYTES = 512 << 20
+"""Vectors that waiting and running sequences may hold, before another request with pictures is prepared."""
 _LOOK_S = 0.05  # how often a request that waits for the encoder looks whether it was cancelled
 
 Vectors = npt.NDArray[np.float32]
@@ -100,6 +102,8 @@ class MediaInput:
         self._kept: OrderedDict[str, EncodedMedium] = OrderedDict()  # the least recently used first
         self._alive: weakref.WeakValueDictionary[str, EncodedMedium] = weakref.WeakValueDictionary()
         self._kept_bytes = 0
+        self.has_bound = False
+        """Whether `wait_for_room` waits: only where another thread steps meanwhile, so that sequences end."""
         self.n_encoded = 0
         """Pictures and sounds that were encoded."""
         self.n_found = 0
@@ -130,6 +134,17 @@ class MediaInput:
                 self.seconds += perf_counter() - began
                 self._keep(key, made)
         return made
+
+    def wait_for_room(self, cancelled: IsCancelled) -> None:
+        """Waits while the sequences hold too many vectors. Raises `RequestCancelled`."""
+        while self.has_bound and self._held_bytes() > HELD_BYTES:
+            if cancelled():
+                raise RequestCancelled("cancelled while it waited for memory")
+            sleep(_LOOK_S)
+
+    def _held_bytes(self) -> int:
+        with self._lock:
+            return sum(medium.n_bytes for medium in self._alive.values()) - self._kept_bytes
 
     def n_tokens(self, medium: Media) -> int:
         """How many tokens it becomes, without encoding it. Raises `InvalidRequest` as `encoded`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from cppbatch import InvalidRequest
+from cppbatch.engine import media_input
 from cppbatch.engine.media_input import EncodedMedium, MediaInput, placeholders
 from cppbatch.engine.request import Media
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
@@ -126,3 +128,22 @@ def test_a_picture_that_the_encoder_refuses_is_an_invalid_request(monkeypatch: p
         InvalidRequest, match="prompt: has a medium of kind image that cannot be encoded: out of memory"
     ):
         encode(fake_media(), small_picture(1, 4))
+
+
+def test_beside_a_step_loop_a_request_waits_while_sequences_hold_too_many_vectors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    media = fake_media(cache_bytes=0)
+    held = [encode(media, small_picture(number, 4)) for number in range(3)]
+    monkeypatch.setattr(media_input, "HELD_BYTES", 2 * held[0].n_bytes)
+    media.wait_for_room(never_cancelled)  # where nobody steps, waiting would never end
+    media.has_bound = True
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(media.wait_for_room, never_cancelled)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            waiting.result(0.2)
+        held.pop()
+        waiting.result(10)
+    held.append(encode(media, small_picture(7, 4)))
+    with pytest.raises(RequestCancelled):
+        media.wait_for_room(lambda: True)
