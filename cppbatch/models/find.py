@@ -45,7 +45,7 @@ def _models_like(folder: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _is_shown(path: Path) -> bool:
-    is_projector = len(path.parts) > 1 and path.name.lower().startswith("mmproj")
+    is_projector = path.name.lower().startswith("mmproj")
     return not (LATER_PART.search(path.name) or is_projector or any(part.startswith(".") for part in path.parts))
 
 

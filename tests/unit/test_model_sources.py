@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ BASE = EngineConfig("", n_ctx=4096)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "models"
-    for name in ("a-Q4_0.gguf", "b.gguf", "sub/b.gguf", "sub/mmproj-b.gguf", "split/c-00001-of-00002.gguf"):
+    for name in (
+        "a-Q4_0.gguf",
+        "b.gguf",
+        "sub/b.gguf",
+        "sub/mmproj-b.gguf",
+        "mmproj.gguf",
+        "split/c-00001-of-00002.gguf",
+    ):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"GGUF")
@@ -41,6 +49,13 @@ def catalog(folder: Path | None = None, text: str = "", suffix: str = ".toml", *
 
 def specs(made: Catalog) -> dict[str, ModelSpec]:
     return {spec.name: spec for spec in made.read().specs}
+
+
+def test_each_model_has_its_own_projector(folder: Path) -> None:
+    projector = folder / "sub" / "mmproj-b.gguf"
+    projector.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 1, 0))
+    found = specs(catalog(folder, f'[models."sub/b"]\nmmproj = "{projector}"\n'))
+    assert {name: spec.config.mmproj for name, spec in found.items() if spec.config.mmproj} == {"sub/b": str(projector)}
 
 
 def test_a_model_has_the_name_of_its_file_and_of_its_folder_where_two_have_it(folder: Path) -> None:
