@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -14,7 +15,7 @@ from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import Media, MediaPrompt, Prompt
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.limits import Limits
-from cppbatch.server.remote_media import fetch
+from cppbatch.server.remote_media import ByteBudget, fetch
 from cppbatch.server.settings import ServerSettings
 
 Json = dict[str, Any]
@@ -27,17 +28,18 @@ class MediaLoader:
 
     def __init__(self, settings: ServerSettings, info: ModelInfo) -> None:
         self._limits, self._settings, self._info = settings.limits, settings, info
+        self._budget = ByteBudget(settings.limits.max_media_bytes)
         self._fetched: dict[str, bytes | InvalidRequest] = {}
         self._loaded: dict[tuple[str, str], Media] = {}  # by kind and URL
 
-    async def fetch(self, messages: list[Json]) -> None:
-        """Fetches what is on other hosts. Raises `InvalidRequest` for media that `loaded` would refuse unread; a fetch
-        that fails is an error of `loaded`."""
-        sources = self._sources(messages)
-        remote = {each.url: each for each in sources if is_remote(each) and each.url not in self._fetched}
-        if remote:
-            at_once = asyncio.Semaphore(_FETCHED_AT_ONCE)
-            await asyncio.gather(*(self._fetch(source, at_once) for source in remote.values()))
+    async def fetch(self, conversations: Iterable[list[Json]]) -> None:
+        """Fetches what is on other hosts, unless it is refused unread. All errors are those of `loaded`."""
+        remote: dict[str, MediaSource] = {}
+        for messages in conversations:
+            with contextlib.suppress(InvalidRequest):
+                remote |= {each.url: each for each in self._sources(messages) if is_remote(each) and not _is_file(each)}
+        at_once = asyncio.Semaphore(_FETCHED_AT_ONCE)
+        await asyncio.gather(*(self._fetch(source, at_once) for source in remote.values()))
 
     def loaded(self, messages: list[Json]) -> list[Json]:
         """The conversation with its media loaded, which takes time. What is on other hosts must be fetched.
@@ -74,25 +76,27 @@ class MediaLoader:
         return self._loaded[key]
 
     def _bytes(self, source: MediaSource) -> bytes:
-        if source.url[:5].lower() == "file:":
-            return read_local(source, self._settings.media_path, self._limits.max_media_bytes)
+        if _is_file(source):
+            return read_local(source, self._settings.media_path, self._budget)
         fetched = self._fetched[source.url]
         if isinstance(fetched, InvalidRequest):
             raise fetched.renamed(source.field)
         return fetched
 
     async def _fetch(self, source: MediaSource, at_once: asyncio.Semaphore) -> None:
-        if source.url[:5].lower() == "file:":
-            return
         async with at_once:
             try:
-                domains, most = self._settings.media_domains, self._limits.max_media_bytes
-                self._fetched[source.url] = await fetch(source.field, source.url, domains, max_bytes=most)
+                domains = self._settings.media_domains
+                self._fetched[source.url] = await fetch(source.field, source.url, domains, self._budget)
             except InvalidRequest as error:
                 self._fetched[source.url] = error
 
 
-def read_local(source: MediaSource, folder: Path | None, max_bytes: int) -> bytes:
+def _is_file(source: MediaSource) -> bool:
+    return source.url[:5].lower() == "file:"
+
+
+def read_local(source: MediaSource, folder: Path | None, budget: ByteBudget) -> bytes:
     """The bytes of a file:// address in the folder of --media-path. Raises `InvalidRequest`."""
     if folder is None:
         message = "is a file of the server: start it with --media-path DIR, or send the file itself as a data URL"
@@ -102,9 +106,7 @@ def read_local(source: MediaSource, folder: Path | None, max_bytes: int) -> byte
         path = (folder / unquote(source.url[5:].removeprefix("//"))).resolve()  # an absolute path replaces the folder
         if not path.is_relative_to(folder) or not path.is_file():
             raise none
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise InvalidRequest(source.field, f"has {size:,} bytes; the limit is {max_bytes:,} (--max-media-mb)")
+        budget.take(source.field, path.stat().st_size)
         return path.read_bytes()
     except OSError as error:
         raise none from error

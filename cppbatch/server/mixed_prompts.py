@@ -92,7 +92,7 @@ async def _loaded(serving: Serving, prompt: MarkedPrompt, field: str) -> MediaPr
     sources = [source_of_data(f"{field}.multimodal_data[{i}]", data) for i, data in enumerate(prompt.data)]
     messages = [{"role": "user", "content": [source.part() for source in sources]}]
     media = serving.media_loader()
-    await media.fetch(messages)
+    await media.fetch([messages])
     loaded = media_of(await asyncio.to_thread(media.loaded, messages))
     first, *others = prompt.text.split(MEDIA_MARKER)
     parts = [first]

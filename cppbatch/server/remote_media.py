@@ -17,14 +17,28 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _CHUNK = 1 << 16
 
 
-async def fetch(field: str, address: str, domains: MediaDomains, *, max_bytes: int, seconds: float = 10) -> bytes:
+class ByteBudget:
+    """The bytes that all media of a request may have which are not in its body."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._n_bytes = self._left = n_bytes
+
+    def take(self, field: str, n: int) -> None:
+        """Counts `n` bytes of a medium. Raises `InvalidRequest` if they are more than what is left."""
+        if n > self._left:
+            limit = f"{self._n_bytes:,} bytes (--max-media-mb)"
+            raise InvalidRequest(field, f"makes the pictures and sounds of the request larger than {limit}")
+        self._left -= n
+
+
+async def fetch(field: str, address: str, domains: MediaDomains, budget: ByteBudget, *, seconds: float = 10) -> bytes:
     """The bytes at an address with http or https. `field`: its name in errors.
 
     Raises `InvalidRequest` for a host that is not listed, also after a redirect; for one whose address is private and
-    not listed itself; for more than `max_bytes`; and if it takes longer than `seconds`.
+    not listed itself; for more bytes than `budget` has; and if it takes longer than `seconds`.
     """
     try:
-        return await asyncio.wait_for(_fetch(field, address, domains, max_bytes), seconds)
+        return await asyncio.wait_for(_fetch(field, address, domains, budget), seconds)
     except InvalidRequest:
         raise
     except asyncio.TimeoutError:
@@ -33,7 +47,7 @@ async def fetch(field: str, address: str, domains: MediaDomains, *, max_bytes: i
         raise InvalidRequest(field, f"cannot be fetched: {error!s:.200}") from error
 
 
-async def _fetch(field: str, address: str, domains: MediaDomains, max_bytes: int) -> bytes:
+async def _fetch(field: str, address: str, domains: MediaDomains, budget: ByteBudget) -> bytes:
     # Each name is resolved once, by the connector, which connects to the addresses that were checked.
     connector = aiohttp.TCPConnector(resolver=_CheckedResolver(field, domains), use_dns_cache=False, force_close=True)
     async with aiohttp.ClientSession(
@@ -49,7 +63,11 @@ async def _fetch(field: str, address: str, domains: MediaDomains, max_bytes: int
                     continue
                 if response.status != 200:
                     raise InvalidRequest(field, f"cannot be fetched: {url.host} answers with status {response.status}")
-                return await _read(field, response, max_bytes)
+                data = bytearray()
+                async for chunk in response.content.iter_chunked(_CHUNK):
+                    budget.take(field, len(chunk))
+                    data += chunk
+                return bytes(data)
     raise InvalidRequest(field, f"cannot be fetched: it is redirected more than {_MOST_REDIRECTS} times")
 
 
@@ -62,18 +80,6 @@ def _check(field: str, url: URL, domains: MediaDomains) -> None:
     if not domains.lists_host(url.host):
         message = f"is on {url.host!r:.80}, which is not listed: start the server with --allowed-media-domains"
         raise InvalidRequest(field, f"{message} {url.host:.80}, or send the file itself as a data URL")
-
-
-async def _read(field: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    data = bytearray()
-    too_large = InvalidRequest(field, f"has more than {max_bytes:,} bytes, which is what is left (--max-media-mb)")
-    if (response.content_length or 0) > max_bytes:
-        raise too_large
-    async for chunk in response.content.iter_chunked(_CHUNK):
-        data += chunk
-        if len(data) > max_bytes:
-            raise too_large
-    return bytes(data)
 
 
 class _CheckedResolver(AbstractResolver):

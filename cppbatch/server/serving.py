@@ -169,7 +169,7 @@ class Serving:
         """
         media = self.media_loader()
         try:
-            await media.fetch(messages)
+            await media.fetch([messages])
             return await asyncio.to_thread(
                 self.rendered,
                 await self.chat_format(),

@@ -24,7 +24,7 @@ from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.limits import Limits
 from cppbatch.server.media_domains import MediaDomains
 from cppbatch.server.media_loading import MediaLoader, refuse_large
-from cppbatch.server.remote_media import fetch
+from cppbatch.server.remote_media import ByteBudget, fetch
 from cppbatch.server.settings import ServerSettings
 from tests.fakes import fake_engine
 from tests.media_samples import RED, TONE, as_url
@@ -95,7 +95,7 @@ async def serving(handler: Handler) -> AsyncIterator[int]:
 
 
 async def fetched(url: str, *domains: str, max_bytes: int = 1 << 20, seconds: float = 5) -> bytes:
-    return await fetch("image", url, MediaDomains(domains), max_bytes=max_bytes, seconds=seconds)
+    return await fetch("image", url, MediaDomains(domains), ByteBudget(max_bytes), seconds=seconds)
 
 
 async def picture(_: web.Request) -> web.Response:
@@ -184,7 +184,7 @@ async def test_more_bytes_than_allowed_are_not_read() -> None:
 
     async with serving(endless) as port:
         for path in ("", "announced"):
-            assert "more than 100,000 bytes" in await refusal(
+            assert "larger than 100,000 bytes" in await refusal(
                 f"http://127.0.0.1:{port}/{path}", "127.0.0.1", max_bytes=100_000
             )
 
@@ -237,7 +237,7 @@ def message(*urls: str, kind: MediaKind = "image") -> list[dict[str, Any]]:
 
 async def load(settings: ServerSettings, messages: list[dict[str, Any]], model: ModelInfo = BOTH) -> list[Media]:
     loader = MediaLoader(settings, model)
-    await loader.fetch(messages)
+    await loader.fetch([messages])
     return [part["media"] for part in loader.loaded(messages)[0]["content"]]
 
 
@@ -282,6 +282,17 @@ async def test_number_and_bytes_of_a_request_are_bounded() -> None:
     large = RED + b"\0" * (1 << 19)
     with pytest.raises(InvalidRequest, match=r"content\[1\]: makes .* larger than 1 MiB \(--max-media-mb\)"):
         await load(settings, message(as_url(large), as_url(large)))
+
+
+async def test_files_and_fetched_ones_have_one_budget_for_all_conversations(tmp_path: Path) -> None:
+    settings = ServerSettings(limits=Limits(max_media_mb=1), media_path=tmp_path)
+    for name in "abc":
+        (tmp_path / name).write_bytes(RED + b"\0" * (400 << 10))
+    loader = MediaLoader(settings, BOTH)
+    for name in "aab":  # a file that occurs twice counts once
+        loader.loaded(message(f"file://{name}"))
+    with pytest.raises(InvalidRequest, match="larger than 1,048,576 bytes"):
+        loader.loaded(message("file://c"))
 
 
 def test_each_completion_counts() -> None:

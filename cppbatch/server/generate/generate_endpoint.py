@@ -135,13 +135,14 @@ class ChatTools(NamedTuple):
 async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:
     """What makes prompts of the `messages` of these requests, with the pictures and sounds fetched that they refer to;
     None: they have no messages. Raises `InvalidRequest` for a broken template."""
-    conversations = [body.messages for body in bodies if body.messages is not None]
-    if not conversations:
+    given = [body.messages for body in bodies if body.messages is not None]
+    if not given:
         return None
-    tools = ChatTools(await serving.chat_format(), serving.media_loader())
-    for messages in conversations:
+    tools, conversations = ChatTools(await serving.chat_format(), serving.media_loader()), []
+    for messages in given:
         with contextlib.suppress(InvalidRequest):  # raised again when the request is prepared
-            await tools.media.fetch(conversation_of(messages))
+            conversations.append(conversation_of(messages))
+    await tools.media.fetch(conversations)
     return tools
 
 
