@@ -138,12 +138,18 @@ async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> Chat
     given = [body.messages for body in bodies if body.messages is not None]
     if not given:
         return None
-    tools, conversations = ChatTools(await serving.chat_format(), serving.media_loader()), []
-    for messages in given:
-        with contextlib.suppress(InvalidRequest):  # raised again when the request is prepared
-            conversations.append(conversation_of(messages))
-    await tools.media.fetch(conversations)
+    tools = ChatTools(await serving.chat_format(), serving.media_loader())
+    await tools.media.fetch(await asyncio.to_thread(_readable, given))
     return tools
+
+
+def _readable(given: list[list[ChatMessage]]) -> list[list[Json]]:
+    """The conversations without those that are refused, which is said when their requests are prepared."""
+    conversations = []
+    for messages in given:
+        with contextlib.suppress(InvalidRequest):
+            conversations.append(conversation_of(messages))
+    return conversations
 
 
 def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatTools | None) -> PreparedRequest:
