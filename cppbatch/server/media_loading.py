@@ -60,13 +60,11 @@ class MediaLoader:
     def _sources(self, messages: list[Json]) -> list[MediaSource]:
         """The media, none of them loaded. Raises `InvalidRequest` if the model takes none, and for too many."""
         sources: list[MediaSource] = list(media_of(messages))
-        if sources:
-            refuse_unreadable(sources[0], self._info)
+        for source in sources:
+            refuse_unreadable(source, self._info)
         if len(sources) > (most := self._limits.max_media):
             message = f"is one of {len(sources)} pictures and sounds; a request may have {most} (--max-media)"
             raise InvalidRequest(sources[most].field, message)
-        for source in sources:
-            refuse_unreadable(source, self._info)
         return sources
 
     def _media(self, source: MediaSource) -> Media:
