@@ -449,26 +449,13 @@ def test_generate_takes_files(
     red, tone = tmp_path / "red.png", tmp_path / "tone.wav"
     red.write_bytes(RED)
     tone.write_bytes(TONE)
-    common = (
-        "generate",
-        "-m",
-        tiny_llama,
-        "--no-memory-check",
-        "--chat",
-        "--json",
-        "-n",
-        "4",
-        "-p",
-        "What?",
-        "-p",
-        "Why?",
-    )
+    common = [*"generate --no-memory-check --chat --json -n 4 -p What? -p Why? -m".split(), tiny_llama]
     for mmproj, flag, file, n in ((eyes, "--image", red, IMAGE_TOKENS), (ears, "--audio", tone, SOUND_TOKENS)):
         code, out, err = run(*common, "--mmproj", mmproj, flag, file)
         assert code == 0, err
         assert [json.loads(line)["usage"]["n_media_tokens"] for line in out.splitlines()] == [n, n]
     code, _, err = run(*common, "--image", red)
-    assert code == 1
+    assert code == 2
     assert "--mmproj" in err
     code, _, err = run("generate", "-m", tiny_llama, "-p", "x", "--image", red)
     assert code == 2
