@@ -34,6 +34,7 @@ _INT32_MAX = 2**31 - 1
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
 _MAX_WAIT_MS = 10_000
+_DISK_GB, _GB = 16, 10**9  # of cached prefixes on disk, unless given
 _MAX_DEVICES = 16  # llama_max_devices
 _MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is one: more would abort the process
 MAX_DRAFT = 64
@@ -103,6 +104,9 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """Share prefixes between requests that begin with the same tokens (--prefix-cache/--no-prefix-cache)."""
     prefix_cache_ram: int = 1024
     """Host memory, in MiB, for cached prefixes that had to leave their cells (--prefix-cache-ram)."""
+    prefix_cache_disk: str = ""
+    """A folder for cached prefixes that are there after a restart, as `DIR` or `DIR,GB`: GB that its files may take, 16
+    unless given. All engines of the machine may share it. "": none (--prefix-cache-disk, docs/decisions/0043)."""
     max_queue: int = 4096
     """Requests that may wait; more are refused (--max-queue)."""
     swap_space: int = 1024
@@ -174,6 +178,11 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             raise ConfigError(f"{named('device')} is {self.device}; devices are numbered from 0")
         for name in ("swap_space", "prefix_cache_ram"):
             self._check(name, 0, _INT32_MAX, "0 (none) or more MiB")
+        disk_folder(self.prefix_cache_disk)
+        if self.prefix_cache_disk and self.prefix_cache and not self.prefix_cache_ram:
+            raise ConfigError(
+                f"{named('prefix_cache_disk')} needs host memory for what is read, and {named('prefix_cache_ram')} is 0"
+            )
         self._check("n_keep", -1, _INT32_MAX, "-1 (the prompt), 0 or more")
         self._check("target_step_ms", 0, _MAX_STEP_MS, f"0 (automatic) to {_MAX_STEP_MS}")
         self._check("max_wait_ms", 0, _MAX_WAIT_MS, f"0 (no waiting) to {_MAX_WAIT_MS}")
@@ -288,6 +297,7 @@ class EngineSettings(TypedDict, total=False):
     cache_type_v: CacheType
     prefix_cache: bool
     prefix_cache_ram: int
+    prefix_cache_disk: str
     max_queue: int
     swap_space: int
     target_step_ms: float
@@ -306,6 +316,25 @@ class EngineSettings(TypedDict, total=False):
     context_shift: bool
     n_keep: int
     trace: str
+
+
+def disk_folder(setting: str) -> tuple[Path, int] | None:
+    """The folder of `prefix_cache_disk`, and the bytes that its files may take; None: there is none.
+
+    Raises `ConfigError`.
+    """
+    if not setting:
+        return None
+    folder, comma, size = setting.rpartition(",")
+    if not comma:
+        return Path(setting).expanduser().absolute(), _DISK_GB * _GB
+    try:
+        gb = float(size)
+    except ValueError:
+        gb = math.nan
+    if not folder or not 0 < gb < math.inf:
+        raise ConfigError(f"{named('prefix_cache_disk')} is {setting!r}; it must be DIR or DIR,GB with more than 0 GB")
+    return Path(folder).expanduser().absolute(), round(gb * _GB)
 
 
 def adapter_name(path: str) -> str:

@@ -446,6 +446,7 @@ def fake_engine(
     switches: bool = False,
     proposers: Sequence[Proposer] = (),
     media: MediaInput | None = None,
+    path: str = "fake.gguf",
     **settings: Any,
 ) -> BatchInferenceEngine:
     """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
@@ -478,7 +479,7 @@ def fake_engine(
         layouts = Layouts(change_layout, n_ctx // n_parallel)
     n_longest = n_batch if pooling else n_ctx if switches else context.n_ctx_seq
     info = ModelInfo(
-        name="fake", path="fake.gguf", description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
+        name="fake", path=path, description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
         kv_layout="auto" if switches else "unified" if unified else "per-sequence", sampling="host",
         n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
         max_sequence=min(n_longest, n_ctx_train) - max(0, min_rows - 2), pooling=pooling, n_embd=3,

@@ -102,6 +102,16 @@ def _cache_ram(_context: object, _option: object, given: int) -> int:
     return _NO_RAM_LIMIT if given == -1 else given
 
 
+def _disk_folder(_context: object, _option: object, given: str) -> str:
+    """Refuses a folder that cannot be written at the start, also if a model is loaded later."""
+    from cppbatch.config import disk_folder
+    from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder
+
+    if folder := disk_folder(given):
+        PrefixFolder(*folder)
+    return given
+
+
 def _workers_of_rpc(_context: object, _option: object, given: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in given.split(",")) if given else ()
 
@@ -251,6 +261,11 @@ _SETTINGS = [
         "--prefix-cache-ram", "-cram", "--cache-ram", "prefix_cache_ram", env="PREFIX_CACHE_RAM",
         llama_env="LLAMA_ARG_CACHE_RAM", type=int, default=_DEFAULTS.prefix_cache_ram, callback=_cache_ram,
         help="MiB of host memory for cached prefixes that are evicted from their KV cells.",
+    ),
+    option(
+        "--prefix-cache-disk", env="PREFIX_CACHE_DISK", metavar="DIR[,GB]", default=_DEFAULTS.prefix_cache_disk,
+        show_default=False, callback=_disk_folder,
+        help="Folder for cached prefixes that are there after a restart; its files take 16 GB at most, or so many.",
     ),
     option(
         "--max-queue", env="MAX_QUEUE", type=int, default=_DEFAULTS.max_queue,

@@ -18,8 +18,8 @@ GROUPS: Mapping[str, str] = {
     "system save_to continue_from ordered longest_first retry_failed overwrite",
     "Model": "model hf_repo hf_file mmproj lora chat_template template_variables reasoning thinking_tokens "
     "thinking_budget pooling",
-    "Batch and memory": "n_parallel n_ctx n_batch n_ubatch prefix_cache prefix_cache_ram swap_space cache_type_k "
-    "cache_type_v context_shift n_keep memory_check",
+    "Batch and memory": "n_parallel n_ctx n_batch n_ubatch prefix_cache prefix_cache_ram prefix_cache_disk swap_space "
+    "cache_type_k cache_type_v context_shift n_keep memory_check",
     "Speed": "n_threads n_gpu_layers use_profile kv_layout flash_attn repack sampling prefer target_step_ms "
     "max_wait_ms deterministic",
     "Speculative decoding": "spec draft_max draft_model draft_gpu_layers",

@@ -53,7 +53,7 @@ class StepLoop:
             while not self.stopping:
                 self._heartbeat()
                 if not engine.has_work:
-                    self.wait_for_command(engine)
+                    self.wait_for_command(engine, engine.idle())
                 elif seconds := engine.collecting_s():
                     self.wait_for_command(engine, seconds)
                 self._run_commands(engine)

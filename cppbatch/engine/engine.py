@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.chat.chat_format import ChatFormat
-from cppbatch.config import EngineConfig, EngineSettings, KvLayout, engine_config
+from cppbatch.config import EngineConfig, EngineSettings, KvLayout, disk_folder, engine_config
 from cppbatch.engine import offline, offline_chat
 from cppbatch.engine.chat_requests import ChatOptions, Conversation, PromptOrMessages, chat_template_of
 from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatStream
@@ -32,6 +32,8 @@ from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.output_processor import OutputProcessor
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.pooler import Pooler
+from cppbatch.engine.prefix_disk.disk_prefixes import DiskPrefixes
+from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder
 from cppbatch.engine.request import (
     Completion,
     FinishReason,
@@ -51,6 +53,7 @@ from cppbatch.engine.scheduler import Chunk, PoolingScheduler, Scheduler, StepPl
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.slots import Slots
 from cppbatch.engine.speculation.speculator import Speculator, max_draft_rows
+from cppbatch.engine.state_key import StateKey
 from cppbatch.engine.trace import Trace
 from cppbatch.engine.turns import Turns
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
@@ -61,6 +64,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger("cppbatch.engine")
+
+
+_IDLE_S = 1.0
+_DISK_WAIT_S = 0.02  # for a prefix that is read, when no sequence can compute anything: commands wait meanwhile
+_LAST_WRITES_S = 5.0  # how long writing cached prefixes may delay the end of an engine
 
 
 class BatchInferenceEngine:
@@ -144,8 +152,10 @@ class BatchInferenceEngine:
         """The queue of step outputs. After `compute` another thread may make events of them (`StepLoop`)."""
         self.turns = Turns()
         """All methods that change the engine take one, except `compute`."""
-        self.slots = Slots(self.kv, self.info, config)
+        key = StateKey(self.info, config, self._runtime.state_settings)
+        self.slots = Slots(self.kv, key)
         """Saves the cached prefixes of slots to files, and restores them."""
+        self._disk = self._open_disk(key)
         self._sequences: dict[str, Seq] = {}
         self._chat_formats: dict[str | None, ChatFormat] = {}  # by template; None: the model's own
         self._numbers = itertools.count(1)
@@ -163,6 +173,15 @@ class BatchInferenceEngine:
             return None
         most, n_rollback = self.config.draft_max, self._runtime.n_rollback
         return Speculator(proposers, min(most, n_rollback or most), equal_only=n_rollback > 0)
+
+    def _open_disk(self, key: StateKey) -> DiskPrefixes | None:
+        """Raises `ConfigError` if the folder cannot be written."""
+        folder = disk_folder(self.config.prefix_cache_disk)
+        if folder is None or self.info.pooling or self.kv.cache.sharing == "none":
+            return None
+        prefixes = DiskPrefixes(self.kv, PrefixFolder(*folder), key, lambda: self._scheduler.prompt_token_s)
+        self.kv.cache.disk = prefixes
+        return prefixes
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -194,6 +213,8 @@ class BatchInferenceEngine:
         if resume:
             sequence.resume(resume, perf_counter())
             self.outputs.resume(sequence)
+        if self._disk:
+            self._disk.refresh()
         return sequence
 
     def prepare_beside_steps(self) -> None:
@@ -317,6 +338,8 @@ class BatchInferenceEngine:
     def compute(self) -> None:
         """Computes one batch. The results wait in `outputs`. For the one thread that uses the engine, or in a turn."""
         self.metrics.begin_step()
+        if self._disk:
+            self._disk.collect()
         with self._restart_if_interrupted():
             if policy := self._layout_policy:
                 scheduler = self._scheduler
@@ -338,10 +361,21 @@ class BatchInferenceEngine:
                     sampled = self._sample(plan)
                     self._scheduler.computed(plan, perf_counter() - began)
                     self._advance(plan, sampled)
+        if self._disk:
+            if not plan.pieces:
+                self._disk.wait(_DISK_WAIT_S)
+            self._disk.after_step()
         if not self._scheduler.has_work:
             self._check_kv()
             if self._trace:
                 self._trace.flush()
+
+    def idle(self) -> float:
+        """Does what can wait until there is no work, in between two steps: writes a cached prefix to disk.
+
+        Returns the seconds after which to call it again at the latest, if there is no work until then.
+        """
+        return self._disk.idle() if self._disk else _IDLE_S
 
     def _fill(self, plan: StepPlan) -> None:
         """Writes the batch of the step's tokens. Pictures are written when their turn comes (`_decode_media`)."""
@@ -790,6 +824,9 @@ class BatchInferenceEngine:
         self._closed = True
         for request_id in list(self._sequences):
             self.cancel(request_id)
+        if self._disk:
+            self._disk.write_rest(_LAST_WRITES_S)
+            self._disk.close()
         self.outputs.keep()  # threads that wait for events get the last ones
         self.clear_prefix_cache()
         self._inputs.close()

@@ -474,6 +474,8 @@ class KVPool:
         if cached in self.cache.in_cells:
             self._limit_cached_cells(cached)
         self.apply()
+        if self.cache.disk:
+            self.cache.disk.kept(cached)
 
     def _limit_cached_cells(self, cached: CachedPrefix) -> None:
         """Evicts until cached prefixes hold no more than their share of the cells.
@@ -517,6 +519,18 @@ class KVPool:
         if cached is None:
             return None
         return cached, cached.saved or self._memory.save_sequence(cached.seq_id)
+
+    def state_of(self, cached: CachedPrefix) -> SavedState | None:
+        """The state of a cached prefix; None if it is in the cache no more, or if memory for a copy runs out."""
+        if cached in self.cache.in_cells:
+            return self._try_save(cached.seq_id, cached.n_computed)
+        return cached.saved if cached in self.cache.in_host else None
+
+    def add_cached(self, tokens: Tokens, salt: Salt, state: SavedState) -> None:
+        """Adds a state as a cached prefix in host memory, if it fits there."""
+        cached = CachedPrefix(tokens, salt, -1, None)
+        cached.is_taken = True
+        self.cache.add_to_host(cached, state)
 
     def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SavedState:
         """The state of a context of this model, of which these were kept."""

@@ -84,6 +84,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens taken from the prefix cache instead of being computed."""
     prefix_cache_bytes: int
     """Host memory of cached prefixes."""
+    prefixes_on_disk: int
+    """Cached prefixes on disk that this engine can take; engines may share them."""
+    prefix_disk_hits: int
+    """Requests for which a prefix was read from disk."""
+    prefix_disk_hit_tokens: int
+    """Prompt tokens that these could take from there."""
+    prefix_disk_read_bytes: int
+    prefix_disk_written_bytes: int
+    prefix_disk_damaged: int
+    """Damaged files of prefixes, which were deleted; the prompts were computed."""
     swaps: int
     """Preempted sequences that were saved to host memory."""
     recomputes: int
@@ -179,6 +189,7 @@ class Metrics:
 
     def stats(self, kv: KVPool, *, running: int, waiting: int) -> EngineStats:
         """The counters, with the present state of the pool and the queues."""
+        disk = kv.cache.disk_counts
         return EngineStats(
             steps=self.steps,
             decode_steps=self.decode_steps,
@@ -205,6 +216,12 @@ class Metrics:
             prefix_hits=kv.cache.hits,
             prefix_hit_tokens=kv.cache.hit_tokens,
             prefix_cache_bytes=kv.cache.used_host_bytes,
+            prefixes_on_disk=disk.entries,
+            prefix_disk_hits=disk.hits,
+            prefix_disk_hit_tokens=disk.hit_tokens,
+            prefix_disk_read_bytes=disk.read_bytes,
+            prefix_disk_written_bytes=disk.written_bytes,
+            prefix_disk_damaged=disk.damaged,
             swaps=kv.n_swaps,
             recomputes=kv.n_recomputes,
             swapped_bytes=kv.swapped_bytes,
@@ -242,6 +259,7 @@ def add_up(stats: list[EngineStats]) -> EngineStats:
         return stats[0]
     total = {name: _sum([getattr(each, name) for each in stats]) for name in EngineStats.__struct_fields__}
     total["mean_decode_batch"] = total["decode_rows"] / total["decode_steps"] if total["decode_steps"] else 0.0
+    total["prefixes_on_disk"] = max(each.prefixes_on_disk for each in stats)  # mostly the same ones
     return EngineStats(**total)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from cppbatch.config import Sharing
 from cppbatch.engine.cells import Span
@@ -49,6 +50,35 @@ class Match:
     """The source is the prefix of the slot that the request asks for (`id_slot`): it may be truncated."""
 
 
+class DiskTier(Protocol):
+    """Cached prefixes on disk, the tier below host memory. Its methods run on the engine's thread and never wait."""
+
+    def is_coming(self, sequence: Seq, n: int) -> bool:
+        """Whether a prefix of more than `n` tokens is being read for a waiting sequence, so that it waits on."""
+
+    def kept(self, cached: CachedPrefix) -> None:
+        """A finished sequence has left this prefix in the cache."""
+
+    def dropped(self, cached: CachedPrefix) -> None:
+        """This prefix loses its place in host memory (`saved`) after this call."""
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Counters of the prefixes on disk, since the start of the engine."""
+
+    hits: int = 0
+    """Sequences for which a prefix was read."""
+    hit_tokens: int = 0
+    """Prompt tokens that these could take."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    damaged: int = 0
+    """Files that were damaged, or of another content than their name says; they are deleted."""
+    entries: int = 0
+    """Prefixes on disk now that this engine can take."""
+
+
 class PrefixCache:
     """Finds prefixes among running sequences and cached ones. Decides only: `KVPool` moves the memory.
 
@@ -68,6 +98,8 @@ class PrefixCache:
         self.in_host: dict[CachedPrefix, None] = {}
         self.slots: dict[int, tuple[Tokens, Salt]] = {}
         """The computed tokens and the salt of the last request of each slot (`id_slot`)."""
+        self.disk: DiskTier | None = None
+        self.disk_counts = DiskCounts()
 
     # --- running sequences --------------------------------------------------------------------------------------
 
@@ -92,7 +124,8 @@ class PrefixCache:
         The best prefix saves the most tokens, less the cost of taking it. The last token is always computed, because
         its logits are needed. `sequence` waits if a sequence of earlier rank computes a prefix that is at least 24
         tokens better. It also waits if the best source now is that very sequence: taking more of it later is never
-        slower than computing the rest again. So two equal new prompts, or `n` choices of one, are computed once.
+        slower than computing the rest again. So two equal new prompts, or `n` choices of one, are computed once. And it
+        waits while a longer prefix is read from disk.
         """
         best, best_gain = None, 0
         ahead, coming = None, 0
@@ -114,7 +147,7 @@ class PrefixCache:
                 ahead, coming = source, n
         best_is_ahead = best is not None and best.source is ahead
         if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING):
-            return best, False
+            return best, self.disk is not None and self.disk.is_coming(sequence, best.n if best else 0)
         if self.sharing == "whole":
             # A copy has all tokens that `ahead` has computed, so its prefill stops at the end of the prefix for a step.
             ahead.pause_at = min(ahead.pause_at or coming, coming)
@@ -204,6 +237,10 @@ class PrefixCache:
         prefixes = [cached for cached in matches if isinstance(cached, CachedPrefix)]
         return min(prefixes, key=lambda cached: len(cached.tokens), default=None)
 
+    def has(self, cached: CachedPrefix) -> bool:
+        """Whether a prefix is cached, in cells or in host memory."""
+        return cached in self.in_cells or cached in self.in_host
+
     def add_to_host(self, cached: CachedPrefix, saved: SavedState) -> None:
         """Adds a prefix whose state is in host memory, if that holds it."""
         self._tree.insert(cached, cached.tokens, cached.salt)
@@ -239,7 +276,10 @@ class PrefixCache:
             self.drop(cached)
             return
         while self.used_host_bytes + saved.n_bytes > self.host_bytes:
-            self.drop(next(other for other in self.in_host if other.saved))
+            oldest = next(other for other in self.in_host if other.saved)
+            if self.disk:
+                self.disk.dropped(oldest)
+            self.drop(oldest)
         cached.saved = saved
         self.used_host_bytes += saved.n_bytes
 

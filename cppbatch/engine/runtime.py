@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypedDict
@@ -56,6 +56,7 @@ from cppbatch.llama import (
     least_rows_for_equal_bits,
     probe_prefix_sharing,
 )
+from cppbatch.llama.library import PINNED_VERSION
 from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.llama.vocab import Vocab
 from cppbatch.models.repacking import why_not_repacked
@@ -120,6 +121,9 @@ class Runtime:
     """Sources of drafts; none if there is no speculation."""
     media: MediaInput | None = None
     """Encodes pictures and sounds; None: prompts are text only."""
+    state_settings: Mapping[str, str] = field(default_factory=dict)
+    """What a sequence's keys and values depend on besides the model's file, adapters and types of cache: the version of
+    llama.cpp, and settings that change them. Saved states are for engines where it is equal."""
     n_rollback: int = 0
     """How many draft tokens of a sequence can be removed where memory is not all cells (`Context.n_rollback`)."""
 
@@ -284,6 +288,7 @@ def _open_runtime(
         threads=threads,
         proposers=_proposers(config, model) if wants_drafts and not _samples_one_row(context) else [],
         n_rollback=context.n_rollback,
+        state_settings=_state_settings(config, model),
     )
     if not switches(config, model):
         return runtime
@@ -291,6 +296,17 @@ def _open_runtime(
     n_cached = round(share * unified_cells(config)) if shares_cells and not on_gpu else None
     layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config), n_cached)
     return replace(runtime, layouts=layouts)
+
+
+def _state_settings(config: EngineConfig, model: Model) -> dict[str, str]:
+    settings = {"llama-cpp-python": PINNED_VERSION}
+    if config.deterministic:  # the same bits come from the same kernels only
+        settings["deterministic"] = f"repack {model.repack}"
+    if config.mmproj:  # the cells of pictures and sound are what it makes of them
+        settings["mmproj"] = file_digest(config.mmproj)
+    if model.rope_depends_on_context:
+        settings["context"] = f"{config.n_ctx} {config.n_parallel} {config.kv_layout}"
+    return settings
 
 
 def may_draft(config: EngineConfig) -> bool:

@@ -121,6 +121,12 @@ class SavedState(Protocol):
     def form(self) -> dict[str, Any]: ...
 
 
+class DiskRead(Protocol):
+    """A prefix that is being read from disk, or that was; also the answer that there is none."""
+
+    done: bool
+
+
 class Seq:
     """A request in the engine: its known tokens, how many of them are computed, and its text so far (`text`).
 
@@ -143,6 +149,7 @@ class Seq:
         "arrived_at",
         "cells",
         "constraint",
+        "disk_read",
         "draft",
         "dropped",
         "echoed",
@@ -232,6 +239,7 @@ class Seq:
         self.moving = False  # its keys and values are restored or copied by the next `KVPool.apply`
         self.pause_at = 0  # prefill stops at this token for a step, so that another sequence can copy it; 0: nowhere
         self.saved: SavedState | None = None
+        self.disk_read: DiskRead | None = None  # the read of a prefix for it; set when it is first looked up on disk
         self.text = Detokenizer(self.params.stop, include_stop=self.params.include_stop)
         self.echoed = 0  # characters of the prompt at the start of its text (`echo`)
         self.constraint: Constraint | None = None

@@ -15,6 +15,7 @@ import hashlib
 import os
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,15 @@ class Footer(msgspec.Struct, forbid_unknown_fields=True):
     cache_types: tuple[str, str]
     """Of keys and values."""
     cache_salt: str
+    """In a slot's file as it is; in the files of `--prefix-cache-disk` its SHA-256."""
     adapters: list[tuple[str, float]]
     """The digest and the scale of each LoRA adapter that the tokens were computed with."""
     form: dict[str, Any]
     """How the context that wrote the state laid it out."""
-    checksum: int
-    """CRC-32 of the tokens and the state."""
+    settings: dict[str, str] = {}
+    """In the files of `--prefix-cache-disk`: what else the state depends on (`Runtime.state_settings`)."""
+    checksum: int = 0
+    """CRC-32 of the tokens, the state, and the rest of the footer."""
 
 
 def file_digest(path: str | Path) -> str:
@@ -62,21 +66,28 @@ def file_digest(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def checksum(tokens: Tokens, state: npt.NDArray[np.uint8]) -> int:
-    """`Footer.checksum`."""
-    return zlib.crc32(state.data, zlib.crc32(np.ascontiguousarray(tokens).data))
+def slot_file_parts(tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> list[memoryview]:
+    """The content of a file, in order. The checksum of `footer` is computed here."""
+    tokens = np.ascontiguousarray(tokens, np.int32)
+    words = np.array([_VERSION, 3 + len(tokens), _PACKED, _PACKED_VERSION, len(tokens)], np.uint32)
+    footer = msgspec.structs.replace(footer, checksum=_checksum(tokens, state, footer))
+    note = msgspec.json.encode(footer)
+    end = note + np.uint32(len(note)).tobytes() + _FOOTER_MAGIC
+    return [memoryview(part).cast("B") for part in (_MAGIC, words.data, tokens.data, state.data, end) if len(part)]
+
+
+def _checksum(tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> int:
+    rest = msgspec.json.encode(msgspec.structs.replace(footer, checksum=0))
+    return zlib.crc32(rest, zlib.crc32(state.data, zlib.crc32(tokens.data)))
 
 
 def write_slot_file(path: Path, tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> int:
     """Writes the whole file or nothing, for this user only. Returns its bytes. Raises `OSError`."""
-    words = np.array([_VERSION, 3 + len(tokens), _PACKED, _PACKED_VERSION, len(tokens)], np.uint32)
-    note = msgspec.json.encode(footer)
     handle, temporary = tempfile.mkstemp(prefix=".slot-", dir=path.parent)
     try:
         with open(handle, "wb") as file:
-            for part in (_MAGIC, words.data, np.ascontiguousarray(tokens, np.int32).data, state.data, note):
+            for part in slot_file_parts(tokens, state, footer):
                 file.write(part)
-            file.write(np.uint32(len(note)).tobytes() + _FOOTER_MAGIC)
             n_bytes = file.tell()
         os.replace(temporary, path)
     except BaseException:
@@ -92,28 +103,71 @@ def read_slot_file(path: Path) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, i
     Raises `InvalidRequest` for a file that is missing, damaged or of another kind.
     """
     try:
-        data = np.fromfile(path, np.uint8)
+        return parse_slot_file(np.fromfile(path, np.uint8))
     except OSError as error:
         raise InvalidRequest("filename", f"{path.name!r} cannot be read: {error.strerror}") from error
-    try:
-        head, n_words = data[:8].tobytes(), _words(data, 8, 1)[0]
-        if head != _MAGIC + np.uint32(_VERSION).tobytes() or data[-4:].tobytes() != _FOOTER_MAGIC:
-            raise ValueError
-        words = _words(data, 12, n_words)
-        footer_at = data.size - 8 - _words(data, data.size - 8, 1)[0]
-        footer = msgspec.json.decode(data[footer_at:-8].tobytes(), type=Footer)
-        packed = n_words >= 3 and words[0] == _PACKED
-        if packed and (words[1], words[2]) != (_PACKED_VERSION, n_words - 3):
-            raise ValueError
-        tokens = words[3 if packed else 0 :].astype(np.int32)
-        state = data[12 + 4 * n_words : footer_at]
-        if checksum(tokens, state) != footer.checksum:
-            raise ValueError
-    except (ValueError, IndexError, msgspec.DecodeError):
+    except ValueError:
         raise InvalidRequest(
             "filename", f"{path.name!r} is no whole file of a slot of this program; save the slot again"
         ) from None
+
+
+def parse_slot_file(data: npt.NDArray[np.uint8]) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, int]:
+    """As `read_slot_file`, of the content of a file, which is not copied. Raises `ValueError` if it is damaged."""
+    footer, n_note = _footer(data[-8:].tobytes(), lambda n: data[data.size - 8 - n : data.size - 8].tobytes())
+    tokens, state_at = _tokens(data)
+    state = data[state_at : data.size - 8 - n_note]
+    if _checksum(tokens, state, footer) != footer.checksum:
+        raise ValueError("the checksum is of another content")
     return tokens, state, footer, data.size
+
+
+def read_slot_head(path: Path) -> tuple[Tokens, Footer, int]:
+    """The tokens, the footer and the number of bytes of a file, without its state and unchecked.
+
+    Raises `OSError`, and `ValueError` for a file that is damaged or of another kind.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size < 20:
+            raise ValueError("the file is too short")
+        file.seek(size - 8)
+
+        def before_end(n: int) -> bytes:
+            file.seek(max(0, size - 8 - n))
+            return file.read(n)
+
+        footer, _ = _footer(file.read(8), before_end)
+        file.seek(0)
+        head = file.read(12)
+        n_words = int(np.frombuffer(head[8:], np.uint32)[0])
+        if 12 + 4 * n_words > size:
+            raise ValueError("the file is too short for its tokens")
+        tokens, _ = _tokens(np.frombuffer(head + file.read(4 * n_words), np.uint8))
+    return tokens, footer, size
+
+
+def _footer(end: bytes, before_end: Callable[[int], bytes]) -> tuple[Footer, int]:
+    """The footer and the bytes of its JSON. `end`: the last 8 bytes of the file; `before_end`: so many before these."""
+    if len(end) != 8 or end[4:] != _FOOTER_MAGIC:
+        raise ValueError("there is no footer")
+    n_note = int(np.frombuffer(end[:4], np.uint32)[0])
+    try:
+        return msgspec.json.decode(before_end(n_note), type=Footer), n_note
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _tokens(data: npt.NDArray[np.uint8]) -> tuple[Tokens, int]:
+    """The tokens at the beginning of a file, and where the state begins."""
+    if data[:8].tobytes() != _MAGIC + np.uint32(_VERSION).tobytes():
+        raise ValueError("this is no file of a sequence")
+    n_words = _words(data, 8, 1)[0]
+    words = _words(data, 12, n_words)
+    packed = n_words >= 3 and words[0] == _PACKED
+    if packed and (words[1], words[2]) != (_PACKED_VERSION, n_words - 3):
+        raise ValueError("the number of tokens is wrong")
+    return words[3 if packed else 0 :].astype(np.int32), 12 + 4 * int(n_words)
 
 
 def _words(data: npt.NDArray[np.uint8], at: int, n: int) -> npt.NDArray[np.int64]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
-from cppbatch.config import EngineConfig
 from cppbatch.engine.kv_pool import OUT_OF_MEMORY, KVPool
 from cppbatch.engine.lora_sets import AdapterSet
-from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.radix_tree import Tokens
 from cppbatch.engine.sequence import SavedState
-from cppbatch.engine.slot_file import Footer, checksum, file_digest, read_slot_file, write_slot_file
+from cppbatch.engine.slot_file import Footer, read_slot_file, write_slot_file
+from cppbatch.engine.state_key import StateKey
 from cppbatch.errors import InvalidRequest
 
 
@@ -44,18 +42,9 @@ class Slots:
     A request belongs to a slot only if it says so. All requests use all cached prefixes, also those of slots.
     """
 
-    def __init__(self, kv: KVPool, info: ModelInfo, config: EngineConfig) -> None:
+    def __init__(self, kv: KVPool, key: StateKey) -> None:
         self._kv = kv
-        self._info = info
-        self._cache_types = (config.cache_type_k, config.cache_type_v)
-
-    @cached_property
-    def _digest(self) -> str:
-        return file_digest(self._info.path)
-
-    @cached_property
-    def _adapter_digests(self) -> list[str]:
-        return [file_digest(adapter.path) for adapter in self._info.adapters]
+        self._key = key
 
     def take(self, slot: int) -> SlotPrefix:
         """A copy of a slot's prefix. Raises `InvalidRequest` if there is none."""
@@ -74,13 +63,12 @@ class Slots:
         """Writes a prefix to a file, which it replaces. Raises `InvalidRequest` if it cannot."""
         data = prefix.state.data
         footer = Footer(
-            model=self._info.name,
-            digest=self._digest,
-            cache_types=self._cache_types,
+            model=self._key.model,
+            digest=self._key.digest,
+            cache_types=self._key.cache_types,
             cache_salt=prefix.cache_salt,
-            adapters=[(self._adapter_digests[number], scale) for number, scale in prefix.adapters],
+            adapters=list(self._key.adapter_digests(prefix.adapters)),
             form=prefix.state.form,
-            checksum=checksum(prefix.tokens, data),
         )
         try:
             n_bytes = write_slot_file(path, prefix.tokens, data, footer)
@@ -91,17 +79,17 @@ class Slots:
     def read(self, path: Path) -> SlotPrefix:
         """Reads a file. Raises `InvalidRequest` if it is damaged, or of another model, adapter or cache type."""
         tokens, data, footer, n_bytes = read_slot_file(path)
-        if footer.digest != self._digest:
-            message = f"{path.name!r} is of another model, {footer.model!r}; this server has {self._info.name!r}"
+        key = self._key
+        if footer.digest != key.digest:
+            message = f"{path.name!r} is of another model, {footer.model!r}; this server has {key.model!r}"
             raise InvalidRequest("filename", message)
-        if footer.cache_types != self._cache_types:
-            theirs, ours = ("/".join(types) for types in (footer.cache_types, self._cache_types))
+        if footer.cache_types != key.cache_types:
+            theirs, ours = ("/".join(types) for types in (footer.cache_types, key.cache_types))
             message = f"{path.name!r} has keys and values of types {theirs}; this server's are {ours} (-ctk, -ctv)"
             raise InvalidRequest("filename", message)
-        digests = self._adapter_digests
-        if any(digest not in digests for digest, _ in footer.adapters):
+        adapters = key.adapter_set(footer.adapters)
+        if adapters is None:
             raise InvalidRequest("filename", f"{path.name!r} was computed with a LoRA adapter that is not loaded")
-        adapters = tuple(sorted((digests.index(digest), scale) for digest, scale in footer.adapters))
         state = self._kv.read_state(data, footer.form)
         return SlotPrefix(tokens, footer.cache_salt, adapters, state, n_bytes)
 

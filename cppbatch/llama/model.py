@@ -227,6 +227,11 @@ class Model:
         return has_tensor(self.path, "cls.weight", "cls.output.weight")
 
     @property
+    def rope_depends_on_context(self) -> bool:
+        """Whether longer contexts may use other factors for the positions (LongRoPE, as in Phi-3)."""
+        return self._architecture_metadata("rope.scaling.original_context_length") is not None
+
+    @property
     def n_embd(self) -> int:
         """Length of an embedding vector."""
         return int(C.llama_model_n_embd_out(self.handle))

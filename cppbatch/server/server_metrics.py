@@ -221,6 +221,7 @@ _GAUGES = {
     "waiting": "Requests in the engine's queue",
     "swapped_bytes": "Host memory of swapped-out sequences",
     "prefix_cache_bytes": "Host memory of cached prefixes",
+    "prefixes_on_disk": "Cached prefixes on disk that the worker can take (--prefix-cache-disk)",
     "seq_ids_free": "Sequence ids that neither a running sequence nor a cached prefix has",
 }
 _COUNTERS = {
@@ -235,6 +236,11 @@ _COUNTERS = {
     "prefix_queries": "Requests that looked up their prompt in the prefix cache",
     "prefix_hits": "Requests that found a prefix there",
     "prefix_hit_tokens": "Prompt tokens that came from the prefix cache",
+    "prefix_disk_hits": "Requests for which a prefix was read from disk",
+    "prefix_disk_hit_tokens": "Prompt tokens that these could take from there",
+    "prefix_disk_read_bytes": "Bytes of cached prefixes read from disk",
+    "prefix_disk_written_bytes": "Bytes of cached prefixes written to disk",
+    "prefix_disk_damaged": "Damaged files of cached prefixes, which were deleted",
     "swaps": "Sequences that were swapped out to host memory",
     "recomputes": "Sequences that were preempted and computed again",
     "layout_switches": "Switches between the unified and the per-sequence KV layout",

@@ -1,0 +1,1 @@
+"""Cached prefixes on disk (`--prefix-cache-disk`), the tier below host memory."""
