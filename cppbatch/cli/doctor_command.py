@@ -69,6 +69,7 @@ def _findings() -> Iterator[Finding]:
         memory = f"{device.memory_free / 2**30:.1f} of {device.memory_total / 2**30:.1f} GiB free"
         yield Finding("device", f"{device.name}: {device.description} ({device.kind}, {memory})")
     yield _rpc(backend)
+    yield _media()
     yield _self_check()
     yield from _model()
 
@@ -94,6 +95,14 @@ def _rpc(backend: Backend) -> Finding:
     if backend.supports_rpc:
         return Finding("RPC", f"version {PROTOCOL}: --rpc and `cppbatch rpc-worker` work")
     return Finding("RPC", "not in this build; scripts/install.py builds it in", is_note=True)
+
+
+def _media() -> Finding:
+    from cppbatch.llama.media_encoder import has_mtmd
+
+    if has_mtmd():
+        return Finding("media", "--mmproj works: pictures and sound")
+    return Finding("media", "text only: this build has no mtmd; scripts/install.py builds it in", is_note=True)
 
 
 def _self_check() -> Finding:

@@ -48,6 +48,14 @@ def _mtmd() -> Any:
     return mtmd_cpp
 
 
+def has_mtmd() -> bool:
+    """Whether this build of llama-cpp-python encodes pictures and sound."""
+    try:
+        return _mtmd() is not None
+    except LibraryError:
+        return False
+
+
 class MediaChunk:
     """A part of a split picture or sound: text tokens around it, or a piece that is encoded.
 

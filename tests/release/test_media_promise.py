@@ -24,6 +24,7 @@ from cppbatch import (
 from cppbatch.cluster import supervisor
 from tests import tiny_projectors
 from tests.fakes import greedy
+from tests.listening import until
 from tests.media_files import encoded, image
 
 SETTINGS: dict[str, Any] = {
@@ -79,6 +80,7 @@ async def test_a_worker_that_is_killed_goes_on_with_pictures_and_texts(tiny_llam
         running = asyncio.ensure_future(together(engine, requests))
         for _ in range(2):
             await asyncio.sleep(0.4)
+            await until(lambda: engine._supervisor.worker)
             worker = engine._supervisor.worker
             assert worker
             os.kill(worker._process.pid, signal.SIGKILL)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, InvalidRequest, Media, MediaPrompt
 from cppbatch.engine.request import ResumeState
 from cppbatch.engine.sampling.logit_processing import recent_tokens
+from cppbatch.engine.slot_file import Footer, checksum, read_slot_file, write_slot_file
 from tests.fake_encoder import SEPARATOR, FakeEncoder, as_read, fake_media, small_picture
 from tests.fakes import FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, reference, tokens_of
 
@@ -91,6 +95,23 @@ def test_an_interrupted_engine_computes_pictures_again() -> None:
         raise KeyboardInterrupt
     events += drain(engine)
     assert tokens_of(events, "1") == reference(as_read(PROMPT), greedy(6, ignore_eos=True))[0]
+
+
+def test_a_slot_file_keeps_placeholders(tmp_path: Path) -> None:
+    tokens = np.array([1, -2, -(2**31), 7], np.int32)
+    state = np.arange(8, dtype=np.uint8)
+    footer = Footer("m", "d", ("f16", "f16"), "", [], {}, checksum(tokens, state))
+    write_slot_file(tmp_path / "slot", tokens, state, footer)
+    assert read_slot_file(tmp_path / "slot")[0].tolist() == tokens.tolist()
+
+
+def test_requests_travel_to_workers_and_replicas_with_their_bytes() -> None:
+    request = GenerationRequest(id="1", prompt=PROMPT)
+    assert PROMPT.media[0].digest == PROMPT.media[0].digest
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=GenerationRequest)
+    assert sent == pickle.loads(pickle.dumps(request)) == request
+    assert isinstance(sent.prompt, MediaPrompt)
+    assert sent.prompt.media[0].digest == PROMPT.media[0].digest
 
 
 # --- what a placeholder must never reach ------------------------------------------------------------------------------
