@@ -802,7 +802,12 @@ class BatchInferenceEngine:
         """Counters since the start, and the state now."""
         scheduler = self._scheduler
         return self.turns.run(
-            lambda: self.metrics.stats(self.kv, running=len(scheduler.running), waiting=len(scheduler.waiting))
+            lambda: self.metrics.stats(
+                self.kv,
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                media=self._runtime.media,
+            )
         )
 
     def live(self) -> LiveEngine:

@@ -10,6 +10,7 @@ import msgspec
 
 from cppbatch.engine.histogram import ROWS, SECONDS, Bins, Histogram, merged
 from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.request import FinishReason
 from cppbatch.engine.rolling_window import Window, percentile
 from cppbatch.engine.trace import Trace
@@ -68,6 +69,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """How often the layout was switched (`--kv-layout auto`)."""
     context_shifts: int
     """How often a sequence had a full context, and tokens were dropped from it (--context-shift)."""
+    media_encoded: int = 0
+    """Pictures and sounds that were encoded."""
+    media_found: int = 0
+    """Pictures and sounds that were found encoded."""
+    media_seconds: float = 0.0
+    """Time in their encoder, beside the steps."""
     kv_cells: int
     kv_cells_used: int
     """Cells of running sequences; shared ones count once."""
@@ -187,7 +194,7 @@ class Metrics:
             if self._trace and end > start:
                 self._trace.phase(phase, start, end)
 
-    def stats(self, kv: KVPool, *, running: int, waiting: int) -> EngineStats:
+    def stats(self, kv: KVPool, *, running: int, waiting: int, media: MediaInput | None = None) -> EngineStats:
         """The counters, with the present state of the pool and the queues."""
         disk = kv.cache.disk_counts
         return EngineStats(
@@ -207,6 +214,9 @@ class Metrics:
             kv_layout=kv.layout,
             layout_switches=self.layout_switches,
             context_shifts=self.context_shifts,
+            media_encoded=media.n_encoded if media else 0,
+            media_found=media.n_found if media else 0,
+            media_seconds=media.seconds if media else 0.0,
             kv_cells=kv.n_ctx,
             kv_cells_used=kv.n_used,
             kv_cells_cached=kv.n_cached,

@@ -244,6 +244,9 @@ _COUNTERS = {
     "swaps": "Sequences that were swapped out to host memory",
     "recomputes": "Sequences that were preempted and computed again",
     "layout_switches": "Switches between the unified and the per-sequence KV layout",
+    "media_encoded": "Pictures and sounds that were encoded",
+    "media_found": "Pictures and sounds that were found encoded",
+    "media_seconds": "Time in the encoder of pictures and sounds, beside the steps",
     "context_shifts": "Times that a text went on in a full context, without the tokens that were dropped from it",
 }
 _HISTOGRAMS = {
