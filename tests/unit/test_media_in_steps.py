@@ -14,7 +14,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, InvalidRequest, Media, MediaPrompt
 from cppbatch.engine.request import ResumeState
 from cppbatch.engine.sampling.logit_processing import recent_tokens
-from cppbatch.engine.slot_file import Footer, checksum, read_slot_file, write_slot_file
+from cppbatch.engine.slot_file import Footer, read_slot_file, write_slot_file
 from tests.fake_encoder import SEPARATOR, FakeEncoder, as_read, fake_media, small_picture
 from tests.fakes import FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, reference, tokens_of
 
@@ -100,7 +100,7 @@ def test_an_interrupted_engine_computes_pictures_again() -> None:
 def test_a_slot_file_keeps_placeholders(tmp_path: Path) -> None:
     tokens = np.array([1, -2, -(2**31), 7], np.int32)
     state = np.arange(8, dtype=np.uint8)
-    footer = Footer("m", "d", ("f16", "f16"), "", [], {}, checksum(tokens, state))
+    footer = Footer("m", "d", ("f16", "f16"), "", [], {})
     write_slot_file(tmp_path / "slot", tokens, state, footer)
     assert read_slot_file(tmp_path / "slot")[0].tolist() == tokens.tolist()
 
