@@ -200,7 +200,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--requests", type=int, default=32, help="of a turn")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
-    parser.add_argument("--serve", default="-c 8192 -np 8 --spec off", help="more arguments of `cppbatch serve`")
+    parser.add_argument(
+        "--serve", default="-c 8192 -np 8 --spec off -fa off", help="more arguments of `cppbatch serve`"
+    )
     args = parser.parse_args()
     args.tokens = args.tokens or (600 if args.load else 6000)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

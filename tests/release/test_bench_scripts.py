@@ -101,6 +101,18 @@ def test_open_pages_are_measured_in_turns_and_snapshots_are_timed(tiny_llama: Pa
     assert all(figure > 0 for figure in microseconds)
 
 
+def test_prefixes_on_disk_are_measured_after_a_restart_and_under_load(tiny_llama: Path) -> None:
+    few = ["-m", tiny_llama, "--serve=-c 4096 -np 2 -t 1 --spec off"]
+    printed = script("bench_prefix_disk.py", *few, "--tokens", 1500, "--repeats", 1)
+    without, beside = (float(rows(printed)[name][0]) for name in ("without", "with"))
+    assert without > 0
+    assert beside > 0
+    assert "equal texts: 1 of 1" in printed
+    printed = script("bench_prefix_disk.py", "--load", *few, "--tokens", 600, "--turns", 1, "--requests", 2)
+    assert "ratio, median of the turns: " in printed
+    assert not printed.endswith(" 0 MB written\n")
+
+
 def test_batch_sizes_stand_beside_the_next_tile(tiny_llama: Path) -> None:
     printed = script("bench_tiles.py", "-m", tiny_llama, "-B", "3,5", "--tokens", 4, "--turns", 1, "-t", 1)
     figures = rows(printed)

@@ -90,3 +90,19 @@ def test_requests_that_outgrow_the_cells_all_finish_with_the_text_of_ample_ones(
     assert texts[0] == texts[1]
     assert (stats.swaps > 0) == (swap_space > 0)
     assert (stats.recomputes > 0) == (swap_space == 0)
+
+
+def test_a_prefix_on_disk_is_there_after_a_restart_and_five_times_as_fast(default_model: Path, tmp_path: Path) -> None:
+    prompt = [100 + i * 37 % 9000 for i in range(2000)]
+    seconds, cached = [], []
+    for _ in range(2):
+        disk = str(tmp_path / "prefixes")
+        with BatchInferenceEngine(
+            default_model, n_ctx=4096, n_parallel=4, spec="off", prefix_cache_disk=disk
+        ) as engine:
+            (completion,) = engine.generate([prompt], GREEDY)
+        assert completion.usage.first_token_seconds
+        seconds.append(completion.usage.first_token_seconds)
+        cached.append(completion.usage.cached_tokens)
+    assert cached == [0, len(prompt) - 1]
+    assert seconds[1] < seconds[0] / 5

@@ -324,6 +324,15 @@ def test_several_requests_wait_for_one_read(model: Path, tmp_path: Path) -> None
         assert stats.prefix_disk_read_bytes == next((tmp_path / "d").glob("prefix-*")).stat().st_size
 
 
+def test_a_prefix_longer_than_a_sequence_may_be_is_not_read(model: Path, tmp_path: Path) -> None:
+    with disk_engine(model, tmp_path / "d") as engine:
+        ask(engine, LONG)
+    streams: dict[str, Any] = {"sharing": "copy", "unified": False, "n_parallel": 4, "n_ctx": 200}
+    with disk_engine(model, tmp_path / "d", **streams) as engine:
+        assert ask(engine, LONG[:40]) == 0
+        assert engine.stats().prefix_disk_read_bytes == 0
+
+
 def test_a_recurrent_state_is_taken_whole_or_not_at_all(model: Path, tmp_path: Path) -> None:
     with disk_engine(model, tmp_path / "d", sharing="whole") as engine:
         ask(engine, LONG, 4)

@@ -119,8 +119,8 @@ class DiskPrefixes:
         tokens, whole = sequence.tokens[: sequence.n_tokens - 1], self._kv.cache.sharing == "whole"
         if len(tokens) - n < self._min_tokens:
             return _NO_READ
-        most = self._kv.cache.host_bytes - self._n_reading
-        found = self._index.best(tokens, sequence.salt, whole=whole, max_bytes=most)
+        most, n_most = self._kv.cache.host_bytes - self._n_reading, self._kv.n_ctx_seq  # it is restored whole
+        found = self._index.best(tokens, sequence.salt, whole=whole, max_bytes=most, max_tokens=n_most)
         if found is None:
             return _NO_READ
         prefix, n_found = found

@@ -88,10 +88,12 @@ class PrefixIndex:
             if prefix := self._by_name.pop(name, None):
                 self._tree.discard(prefix)
 
-    def best(self, tokens: Tokens, salt: Salt, *, whole: bool, max_bytes: int) -> tuple[DiskPrefix, int] | None:
+    def best(
+        self, tokens: Tokens, salt: Salt, *, whole: bool, max_bytes: int, max_tokens: int | None = None
+    ) -> tuple[DiskPrefix, int] | None:
         """The prefix on disk that begins with the most of these tokens, and with how many; the smallest of several.
 
-        `whole`: all its tokens must be among these. `max_bytes`: of its file.
+        `whole`: all its tokens must be among these. `max_bytes`, `max_tokens`: of its file.
         """
         best: tuple[DiskPrefix, int] | None = None
         with self._lock:
@@ -99,19 +101,10 @@ class PrefixIndex:
                 if best and n < best[1]:
                     break
                 fits = prefix.n_bytes <= max_bytes and not (whole and n < len(prefix.tokens))
+                fits = fits and (max_tokens is None or len(prefix.tokens) <= max_tokens)
                 if fits and (best is None or prefix.n_bytes < best[0].n_bytes):
                     best = prefix, n
         return best
-
-    def n_covered(self, tokens: Tokens, salt: Salt, *, whole: bool) -> int:
-        """How many of these tokens a prefix on disk begins with. `whole`: 0 unless one has exactly these tokens."""
-        with self._lock:
-            for prefix, n in self._tree.matches(tokens, self._disk_salt(salt)):
-                if not whole:
-                    return n
-                if n == len(tokens) == len(prefix.tokens):
-                    return n
-        return 0
 
     def covered_by(self, name: str) -> list[str]:
         """The other files whose tokens are the beginning of those of this one."""
