@@ -354,6 +354,7 @@ def test_markdown_is_rendered_and_code_is_highlighted_and_copied(chat: Page) -> 
     expect(answer.locator("em")).to_have_text("emphasis")
     expect(answer.locator("a").first).to_have_attribute("rel", "noopener noreferrer nofollow")
     expect(answer.locator("td")).to_have_text(["1", "2"])
+    expect(answer.locator("td").last).to_have_css("text-align", "right")
     expect(answer.locator(".code-kwd").first).to_have_text("def")
     assert "☑ done" in answer.inner_text()
     expect(answer.locator("p").first).to_have_text("Some emphasis, a link, <b> & © &unknown; and code &amp;.")

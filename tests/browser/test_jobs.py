@@ -45,6 +45,7 @@ def choose(page: Page, name: str, data: bytes) -> None:
 
 
 def drop(page: Page, files: dict[str, str]) -> None:
+    page.locator(".drop").wait_for()
     page.evaluate(
         """(files) => {
           const dataTransfer = new DataTransfer()

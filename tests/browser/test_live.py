@@ -47,14 +47,22 @@ class Streams(threading.Thread):
         data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
         self._request = urllib.request.Request(f"{server.url}/v1/completions", data, headers)
         self.finish_reasons: list[str] = []
+        self._stopped = threading.Event()
         self.start()
 
     def run(self) -> None:
         with urllib.request.urlopen(self._request, timeout=150) as answer:
             for line in answer:
+                if self._stopped.is_set():
+                    return
                 if line.startswith(b"data: {"):
                     reasons = [choice["finish_reason"] for choice in json.loads(line[6:])["choices"]]
                     self.finish_reasons += filter(None, reasons)
+
+    def stop(self) -> None:
+        """Closes the connection, which ends the request."""
+        self._stopped.set()
+        self.join(60)
 
 
 def rows(page: Page) -> Locator:
@@ -219,7 +227,8 @@ def test_the_view_is_paused(page: Page, batch_server: ServerProcess) -> None:
     pause.press("Space")
     expect(pause).to_have_attribute("aria-pressed", "true")
     before = page.locator("main").inner_text()
-    streams.join(60)
+    streams.stop()
+    batch_server.wait_idle()
     assert page.locator("main").inner_text() == before
     pause.press("Space")
     expect(rows(page)).to_have_count(0)
@@ -237,7 +246,7 @@ def test_a_full_tab_on_a_phone_and_in_both_themes(page: Page, batch_server: Serv
     dark(page)
     assert axe_violations(page) == []
     for each in streams:
-        each.join(60)
+        each.stop()
 
 
 def in_page(page: Page, url: str, module: str, function: str) -> Any:
@@ -337,7 +346,7 @@ def test_a_server_that_falls_silent_in_the_middle_of_a_batch_is_noticed(
     finally:
         os.kill(pid, signal.SIGCONT)
     expect(tab.get_by_role("alert")).to_have_count(0)
-    streams.join(60)
+    streams.stop()
 
 
 def test_rates_are_means_of_a_second_and_a_silence_is_a_gap(page: Page, url: str) -> None:

@@ -101,7 +101,7 @@ const ELEMENTS = {
   code: ({text, lang}, _inner, isWhole) => html`<${Code} text=${text} lang=${lang} isWhole=${isWhole} />`,
   table({header, rows}, inner) {
     const row = (name, cells) => html`<tr>${cells.map(({align, tokens}) =>
-      html`<${name} align=${align ?? undefined}>${inner(tokens)}<//>`)}</tr>`;
+      html`<${name} style=${{textAlign: align}}>${inner(tokens)}<//>`)}</tr>`;
     return html`<div class="code-table" tabindex="0"><table><thead>${row('th', header)}</thead>
       <tbody>${rows.map((cells) => row('td', cells))}</tbody></table></div>`;
   },

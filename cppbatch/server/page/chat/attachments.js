@@ -2,7 +2,6 @@
 // Pictures and sound of a message: read from files, made smaller, and as the API takes them.
 //
 //   readMedia(file, modalities) -> medium {kind: 'image' | 'audio', name, url}   url: a data URL, kept with the message
-//   acceptOf(modalities)        -> what a file field takes, '' for a model of text alone
 //   modalities: of GET /props. The API's form of a medium is made by conversation.js.
 import {bytes} from '../format.js';
 
@@ -13,10 +12,6 @@ const SOUNDS = {'audio/wav': 'wav', 'audio/x-wav': 'wav', 'audio/wave': 'wav', '
   'audio/flac': 'flac', 'audio/x-flac': 'flac'};
 const NAMES = {image: 'pictures', audio: 'sound'};
 const FLAG = {image: 'vision', audio: 'audio'};
-
-export const acceptOf = (modalities) => [
-  ...(modalities?.vision ? ['image/*'] : []), ...(modalities?.audio ? Object.keys(SOUNDS) : []),
-].join(',');
 
 /** Throws Error with what is wrong with the file, or with the model. */
 export async function readMedia(file, modalities) {

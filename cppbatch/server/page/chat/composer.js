@@ -1,9 +1,14 @@
 // @ts-check
 // Where the next message is written, and pictures and sound are attached to it: chosen, pasted or dropped. onSend returns
 // whether it has taken the message. Enter sends, Shift+Enter begins a new line; on touch screens the button sends.
-import {Button, html, toast, useEffect, useRef, useState} from '../components.js';
-import {acceptOf, readMedia} from './attachments.js';
-import {Media} from './media_list.js';
+import {Button, html, lazy, toast, useEffect, useRef, useState} from '../components.js';
+
+const Media = lazy(() => import('./media_list.js').then((module) => module.Media));
+
+/** What the file field takes, '' for a model of text alone. */
+const acceptOf = (modalities) => [
+  ...(modalities?.vision ? ['image/*'] : []), ...(modalities?.audio ? ['audio/wav', 'audio/mpeg', 'audio/flac'] : []),
+].join(',');
 
 export function Composer({conversationId, isRunning, active, modalities, onSend, onStop}) {
   const [text, setText] = useState('');
@@ -19,6 +24,7 @@ export function Composer({conversationId, isRunning, active, modalities, onSend,
   const attach = async (files) => {
     for (const file of files) {
       try {
+        const {readMedia} = await import('./attachments.js');
         const medium = await readMedia(file, modalities);
         setMedia((now) => [...now, medium]);
       } catch (error) {
@@ -55,7 +61,7 @@ export function Composer({conversationId, isRunning, active, modalities, onSend,
   };
   return html`<form class=${`composer ${over ? 'over' : ''}`} onSubmit=${send}
     onDragOver=${onDrag} onDragLeave=${onDrag} onDrop=${onDrag}>
-    <${Media} media=${media} onRemove=${(i) => setMedia(media.toSpliced(i, 1))} />
+    ${media.length > 0 && html`<${Media} media=${media} onRemove=${(i) => setMedia(media.toSpliced(i, 1))} />`}
     ${accept && html`<${Button} icon="attach" label="Attach pictures or sound" onClick=${() => chooser.current.click()} />
       <input ref=${chooser} type="file" hidden multiple accept=${accept} aria-label="Files to attach"
         onChange=${onChoose} />`}

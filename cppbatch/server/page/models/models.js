@@ -5,7 +5,8 @@ import {
 } from '../components.js';
 import {bytes, count, percent, plural, short} from '../format.js';
 
-const STYLES = stylesheet(import.meta.url, 'models.css');
+await stylesheet(import.meta.url, 'models.css');
+
 const POLL_MS = 2000;
 const CHANGING = ['loading', 'unloading'];
 const KINDS = {loaded: 'ok', loading: 'warning', unloading: 'warning', sleeping: 'ok', failed: 'error'};
@@ -75,8 +76,6 @@ function useModels(active) {
 
 export function Models({active, server}) {
   const {models, free, error, read} = useModels(active);
-  const [styled, setStyled] = useState(false);
-  useEffect(() => { STYLES.finally(() => setStyled(true)); }, []);
   const isRouter = server.info.props?.role === 'router';
   const change = async (model, action) => {
     try {
@@ -87,7 +86,7 @@ export function Models({active, server}) {
     }
   };
   const reload = () => read('?reload=true&fit=true');
-  if (!models || !styled) return error && html`<${Notice} kind="error">${error.message}<//>`;
+  if (!models) return error && html`<${Notice} kind="error">${error.message}<//>`;
   const columns = [
     {key: 'id', label: 'Model', render: (model) => html`<${Name} model=${model} />`},
     {key: 'status', label: 'State', render: (model) => html`<${State} model=${model} />`},
