@@ -166,8 +166,8 @@ export function JobForm({server, onStarted}) {
     ${failure && html`<${Notice} kind="error">The job was not started: ${failure}<//>`}
     <div class="row"><${Button} kind="primary" icon="send" busy=${starting} disabled=${starting || !isReady || !good}
         onClick=${start}>${starting ? 'Uploading…' : `Start ${plural(good, 'line')}`}<//>
-      ${waiting.length > 0 && html`<${Button} onClick=${() => take(waiting)}>Skip this file<//>
-        <span class="muted">${plural(waiting.length, 'more file')} to check: ${names(waiting)}</span>`}
+      ${waiting.length > 0 && html`<${Button} onClick=${() => take(waiting)}>Skip this file<//>`}
       <${Button} onClick=${() => take([])}>Back<//></div>
+    ${waiting.length > 0 && html`<p class="muted">${plural(waiting.length, 'more file')} to check: ${names(waiting)}</p>`}
   </section>`;
 }
