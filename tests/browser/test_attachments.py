@@ -231,5 +231,8 @@ def test_a_model_with_a_projector_answers_a_picture(
         assert found, shown
         prompts.append(int(found[1]))
     assert prompts[1] - prompts[0] >= tiny_projectors.IMAGE_TOKENS
+    open_tab(page, f"{server.url}/", "models")
+    expect(page.get_by_role("row").last).to_contain_text("takes text, image")
+    open_tab(page, f"{server.url}/")
     choose(page, file("broken.gif", "image/gif", b"GIF89a"))
     expect(page.locator(".toasts")).to_contain_text("broken.gif is not attached")

@@ -35,7 +35,9 @@ const Name = ({model}) => html`<div class="model-name"><strong title=${model.pat
   ${model.default && html`<${Badge}>default<//>`}${model.pinned && html`<${Badge}>pinned<//>`}
   ${model.aliases.length > 0 && html`<small>also ${model.aliases.join(', ')}</small>`}
   ${model.meta && html`<small>${model.meta.description} · ${short(model.meta.n_params)} weights · ${kind(model.meta)}
-    </small>`}</div>`;
+    </small>`}
+  ${model.architecture?.input_modalities.length > 1
+    && html`<small>takes ${model.architecture.input_modalities.join(', ')}</small>`}</div>`;
 
 function Context({meta}) {
   if (!meta) return '–';
