@@ -84,7 +84,7 @@ def test_looking_at_a_sleeping_server_does_not_wake_it_and_counting_tokens_does(
 
 def test_a_batch_wakes_a_server_keeps_it_awake_and_goes_on_after_a_restart(tiny_llama: Path, tmp_path: Path) -> None:
     flags = ("-m", tiny_llama, "-c", "2048", "-np", "2", "--sleep-idle-seconds", "1", "--data-dir", tmp_path)
-    work = b"\n".join(line(f"item-{i}", max_tokens=800, ignore_eos=True) for i in range(60))
+    work = b"\n".join(line(f"item-{i}", max_tokens=400, ignore_eos=True) for i in range(30))
     with ServerProcess(*flags, in_group=True) as server:
         client = client_of(server.wait_ready())
         wait_for_sleep(server)
@@ -99,7 +99,7 @@ def test_a_batch_wakes_a_server_keeps_it_awake_and_goes_on_after_a_restart(tiny_
             n_seen += 1
             time.sleep(0.05)
         assert n_seen > 2
-        assert (now.status, len(results(client, now.output_file_id))) == ("completed", 60)
+        assert (now.status, len(results(client, now.output_file_id))) == ("completed", 30)
         wait_for_sleep(server)
 
 
