@@ -234,15 +234,14 @@ class InputProcessor:
 
         Each of its texts is tokenised by itself, as llama.cpp does it.
         """
-        texts: list[str] = []
         self._check_media(request, prompt)
-        tokens: list[npt.NDArray[np.int32]] = []
-        runs: list[MediaRun] = []
-        if self._vocab.adds_bos:
-            tokens.append(self._vocab.tokenize("", add_special=True)[:1])
-
         if self._media and prompt.media:
             self._media.wait_for_room(cancelled)
+        tokens: list[npt.NDArray[np.int32]] = []
+        runs: list[MediaRun] = []
+        texts: list[str] = []  # that follow each other
+        if self._vocab.adds_bos:
+            tokens.append(self._vocab.tokenize("", add_special=True)[:1])
 
         def n_tokens() -> int:
             return sum(map(len, tokens))
@@ -269,7 +268,7 @@ class InputProcessor:
         if runs and runs[-1].stop == n_tokens():
             message = "ends with a picture or a sound; only text after it can be continued, so add some, like a newline"
             raise InvalidRequest("prompt", message)
-        if not n_tokens():
+        if not n_tokens() or not (prompt.media or prompt.n_characters):
             raise InvalidRequest("prompt", "is empty; give at least one token")
         return np.concatenate(tokens), tuple(runs)
 

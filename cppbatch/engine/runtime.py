@@ -223,6 +223,10 @@ def open_runtime(
 
 def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime:
     """The runtime with the encoder of pictures and sounds. Raises `ModelError` for what cannot be computed with it."""
+    if runtime.info.pooling:
+        raise ModelError(
+            f"{named('mmproj')} is for models that generate text; {model.path.name} returns vectors. Leave it out"
+        )
     if config.deterministic:
         raise ModelError(
             f"{named('deterministic')} gives the same bits for text only: the vectors of a picture are computed in "
@@ -243,7 +247,8 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
 
 def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEncoder:
     """Loads the projector of an engine. Raises `ModelError`, `LibraryError`."""
-    return MediaEncoder(model, config.mmproj, n_threads=n_threads, use_gpu=_on_gpu(config))
+    gpu = (config.device or 0) if config.n_gpu_layers else None  # not a device of an RPC worker
+    return MediaEncoder(model, config.mmproj, n_threads=n_threads, gpu=gpu)
 
 
 def _compute_threads(config: EngineConfig) -> ComputeThreads | None:

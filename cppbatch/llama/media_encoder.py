@@ -88,9 +88,10 @@ class MediaEncoder:
     Splitting is thread-safe. Encoding is not: one thread at a time may call `encode`.
     """
 
-    def __init__(self, model: Model, path: str | Path, *, n_threads: int, use_gpu: bool) -> None:
-        """Loads `path` and encodes a blank picture, so that compute buffers are there.
+    def __init__(self, model: Model, path: str | Path, *, n_threads: int, gpu: int | None = None) -> None:
+        """Loads `path` and reserves compute buffers.
 
+        `n_threads`: of the CPU. `gpu`: the number of the GPU that encodes; None, or one that is not there: the CPU.
         Raises `LibraryError` for a build without mtmd; `ModelError` for a file that is missing, broken, no projector,
         or of another text model, and for models whose tokens of a picture have positions of two dimensions (M-RoPE).
         """
@@ -99,7 +100,8 @@ class MediaEncoder:
         mtmd = self._mtmd = _mtmd()
         _check_file(self.path)
         params = mtmd.mtmd_context_params_default()
-        params.use_gpu, params.n_threads, params.print_timings = use_gpu, n_threads, False
+        params.device = None if gpu is None else Backend.gpu(gpu)
+        params.use_gpu, params.n_threads, params.print_timings = params.device is not None, n_threads, False
         with Backend.get().errors() as lines:
             self._handle = mtmd.mtmd_init_from_file(os.fsencode(self.path), model.handle, params)
         if not self._handle:

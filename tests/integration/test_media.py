@@ -50,7 +50,7 @@ def open_media(files: Path, open_engine: OpenEngine) -> Callable[..., BatchInfer
 
 def load(files: Path, projector: str, *, text: str = "text") -> tuple[Model, MediaEncoder]:
     model = Model(files / f"{text}.gguf")
-    return model, MediaEncoder(model, files / f"{projector}.gguf", n_threads=1, use_gpu=False)
+    return model, MediaEncoder(model, files / f"{projector}.gguf", n_threads=1)
 
 
 def text_of(model: Model, tokens: npt.NDArray[np.int32]) -> str:
@@ -159,7 +159,7 @@ def test_a_file_that_is_no_projector_of_this_model_is_refused(files: Path, proje
     (files / "torn.gguf").write_bytes(whole[: len(whole) // 2])
     (files / "noise.gguf").write_bytes(np.random.default_rng(0).bytes(10_000))
     with Model(files / "text.gguf") as model, pytest.raises(ModelError, match=message):
-        MediaEncoder(model, files / f"{projector}.gguf", n_threads=1, use_gpu=False)
+        MediaEncoder(model, files / f"{projector}.gguf", n_threads=1)
 
 
 def test_a_projector_is_no_model(files: Path) -> None:
@@ -185,13 +185,19 @@ def test_deterministic_logits_with_pictures_are_refused(open_media: Callable[...
         open_media(deterministic=True, flash_attn="auto")
 
 
+def test_a_model_that_returns_vectors_takes_no_projector(files: Path, open_engine: OpenEngine) -> None:
+    text = tiny_models.encoder_only(files / "bert.gguf")
+    with pytest.raises(ModelError, match=r"bert\.gguf returns vectors"):
+        open_engine(text, mmproj=str(files / "vision.gguf"))
+
+
 def test_a_library_without_mtmd_says_how_to_build_it(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp.mtmd_cpp", None)  # importing it fails
     monkeypatch.delattr(__import__("llama_cpp"), "mtmd_cpp", raising=False)
     media_encoder_module._mtmd.cache_clear()
     try:
         with Model(files / "text.gguf") as model, pytest.raises(LibraryError, match="DLLAVA_BUILD=ON"):
-            MediaEncoder(model, files / "vision.gguf", n_threads=1, use_gpu=False)
+            MediaEncoder(model, files / "vision.gguf", n_threads=1)
     finally:
         media_encoder_module._mtmd.cache_clear()
 
@@ -303,6 +309,24 @@ def test_a_second_request_shares_the_picture_and_does_not_encode_it(
     assert again.usage.cached_tokens == first.usage.prompt_tokens
     assert again.tokens == alone.tokens
     assert media.n_encoded == 1
+
+
+def test_a_prefix_with_a_picture_is_on_disk_after_a_restart_and_belongs_to_its_projector(
+    files: Path, tmp_path: Path, open_media: Callable[..., BatchInferenceEngine]
+) -> None:
+    tiny_projectors.vision(files / "other.gguf", seed=1)
+    prompt = MediaPrompt([WORDS[0] * 20, image(1), WORDS[1] * 20])
+    followed = MediaPrompt([*prompt.parts, "x"])
+    expected = open_media().generate([followed], greedy(8))[0].tokens
+    cached = []
+    for projector in ("vision", "vision", "other"):
+        with BatchInferenceEngine(
+            files / "text.gguf", **EXACT, mmproj=str(files / f"{projector}.gguf"), prefix_cache_disk=str(tmp_path)
+        ) as engine:
+            result = engine.generate([followed], greedy(8))[0]
+            cached.append(result.usage.cached_tokens > 0)
+            assert (result.tokens == expected) == (projector == "vision")
+    assert cached == [False, True, False]
 
 
 def test_preempted_sequences_with_pictures_go_on_with_the_same_text(
