@@ -311,24 +311,6 @@ def test_a_second_request_shares_the_picture_and_does_not_encode_it(
     assert media.n_encoded == 1
 
 
-def test_a_prefix_with_a_picture_is_on_disk_after_a_restart_and_belongs_to_its_projector(
-    files: Path, tmp_path: Path, open_media: Callable[..., BatchInferenceEngine]
-) -> None:
-    tiny_projectors.vision(files / "other.gguf", seed=1)
-    prompt = MediaPrompt([WORDS[0] * 20, image(1), WORDS[1] * 20])
-    followed = MediaPrompt([*prompt.parts, "x"])
-    expected = open_media().generate([followed], greedy(8))[0].tokens
-    cached = []
-    for projector in ("vision", "vision", "other"):
-        with BatchInferenceEngine(
-            files / "text.gguf", **EXACT, mmproj=str(files / f"{projector}.gguf"), prefix_cache_disk=str(tmp_path)
-        ) as engine:
-            result = engine.generate([followed], greedy(8))[0]
-            cached.append(result.usage.cached_tokens > 0)
-            assert (result.tokens == expected) == (projector == "vision")
-    assert cached == [False, True, False]
-
-
 def test_preempted_sequences_with_pictures_go_on_with_the_same_text(
     open_media: Callable[..., BatchInferenceEngine],
 ) -> None:
