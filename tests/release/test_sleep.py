@@ -125,3 +125,17 @@ def test_a_server_sleeps_wakes_for_a_request_and_says_the_same(default_model: Pa
         (worker,) = server.get("/stats")["workers"]
         assert worker["restarts"] == 0
         wait_for_sleep(server)
+
+
+def test_a_prefix_on_disk_survives_the_sleep(default_model: Path, tmp_path: Path) -> None:
+    flags = ("-m", default_model, "-c", "8192", "-np", "2", "--data-dir", tmp_path / "data")
+    question = {"prompt": "All of this is read only once. " * 250 + "The end:", "max_tokens": 4, "temperature": 0}
+    with ServerProcess(
+        *flags, "--sleep-idle-seconds", "1", "--prefix-cache-disk", f"{tmp_path / 'prefixes'},1"
+    ) as server:
+        server.wait_ready()
+        first = post(server, "/v1/completions", question)["usage"]
+        assert first["prompt_tokens_details"]["cached_tokens"] == 0
+        wait_for_sleep(server)
+        again = post(server, "/v1/completions", question)["usage"]
+        assert again["prompt_tokens_details"]["cached_tokens"] > 0.9 * first["prompt_tokens"]
