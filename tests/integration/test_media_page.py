@@ -28,8 +28,11 @@ def eyes(tiny_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def url(tiny_llama: Path, eyes: Path) -> Iterator[str]:
-    with ServerProcess("-m", tiny_llama, "--mmproj", eyes, "--no-memory-check") as process:
+    with ServerProcess("-m", tiny_llama, "--mmproj", eyes, "--no-memory-check", "--log-level", "debug") as process:
         yield process.wait_ready().url
+    logged = "".join([*process.lines, *process.errors])
+    assert "/v1/chat/completions" in logged
+    assert "iVBOR" not in logged, "the log has the base64 of a PNG file"
 
 
 def in_place(text: str, tiny_llama: Path, eyes: Path, folder: Path) -> str:
