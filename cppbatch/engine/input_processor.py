@@ -261,7 +261,7 @@ class InputProcessor:
             if part is None:
                 break
             assert self._media
-            for piece in self._media.encoded(part, check, cancelled).pieces:
+            for piece in self._media.encoded(part, check, cancelled, salt=request.cache_salt).pieces:
                 if piece.vectors is not None:
                     runs.append(MediaRun(n_tokens(), piece.vectors, piece.is_whole, part.kind))
                 tokens.append(piece.tokens)

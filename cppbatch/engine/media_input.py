@@ -111,14 +111,18 @@ class MediaInput:
         self.seconds = 0.0
         """Time in the encoder."""
 
-    def encoded(self, medium: Media, check: Callable[[int], object], cancelled: IsCancelled) -> EncodedMedium:
+    def encoded(
+        self, medium: Media, check: Callable[[int], object], cancelled: IsCancelled, *, salt: str = ""
+    ) -> EncodedMedium:
         """A picture or a sound as tokens and vectors. `check` is called with the number of tokens before they are
-        computed, and may raise.
+        computed, and may raise. What was encoded with another salt is encoded again: the time that it takes must not
+        show what others have sent (`GenerationRequest.cache_salt`).
 
         `medium`: of a kind that the encoder takes. Raises `InvalidRequest` for a file that cannot be decoded;
         `RequestCancelled` when `cancelled` returns True while it waits or between two chunks.
         """
-        key = f"{medium.kind} {medium.digest}"
+        name = f"{medium.kind} {medium.digest}"
+        key = f"{name} {salt}"
         if found := self._find(key):
             check(found.n_tokens)
             return found
@@ -128,7 +132,7 @@ class MediaInput:
             if found := self._find(key):
                 return found
             began = perf_counter()
-            made = EncodedMedium([self._piece(key, i, chunk, cancelled) for i, chunk in enumerate(chunks)])
+            made = EncodedMedium([self._piece(name, i, chunk, cancelled) for i, chunk in enumerate(chunks)])
             with self._lock:
                 self.n_encoded += 1
                 self.seconds += perf_counter() - began
@@ -148,9 +152,7 @@ class MediaInput:
 
     def n_tokens(self, medium: Media) -> int:
         """How many tokens it becomes, without encoding it. Raises `InvalidRequest` as `encoded`."""
-        with self._lock:
-            found = self._alive.get(f"{medium.kind} {medium.digest}")
-        return found.n_tokens if found else sum(chunk.n_tokens for chunk in self._split(medium))
+        return sum(chunk.n_tokens for chunk in self._split(medium))
 
     @contextmanager
     def _one_at_a_time(self, cancelled: IsCancelled) -> Iterator[None]:
@@ -173,7 +175,7 @@ class MediaInput:
                 "prompt", f"has a medium of kind {medium.kind} that cannot be used: {error}"
             ) from error
 
-    def _piece(self, key: str, number: int, chunk: Chunk, cancelled: IsCancelled) -> MediaPiece:
+    def _piece(self, name: str, number: int, chunk: Chunk, cancelled: IsCancelled) -> MediaPiece:
         if chunk.kind is None:
             return MediaPiece(chunk.tokens, None, is_whole=False)
         if cancelled():
@@ -185,7 +187,7 @@ class MediaInput:
             raise InvalidRequest(
                 "prompt", f"has a medium of kind {chunk.kind} that cannot be encoded: {error}"
             ) from error
-        seed = b"%b %b %d" % (self._projector, key.encode(), number)
+        seed = b"%b %b %d" % (self._projector, name.encode(), number)
         return MediaPiece(placeholders(seed, chunk.n_tokens), vectors, chunk.is_whole)
 
     def _find(self, key: str) -> EncodedMedium | None:

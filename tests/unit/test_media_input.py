@@ -58,6 +58,15 @@ def test_an_equal_file_is_encoded_once() -> None:
     assert (encoder_of(media).n_calls, media.n_encoded, media.n_found) == (1, 1, 1)
 
 
+def test_time_does_not_show_what_was_sent_with_another_salt() -> None:
+    media, picture = fake_media(), small_picture(1, 4)
+    tokens = [tokens_of(media.encoded(picture, lambda n: None, never_cancelled, salt=salt)) for salt in ("a", "b", "a")]
+    assert (media.n_encoded, media.n_found) == (2, 1)
+    assert tokens[0] == tokens[1] == tokens[2], "a file of a slot or a replay finds the same tokens"
+    assert media.n_tokens(picture) == 4
+    assert encoder_of(media).n_calls == 2, "counting neither encodes nor finds"
+
+
 def test_equal_files_that_arrive_together_are_encoded_once() -> None:
     media = fake_media()
     with ThreadPoolExecutor(8) as threads:
