@@ -29,8 +29,8 @@ from cppbatch.typed_json import convert
 
 Json = dict[str, Any]
 Message = Mapping[str, object]
-"""OpenAI's object: `{"role": "user", "content": "Hello"}`. A content may have parts that are pictures and sounds, also as
-`{"type": "image", "path": "cat.png"}` (docs/media.md)."""
+"""OpenAI's object: `{"role": "user", "content": "Hello"}`. A content may have parts that are pictures and sounds, such
+as `{"type": "image", "path": "cat.png"}` (docs/media.md)."""
 Conversation = str | Sequence[Message]
 """Messages; a text is one message of the user."""
 
