@@ -474,6 +474,38 @@ def test_two_browser_tabs_write_in_one_conversation(chat: Page, url: str) -> Non
     expect(messages(other)).to_have_count(0)
 
 
+MERGE = """async () => {
+  const {add, change, merged, newConversation, pathOf, remove} = await import('/page/chat/conversation.js')
+  const say = (conversation, parent, id) => add(conversation, parent, {id, role: 'user', content: id})
+  const base = say(say(newConversation(), 'root', 'a'), 'a', 'b')
+  const b = base.messages.b
+  const cases = {
+    'both answer': [say(base, 'b', 'ours'), say(base, 'b', 'theirs')],
+    'one changes, one adds': [change(base, 'b', {content: 'changed'}), say(base, 'b', 'theirs')],
+    'one removes what the other continues': [say(base, 'b', 'ours'), remove(base, b)],
+    'both remove': [remove(base, b), remove(base, b)],
+    'settings and title': [{...base, title: 'ours'}, {...base, title: 'theirs', system: 'theirs'}],
+  }
+  return Object.fromEntries(Object.entries(cases).map(([name, [ours, theirs]]) => {
+    const {messages, title, system, ...rest} = merged(base, ours, theirs)
+    const path = pathOf({messages, ...rest}).map(({content}) => content)
+    return [name, [Object.keys(messages).sort().join(' '), path.join(' '), title, system]]
+  }))
+}"""
+
+
+def test_changes_of_two_browser_tabs_are_merged(page: Page, url: str, errors: PageErrors) -> None:
+    errors.allow("favicon")  # an image that is opened alone names no icon
+    page.goto(f"{url}page/icon.svg")
+    assert page.evaluate(MERGE) == {
+        "both answer": ["a b ours theirs", "a b ours", "a", ""],
+        "one changes, one adds": ["a b theirs", "a changed theirs", "a", ""],
+        "one removes what the other continues": ["a", "a", "a", ""],
+        "both remove": ["a", "a", "a", ""],
+        "settings and title": ["a b", "a b", "ours", "theirs"],
+    }
+
+
 def test_an_answer_is_shown_and_stopped_in_another_browser_tab(chat: Page, url: str) -> None:
     settings(chat, Temperature="0")
     send(chat, "Count from one to five hundred, in words.")
