@@ -254,8 +254,6 @@ class Scheduler:
         plan.admitted = self._admit()
         self._choose(plan)
         plan.n_tokens = sum(n for _, n in plan.pieces) - plan.n_drafted
-        if not plan.pieces and any(s.next_run for s in self.running) and len(self.running) > 1:
-            self._preempt(self.running[-1])  # the cells for a picture that is computed at once are not free
         return plan
 
     def _choose(self, plan: StepPlan) -> None:
@@ -421,8 +419,10 @@ class Scheduler:
             n = min(budget, until - sequence.n_computed)
             n = min(n, _MAX_SCORED) if sequence.is_scored else n
             if (run := sequence.next_run) and run.is_whole:
+                # Waits for others to end if they have grown into its cells. They compute: else they would not grow.
                 n = end - sequence.n_computed
-                if budget <= 0 or (chunks and n > budget) or not self._kv.ensure_free(n_decoding + n):
+                has_cells = not self._kv.unified or self._kv.ensure_free(n_decoding + n)
+                if budget <= 0 or (chunks and n > budget) or not has_cells:
                     continue
             elif n < end - sequence.n_computed and self._kv.has_streams:
                 joins_rows = n_decode and n > 1 and self._min_rows == 1  # its first token does

@@ -15,6 +15,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt, SamplingParams
 from cppbatch.engine.media_files import decode_image
+from cppbatch.engine.prefix_disk.disk_cost import DiskCost
 from cppbatch.errors import LibraryError, LlamaError, ModelError
 from cppbatch.llama import Context, MediaEncoder, Model
 from cppbatch.llama import media_encoder as media_encoder_module
@@ -26,6 +27,7 @@ from tests.native_engines import OpenEngine
 from tests.tiny_projectors import IMAGE_TOKENS, SAMPLE_RATE, SOUND_TOKENS
 
 LAYOUTS = ("unified", "per-sequence")
+SIZES = ((1, 1), (2, 1), (1, 100), (100, 1), (200, 3), (640, 480), (31, 33), (1000, 1000))
 WORDS = ("What is it? ", " and then", " the end")
 EXACT: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "spec": "off", "n_parallel": 8, "n_ctx": 2048}
 
@@ -121,9 +123,23 @@ def test_a_large_picture_becomes_tiles_between_control_tokens(tmp_path: Path) ->
     tiny_projectors.tiled_vision(tmp_path / "vision.gguf")
     model, encoder = load(tmp_path, "vision")
     with model:
+        with pytest.raises(LlamaError, match="resize target 0x64 is out of range"):  # before anything aborts
+            encoder.split_image(decode_image(picture(1, size=(1, 100))))
+        for size in (size for size in SIZES if max(size) < 20 * min(size)):
+            pieces = [chunk for chunk in encoder.split_image(decode_image(picture(1, size=size))) if chunk.kind]
+            assert all(encoder.encode(chunk).shape == (chunk.n_tokens, 64) for chunk in pieces[:2])
         chunks = encoder.split_image(decode_image(picture(1, size=(64, 64))))
         assert [chunk.n_tokens for chunk in chunks if chunk.kind] == [4] * 5  # four tiles and the whole
         assert {509, 510, 511} <= {token for chunk in chunks for token in chunk.tokens.tolist()}
+
+
+@pytest.mark.parametrize("projector", ["vision", "non_causal_vision"])
+def test_pictures_of_any_size_are_encoded(files: Path, projector: str) -> None:
+    model, encoder = load(files, projector)
+    with model:
+        for size in SIZES:
+            pieces = [chunk for chunk in encoder.split_image(decode_image(picture(1, size=size))) if chunk.kind]
+            assert [encoder.encode(chunk).shape for chunk in pieces] == [(IMAGE_TOKENS, 64)]
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (4, 0, 3), (4, 4, 4)])
@@ -309,6 +325,25 @@ def test_a_second_request_shares_the_picture_and_does_not_encode_it(
     assert again.usage.cached_tokens == first.usage.prompt_tokens
     assert again.tokens == alone.tokens
     assert media.n_encoded == 1
+
+
+def test_a_prefix_with_a_picture_is_on_disk_after_a_restart_and_belongs_to_its_projector(
+    files: Path, tmp_path: Path, open_media: Callable[..., BatchInferenceEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskCost, "is_worth", lambda *of: True)  # a tiny model computes faster than any disk reads
+    tiny_projectors.vision(files / "other.gguf", seed=1)
+    prompt = MediaPrompt([WORDS[0] * 50, image(1), WORDS[1] * 50])
+    followed = MediaPrompt([*prompt.parts, "x"])
+    expected = open_media().generate([followed], greedy(8))[0].tokens
+    cached = []
+    for projector in ("vision", "vision", "other"):
+        with BatchInferenceEngine(
+            files / "text.gguf", **EXACT, mmproj=str(files / f"{projector}.gguf"), prefix_cache_disk=str(tmp_path)
+        ) as engine:
+            result = engine.generate([followed], greedy(8))[0]
+            cached.append(result.usage.cached_tokens > 0)
+            assert (result.tokens == expected) == (projector == "vision")
+    assert cached == [False, True, False]
 
 
 def test_preempted_sequences_with_pictures_go_on_with_the_same_text(
