@@ -159,3 +159,16 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
     assert figures["memory after"] < 1.1 * figures["memory before"], "nothing is left of the worker before"
     assert figures["first token, awake"] < figures["first token, asleep"] < 10
     assert "1 different texts" in printed
+
+
+# --- streams beside pictures ---
+
+
+def test_streams_are_measured_alone_beside_pictures_and_beside_texts(default_model: Path) -> None:
+    printed = script("bench_media.py", "-m", default_model, "--repeats", 1, "--seconds", 3)
+    figures = rows(printed)
+    for name in ("8 streams alone", "with pictures", "with texts of as many tokens"):
+        p50, p95, longest = map(number, figures[name][:3])
+        assert 0 < p50 <= p95 <= longest
+    assert number(figures["with pictures"][3]) >= 1
+    assert re.search(r"TTFT of a picture on the idle engine: \d+ ms", printed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from cppbatch.cli.plan_start import plan_start
 from cppbatch.cli.start_lines import model_line, sizes_line
 from cppbatch.config import EngineConfig
 from cppbatch.models.inspect import ModelFacts, inspect_model
+from tests import tiny_projectors
 
 GIB = 2**30
 CONFIG = EngineConfig("models/Some-8B.Q4_K_M.gguf", n_threads=6)
@@ -41,6 +43,12 @@ def test_the_model_its_weights_and_the_device() -> None:
     assert model_line(CONFIG, FACTS, estimate()) == f"{line}; on the CPU with 6 threads"
     assert model_line(CONFIG, FACTS, estimate("CUDA0")) == f"{line}; all 32 layers on CUDA0 (NVIDIA H100 80GB HBM3)"
     assert model_line(CONFIG, FACTS, None) == line
+
+
+@pytest.mark.parametrize(("write", "kinds"), [(tiny_projectors.vision, "pictures"), (tiny_projectors.audio, "sound")])
+def test_a_projector_is_named_by_what_it_encodes(tmp_path: Path, write: Callable[[Path], Path], kinds: str) -> None:
+    config = replace(CONFIG, mmproj=str(write(tmp_path / "mmproj.gguf")))
+    assert model_line(config, FACTS, None) == f"Some-8B.Q4_K_M: 8.0B weights, mostly Q4_K, 4.92 GB, with {kinds}"
 
 
 def test_several_engines_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
