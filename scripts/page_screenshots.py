@@ -53,6 +53,7 @@ def chat(page: Page, url: str) -> None:
         box = section.get_by_role("textbox", name=re.compile("message", re.IGNORECASE))
         box.fill(question)
         box.press("Enter")
+        expect(section.get_by_role("article", name="You").last).to_have_text(question)
         expect(section.get_by_role("button", name="Stop")).to_have_count(0, timeout=60_000)
 
 
