@@ -119,15 +119,18 @@ class DiskPrefixes:
         tokens, whole = sequence.tokens[: sequence.n_tokens - 1], self._kv.cache.sharing == "whole"
         if len(tokens) - n < self._min_tokens:
             return _NO_READ
-        most, n_most = self._kv.cache.host_bytes - self._n_reading, self._kv.n_ctx_seq  # it is restored whole
+        most, n_most = self._kv.cache.host_bytes, self._kv.n_ctx_seq  # it is restored whole
         found = self._index.best(tokens, sequence.salt, whole=whole, max_bytes=most, max_tokens=n_most)
         if found is None:
             return _NO_READ
         prefix, n_found = found
         read = self._reads.get(prefix.name)
-        if n_found - n < self._min_tokens or not (read or self._cost.is_worth(n_found - n, prefix.n_bytes)):
+        if n_found - n < self._min_tokens:
             return _NO_READ
         if read is None:
+            has_room = self._n_reading + prefix.n_bytes <= most
+            if not (has_room and self._cost.is_worth(n_found - n, prefix.n_bytes)):
+                return _NO_READ
             read = self._reads[prefix.name] = _Read(prefix, sequence.salt)
             self._n_reading += prefix.n_bytes
             self._reader.submit(self._read, read)
