@@ -150,20 +150,22 @@ def wide_llama(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "wide.gguf", shape)
 
 
-def post(url: str, prompt: list[int]) -> list[int]:
+def post(url: str, prompt: list[int]) -> tuple[list[int], int]:
+    """The tokens, and how many of the prompt were cached."""
     body = {"prompt": prompt, "n_predict": 8, "temperature": 0, "ignore_eos": True, "return_tokens": True}
     request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
     with urllib.request.urlopen(request, timeout=60) as answer:
-        tokens: list[int] = json.load(answer)["tokens"]
-    return tokens
+        read = json.load(answer)
+    return read["tokens"], read["timings"]["cache_n"]
 
 
 class Clients:
     """Threads that send prompts one after the other, compare the texts, and bear a server that is killed."""
 
     def __init__(self, url: str, expected: dict[tuple[int, ...], list[int]], seed: int) -> None:
-        self.n_right, self.wrong = 0, 0
+        self.n_right = 0
+        self.wrong: list[str] = []
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(url, expected, random.Random(seed + i))) for i in range(2)
@@ -175,11 +177,14 @@ class Clients:
         while not self._stopping.is_set():
             prompt, text = rng.choice(list(expected.items()))
             try:
-                is_right = post(url, list(prompt)) == text
+                tokens, n_cached = post(url, list(prompt))
             except (OSError, HTTPException, ValueError):  # killed
                 continue
-            self.n_right += is_right
-            self.wrong += not is_right
+            if tokens == text:
+                self.n_right += 1
+            else:
+                number = list(expected).index(prompt)
+                self.wrong.append(f"prompt {number}, {n_cached} cached: {tokens}, not {text}")
             self._stopping.wait(rng.choice((0.0, 0.3)))  # idle now and then
 
     def stop(self) -> None:

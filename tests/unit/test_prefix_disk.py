@@ -471,11 +471,11 @@ def test_writing_beside_requests_takes_its_share_of_the_time_only(model: Path, t
         disk._counted_at = now
         disk._left_s = -0.05
         ask(engine, LONG)
-        for now in (1.0, 2.0, 4.0):  # noqa: B007
+        for now in (1.0, 2.0, 4.0, 8.0):  # noqa: B007
             disk.after_step()
             assert disk._is_free()
             assert files(tmp_path / "d") == 0
-        now = 6.0
+        now = 12.0
         disk.after_step()
         assert disk._wait_for_writer(5)
         assert files(tmp_path / "d") == 1

@@ -32,8 +32,8 @@ log = logging.getLogger("cppbatch.engine")
 
 _MIN_TOKENS = 256  # that a file adds to those on disk, or a read to those in memory: fewer are computed as fast
 _MIN_NEW_PART = 0.25  # of a file's tokens that are not on disk yet; so a conversation of n tokens writes at most 5 n
-_BUSY_SHARE = 0.01  # of the time, while requests run, that may go into copying and writing states
-_MAX_SAVED_UP_S = 0.5  # of that time
+_BUSY_SHARE = 0.005  # of the time, while requests run, that may go into copying and writing states
+_MAX_SAVED_UP_S = 0.1  # of that time
 _IDLE_S = 0.1  # without work, after which writing no longer counts as beside requests
 _MAX_CANDIDATES = 512
 _TOUCH_EVERY_S = 10.0
