@@ -15,6 +15,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cppbatch import BatchInferenceEngine, EngineProcess, GenerationRequest, SamplingParams
@@ -140,7 +141,7 @@ async def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny_llam
 
 # --- kills ------------------------------------------------------------------------------------------------------------
 
-N_KILLS, N_PROMPTS, N_TOKENS, BOUND = 20, 6, 1200, 32_000_000
+N_KILLS, N_PROMPTS, N_TOKENS, BOUND, NEAR = 20, 6, 1200, 32_000_000, 0.09
 
 
 @pytest.fixture
@@ -208,8 +209,15 @@ def test_twenty_kills_while_it_writes_leave_no_wrong_text_and_nothing_else(wide_
     prompts = [[5 + rng.randrange(200) for _ in range(N_TOKENS)] for _ in range(N_PROMPTS)]
     prompts += [[*prompt[:900], *prompts[0][:500]] for prompt in prompts]
     with BatchInferenceEngine(wide_llama, **{**ENGINE, "n_ctx": 8192, **f32}) as engine:
-        texts = [engine.generate([prompt], GREEDY, cache_prompt=False)[0].tokens for prompt in prompts]
-    expected = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
+        told = msgspec.structs.replace(GREEDY, logprobs=2)
+        completions = [engine.generate([prompt], told, cache_prompt=False)[0] for prompt in prompts]
+    # Where two tokens are nearly tied, the text depends on the batch with these random weights, without a cache too.
+    expected = {
+        tuple(prompt): each.tokens
+        for prompt, each in zip(prompts, completions, strict=True)
+        if each.logprobs and all(token.top[0][2] - token.top[1][2] > NEAR for token in each.logprobs)
+    }
+    assert len(expected) >= 5
     args: list[str | Path] = ["-m", wide_llama, "-c", "8192", "-np", "2", "-t", "1", "--spec", "off"]
     args += ["-ctk", "f32", "-ctv", "f32", "--prefix-cache-disk", f"{folder},{BOUND / 1e9}"]
     n_right = n_leftovers = n_hits = 0
@@ -239,4 +247,5 @@ def test_twenty_kills_while_it_writes_leave_no_wrong_text_and_nothing_else(wide_
     settings = {**ENGINE, **f32, "n_ctx": 8192, "prefix_cache_disk": f"{folder},1"}
     with BatchInferenceEngine(wide_llama, **settings) as engine:
         assert not list(folder.glob("*.part"))
-        assert [engine.generate([prompt], GREEDY)[0].tokens for prompt in prompts] == texts
+        for prompt, text in expected.items():
+            assert engine.generate([list(prompt)], GREEDY)[0].tokens == text
