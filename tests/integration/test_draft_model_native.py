@@ -109,10 +109,10 @@ def test_the_cells_of_the_draft_context_are_those_that_are_counted(tiny_llama: P
                 proposer.finished(sequence)
 
 
-def test_a_deeper_copy_for_measuring_writes_the_same_text(tiny_llama: Path, tmp_path: Path) -> None:
-    script, deeper = Path(__file__).parents[2] / "scripts" / "deeper_model.py", tmp_path / "deeper.gguf"
-    subprocess.run([sys.executable, script, tiny_llama, deeper, "--times", "3"], check=True)
-    assert texts(deeper, greedy(20), spec="off") == texts(tiny_llama, greedy(20), spec="off")
+def test_a_larger_copy_for_measuring_writes_the_same_text(tiny_llama: Path, tmp_path: Path) -> None:
+    script, larger = Path(__file__).parents[2] / "scripts" / "larger_model.py", tmp_path / "larger.gguf"
+    subprocess.run([sys.executable, script, tiny_llama, larger, "--deeper", "3", "--wider", "2"], check=True)
+    assert texts(larger, greedy(20), spec="off") == texts(tiny_llama, greedy(20), spec="off")
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
