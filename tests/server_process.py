@@ -54,7 +54,8 @@ class ServerProcess:
     def _read_errors(self) -> None:
         assert self.process.stderr
         with self.process.stderr as stream:
-            self.errors.extend(stream)
+            for line in stream:
+                self.errors.append(line)
 
     def wait_ready(self, seconds: float = 60) -> ServerProcess:
         assert self._ready.wait(seconds), "the server does not get ready"
@@ -77,10 +78,10 @@ class ServerProcess:
         raise AssertionError(f"still busy after {seconds} s: {stats}")
 
     def wait_line(self, part: str, seconds: float = 10) -> None:
-        """Until it says this."""
+        """Until it says or logs this."""
         end = time.monotonic() + seconds
-        while not any(part in line for line in self.lines):
-            assert time.monotonic() < end, f"it does not say {part!r} but {self.lines}"
+        while not any(part in line for line in [*self.lines, *self.errors]):
+            assert time.monotonic() < end, f"it does not say {part!r} but {self.lines} {self.errors}"
             time.sleep(0.01)
 
     def interrupt(self) -> None:

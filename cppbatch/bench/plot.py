@@ -38,7 +38,7 @@ def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
 
 def from_zero(axes: Any) -> None:
     """Lets the y axis of drawn lines begin at 0, with room above the highest point."""
-    axes.set_ylim(0, 1.1 * axes.dataLim.y1)
+    axes.set_ylim(0, 1.1 * axes.dataLim.y1 or 1)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -160,6 +160,7 @@ def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
         assert all(answer.result() for answer in answers)
         wait_for(lambda: server.get("/health")["scaling"]["running"] == 1)
         wait_for(lambda: [worker["name"] for worker in server.get("/stats")["workers"]] == ["0"])
+        server.wait_line("worker 1 has ended")  # it closes its engine first
         with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
             page = answer.read().decode()
         server.process.terminate()

@@ -109,8 +109,7 @@ def test_prefixes_on_disk_are_measured_after_a_restart_and_under_load(tiny_llama
     assert beside > 0
     assert "equal texts: 1 of 1" in printed
     printed = script("bench_prefix_disk.py", "--load", *few, "--tokens", 600, "--turns", 1, "--requests", 2)
-    assert "ratio, median of the turns: " in printed
-    assert not printed.endswith(" 0 MB written\n")
+    assert re.search(r"ratio, median of the turns: [\d.]+; \d+ MB written\n$", printed)
 
 
 def test_batch_sizes_stand_beside_the_next_tile(tiny_llama: Path) -> None:
