@@ -38,7 +38,8 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _KEPT = 0.95  # of what earlier drafts say about the estimates, for each new step with drafts
 _REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong drafts must not be the last ones
 _PRIOR = 8.0  # accepted tokens that are expected right before anything is known
-_NEW = 0.2  # weight of a new draft in what is usual of the draft model
+_NEW = 0.2  # weight of a new draft in what is usual of a sequence's drafts of the draft model
+_NEW_OF_ALL = 0.02  # the same for all sequences together: a few bad drafts must not be the last ones
 _NEW_VERIFIED = 0.1  # weight of a new time in that of an accepted token
 
 Probabilities = npt.NDArray[np.float64]
@@ -75,14 +76,14 @@ class DraftLimits:
 class Usual(NamedTuple):
     """A usual draft of the draft model."""
 
-    length: int
+    length: float
     acceptance: float
     """The probability that a token is accepted if those before it are."""
     made: float
     """The share of the calls that give a draft: an unsure draft model stops after its first token."""
 
 
-_FIRST_GUESS = Usual(6, 0.7, 0.8)  # before anything is known
+_FIRST_GUESS = Usual(6.0, 0.7, 0.8)  # before anything is known
 _NO_DRAFT: Probabilities = np.zeros(0)
 
 
@@ -198,8 +199,8 @@ class Speculator:
         made = model.propose(step.rows, [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)])
         for sequence, draft, n in zip(step.rows, made, asked, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
-                self._usual[sequence] = _mean(self._usual.get(sequence, self._usual_of_all), draft)
-                self._usual_of_all = _mean(self._usual_of_all, draft)
+                self._usual[sequence] = _mean(self._usual.get(sequence, self._usual_of_all), draft, _NEW)
+                self._usual_of_all = _mean(self._usual_of_all, draft, _NEW_OF_ALL)
         _take_better(drafts, made)
 
     def finished(self, sequence: Seq) -> None:
@@ -348,17 +349,17 @@ def _accepted(draft: Draft | None) -> Probabilities:
 
 def _of_usual(usual: Usual, most: int) -> Probabilities:
     """The same of a usual draft of at most so many tokens."""
-    return np.full(min(usual.length, most), min(usual.acceptance, _ALMOST_CERTAIN)).cumprod()
+    return np.full(min(ceil(usual.length), most), min(usual.acceptance, _ALMOST_CERTAIN)).cumprod()
 
 
-def _mean(old: Usual, draft: Draft | None) -> Usual:
-    """Running means. A length is rounded up, so that drafts may become longer again."""
+def _mean(old: Usual, draft: Draft | None, new: float) -> Usual:
+    """Running means. `new`: the weight of this draft. A length is rounded up: drafts may become longer again."""
     if draft is None:
-        return old._replace(made=(1 - _NEW) * old.made)
+        return old._replace(made=(1 - new) * old.made)
     return Usual(
-        ceil(old.length + _NEW * (len(draft.tokens) - old.length)),
-        old.acceptance + _NEW * (float(draft.probabilities.mean()) - old.acceptance),
-        old.made + _NEW * (1 - old.made),
+        old.length + new * (len(draft.tokens) - old.length),
+        old.acceptance + new * (float(draft.probabilities.mean()) - old.acceptance),
+        old.made + new * (1 - old.made),
     )
 
 
