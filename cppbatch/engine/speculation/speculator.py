@@ -194,8 +194,12 @@ class Speculator:
         rate = (len(step.rows) + share * plan.expected) / (share * with_drafts + (1 - share) * without)
         is_worth = rate > _WORTH * max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
-        if not is_worth and not self._model_tried.may_take(seconds):
-            return
+        if not is_worth:
+            # A try is for one sequence: the draft model may have to read the whole prompt of each.
+            one = min((i for i, n in enumerate(asked) if n), key=lambda i: model.read_seconds(step.rows[i]))
+            asked = [n if i == one else 0 for i, n in enumerate(asked)]
+            if not self._model_tried.may_take(seconds / n_asked):
+                return
         made = model.propose(step.rows, [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)])
         for sequence, draft, n in zip(step.rows, made, asked, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
