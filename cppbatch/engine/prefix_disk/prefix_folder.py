@@ -1,7 +1,7 @@
 """The files of cached prefixes in a folder that several processes share, within a bound on their bytes.
 
     prefix-KEY-CONTENT.kv      a prefix, laid out as a slot's file (`slot_file`). KEY: `StateKey.short`; CONTENT: a hash
-                               of salt, adapters and tokens, so that a prefix has one file, whoever writes it
+                               of salt, adapters and tokens, so that a prefix has one file, by any process
     .prefix-*.part             a file that is being written; its writer holds a lock on it
     .prefixes.lock             held while files are deleted for others, or a .part file is made
 
