@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cppbatch.errors import ConfigError, EngineClosed, StorageError
+from cppbatch.errors import ConfigError, EngineClosed, InputChanged, LedgerLost, StorageError
 from cppbatch.jobs.batch_records import (
     Batch,
     BatchError,
@@ -33,7 +33,7 @@ from cppbatch.jobs.batch_records import (
 )
 from cppbatch.jobs.batch_store import BatchStore
 from cppbatch.jobs.batch_validation import read_batch_input, validate_input
-from cppbatch.jobs.data_folder import DataFolder
+from cppbatch.jobs.data_folder import RESULT_NAMES, DataFolder
 from cppbatch.jobs.durable_files import move_into_place
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, RequestHandler
 from cppbatch.jobs.job_runner import JobRunner, RequestSlots, reject_unanswered
@@ -84,6 +84,18 @@ class ActiveBatch:
         self._cancelled = asyncio.Event()
         if record.batch.status == "cancelling":
             self._cancelled.set()
+        if record.final_status is None and (record.is_begun or self._folder.exists()):
+            self._load_progress()
+
+    def _load_progress(self) -> None:
+        """Reads the counts from before the restart."""
+        try:
+            journal = self._open_journal()
+        except StorageError as error:  # `run` says it too, as long as it lasts
+            log.error("%s: its results so far cannot be read: %s", self.record.batch.id, error)
+            return
+        journal.close()
+        self._forget(journal)
 
     @property
     def batch(self) -> Batch:
@@ -172,8 +184,6 @@ class ActiveBatch:
         try:
             if self.record.batch.in_progress_at is None and not await self._validate(resources):
                 return "failed"
-            if self._folder.exists():
-                await self._with_retry(self._load_progress)
             self._thread.shutdown(wait=False)  # thousands of batches may wait for a slot or for their model
             self._thread = _new_thread()
             if not resources.serves(self.record.batch.model):
@@ -182,13 +192,25 @@ class ActiveBatch:
                 await _wait_forever()
             await self._with_retry(partial(self._run_requests, resources))
         except ConfigError as error:
-            log.error("%s has failed: %s", self.record.batch.id, error)
-            input_gone = BatchError(
-                code="input_file_gone", message="the input file cannot be read", param="input_file_id"
-            )
-            self._update(errors=BatchErrors(data=[input_gone]))
+            log.error("%s has failed: its input file %s", self.record.batch.id, error)
+            self._add_input_error(error)
             return "failed"
         return "completed"
+
+    async def _check_input(self) -> None:
+        """Raises `InputChanged`, and `ConfigError` if the input cannot be read."""
+        await self._data.check_upload(self.record.batch.input_file_id, self._thread)
+
+    def _add_input_error(self, error: ConfigError) -> None:
+        """Puts an error of the input file before those of its lines."""
+        if isinstance(error, InputChanged):
+            code, message = "input_file_changed", f"the input file in the server's data folder {error}"
+        else:
+            code, message = "input_file_gone", "the input file cannot be read"
+        found = self.record.batch.errors
+        of_lines = [each for each in found.data if each.line is not None] if found else []
+        first = BatchError(code=code, message=message, param="input_file_id")
+        self._update(errors=BatchErrors(data=[first, *of_lines]))
 
     async def _with_retry(self, step: Callable[[], Awaitable[T]]) -> T:
         """Runs `step`, and retries with backoff on any error but `ConfigError`, such as a full disk or a closed
@@ -212,6 +234,7 @@ class ActiveBatch:
         stop = threading.Event()
         async with resources.validation_slots:
             try:
+                await self._with_retry(self._check_input)
                 result = await self._on_thread(lambda: validate_input(self._input(), stop))
             finally:
                 stop.set()
@@ -232,20 +255,18 @@ class ActiveBatch:
 
     # --- in progress --------------------------------------------------------------------------------------------
 
-    async def _load_progress(self) -> None:
-        """Reads the counts from before the restart."""
-        try:
-            await self._on_thread(self._open_journal)
-        finally:
-            await self._close_journal()
-
     async def _run_requests(self, resources: BatchResources) -> None:
         async with resources.running_slots:
+            await self._check_input()
             try:
                 journal = await self._on_thread(self._open_journal)
+                if not self.record.is_begun:
+                    self.record = msgspec.structs.replace(self.record, is_begun=True)
+                    await self.save()
                 await JobRunner(self._chunks(), journal, *resources.execution(self.record)).run()
             finally:
                 await self._close_journal()
+            await self._check_input()  # it may have been shortened or changed while it was read
 
     def _input(self) -> Iterator[JobRequest | RejectedLine]:
         batch = self.record.batch
@@ -255,24 +276,45 @@ class ActiveBatch:
         return chunks(self._input())
 
     def _open_journal(self) -> Journal:
-        self._folder.mkdir(exist_ok=True)
-        ledger = Ledger(self._folder / "ledger.sqlite3")
         try:
-            self._journal = Journal(ledger, *self._result_paths())
+            self._journal = self._try_to_open_journal(is_begun=self.record.is_begun)
+        except LedgerLost as error:
+            log.error("%s starts over: %s", self.record.batch.id, error)
+            results = map(self._data.content, (self.record.output_file_id, self.record.error_file_id))
+            left = [self._folder] if self._folder.exists() and any(self._folder.iterdir()) else []
+            self._data.set_aside([*left, *results], f"are what is left of the results of {self.record.batch.id}")
+            self._journal = self._try_to_open_journal(is_begun=False)
+        return self._journal
+
+    def _try_to_open_journal(self, *, is_begun: bool) -> Journal:
+        """`is_begun`: whether there must be a ledger. Raises `LedgerLost`."""
+        path = self._folder / "ledger.sqlite3"
+        if is_begun and not path.exists():
+            raise LedgerLost(f"{path} is missing")
+        self._folder.mkdir(exist_ok=True)
+        ledger = Ledger(path)
+        try:
+            if is_begun and not ledger.is_begun:
+                raise LedgerLost(f"{path} has been replaced by a new one")
+            return Journal(ledger, *self._result_paths())
         except BaseException:
             ledger.close()
             raise
-        return self._journal
 
     def _result_paths(self) -> tuple[Path, Path]:
-        return self._folder / "output.jsonl", self._folder / "errors.jsonl"
+        output, errors = (self._folder / name for name in RESULT_NAMES)
+        return output, errors
 
     async def _close_journal(self) -> None:
         """Also closes a journal whose opening was cancelled: the thread runs one call after another."""
         if journal := await self._on_thread(self._close_open_journal):
-            self._update(**_progress(self.record.batch, journal))
-            self._result_bytes = journal.committed_bytes
-            self._journal = None
+            self._forget(journal)
+
+    def _forget(self, journal: Journal) -> None:
+        """Keeps the counts of a closed journal."""
+        self._update(**_progress(self.record.batch, journal))
+        self._result_bytes = journal.committed_bytes
+        self._journal = None
 
     def _close_open_journal(self) -> Journal | None:
         """Returns the journal that it closed, if one was open."""
@@ -287,6 +329,13 @@ class ActiveBatch:
 
     async def _finish_results(self, final_status: FinalStatus) -> None:
         """Writes the last results and stores the final status. No result is written after that."""
+        if final_status == "expired":  # its unanswered lines get an error, so the input is read again
+            try:
+                await self._check_input()
+            except ConfigError as error:
+                log.error("%s has failed: its input file %s", self.record.batch.id, error)
+                self._add_input_error(error)
+                final_status = "failed"
         if final_status == "expired" or self._folder.exists():
             stop = threading.Event()
             try:

@@ -116,7 +116,7 @@ class BatchManager:
             active = self._visible(batch_id, viewer)
             if active and (found := active.results_so_far(file_id)):
                 return found
-        return await self.data.query(BatchStore.file, file_id, viewer), (self.data.content(file_id),)
+        return await self.data.query(BatchStore.file, file_id, viewer), self.data.contents(file_id)
 
     async def page(self, page: Page, viewer: str | None = None) -> tuple[list[Batch], bool]:
         """A page of batches, and whether there are more."""

@@ -160,6 +160,8 @@ class BatchRecord(
     """Who sees the batch and its results; empty: everybody."""
     key: dict[str, Any] | None = None
     """The rules of the API key that created it, in the server's form. None: it was created without a key."""
+    is_begun: bool = False
+    """Whether its ledger has been created: then it must be found after a restart."""
     final_status: FinalStatus | None = None
     """Set when no further results are written, before the files are moved into place."""
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from cppbatch.errors import Conflict, InvalidRequest, NotFound
+from cppbatch.errors import Conflict, InvalidRequest, NotFound, StorageError
 from cppbatch.jobs.batch_records import Batch, BatchRecord, File
-from cppbatch.jobs.database import Database
+from cppbatch.jobs.database import Database, Kind
 
 T = TypeVar("T")
 
@@ -37,7 +37,13 @@ _MIGRATIONS = (
         "ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
     ),
+    (
+        "ALTER TABLE files ADD COLUMN sha256 TEXT",  # NULL: unknown, of uploads before this version and of results
+        # Files whose contents may still be on the disk: only those may be deleted without a row.
+        "CREATE TABLE deleted_files (id TEXT PRIMARY KEY) WITHOUT ROWID",
+    ),
 )
+_KIND = Kind(0x63706A62, _MIGRATIONS, check="integrity_check", checkpoint_s=0)
 _VISIBLE = "(? IS NULL OR owner IN ('', ?))"
 
 
@@ -50,31 +56,85 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     newest_first: bool = True
 
 
+class KnownContents(NamedTuple):
+    """What the database says about the data folder."""
+
+    sizes: dict[str, int]
+    """Of each file, by ID."""
+    future_outputs: dict[str, str]
+    """The IDs of files that open batches will have, with the batch's ID."""
+    deleted: set[str]
+    """The IDs of deleted files."""
+    batches: dict[str, bool]
+    """All batches by ID, and whether they are open."""
+
+
 class BatchStore:
     """One SQLite file. Not thread-safe: one thread at a time. Raises `StorageError`.
 
     `viewer` is the owner of what may be seen, beside files and batches without an owner; None sees everything.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._db = Database(path, _MIGRATIONS)
+    def __init__(self, path: Path, *, must_exist: bool = False) -> None:
+        """`must_exist`: as for `Database`."""
+        self._db = Database(path, _KIND, must_exist=must_exist)
 
     def close(self) -> None:
         """Closes the file, so that another process can open it."""
         self._db.close()
 
+    def known_contents(self) -> KnownContents:
+        """Reads all rows. Raises `StorageError` if one is damaged."""
+        try:
+            files = {
+                file_id: msgspec.json.decode(record, type=File)
+                for file_id, record in self._db.execute("SELECT id, record FROM files")
+            }
+            records = {
+                batch_id: msgspec.json.decode(record, type=BatchRecord)
+                for batch_id, record in self._db.execute("SELECT id, record FROM batches")
+            }
+        except msgspec.DecodeError as error:
+            raise StorageError(f"{self._db.path} is corrupt: restore it from a backup (a row: {error})") from error
+        if any(each_id != file.id for each_id, file in files.items()) or any(
+            each_id != record.batch.id for each_id, record in records.items()
+        ):
+            raise StorageError(f"{self._db.path} is corrupt: restore it from a backup (a row has two IDs)")
+        open_records = [record for record in records.values() if not record.batch.has_ended]
+        return KnownContents(
+            sizes={file_id: file.bytes for file_id, file in files.items()},
+            future_outputs={
+                file_id: record.batch.id
+                for record in open_records
+                for file_id in (record.output_file_id, record.error_file_id)
+            },
+            deleted={file_id for (file_id,) in self._db.execute("SELECT id FROM deleted_files")},
+            batches={batch_id: not record.batch.has_ended for batch_id, record in records.items()},
+        )
+
+    @property
+    def was_used(self) -> bool:
+        """Whether there has ever been a file or a batch."""
+        return bool(self._db.execute("SELECT name FROM sqlite_sequence"))
+
     # --- files --------------------------------------------------------------------------------------------------
 
-    def add_file(self, file: File, owner: str = "") -> None:
+    def add_file(self, file: File, owner: str = "", sha256: str | None = None) -> None:
         """Adds a file; does nothing if its ID exists."""
         with self._db.transaction():
-            self._insert(file, owner)
+            self._insert(file, owner, sha256)
 
-    def _insert(self, file: File, owner: str) -> None:
+    def _insert(self, file: File, owner: str, sha256: str | None = None) -> None:
         self._db.execute(
-            "INSERT OR IGNORE INTO files (id, purpose, expires_at, record, owner) VALUES (?, ?, ?, ?, ?)",
-            (file.id, file.purpose, file.expires_at, msgspec.json.encode(file), owner),
+            "INSERT OR IGNORE INTO files (id, purpose, expires_at, record, owner, sha256) VALUES (?, ?, ?, ?, ?, ?)",
+            (file.id, file.purpose, file.expires_at, msgspec.json.encode(file), owner, sha256),
         )
+
+    def upload(self, file_id: str) -> tuple[int, str | None]:
+        """The size and the SHA-256 of a file as it was uploaded; None: unknown. Raises `NotFound`."""
+        size = self.file(file_id).bytes
+        ((sha256,),) = self._db.execute("SELECT sha256 FROM files WHERE id = ?", (file_id,))
+        return size, sha256
 
     def file(self, file_id: str, viewer: str | None = None) -> File:
         """Returns a file. Raises `NotFound`."""
@@ -94,7 +154,17 @@ class BatchStore:
             self.file(file_id, viewer)
             if rows := self._db.execute("SELECT id FROM batches WHERE is_open AND input_file_id = ?", (file_id,)):
                 raise Conflict("id", f"{file_id} is the input of {rows[0][0]}, which has not ended: cancel it first")
-            self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+            self._delete([(file_id,)])
+
+    def _delete(self, ids: Sequence[tuple[str]]) -> None:
+        self._db.execute_many("DELETE FROM files WHERE id = ?", ids)
+        self._db.execute_many("INSERT OR IGNORE INTO deleted_files VALUES (?)", ids)
+
+    def forget_deleted(self, ids: Sequence[str]) -> None:
+        """The contents of these deleted files are not on the disk any more."""
+        if ids:
+            with self._db.transaction():
+                self._db.execute_many("DELETE FROM deleted_files WHERE id = ?", [(file_id,) for file_id in ids])
 
     def delete_expired(self, now: int) -> list[str]:
         """Deletes the rows of expired files, except inputs of open batches, and returns their IDs."""
@@ -104,15 +174,8 @@ class BatchStore:
                 "AND id NOT IN (SELECT input_file_id FROM batches WHERE is_open)",
                 (now,),
             )
-            self._db.execute_many("DELETE FROM files WHERE id = ?", rows)
+            self._delete([(file_id,) for (file_id,) in rows])
         return [file_id for (file_id,) in rows]
-
-    def unknown_files(self, ids: Collection[str]) -> list[str]:
-        """The IDs that belong neither to a file nor to a future output of an open batch."""
-        known = {file_id for (file_id,) in self._db.execute("SELECT id FROM files")}
-        for record in self.open_batches():
-            known |= {record.output_file_id, record.error_file_id}
-        return [file_id for file_id in ids if file_id not in known]
 
     # --- batches ------------------------------------------------------------------------------------------------
 

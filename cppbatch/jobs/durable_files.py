@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from cppbatch.errors import DiskFull, StorageError
 
+log = logging.getLogger("cppbatch.jobs")
+
 
 class DurableFile:
-    """An append-only file. The caller records durably which size is committed."""
+    """An append-only file of lines. The caller records durably which size is committed."""
 
     def __init__(self, path: Path, size: int) -> None:
         """Opens the file and truncates it to `size` bytes: the rest was not committed before the process died.
 
-        Raises `StorageError`, also if the file is shorter than `size`.
+        Complete lines in the rest are kept in a file beside it (`kept_lines`), because the rest can also mean that the
+        record of the size is an older one. Raises `StorageError`, also if the file is shorter than `size`.
         """
         self.path, self.size = path, size
         with _storage_errors(path):
             self._file = path.open("ab")
             found = self._file.tell()
             if found > size:
+                self._keep_lines()
                 self._file.truncate(size)
             fsync_folder(path.parent)
         if found < size:
@@ -32,6 +37,23 @@ class DurableFile:
                 f"{path} has {found} bytes, but {size} were written to it: another program changed it. "
                 "Restore the file, or start over with another output"
             )
+
+    def _keep_lines(self) -> None:
+        """Copies the complete lines beyond `size`."""
+        n_lines, kept = 0, kept_lines(self.path)
+        with self.path.open("rb") as file, kept.open("ab") as copy:
+            file.seek(self.size)
+            for line in file:
+                if line.endswith(b"\n"):
+                    n_lines += 1
+                    copy.write(line)
+            copy.flush()
+            os.fsync(copy.fileno())
+        if n_lines:
+            text = "%s: its last %d lines were not committed and are answered again; they are kept in %s"
+            log.warning(text, self.path, n_lines, kept)
+        elif not kept.stat().st_size:
+            kept.unlink()
 
     def append(self, data: bytes) -> None:
         """Writes and fsyncs `data`. If it raises `StorageError`, the file is unchanged.
@@ -62,6 +84,11 @@ class DurableFile:
         self._file.close()
 
 
+def kept_lines(path: Path) -> Path:
+    """Where the lines of a `DurableFile` are that were not committed."""
+    return path.with_name(path.name + ".uncommitted")
+
+
 @contextlib.contextmanager
 def _storage_errors(path: Path) -> Iterator[None]:
     try:
@@ -77,7 +104,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
         kind, advice = DiskFull, "free some space and start again; nothing that was written is lost"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         advice = "make it and its folder writable"
-    elif error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+    elif error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
         advice = "check its name and its folder"
     else:
         advice = "check the disk"
@@ -95,10 +122,22 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def move_into_place(finished: Path, path: Path) -> None:
-    """Fsyncs a closed file and renames it to `path`, atomically and durably. Raises `StorageError`."""
+def make_durable(path: Path) -> None:
+    """Fsyncs a closed file and its entry in its folder. Raises `StorageError`."""
     with _storage_errors(path):
-        with finished.open("r+b") as file:  # Windows can only fsync files that are open for writing
+        with path.open("r+b") as file:  # Windows can only fsync files that are open for writing
             os.fsync(file.fileno())
-        finished.replace(path)
+        fsync_folder(path.parent)
+
+
+def move_into_place(finished: Path, path: Path) -> None:
+    """Makes a closed file durable and renames it to `path`, atomically and durably. Raises `StorageError`."""
+    make_durable(finished)
+    move(finished, path)
+
+
+def move(durable: Path, path: Path) -> None:
+    """Renames a file that is durable already. Raises `StorageError`."""
+    with _storage_errors(path):
+        durable.replace(path)
         fsync_folder(path.parent)

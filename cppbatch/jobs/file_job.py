@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cppbatch.errors import ConfigError, InUse, StorageError
-from cppbatch.jobs.durable_files import storage_error
+from cppbatch.jobs.durable_files import kept_lines, storage_error
 from cppbatch.jobs.input_format import InputFormat
 from cppbatch.jobs.job_request import Json
 from cppbatch.jobs.journal import Journal
@@ -19,7 +19,7 @@ from cppbatch.jobs.parquet_input import import_pyarrow
 
 _SETTINGS_NOTE = "settings"
 _TABLES = (".csv", ".tsv", ".parquet", ".pq")
-_OTHER_FORMATS = (".xlsx", ".xls", ".ods")
+_OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".txt", ".md")
 
 
 class FileJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     defaults: Json = {}
     """Body fields of requests that do not set them."""
     plain_max_tokens: int | None = None
-    """Tokens of the completion of a plain prompt that sets no limit itself. None: as many as the context holds."""
+    """Tokens for a plain prompt that sets no limit itself. None: as many as the context holds."""
     chat_template: str | None = None
     """The template's text; None: the model's own."""
     ordered: bool = False
@@ -43,7 +43,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     longest_first: bool = False
     """Start with the requests with the most prompt and output tokens."""
     assumed: frozenset[str] = frozenset()
-    """Names of settings that were not given and have a default. A job that was begun without them goes on without."""
+    """Names of settings that were not given. A job that an earlier version began with other defaults keeps those."""
 
     def __post_init__(self) -> None:
         names = {
@@ -129,25 +129,31 @@ def open_job(
         raise
 
 
-def as_begun(job: FileJob, *, say: Callable[[str], None]) -> FileJob:
-    """The job without those assumed settings that its results so far were made without, by an earlier version."""
+def begun_with(job: FileJob) -> Json:
+    """The settings that the results so far were made with; empty if there are none."""
     if not (job.ledger.exists() and job.results.exists()):
-        return job
+        return {}
     ledger = Ledger(job.ledger)
     try:
-        previous = ledger.note(_SETTINGS_NOTE) if ledger.n_completed or ledger.n_failed else None
+        return (ledger.note(_SETTINGS_NOTE) if ledger.n_completed or ledger.n_failed else None) or {}
     finally:
         ledger.close()
+
+
+def as_begun(job: FileJob, *, say: Callable[[str], None]) -> FileJob:
+    """The job with those assumed settings that its results so far were made with, by an earlier version."""
     now = job.settings("")
-    without = {name for name in job.assumed if previous and previous.get(name) is None and now.get(name) is not None}
-    if not without:
+    begun = begun_with(job) or now
+    other = {name: begun.get(name) for name in job.assumed if begun.get(name) != now.get(name)}
+    if not other:
         return job
-    shown = " and ".join(f"{name} {_json_or_unset(now[name])}" for name in sorted(without))
-    say(f"the job was begun without {shown}, as this version sets by default, and goes on without")
+    shown = " and ".join(f"{name} {_json_or_unset(value)}" for name, value in sorted(other.items()))
+    say(f"the job was begun with {shown}, the default of an earlier version, and continues with it")
+    kept = {name: other.get(name, value) for name, value in job.defaults.items()}
     return msgspec.structs.replace(
         job,
-        defaults={name: value for name, value in job.defaults.items() if name not in without},
-        plain_max_tokens=None if "max_tokens" in without else job.plain_max_tokens,
+        defaults={name: value for name, value in kept.items() if value is not None},
+        plain_max_tokens=other.get("max_tokens", job.plain_max_tokens),
     )
 
 
@@ -179,7 +185,7 @@ def _remove(job: FileJob, *files: Path) -> None:
         raise
     except StorageError:  # corrupt: no reason not to delete it
         pass
-    for path in (job.ledger, *files):
+    for path in (job.ledger, *files, *map(kept_lines, files)):
         for each in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))):
             try:
                 each.unlink(missing_ok=True)

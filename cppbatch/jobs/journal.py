@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from cppbatch.errors import LedgerLost
 from cppbatch.jobs.durable_files import DurableFile
 from cppbatch.jobs.job_request import JobRequest, JobResponse, Json, RejectedLine
 from cppbatch.jobs.ledger import FinishedLine, Ledger, LineState
@@ -46,7 +47,16 @@ class Journal:
         """Opens `output` for responses and `errors` for errors. `errors` is created for the first error.
 
         `ordered`: writes responses in the order of the input. The ledger holds those that come before their turn.
+        Raises `LedgerLost`.
         """
+        if not ledger.is_begun:
+            for path in (output, errors):
+                if path.exists() and (n_bytes := path.stat().st_size):
+                    raise LedgerLost(
+                        f"{ledger.path} has no record of {path.name}, which has {n_bytes} bytes: the ledger was lost "
+                        "or replaced. Restore it from a backup, or start over with another output"
+                    )
+            ledger.begin()
         self.ledger = ledger
         self._ordered = ordered
         self._errors_path = errors

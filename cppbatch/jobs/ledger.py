@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from cppbatch.errors import StorageError
-from cppbatch.jobs.database import Database
+from cppbatch.jobs.database import Database, Kind
 from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
 
 _MIGRATIONS = (
@@ -26,7 +26,18 @@ _MIGRATIONS = (
         "CREATE TABLE numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
         "CREATE TABLE notes (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
     ),
+    (  # since then set before the first result is written
+        "INSERT OR IGNORE INTO numbers SELECT 'output_bytes', 0 FROM items",
+    ),
 )
+# The lines of the last second may be lost with the WAL: `DurableFile` keeps them. A checkpoint takes four times as long
+# as a commit.
+_KIND = Kind(0x63706C67, _MIGRATIONS, check="quick_check", checkpoint_s=1)
+_COUNTS = {
+    "n_completed": "SELECT count(*) FROM items WHERE state = 1",
+    "n_failed": "SELECT count(*) FROM items WHERE state = 2",
+    "n_held": "SELECT count(*) FROM held",
+}
 
 
 class LineState(IntEnum):
@@ -52,14 +63,26 @@ class Ledger:
     """
 
     def __init__(self, path: Path) -> None:
-        self._db = Database(path, _MIGRATIONS)
-        with self._db.transaction():
-            self._db.execute("DELETE FROM items WHERE state = 0")
+        self.path = path
+        self._db = Database(path, _KIND)
+        try:
+            with self._db.transaction():
+                self._db.execute("DELETE FROM items WHERE state = 0")
+            self.n_completed, self.n_failed, self._n_held = (self._checked_count(name) for name in _COUNTS)
+        except BaseException:
+            self._db.close()
+            raise
         self._last_registered = 0
-        self.n_completed, self.n_failed = self._count(LineState.COMPLETED), self._count(LineState.FAILED)
 
-    def _count(self, state: LineState) -> int:
-        ((n,),) = self._db.execute("SELECT count(*) FROM items WHERE state = ?", (state,))
+    def _checked_count(self, name: str) -> int:
+        """A count of rows. The same number is stored beside the file sizes, on another page: in a copy that was made
+        while the ledger was written, the two can differ. Then a line may lack its result."""
+        ((n,),) = self._db.execute(_COUNTS[name])
+        if self._has_number(name) and self.number(name) != n:
+            raise StorageError(
+                f"{self._db.path} is corrupt: restore it from a backup, or move it away to start over "
+                f"({name} is {self.number(name)}, but there are {n} rows)"
+            )
         return int(n)
 
     def close(self) -> None:
@@ -125,19 +148,21 @@ class Ledger:
         one commit."""
         finished = list(finished)
         with self._db.transaction():
-            self._db.execute_many(
-                "UPDATE items SET state = ? WHERE line = ?", [(state, line) for line, state in finished]
-            )
-            self._db.execute_many("INSERT INTO held VALUES (?, ?)", held)
-            self._set(numbers)
-        self.n_completed += sum(state == LineState.COMPLETED for _, state in finished)
-        self.n_failed += sum(state == LineState.FAILED for _, state in finished)
+            n_completed = self.n_completed + self._finish(finished, LineState.COMPLETED)
+            n_failed = self.n_failed + self._finish(finished, LineState.FAILED)
+            n_held = self._n_held + self._db.execute_many("INSERT INTO held VALUES (?, ?)", held)
+            self._set(numbers | {"n_completed": n_completed, "n_failed": n_failed, "n_held": n_held})
+        self.n_completed, self.n_failed, self._n_held = n_completed, n_failed, n_held
+
+    def _finish(self, lines: Iterable[FinishedLine], state: LineState) -> int:
+        rows = [(state, each.line) for each in lines if each.state == state]
+        return self._db.execute_many("UPDATE items SET state = ? WHERE line = ? AND state = 0", rows)
 
     def reopen_failed(self) -> None:
         """Deletes all failed lines, so that they run again, and the committed size of the error file."""
         with self._db.transaction():
             self._db.execute("DELETE FROM items WHERE state = ?", (LineState.FAILED,))
-            self._set({"error_bytes": 0})
+            self._set({"error_bytes": 0, "n_failed": 0})
         self.n_failed = 0
 
     # --- results held until all earlier lines are finished ------------------------------------------------------
@@ -154,8 +179,11 @@ class Ledger:
     def release(self, lines: Iterable[int], numbers: dict[str, int]) -> None:
         """Deletes the held results of these lines and stores the new values of these numbers, in one commit."""
         with self._db.transaction():
-            self._db.execute_many("DELETE FROM held WHERE line = ?", [(line,) for line in lines])
-            self._set(numbers)
+            n_held = self._n_held - self._db.execute_many(
+                "DELETE FROM held WHERE line = ?", [(line,) for line in lines]
+            )
+            self._set(numbers | {"n_held": n_held})
+        self._n_held = n_held
 
     # --- numbers and notes --------------------------------------------------------------------------------------
 
@@ -163,6 +191,19 @@ class Ledger:
         """A stored number; 0 if it was never set."""
         rows = self._db.execute("SELECT value FROM numbers WHERE name = ?", (name,))
         return int(rows[0][0]) if rows else 0
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether `begin` was called. If not, and there are results, this is not the ledger that they belong to."""
+        return self._has_number("output_bytes")
+
+    def begin(self) -> None:
+        """Notes, durably, that results may follow."""
+        with self._db.transaction():
+            self._set({"output_bytes": 0})
+
+    def _has_number(self, name: str) -> bool:
+        return bool(self._db.execute("SELECT value FROM numbers WHERE name = ?", (name,)))
 
     def _set(self, numbers: dict[str, int]) -> None:
         self._db.execute_many("INSERT OR REPLACE INTO numbers VALUES (?, ?)", numbers.items())

@@ -56,7 +56,7 @@ class Storage:
             if self._stopped:
                 break
             try:
-                self.batches = BatchManager(await asyncio.to_thread(open_data_folder, self._folder), self._urls)
+                self.batches = await asyncio.to_thread(_open, self._folder, self._urls)
             except StorageError as error:
                 self.error = error
             else:
@@ -106,8 +106,12 @@ def open_storage(data_dir: Path | None, urls: Collection[str]) -> Storage:
     """
     folder = data_dir or user_data_path("cppbatch")
     try:
-        return Storage(BatchManager(open_data_folder(folder), urls))
+        return Storage(_open(folder, urls))
     except StorageError as error:
         if data_dir and not isinstance(error, DiskFull):
             raise
         return Storage(error=error, folder=folder, urls=urls)
+
+
+def _open(folder: Path, urls: Collection[str]) -> BatchManager:
+    return BatchManager(open_data_folder(folder), urls)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
+import shutil
 import socket
 import time
 import urllib.error
@@ -20,11 +22,12 @@ from openai import OpenAI
 
 from cppbatch.errors import EngineClosed
 from cppbatch.jobs import active_batch, durable_files
+from cppbatch.jobs.batch_manager import BatchManager
 from cppbatch.jobs.data_folder import DataFolder, open_data_folder
-from cppbatch.jobs.database import Database
+from cppbatch.jobs.database import Database, Kind
 from cppbatch.jobs.durable_files import DurableFile
 from cppbatch.server import storage
-from cppbatch.server.batches.batch_handler import BatchRequestHandler
+from cppbatch.server.batches.batch_handler import URLS, BatchRequestHandler
 from cppbatch.server.storage import STORAGE
 from tests import tiny_models
 from tests.app_thread import AppThread
@@ -171,7 +174,7 @@ def test_a_file_that_is_too_large_is_refused_before_and_while_it_comes(server: A
         client.files.create(file=b"x" * (3 << 20), purpose="batch")
     assert refused.value.status_code == 413
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as connection:
-        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
         connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode())
         answer = b""
         try:
@@ -192,7 +195,7 @@ def test_a_file_that_is_too_large_is_refused_before_and_while_it_comes(server: A
 def test_a_form_without_end_is_refused_and_holds_up_nobody(server: AppThread, piece: bytes) -> None:
     answer = b""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as connection:
-        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
         connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode())
         data = piece * (1 + 65536 // len(piece))
         for _ in range(100):
@@ -214,7 +217,7 @@ def test_an_upload_that_is_cut_off_leaves_nothing(server: AppThread, client: Ope
     incoming = server_data(server) / "incoming"
     before = client.files.list().data
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as connection:
-        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
+        head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n"
         connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode())
         connection.sendall(PURPOSE_PART + FILE_PART + b"x" * 300_000)
         wait_until(lambda: bool(list(incoming.iterdir())))
@@ -499,6 +502,92 @@ def test_files_whose_time_is_up_are_gone(start: Start, monkeypatch: pytest.Monke
     )
 
 
+# --- an input that is not as it was uploaded --------------------------------------------------------------------------
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def shortened(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def changed(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"prompt item-1", b"Prompt item-1"))
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [emptied, shortened, changed, gone])
+def test_a_batch_whose_input_was_damaged_meanwhile_fails_and_keeps_its_results(
+    start: Start, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    first = start()
+    client_of(first).files.create(file=b"x", purpose="user_data")  # a folder without any file is refused
+    batch = make_batch(client_of(first), lines(100, **LONG) + b"{}\n")
+    wait_until(lambda: counts(client_of(first).batches.retrieve(batch.id)).completed > 3)
+    first.stop()
+    damage(tmp_path / "data" / "files" / batch.input_file_id)
+    client = client_of(start())
+    assert_failed(client, batch.id, "input_file_gone" if damage is gone else "input_file_changed")
+
+
+def assert_failed(client: OpenAI, batch_id: str, code: str) -> None:
+    batch = wait_for(client, batch_id, "failed")
+    assert batch.failed_at
+    assert batch.errors
+    assert batch.errors.data
+    assert [(error.code, error.line) for error in batch.errors.data] == [(code, None), ("invalid_line", 101)]
+    assert 3 < counts(batch).completed < 100
+    assert len(results(client, batch.output_file_id)) == counts(batch).completed
+
+
+def test_a_batch_whose_input_is_emptied_while_it_is_read_fails_at_its_end(start: Start, tmp_path: Path) -> None:
+    client = client_of(start())
+    long_lines = lines(3000, max_tokens=1, user="x" * 1000)  # more than what is read ahead
+    batch = make_batch(client, long_lines)
+    wait_until(lambda: counts(client.batches.retrieve(batch.id)).completed > 3)
+    emptied(tmp_path / "data" / "files" / batch.input_file_id)
+    batch = wait_for(client, batch.id, "failed", seconds=60)
+    assert batch.errors
+    assert batch.errors.data
+    assert batch.errors.data[0].code == "input_file_changed"
+    assert "has 0 bytes instead of the" in str(batch.errors.data[0].message)
+    assert 3 < counts(batch).completed < counts(batch).total == 3000
+    assert len(results(client, batch.output_file_id)) == counts(batch).completed
+
+
+def test_a_damaged_input_is_found_before_its_lines_are_counted(start: Start, tmp_path: Path) -> None:
+    client = client_of(start())
+    for damage in (emptied, shortened):
+        file = client.files.create(file=("a.jsonl", lines(9)), purpose="batch")
+        damage(tmp_path / "data" / "files" / file.id)
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        batch = wait_for(client, batch.id, "failed")
+        assert batch.errors
+        assert batch.errors.data
+        assert [error.code for error in batch.errors.data] == ["input_file_changed"]
+        with pytest.raises(openai.NotFoundError, match="are damaged"):
+            client.files.content(file.id)
+
+
+def test_the_counts_of_a_batch_are_known_at_once_after_a_kill(start: Start, tmp_path: Path) -> None:
+    """Its ledger has them, not the record, which is stored when the server stops."""
+    first = start()
+    batch = make_batch(client_of(first), lines(100, **LONG))
+    wait_until(lambda: counts(client_of(first).batches.retrieve(batch.id)).completed > 3)
+    shutil.copytree(tmp_path / "data", tmp_path / "killed")
+    first.stop()
+    manager = BatchManager(open_data_folder(tmp_path / "killed"), URLS)  # no batch runs yet
+    (open_batch,) = manager.open_batches
+    assert open_batch.request_counts.completed > 3
+    assert open_batch.usage.output_tokens >= 3 * LONG["max_tokens"]
+    asyncio.run(manager.close())
+
+
 # --- when the disk does not do ----------------------------------------------------------------------------------------
 
 
@@ -584,7 +673,7 @@ def test_a_disk_that_is_full_at_the_start_is_tried_again(
 
 def full_database(folder: Path) -> None:
     """What SQLite says when its file cannot grow."""
-    database = Database(folder / "full.sqlite3", [["CREATE TABLE t (x)"]])
+    database = Database(folder / "full.sqlite3", Kind(1, [["CREATE TABLE t (x)"]], "quick_check", 0))
     database.execute("PRAGMA max_page_count = 2")
     try:
         database.execute("INSERT INTO t VALUES (zeroblob(100000))")

@@ -10,9 +10,10 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.chat.thinking_budget import ThinkingBudget
+from cppbatch.config import KvLayout
 from cppbatch.engine.request import ResumeState
 
-SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_parallel": 4, "n_threads": 1, "flash_attn": "off", "kv_layout": "unified"}
+SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_parallel": 4, "n_threads": 1}
 FLOATS: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32"}
 
 KINDS = {
@@ -112,3 +113,60 @@ def test_a_timeout_that_passed_meanwhile_ends_it(engine: BatchInferenceEngine) -
     (event,) = run(engine, request, progress)
     assert (event.finish_reason, event.text) == (FinishReason.TIMEOUT, "")
     assert engine.stats().steps <= steps + 1
+
+
+# --- logits ---
+
+KNOWN = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, logprobs=1)
+MODELS = ["tiny_llama", "tiny_swa", "tiny_hybrid", "tiny_mamba"]
+NOISE = 0.001  # what orders of sums may change in F32; one that is rounded to F16 changes 0.002 to 0.01
+
+
+def logprobs(events: list[GenerationEvent], request_id: str) -> list[float | None]:
+    """Of the tokens in these events of a request, each the likeliest."""
+    return [entry.logprob for event in events if event.request_id == request_id for entry in event.logprobs]
+
+
+def numbered(n: int) -> list[int]:
+    return [3 + (7 * k + n) % 200 for k in range(n)]
+
+
+@pytest.mark.parametrize("layout", ["per-sequence", "unified"])
+@pytest.mark.parametrize("name", MODELS)
+def test_f32_logits_stay_where_the_text_goes_on_in_another_engine(
+    request: pytest.FixtureRequest, name: str, layout: KvLayout
+) -> None:
+    """Whether tokens are computed one by one, in pieces of 64 and more, or behind 512 cells, from where ggml's flash
+    attention adds in other orders."""
+    settings: dict[str, Any] = {**SETTINGS, "n_ctx": 2048, "n_parallel": 2, "kv_layout": layout, **FLOATS}
+    with BatchInferenceEngine(request.getfixturevalue(name), **settings) as engine:
+        for n_prompt in (20, 100, 500):
+            again = GenerationRequest(id="a", prompt=numbered(n_prompt), params=KNOWN, cache_prompt=False)
+            whole = run(engine, again, None)
+            tokens, expected = told(whole)[1], logprobs(whole, "a")
+            for n in (30, 70):
+                rest = run(engine, again, ResumeState(tokens=tokens[:n], age=1.0, first_token_seconds=0.2))
+                assert told(rest)[1] == tokens[n:]
+                assert logprobs(rest, "a") == pytest.approx(expected[n:], abs=NOISE)
+
+
+@pytest.mark.parametrize("layout", ["per-sequence", "unified"])
+@pytest.mark.parametrize("name", MODELS)
+def test_f32_logits_stay_where_preempted_sequences_are_computed_again(
+    request: pytest.FixtureRequest, name: str, layout: KvLayout
+) -> None:
+    settings: dict[str, Any] = {**SETTINGS, "n_ctx": 2048, "n_parallel": 2, "kv_layout": layout, **FLOATS}
+    settings["spec"] = "off"  # drafts that come true could end the second text before the others arrive
+    prompts = [numbered(n) for n in (20, 100, 30, 50)]
+    with BatchInferenceEngine(request.getfixturevalue(name), **settings, prefix_cache=False, swap_space=0) as engine:
+        alone = [engine.generate([prompt], KNOWN)[0] for prompt in prompts]
+        ids = [engine.add_request(prompt, KNOWN) for prompt in prompts[:2]]
+        events: list[GenerationEvent] = []
+        while len(logprobs(events, ids[0])) < 50:
+            events += engine.step()
+        ids += [engine.add_request(prompt, KNOWN, priority=-1) for prompt in prompts[2:]]
+        while engine.has_work:
+            events += engine.step()
+        assert engine.stats().recomputes == 2
+    for id, wanted in zip(ids, alone, strict=True):
+        assert logprobs(events, id) == pytest.approx([each.logprob for each in wanted.logprobs or ()], abs=NOISE)

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cppbatch.errors import ConfigError, StorageError
-from cppbatch.jobs.file_job import FileJob, as_begun, open_job
+from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, open_job
 from cppbatch.jobs.input_format import detect_input_format
 from cppbatch.jobs.journal import Journal
 from tests.job_results import item, result
@@ -84,16 +84,18 @@ def with_defaults(job: FileJob, *assumed: str) -> FileJob:
     return replace(job, defaults={"compact_json": True}, plain_max_tokens=512, assumed=frozenset(assumed))
 
 
-def test_a_job_that_an_earlier_version_began_goes_on_without_the_new_defaults(tmp_path: Path) -> None:
+def test_a_job_that_an_earlier_version_began_continues_with_the_defaults_of_then(tmp_path: Path) -> None:
+    """Plain prompts had another maximum, or none."""
     begun(tmp_path)
     said: list[str] = []
     job = as_begun(with_defaults(a_job(tmp_path), "max_tokens", "compact_json"), say=said.append)
     assert (job.plain_max_tokens, job.defaults) == (None, {})
     assert said == [
-        "the job was begun without compact_json true and max_tokens 512, as this version sets by default, and goes on "
-        "without"
+        "the job was begun with compact_json unset and max_tokens unset, the default of an earlier version, and "
+        "continues with it"
     ]
     opened(job).close()
+    assert begun_with(job)["endpoint"] == "completions"
 
 
 def test_a_setting_that_is_given_must_be_that_of_the_beginning(tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ def test_a_ledger_with_a_hole_in_it_says_so(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "job").read_bytes())
     data[4096 * 3 : 4096 * 6] = os.urandom(4096 * 3)
     (tmp_path / "job").write_bytes(data)
-    with pytest.raises(StorageError, match="is corrupt: move it away"):
+    with pytest.raises(StorageError, match="is corrupt: restore it from a backup, or move it away"):
         Ledger(tmp_path / "job")
 
 

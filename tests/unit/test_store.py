@@ -133,24 +133,29 @@ def open_folder(tmp_path: Path) -> Iterator[Callable[[], DataFolder]]:
     opened.pop().close()
 
 
-async def test_what_a_kill_left_behind_is_removed_at_the_next_start(open_folder: Callable[[], DataFolder]) -> None:
+async def test_what_a_kill_left_behind_is_settled_at_the_next_start(
+    open_folder: Callable[[], DataFolder], caplog: pytest.LogCaptureFixture
+) -> None:
     data = open_folder()
-    data.incoming("file-in").write_bytes(b"abc")
-    await data.add_file(file("in"))
-    await data.query(BatchStore.add_batch, batch("a"))
-    for path in (
-        data.incoming("file-half"),  # an upload
-        data.content("file-no-row"),  # killed before its row was written, or after that was deleted
-        data.content("file-a-out"),  # that of a batch which is just putting its files in place
-    ):
-        path.write_bytes(b"x")
-    for name in ("batch_a", "batch_gone"):
+    for name in ("in", "deleted"):
+        data.incoming(f"file-{name}").write_bytes(b"abc")
+        await data.add_file(file(name))
+    for name in ("a", "b"):
+        await data.query(BatchStore.add_batch, batch(name))
+    await data.query(BatchStore.update_batch, ended(batch("b")))
+    await data.query(BatchStore.delete_file, "file-deleted")  # killed before its contents were deleted
+    await data.query(BatchStore.add_file, file("late"))  # killed before its contents were in place
+    data.incoming("file-late").write_bytes(b"abc")
+    data.incoming("file-half").write_bytes(b"x")  # an upload
+    data.content("file-a-out").write_bytes(b"x")  # that of a batch which is just putting its files in place
+    for name in ("batch_a", "batch_b"):
         data.batch(name).mkdir()
         (data.batch(name) / "ledger.sqlite3").write_bytes(b"")
     again = open_folder()
     found = {path.relative_to(again.folder).as_posix() for path in again.folder.glob("*/*")}
-    assert found == {"files/file-in", "files/file-a-out", "batches/batch_a"}
+    assert found == {"files/file-in", "files/file-late", "files/file-a-out", "batches/batch_a"}
     assert [record.batch.id for record in again.open_batches] == ["batch_a"]
+    assert not caplog.records
 
 
 async def test_a_file_whose_row_cannot_be_written_is_not_kept(
@@ -165,6 +170,16 @@ async def test_a_file_whose_row_cannot_be_written_is_not_kept(
     with pytest.raises(StorageError, match="full"):
         await data.add_file(file("a"))
     assert not data.content("file-a").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(StorageError, match="no such disk"):
+        await data.add_file(file("a"))
+    with pytest.raises(NotFound):
+        await data.query(BatchStore.file, "file-a")
+
+
+def failing(*_: object) -> None:
+    raise OSError(5, "no such disk")
 
 
 async def test_files_whose_time_is_up_are_swept(open_folder: Callable[[], DataFolder]) -> None:

@@ -78,7 +78,12 @@ def schema_of(path: Path) -> list[tuple[object, ...]]:
     indices = (
         "SELECT name, tbl_name, substr(sql, instr(sql, 'WHERE')) FROM sqlite_schema WHERE type = 'index' ORDER BY 1"
     )
-    found = [*db.execute(columns), *db.execute(indices), *db.execute("PRAGMA user_version")]
+    found = [
+        *db.execute(columns),
+        *db.execute(indices),
+        *db.execute("PRAGMA user_version"),
+        *db.execute("PRAGMA application_id"),
+    ]
     db.close()
     return found
 
@@ -109,7 +114,8 @@ async def test_a_data_folder_of_0_1_0_is_read_and_every_key_sees_what_is_in_it(t
     data.close()
     db = sqlite3.connect(path)
     assert [record for (record,) in db.execute("SELECT record FROM batches ORDER BY number")] == [
-        record.replace('"ending":', '"owner":"","key":null,"ending":').encode() for record in (IN_PROGRESS, FINALIZING)
+        record.replace('"ending":', '"owner":"","key":null,"is_begun":false,"ending":').encode()
+        for record in (IN_PROGRESS, FINALIZING)
     ]
     db.close()
 
@@ -143,7 +149,10 @@ def test_a_ledger_of_0_1_0_is_read(tmp_path: Path, ordered: bool) -> None:
         (line, *hashes, state) for line, hashes, state in zip((1, 2, 3, 4), HASHES, (1, 2, 1, 1), strict=True)
     ]
     names = {name for (name,) in db.execute("SELECT name FROM numbers")}
-    assert names == {"output_bytes", "error_bytes", "prompt_tokens", "completion_tokens"}
+    assert names == {
+        *("output_bytes", "error_bytes", "prompt_tokens", "completion_tokens"),
+        *("n_completed", "n_failed", "n_held"),
+    }
     db.close()
 
 

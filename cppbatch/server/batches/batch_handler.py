@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from cppbatch.engine.params import replaced
+from cppbatch.engine.params import UNLIMITED, replaced
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.jobs.job_request import JobRequest, JobResponse
 from cppbatch.server.api_errors import api_error, error_body
 from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.openai.chat_completions import prepare_chat_completion
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
-from cppbatch.server.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest, prepare_completion
+from cppbatch.server.openai.completions import CompletionRequest, prepare_completion
 from cppbatch.server.pooling.embeddings_endpoint import EmbeddingRequest, prepare_embeddings
 from cppbatch.server.pooling.rerank_endpoint import RerankRequest, prepare_rerank
 from cppbatch.server.response import PreparedRequest
@@ -89,16 +89,16 @@ class BatchRequestHandler:
     async def _answer(self, request: JobRequest) -> tuple[PreparedRequest, object]:
         """The request, prepared, and the body of its response. Raises `InvalidRequest`."""
         kind, prepare = _ENDPOINTS[request.url]
-        if kind is CompletionRequest:  # OpenAI's default of 16 tokens makes no sense for a plain prompt
-            default_max_tokens = self._plain_max_tokens if request.is_plain else DEFAULT_MAX_TOKENS
-            prepare = partial(prepare_completion, default_max_tokens=default_max_tokens)
         fields = request.body
         if issubclass(kind, SamplingFields):
-            fields = merge_fields(self._defaults, fields)
+            plain = {"max_tokens": self._plain_max_tokens} if request.is_plain and self._plain_max_tokens else {}
+            fields = merge_fields(plain | self._defaults, fields)
+        if kind is CompletionRequest and request.is_plain:  # OpenAI's 16 tokens make no sense for a plain prompt
+            prepare = partial(prepare_completion, default_max_tokens=UNLIMITED)
         if fields.get("stream"):
             raise InvalidRequest("stream", "is true; responses to batch requests cannot be streamed")
         body = convert(fields, kind)
-        refuse_unknown(fields, kind)
+        refuse_unknown(request.body, kind)  # without the defaults: a field like one of them is a mistake too
         lease = await self._models.lease(body.model, self._rules, load=True)
         try:
             prepared = await prepare(body, lease.serving)

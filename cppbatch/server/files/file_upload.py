@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, get_args
 
@@ -61,6 +62,8 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
 
     filename: str
     n_bytes: int
+    sha256: str
+    """Of the file, in hexadecimal."""
     purpose: UploadPurpose
     lifetime_s: int | None
     """Seconds after which the file is deleted; None: never."""
@@ -108,6 +111,7 @@ class _FormReceiver:
         self._fields: dict[str, str] = {}
         self._filename: str | None = None
         self._n_bytes = 0
+        self._sha256 = hashlib.sha256()
         self._file: BinaryIO | None = None  # open while the file's part is received
         self._name, self._value = "", bytearray()  # of the field that is being received
 
@@ -136,11 +140,19 @@ class _FormReceiver:
             self._n_bytes += len(data)
             if self._n_bytes > self._max_mb << 20:
                 raise _too_large(self._max_mb, self._n_bytes)
-            await asyncio.to_thread(_write, self._file, self._path, data)
+            await asyncio.to_thread(self._write, self._file, data)
         else:
             self._value += data
             if len(self._value) > _MAX_FIELD_BYTES:
                 raise InvalidRequest(self._name or "body", f"is longer than {_MAX_FIELD_BYTES} bytes")
+
+    def _write(self, file: BinaryIO, data: bytes | bytearray) -> None:
+        self._sha256.update(data)
+        try:
+            file.write(data)
+            file.flush()
+        except OSError as error:
+            raise storage_error(self._path, error) from error
 
     def close(self) -> None:
         """Closes the file."""
@@ -157,6 +169,7 @@ class _FormReceiver:
         return Upload(
             filename=self._filename,
             n_bytes=self._n_bytes,
+            sha256=self._sha256.hexdigest(),
             purpose=fields.purpose,
             lifetime_s=_lifetime_s(self._fields),
         )
@@ -178,14 +191,6 @@ def _lifetime_s(fields: dict[str, str]) -> int | None:
 def _open_for_writing(path: Path) -> BinaryIO:
     try:
         return path.open("wb")
-    except OSError as error:
-        raise storage_error(path, error) from error
-
-
-def _write(file: BinaryIO, path: Path, data: bytes | bytearray) -> None:
-    try:
-        file.write(data)
-        file.flush()
     except OSError as error:
         raise storage_error(path, error) from error
 

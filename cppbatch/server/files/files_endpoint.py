@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,7 @@ async def upload_file(request: web.Request) -> web.Response:
             filename=upload.filename,
             purpose=upload.purpose,
         )
-        await data.add_file(file, viewer_of(request) or "")
+        await data.add_file(file, viewer_of(request) or "", upload.sha256)
     finally:
         path.unlink(missing_ok=True)
     return json_response(file)
@@ -130,7 +131,7 @@ async def get_file_content(request: web.Request) -> web.StreamResponse:
         response.set_status(206)
         response.headers[hdrs.CONTENT_RANGE] = f"bytes {part.start}-{part.stop - 1}/{file.bytes}"
     start, stop = (part.start, part.stop) if part is not None else (0, file.bytes)
-    content = await asyncio.to_thread(_open_content, paths, start) if stop else io.BytesIO()
+    content = await asyncio.to_thread(_open_content, paths, start, file.bytes) if stop else io.BytesIO()
     try:
         response.content_length = n_left = stop - start
         await response.prepare(request)
@@ -162,13 +163,17 @@ def _requested_part(request: web.Request, n_bytes: int) -> range | None:
     return part
 
 
-def _open_content(paths: Sequence[Path], start: int) -> BinaryIO:
-    """Opens the first path that exists."""
+def _open_content(paths: Sequence[Path], start: int, n_bytes: int) -> BinaryIO:
+    """Opens the first path that exists. Raises `NotFound` if none does, or it has less than `n_bytes`."""
     for path in paths:
         try:
             content = path.open("rb")
         except FileNotFoundError:
             continue
+        if (found := content.seek(0, os.SEEK_END)) < n_bytes:
+            content.close()
+            text = f"the contents of {paths[-1].name} are damaged: {found} of {n_bytes} bytes are left"
+            raise NotFound("id", text)
         content.seek(start)
         return content
     raise NotFound("id", f"the contents of {paths[-1].name} are missing from the server's data folder")
