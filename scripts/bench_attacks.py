@@ -159,7 +159,7 @@ async def cancelled_requests(session: aiohttp.ClientSession, url: str) -> None:
     """Sends 100 requests whose clients disconnect at once; over 10,000 in total."""
     host, port = url.removeprefix("http://").split(":")
     body = encoded(prompt="Hello, " * 50, max_tokens=100, stream=True)
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
     async def one() -> None:
         _, writer = await asyncio.open_connection(host, int(port))
@@ -169,6 +169,51 @@ async def cancelled_requests(session: aiohttp.ClientSession, url: str) -> None:
         writer.close()
 
     await asyncio.gather(*(one() for _ in range(100)))
+
+
+async def without_end(url: str, start: bytes, repeated: bytes) -> None:
+    """Sends a request without an end on 4 connections, until the server closes them."""
+    host, port = url.removeprefix("http://").split(":")
+
+    async def one() -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        reading = asyncio.create_task(reader.read())  # so that answers do not hold the server up
+        try:
+            writer.write(start)
+            while True:
+                writer.write(repeated)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            reading.cancel()
+            writer.close()
+
+    await asyncio.gather(*(one() for _ in range(4)))
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def chunks_of_one_byte(session: aiohttp.ClientSession, url: str) -> None:
+    await without_end(url, CHUNKED, b"1\r\nx\r\n" * 10_000)
+
+
+async def chunks_of_24_bytes(session: aiohttp.ClientSession, url: str) -> None:
+    """The smallest that are not refused."""
+    await without_end(url, CHUNKED, (b"18\r\n" + b" " * 24 + b"\r\n") * 2_000)
+
+
+async def chunk_extensions(session: aiohttp.ClientSession, url: str) -> None:
+    await without_end(url, CHUNKED, b"1;name=value\r\nx\r\n" * 4_000)
+
+
+async def chunks_nobody_reads(session: aiohttp.ClientSession, url: str) -> None:
+    await without_end(url, CHUNKED.replace(b"POST /v1/completions", b"GET /health"), b"1\r\nx\r\n" * 10_000)
+
+
+async def pipelined_requests(session: aiohttp.ClientSession, url: str) -> None:
+    await without_end(url, b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1_000)
 
 
 ATTACKS: dict[str, Attack] = {
@@ -182,6 +227,11 @@ ATTACKS: dict[str, Attack] = {
         idle_connections,
         huge_schemas,
         cancelled_requests,
+        chunks_of_one_byte,
+        chunks_of_24_bytes,
+        chunk_extensions,
+        chunks_nobody_reads,
+        pipelined_requests,
     )
 }
 

@@ -21,7 +21,7 @@ from cppbatch.server.web_page import is_page
 _ALWAYS_SERVED = frozenset({"/health", "/v1/health", "/ready", "/metrics"})
 _WITHOUT_BODY = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
 _ENDS_WORK = frozenset({"/generate/batch/cancel"})  # takes no slot, so that a key with one slot can cancel what it runs
-_STREAMED_BODIES = ((hdrs.METH_POST, "/v1/files"),)  # written to disk by their handlers while they are read
+STREAMED_BODIES = ((hdrs.METH_POST, "/v1/files"),)  # written to disk by their handlers while they are read
 
 
 class InFlight:
@@ -72,7 +72,7 @@ async def availability_middleware(request: web.Request, handler: Handler) -> web
     if in_flight.draining:
         return _unavailable(request, "the server is shutting down", "shutting_down")
     if not state.takes_requests:
-        raise EngineClosed(f"the engine takes no requests: it is {state.status}")
+        raise EngineClosed(state.refusal)
     with in_flight.one():
         return await handler(request)
 
@@ -96,7 +96,7 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
         if request.method not in _WITHOUT_BODY:
             if (encoding := request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()) != "identity":
                 raise InvalidRequest("Content-Encoding", f"is {encoding!r:.40}; send the body as it is")
-            if (request.method, request.path) not in _STREAMED_BODIES:
+            if (request.method, request.path) not in STREAMED_BODIES:
                 with reading(request):
                     await _read_body(request, request.app[MODELS].settings.limits.max_body_mb)
             if request.path not in _ENDS_WORK:

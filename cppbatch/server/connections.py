@@ -1,7 +1,8 @@
 """Limits on connections: silent and stalled ones are closed, and so is one when there are too many.
 
 aiohttp closes connections that are idle between requests. It limits neither the time until the first request, nor a
-body that stops halfway, nor a client that does not read its response, nor the number of connections.
+body that stops halfway, nor a client that does not read its response, nor the number of connections. It parses whatever
+has arrived at once, however small its chunks are, and drops the requests of a client that closes its sending side.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import logging
 import sys
 from collections.abc import Iterator
 
-from aiohttp import web
+from aiohttp import StreamReader, hdrs, web
 from aiohttp.typedefs import Handler
+
+from cppbatch.server.peer_probe import PeerProbe
 
 log = logging.getLogger("cppbatch.server")
 
@@ -22,6 +25,13 @@ HEAD_SECONDS = 20.0
 _MIN_BODY_RATE = 500
 """Bytes a second, on average, at which a body must come once the idle timeout has passed, as in Apache's
 mod_reqtimeout: otherwise one byte now and then would keep a connection open for ever."""
+_MAX_FRAMING = 1 << 16
+"""Bytes of chunk sizes, chunk extensions and trailers that every body may have: 13,000 chunks of one byte. Beyond them
+the framing may be a quarter of the body, as in chunks of 24 bytes. Each chunk takes the time of hundreds of bytes."""
+_REFUSAL_SECONDS = 2.0  # in which a client that is still sending a refused body receives the answer
+_PARSE_SECONDS = 0.0005
+"""The target time of parsing what was read at once. All other connections wait meanwhile."""
+_FIRST_READ, _MIN_READ, _MAX_READ = 1 << 14, 1 << 9, 1 << 18  # bytes read at once: at first, and the range
 _MAX_CONNECTIONS = 8192
 _OTHER_FILES = 200  # file descriptors for the rest: the model, the log, connections being accepted or closed
 
@@ -34,6 +44,8 @@ class Connections:
         self.idle_timeout, self.head_timeout = idle_timeout, head_timeout
         self._open: set[Connection] = set()
         self._unanswered: dict[Connection, None] = {}  # in order, the longest unanswered first
+        self.buffer = memoryview(bytearray(_MAX_READ))
+        """For all connections: what one of them reads is parsed at once."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -43,7 +55,7 @@ class Connections:
         self._open.add(connection)
         self._unanswered[connection] = None
         if len(self._open) > self._max_open:
-            self._drop(next(iter(self._unanswered)), f"there are {self._max_open} connections, the most at once")
+            self.drop(next(iter(self._unanswered)), f"there are {self._max_open} connections, the most at once")
 
     def remove(self, connection: Connection) -> None:
         """Removes a closed connection."""
@@ -74,15 +86,16 @@ class Connections:
             now = loop.time()
             for connection in list(self._open):
                 if reason := connection.overdue(now):
-                    self._drop(connection, reason)
+                    self.drop(connection, reason)
 
-    def _drop(self, connection: Connection, reason: str) -> None:
+    def drop(self, connection: Connection, reason: str) -> None:
+        """Closes a connection."""
         log.info("cut off %s: %s", connection.remote, reason)
         self.remove(connection)
         connection.abort()
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """aiohttp's protocol of one connection, with times of what was received and sent."""
 
     def __init__(self, connections: Connections, http: web.RequestHandler) -> None:
@@ -91,23 +104,50 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._opened_at = self._received_at = self._sent_at = self._loop.time()
-        self._has_request = False  # the head of a request has been received
+        self._n_begun = 0  # requests
+        self._request: web.Request | None = None  # being answered, or its answer being sent
+        self._is_endless = False  # the answer
+        self._chunked: StreamReader | None = None  # the body of the last request, if it comes in chunks
         self._reading = False  # the server waits for a request's body
         self._reading_since, self._n_read = 0.0, 0  # bytes received since then
+        self._next_read = _FIRST_READ
+        self._n_framed = 0  # bytes of a chunked body, with its framing
         self._unsent: int | None = None  # bytes that the client does not read
+        self._probe: PeerProbe | None = None  # the client has closed its sending side
         self.remote = "?"
+        self.has_refused = False
+        """A body that consists of framing; nothing more is parsed."""
 
     # --- called by the server ---------------------------------------------------------------------------------------
 
-    def set_has_request(self) -> None:
-        """The head of a request has been received."""
-        self._has_request = True
+    def begin(self, request: web.Request) -> None:
+        """The head of a request has been received. It is answered when the current task has ended."""
+        self._request, self._is_endless = request, False
+        self._n_begun += 1
+        self._chunked = request.content if hdrs.TRANSFER_ENCODING in request.headers else None
+        self._n_framed = request.content.total_bytes
+        task = asyncio.current_task()
+        assert task
+        task.add_done_callback(self._end)
+        if self._probe and self._transport and not request.content.is_eof():  # the rest of its body will never come
+            self._transport.close()
+
+    def _end(self, _task: asyncio.Task[object]) -> None:
+        self._request = None
+        if self._probe and self._transport and self._is_idle():
+            self._transport.close()  # sends what is left of the answer first
+
+    def _is_idle(self) -> bool:
+        """Whether the connection is idle: no request is being answered, and none was sent before the last answer."""
+        return self._request is None and self._n_begun == self._http._request_count
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """While the server waits for a request's body."""
         self._reading, self._n_read = True, 0
         self._reading_since = self._received_at = self._loop.time()
+        if self.has_refused:
+            self._refuse()
         try:
             yield
         finally:
@@ -120,15 +160,19 @@ class Connection(asyncio.Protocol):
             yield
 
     def give_way(self) -> None:
-        """The answer of this request is one without an end: it may be closed in favour of a new connection."""
+        """The answer of this request is one without an end: it may be closed in favour of a new connection, and ends
+        when the client closes its sending side."""
+        self._is_endless = True
         self._connections.give_way(self)
+        if self._probe and self._transport:
+            self._transport.close()
 
     # --- called by `Connections` ------------------------------------------------------------------------------------
 
     def overdue(self, now: float) -> str | None:
         """Why the connection should be closed; None if it should not."""
         limit = self._connections.idle_timeout
-        if not self._has_request and now - self._opened_at > self._connections.head_timeout:
+        if not self._n_begun and now - self._opened_at > self._connections.head_timeout:
             return f"no request within {self._connections.head_timeout:g} s"
         if self._reading and now - self._received_at > limit:
             return f"nothing of its request's body for {limit:g} s"
@@ -160,13 +204,52 @@ class Connection(asyncio.Protocol):
         self._http.connection_made(transport)
         self._connections.add(self)
 
-    def data_received(self, data: bytes) -> None:
-        self._received_at = self._loop.time()
-        self._n_read += len(data)
-        self._http.data_received(data)
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._connections.buffer[: self._next_read]
 
-    def eof_received(self) -> None:
-        self._http.eof_received()
+    def buffer_updated(self, nbytes: int) -> None:
+        began = self._received_at = self._loop.time()
+        self._n_read += nbytes
+        if self.has_refused:
+            return
+        self._http.data_received(bytes(self._connections.buffer[:nbytes]))
+        seconds = self._loop.time() - began
+        if seconds > _PARSE_SECONDS:
+            self._next_read = max(_MIN_READ, nbytes // 2)
+        elif nbytes == self._next_read and seconds < _PARSE_SECONDS / 2:
+            self._next_read = min(_MAX_READ, 2 * nbytes)
+        self._check_framing(nbytes)
+
+    def _check_framing(self, nbytes: int) -> None:
+        """Parses no more of a body that consists of framing. `nbytes`: received last, and perhaps not yet parsed."""
+        if self._chunked is None or self._chunked.is_eof():
+            return
+        n_body = self._chunked.total_bytes
+        if self._n_framed - n_body > max(_MAX_FRAMING, n_body // 4):
+            log.info("refused the body of %s: %d bytes in %d", self.remote, n_body, self._n_framed)
+            self.has_refused, self._next_read = True, _MAX_READ
+            if self._reading:
+                self._refuse()
+        self._n_framed += nbytes
+
+    def _refuse(self) -> None:
+        """Reading the body raises an exception."""
+        assert self._chunked
+        reason = "it consists of very small chunks; send larger ones, or the body with its Content-Length"
+        self._chunked.set_exception(web.RequestPayloadError(reason))
+        self._chunked.feed_eof()
+        self._loop.call_later(_REFUSAL_SECONDS, self.abort)
+
+    def eof_received(self) -> bool:
+        """The requests that have been received whole are still answered, except over TLS, where asyncio closes both
+        directions."""
+        assert self._transport
+        request = self._request
+        is_endless = request is not None and (self._is_endless or not request.content.is_eof())
+        if self._is_idle() or is_endless or self._transport.get_extra_info("sslcontext"):
+            return False
+        self._probe = PeerProbe(self._transport, lambda: self._request, lambda why: self._connections.drop(self, why))
+        return True
 
     def pause_writing(self) -> None:
         self._unsent, self._sent_at = sys.maxsize, self._loop.time()
@@ -177,6 +260,8 @@ class Connection(asyncio.Protocol):
         self._http.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._probe:
+            self._probe.stop()
         self._connections.remove(self)
         self._http.connection_lost(exc)
 
@@ -195,10 +280,15 @@ def reading(request: web.Request) -> contextlib.AbstractContextManager[None]:
 
 @web.middleware
 async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Notes that the connection has brought a request."""
-    if connection := connection_of(request):
-        connection.set_has_request()
-    return await handler(request)
+    """Tells the connection of the request."""
+    connection = connection_of(request)
+    if not connection:
+        return await handler(request)
+    connection.begin(request)
+    response = await handler(request)
+    if connection.has_refused and not response.prepared:
+        response.headers[hdrs.CONNECTION] = "close"
+    return response
 
 
 def max_connections() -> int:

@@ -11,7 +11,10 @@ from aiohttp.typedefs import Handler
 from cppbatch.errors import ConfigError
 
 ANY, LOCAL, NONE = "*", "localhost", "none"
-"""Special values beside origins: all pages, pages that this machine serves on any port, no pages."""
+"""Special values beside origins: all pages, pages that this machine serves on any port, no pages. `app://*` stands for
+all origins of this scheme."""
+FILES = "file://"
+"""The origin of files in some programs that show pages; in others and in browsers it is null."""
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _METHODS = "GET, POST, DELETE, OPTIONS"
@@ -27,7 +30,7 @@ _MAX_AGE = "600"  # seconds for which browsers may cache a preflight response
 def check_origin(origin: str) -> str:
     """Raises `ConfigError` for a string that browsers never send as an origin."""
     parts = urlsplit(origin)
-    is_origin = parts.scheme and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}"
+    is_origin = origin == FILES or (parts.scheme and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}")
     if origin not in (ANY, LOCAL, NONE) and not is_origin:
         message = f"it must be like https://example.org, with no path, or {LOCAL}, {ANY} or {NONE}"
         raise ConfigError(f"--cors-origin is {origin!r}; {message}")
@@ -44,9 +47,21 @@ class CrossOrigin:
     def __init__(self, origins: Iterable[str]) -> None:
         self._origins = frozenset(origins)
 
+    @property
+    def allows_all(self) -> bool:
+        """Whether any page may use the server."""
+        return ANY in self._origins
+
+    @property
+    def allows_local(self) -> bool:
+        """Whether pages that this machine serves, on any port, may use the server."""
+        return LOCAL in self._origins
+
     def allows(self, origin: str) -> bool:
         """Whether pages of this origin may use the server."""
-        return ANY in self._origins or origin in self._origins or (LOCAL in self._origins and _is_local(origin))
+        scheme, _, _ = origin.partition("://")
+        named = self.allows_all or origin in self._origins or f"{scheme}://{ANY}" in self._origins
+        return named or (self.allows_local and _is_local(origin))
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """For `Application.on_response_prepare`."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.errors import ConfigError
 from cppbatch.server.keys import ApiKey, api_key
+from cppbatch.typed_json import decode_toml
 
 _LOWEST, _HIGHEST = OPTION_RANGES["priority"]
 _NAME = r"^[A-Za-z0-9._@-]{1,64}$"
@@ -69,7 +70,7 @@ class _TomlFile:
     def __init__(self, path: str, text: str) -> None:
         self._path, self._lines = path, text.splitlines()
         try:
-            self._tables = msgspec.toml.decode(text)
+            self._tables = decode_toml(text, dict[str, Any])
         except msgspec.DecodeError as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from cppbatch.engine.params import UNLIMITED
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.api_errors import TooManyRequests
 from cppbatch.server.sampling_fields import MAX_CHOICES, SamplingFields
@@ -85,10 +86,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if asked is not None and limit is not None and asked > limit:
             raise InvalidRequest(field, f"is {asked}; this server allows {limit} ({flag})")
 
-    def default_tokens(self, endpoint_default: int | None) -> int | None:
-        """`max_tokens` of a request without it. None: as many as the context holds."""
-        given = [tokens for tokens in (endpoint_default, self.max_tokens) if tokens is not None]
-        return min(given, default=None)
+    def default_tokens(self, wanted: int) -> int:
+        """`max_tokens` of a request that asks for none itself, if its API's default is this one, or `UNLIMITED`."""
+        given = [tokens for tokens in (wanted, self.max_tokens) if tokens is not None and tokens != UNLIMITED]
+        return min(given, default=UNLIMITED)
 
     def timeout(self, asked: float | None) -> float | None:
         """The timeout of a request that asks for this one; None: no limit."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
+import socket
 import ssl
 
 import msgspec
@@ -53,7 +55,7 @@ class Listener:
     @property
     def is_private(self) -> bool:
         """Whether only this machine can reach it."""
-        hosts = [socket.getsockname()[0] for server in self._servers for socket in server.sockets]
+        hosts = [each.getsockname()[0] for server in self._servers for each in server.sockets]
         return all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts)
 
     async def close(self) -> None:
@@ -108,10 +110,12 @@ async def listen(
                 listening.close()
             await runner.cleanup()
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({reason}). "
-                "Choose another --port, or end the program that uses this one"
-            ) from error
+            remedy = "Choose another --port, or end the program that uses this one"
+            if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+                remedy = "Give --host an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+            elif isinstance(error, PermissionError):
+                remedy = "Choose a --port of 1024 or more"
+            raise ConfigError(f"cannot listen on {host}:{port} ({reason}). {remedy}") from error
         servers.append(server)
         port = server.sockets[0].getsockname()[1]  # with --port 0 the first one is chosen
     return Listener(runner, servers, asyncio.create_task(connections.watch()), address.tls is not None)

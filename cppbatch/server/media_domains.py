@@ -11,9 +11,32 @@ from cppbatch.errors import ConfigError
 ANY = "*"
 """Stands for all hosts with public addresses."""
 
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+HOST_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+
+
+class HostNames:
+    """Names of hosts: `example.org`, `*.example.org`, `*`."""
+
+    def __init__(self, names: Iterable[str], flag: str, others: str = "") -> None:
+        """Raises `ConfigError` for an entry that is none of these. It names the flag, and the `others` that are
+        possible there."""
+        self._names = {name.lower().rstrip(".") for name in names}
+        for name in self._names:
+            if name != ANY and not HOST_NAME.fullmatch(name):
+                message = f"it must be a host such as example.org or *.example.org{others}"
+                raise ConfigError(f"{flag} has {name!r:.80}; {message}")
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def lists(self, host: str) -> bool:
+        """Whether a host has one of these names."""
+        name = host.lower().rstrip(".")
+        parents = name.split(".")
+        wildcards = {"*." + ".".join(parents[i:]) for i in range(1, len(parents))}
+        return bool({name, ANY, *wildcards} & self._names)
 
 
 class MediaDomains:
@@ -25,43 +48,36 @@ class MediaDomains:
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
         """Raises `ConfigError` for an entry that is none of these."""
-        self._names: set[str] = set()
+        names: list[str] = []
         self._networks: list[_Network] = []
         for entry in entries:
             try:
-                self._networks.append(ipaddress.ip_network(_address(entry) or entry, strict=False))
-                continue
+                self._networks.append(ipaddress.ip_network(address_of(entry) or entry, strict=False))
             except ValueError:
-                name = entry.lower().rstrip(".")
-            if name != ANY and not _NAME.fullmatch(name):
-                raise ConfigError(
-                    f"--allowed-media-domains has {entry!r:.80}; it must be a host such as example.org or "
-                    "*.example.org, an address, or a network such as 10.0.0.0/8"
-                )
-            self._names.add(name)
+                names.append(entry)
+        others = ", an address, or a network such as 10.0.0.0/8"
+        self._names = HostNames(names, "--allowed-media-domains", others)
 
     def __bool__(self) -> bool:
         return bool(self._names or self._networks)
 
     def lists_host(self, host: str) -> bool:
         """Whether an address with this host, a name or an IP address, may be fetched."""
-        if address := _address(host):
-            return self.may_connect(host) and (self._is_listed(address) or ANY in self._names)
-        name = host.lower().rstrip(".")
-        parents = name.split(".")
-        wildcards = {"*." + ".".join(parents[i:]) for i in range(1, len(parents))}
-        return bool({name, ANY, *wildcards} & self._names)
+        if address := address_of(host):
+            return self.may_connect(host) and (self._is_listed(address) or self._names.lists(ANY))
+        return self._names.lists(host)
 
     def may_connect(self, host: str) -> bool:
         """Whether an IP address may be connected to."""
-        address = _address(host)
+        address = address_of(host)
         return address is not None and (_is_public(address) or self._is_listed(address))
 
-    def _is_listed(self, address: _Address) -> bool:
+    def _is_listed(self, address: Address) -> bool:
         return any(address in network for network in self._networks if network.version == address.version)
 
 
-def _address(host: str) -> _Address | None:
+def address_of(host: str) -> Address | None:
+    """The address, if a host is one; an IPv4 address for one that IPv6 maps."""
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
@@ -72,6 +88,6 @@ def _address(host: str) -> _Address | None:
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv6 addresses that gateways make IPv4 addresses of, also private ones
 
 
-def _is_public(address: _Address) -> bool:
+def _is_public(address: Address) -> bool:
     is_embedded = address.version == 6 and (address in _NAT64 or address.sixtofour or address.teredo)
     return address.is_global and not address.is_multicast and not is_embedded

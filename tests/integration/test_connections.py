@@ -44,7 +44,7 @@ async def is_served(listener: Listener) -> bool:
     return b" 200 " in line
 
 
-@pytest.mark.parametrize("sent", [b"", b"GE", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+@pytest.mark.parametrize("sent", [b"", b"GE", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "])
 async def test_a_connection_without_a_whole_request_head_is_closed(engine: HeldEngine, sent: bytes) -> None:
     async with listening(create_app(engine), head_timeout=0.2) as listener:
         reader, writer = await connect(listener)
@@ -228,7 +228,9 @@ async def test_a_client_that_does_not_read_is_cut_off_and_its_cells_are_freed(
         writer.close()
 
 
-async def test_a_whole_answer_that_is_not_read_is_given_up_too() -> None:
+async def test_a_whole_answer_that_is_not_read_is_given_up_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cppbatch")
+
     async def large(_request: web.Request) -> web.Response:
         return web.Response(body=bytes(32 << 20))
 
@@ -236,7 +238,7 @@ async def test_a_whole_answer_that_is_not_read_is_given_up_too() -> None:
     app.router.add_post("/v1/completions", large)
     async with listening(app, idle_timeout=0.3) as listener:
         reader, writer = await deaf(listener, {})
-        await asyncio.sleep(1)
+        await until(lambda: "it read nothing of its answer" in caplog.text)
         assert len(await ended(reader)) < 16 << 20
         writer.close()
 
@@ -306,3 +308,10 @@ def test_bad_certificates_are_errors_that_say_why(tmp_path: Path) -> None:
             tls_context(*(str(file) if file else None for file in files))
         print(error.value)
     assert tls_context(None, None) is None
+
+
+async def test_an_address_of_another_machine_is_not_blamed_on_the_port() -> None:
+    with pytest.raises(ConfigError, match="Give --host an address of this machine"):
+        await listener_module.listen(
+            web.Application(), listener_module.Address(hosts=("192.0.2.1",)), max_open=1, idle_timeout=1
+        )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import resource
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -115,7 +116,7 @@ async def test_2000_connections_that_send_nothing(server: ServerProcess, within:
 
 async def test_200_readers_that_do_not_read(server: ServerProcess, within: float) -> None:
     body = json.dumps({"prompt": "Go on", "max_tokens": 200, "stream": True, "ignore_eos": True, "logprobs": 5})
-    request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    request = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
     async with watched(server, "200 readers that do not read", most=300):
         connections = [await asyncio.open_connection(*address(server), limit=1) for _ in range(200)]
         for _, writer in connections:
@@ -128,13 +129,28 @@ async def test_200_readers_that_do_not_read(server: ServerProcess, within: float
             writer.close()
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_clients_that_are_killed_leave_nothing_running(server: ServerProcess, stream: bool) -> None:
+    body = json.dumps({"prompt": "Go on", "max_tokens": 450, "ignore_eos": True, "stream": stream, "n": 16})
+    for _ in range(3):
+        n_before = server.wait_idle()["generated_tokens"]
+        client = subprocess.Popen([sys.executable, "-c", CLIENT, f"{server.url}/v1/completions", body])
+        while not server.get("/stats")["workers"][0]["in_flight"]:
+            assert client.poll() is None
+        client.kill()
+        client.wait()
+        stats = server.wait_idle(30)
+        assert stats["kv_cells_used"] == 0
+        assert stats["generated_tokens"] - n_before < 16 * 450, "the answers were generated to their end"
+
+
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
 async def test_a_body_of_1_gb(server: ServerProcess, within: float, declared: bool) -> None:
     chunk = b"x" * MIB
     head = "Content-Length: 1073741824" if declared else "Transfer-Encoding: chunked"
     async with watched(server, f"a body of 1 GB, {'declared' if declared else 'chunked'}", most=100):
         reader, writer = await asyncio.open_connection(*address(server))
-        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode())
         n_sent = 0
         with contextlib.suppress(ConnectionError):
             for _ in range(1024):
@@ -147,6 +163,27 @@ async def test_a_body_of_1_gb(server: ServerProcess, within: float, declared: bo
         print(f"\n{n_sent} MiB left the client", end="")
         await a_normal_request_is_answered(server, within)
         writer.close()
+
+
+async def test_bodies_in_chunks_of_one_byte(server: ServerProcess, within: float) -> None:
+    """Each is refused after some thousand chunks, and parsed in turns with other requests until then."""
+
+    async def one() -> bytes:
+        reader, writer = await asyncio.open_connection(*address(server))
+        answering = asyncio.create_task(reader.readline())
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while not answering.done():
+                writer.write(b"1\r\nx\r\n" * 1000)
+                await writer.drain()
+                await asyncio.sleep(0)
+        writer.close()
+        return await answering
+
+    async with watched(server, "40 bodies in chunks of one byte", most=100):
+        attack = asyncio.gather(*(one() for _ in range(40)))
+        await a_normal_request_is_answered(server, within)
+        assert set(await attack) == {b"HTTP/1.1 400 Bad Request\r\n"}
 
 
 @pytest.mark.parametrize("n", [5_000, pytest.param(10_000, marks=pytest.mark.soak)])

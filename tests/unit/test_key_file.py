@@ -85,6 +85,11 @@ def test_a_mistake_is_reported_with_its_line_and_without_keys(
     assert "s3cret" not in str(refused.value)
 
 
+def test_lists_nested_deep_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keys\.toml is not valid TOML: .* nested too deep"):
+        read_keys(write(tmp_path, f"keys = {'[' * 3000}{']' * 3000}"))
+
+
 @pytest.mark.parametrize("text", ["", "[tiers.a]\npriority = 1\n", "keys = 3", "tiers = []"])
 def test_a_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"keys\.toml"):

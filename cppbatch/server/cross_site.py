@@ -1,0 +1,177 @@
+"""Which web pages' requests are answered: `Host` against DNS rebinding, `Origin` and `Sec-Fetch-Site` against
+cross-site requests.
+
+A browser lets every page send requests to every server that it can reach, also to this one on 127.0.0.1. CORS decides
+only what the page may read of the response, and a page whose name resolves to this server's address (DNS rebinding)
+may read all of it. What a page cannot choose are these headers. Other clients send the same `Host` and none of the
+others.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+
+from cppbatch.server.admission import STREAMED_BODIES
+from cppbatch.server.api_errors import ApiError, error_response
+from cppbatch.server.cors import CrossOrigin
+from cppbatch.server.media_domains import HOST_NAME, HostNames, address_of
+from cppbatch.server.web_page import is_page
+
+_HEADERS = _HOST, _ORIGIN, _TYPE, _SITE, _MODE = "Host", "Origin", "Content-Type", "Sec-Fetch-Site", "Sec-Fetch-Mode"
+_AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^\[\]:@/\s,%]*)(?::\d*)?")
+"""A host, an IPv6 address in brackets, and a port."""
+_ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
+_READING = (hdrs.METH_GET, hdrs.METH_HEAD)
+_LOOKUP_SECONDS = 1.0
+_FROM_CONTAINERS = ("host.docker.internal", "host.containers.internal")
+"""This machine in its containers, by Docker and Podman. No site of the internet has a name below .internal."""
+
+
+class RequestHead(NamedTuple):
+    """What the rules read of a request. Names of headers are lower-case; a header has the values of all its lines."""
+
+    method: str
+    path: str
+    headers: Mapping[str, tuple[str, ...]]
+    authority: str = ""
+    """The host in a target such as http://host/path, which proxies get."""
+    has_body: bool = False
+
+    @classmethod
+    def of(cls, request: web.Request) -> RequestHead:
+        """That of a request."""
+        return cls(
+            request.method,
+            request.path,
+            {name.lower(): tuple(request.headers.getall(name, ())) for name in _HEADERS},
+            found[1] if (found := _ABSOLUTE.match(request.raw_path)) else "",
+            request.body_exists,
+        )
+
+    def header(self, name: str) -> str | None:
+        """The value of a header; None without it. Browsers send one line; several are joined to what no rule allows."""
+        return ", ".join(values) if (values := self.headers.get(name.lower())) else None
+
+
+class CrossSite:
+    """The rules: which hosts a request may name, and which pages may send it.
+
+    `hosts`: the names of this server; None: any. `origins`: the pages of other origins that may use the server.
+    """
+
+    def __init__(self, hosts: HostNames | None, origins: CrossOrigin) -> None:
+        self._hosts, self._origins = hosts, origins
+
+    def refusal(self, head: RequestHead) -> ApiError | None:
+        """Why a request is refused; None if it is not."""
+        if wrong_host := self._wrong_host(head):
+            return wrong_host
+        if head.method == hdrs.METH_OPTIONS:  # a preflight request changes nothing; its response says what is allowed
+            return None
+        return self._wrong_page(head) or self._wrong_type(head)
+
+    def _wrong_host(self, head: RequestHead) -> ApiError | None:
+        if self._hosts is None:
+            return None
+        for given in (*head.headers.get("host", ()), *([head.authority] if head.authority else [])):
+            found = _AUTHORITY.fullmatch(given)
+            name = found[1].lower().rstrip(".") if found else ""
+            if not (is_local(name) or address_of(name) or self._hosts.lists(name)):
+                message = (
+                    f"is {given!r:.100}, which is not a name of this server: start it with --allowed-hosts "
+                    f"{name[:80] or 'NAME'}, or name it by its IP address"
+                )
+                return _refused(_HOST, message, "host_not_allowed")
+        return None
+
+    def _wrong_page(self, head: RequestHead) -> ApiError | None:
+        origin, site = head.header(_ORIGIN), head.header(_SITE)
+        if site == "same-origin" or self._origins.allows_all or self._may_send(head, origin, site):
+            return None
+        if origin is None:
+            message = f"is {site!r:.40}: pages of other sites may not use this server, unless --cors-origin names them"
+            return _refused(_SITE, message, "origin_not_allowed")
+        remedy = f"start the server with --cors-origin {origin[:80]} to allow them"
+        if origin == "null":  # any page can send it, out of a sandboxed frame
+            remedy = "files and sandboxed frames need --cors-origin '*', which is meant for servers with an --api-key"
+        return _refused(
+            _ORIGIN, f"is {origin!r:.80}, whose pages may not use this server: {remedy}", "origin_not_allowed"
+        )
+
+    def _may_send(self, head: RequestHead, origin: str | None, site: str | None) -> bool:
+        is_direct = site in (None, "none")  # not sent over plain HTTP to other machines; none: an address was typed
+        if origin is not None:
+            return self._origins.allows(origin) or (is_direct and _is_same(origin, head.header(_HOST)))
+        is_neighbour = site == "same-site" and self._origins.allows_local and _is_local_host(head.header(_HOST))
+        is_link = head.method in _READING and is_page(head.path) and head.header(_MODE) == "navigate"
+        return is_direct or is_neighbour or is_link
+
+    def _wrong_type(self, head: RequestHead) -> ApiError | None:
+        """Refuses bodies that a page may send without a preflight request, from browsers: none of its own, and no page
+        that CORS allows, needs them."""
+        is_browser = head.header(_ORIGIN) is not None or head.header(_SITE) is not None
+        if not is_browser or not head.has_body or self._origins.allows_all:
+            return None
+        if (head.method, head.path) in STREAMED_BODIES:  # forms
+            return None
+        given = head.header(_TYPE) or "missing"
+        media_type = given.partition(";")[0].strip().lower()
+        if media_type == "application/json" or media_type.endswith("+json"):
+            return None
+        message = f"{_TYPE} is {given!r:.60}; browsers must send application/json"
+        return ApiError(415, message, "invalid_request_error", _TYPE, "unsupported_media_type")
+
+
+def cross_site_middleware(rules: CrossSite) -> Middleware:
+    """Refuses requests by the rules, before their body is read."""
+
+    @web.middleware
+    async def check_site(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if refused := rules.refusal(RequestHead.of(request)):
+            return error_response(request, refused)
+        return await handler(request)
+
+    return check_site
+
+
+def names_of(addresses: Iterable[str]) -> tuple[str, ...]:
+    """The names of a server that listens on these addresses: those among them, that of this machine in its containers,
+    and its others if other machines can reach it."""
+    names = [*_FROM_CONTAINERS, *(address for address in addresses if not address_of(address))]
+    if not all(is_local(address) for address in addresses):
+        host = socket.gethostname()
+        first = host.partition(".")[0]
+        names += [host, first, f"{first}.local"]
+        looking = threading.Thread(target=lambda: names.append(socket.getfqdn(host)), daemon=True)
+        looking.start()
+        looking.join(_LOOKUP_SECONDS)  # it takes longer where no name server answers
+    return tuple(sorted({name for name in map(str.lower, names) if HOST_NAME.fullmatch(name)}))
+
+
+def is_local(name: str) -> bool:
+    """Whether a name or address means the machine that uses it."""
+    address = address_of(name)
+    return address.is_loopback if address else name == "localhost" or name.endswith(".localhost")
+
+
+def _is_local_host(host: str | None) -> bool:
+    found = _AUTHORITY.fullmatch(host or "")
+    return bool(found and is_local(found[1].lower()))
+
+
+def _is_same(origin: str, host: str | None) -> bool:
+    """Whether a page of this origin came from this host. Behind a proxy with TLS the server knows no scheme."""
+    scheme, _, authority = origin.lower().partition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme)
+    return bool(port and host and authority.removesuffix(port) == host.lower().removesuffix(port))
+
+
+def _refused(header: str, message: str, code: str) -> ApiError:
+    return ApiError(403, f"{header} {message}", "permission_error", header, code)
