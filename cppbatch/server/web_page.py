@@ -7,6 +7,7 @@ of the API. They are served while the model loads, too.
 from __future__ import annotations
 
 import gzip
+import re
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +27,8 @@ _MEDIA_TYPES = {
     ".svg": "image/svg+xml",
 }
 """By suffix. Other files of the folder, such as licences, are not served."""
+_COMMENT = re.compile(rb"^[ \t]*(?://.*|/\*\*(?s:.*?)\*/)$", re.MULTILINE)
+"""Whole lines of comments in a script. They are for readers of the source: browsers get empty lines for them."""
 
 # The page loads and calls nothing but this server, runs no script that a model wrote, and parses no text as HTML.
 _POLICY = {
@@ -77,6 +80,8 @@ def page_files() -> dict[str, PageFile]:
     for path in _FOLDER.rglob("*"):
         if media_type := _MEDIA_TYPES.get(path.suffix):
             content = path.read_bytes()
+            if path.suffix == ".js" and "vendor" not in path.parts:
+                content = _COMMENT.sub(lambda found: b"\n" * found[0].count(b"\n"), content)
             name = path.relative_to(_FOLDER).as_posix()
             found[name] = PageFile(
                 content, gzip.compress(content, mtime=0), media_type, sha256(content).hexdigest()[:32]

@@ -17,7 +17,8 @@ from tests.server_process import ServerProcess
 FLAGS = (
     "--no-sandbox",  # root, and containers without user namespaces
     "--disable-dev-shm-usage",
-    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # no other host can be reached
+    # no other host can be reached; names below .test are this machine, for pages of other sites
+    "--host-resolver-rules=MAP *.test 127.0.0.1 , MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
 TIMEOUT_MS = 30_000  # of `expect` and of actions: machines that run tests are busy
 expect.set_options(timeout=TIMEOUT_MS)

@@ -52,6 +52,17 @@ def send(page: Page, text: str) -> None:
     page.keyboard.press("Enter")
 
 
+def count_without_end(page: Page) -> None:
+    """Sends a message whose answer ends only when it is stopped."""
+
+    def endless(route: Route) -> None:
+        route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
+
+    page.route(CHAT, endless)
+    settings(page, Temperature="0")
+    send(page, "Count from one to five hundred, in words.")
+
+
 def messages(page: Page, role: str = "") -> Locator:
     return page.locator(f".message{'.' + role if role else ''}")
 
@@ -91,8 +102,7 @@ def answer_with(page: Page, text: str) -> None:
 
 
 def test_an_answer_streams_and_stops(chat: Page, server: ServerProcess) -> None:
-    settings(chat, Temperature="0")
-    send(chat, "Count from one to five hundred, in words.")
+    count_without_end(chat)
     answer = messages(chat, "assistant").locator(".markdown")
     expect(answer).not_to_be_empty(timeout=ANSWERED)
     early = answer.inner_text()
@@ -113,7 +123,7 @@ def test_an_answer_streams_and_stops(chat: Page, server: ServerProcess) -> None:
 
 def test_an_answer_shows_its_tokens_speed_and_time_to_the_first_token(chat: Page) -> None:
     settings(chat, Maximum_tokens="12")
-    ask(chat, "Hello")
+    ask(chat, "Tell a long story about a lighthouse.")
     figures = messages(chat, "assistant").locator(".stats").inner_text()
     assert re.match(r"12 tokens · [\d,.]+ tokens/s · first after [\d.]+ m?s · prompt \d+", figures), figures
     expect(messages(chat, "assistant")).to_contain_text("Cut at the maximum of tokens.")
@@ -218,7 +228,8 @@ def test_system_prompt_and_settings_are_sent_and_new_conversations_begin_with_th
         body = sent.value.post_data_json
         assert body["messages"][0] == {"role": "system", "content": "You are a pirate."}
         assert (body["temperature"], body["stop"], body["json_schema"]) == (0.25, ["END", "STOP"], {"a": 1})
-        assert not {"top_p", "top_k", "max_tokens", "seed"} & body.keys()  # the server's
+        assert not {"top_p", "top_k", "seed"} & body.keys()  # the server's
+        assert body["max_tokens"] == 4096  # a model that repeats itself comes to an end
 
 
 def test_settings_say_what_they_mean_what_the_server_has_and_what_is_wrong(chat: Page) -> None:
@@ -227,7 +238,7 @@ def test_settings_say_what_they_mean_what_the_server_has_and_what_is_wrong(chat:
     expect(dialog.get_by_label("Temperature")).to_have_attribute("placeholder", "0.8")
     expect(dialog).to_contain_text("Higher values take less likely ones more often.")
     dialog.get_by_label("Top-p").fill("1.5")
-    expect(dialog.get_by_role("alert")).to_have_text("It must be from 0 to 1.")
+    expect(dialog.get_by_role("alert")).to_have_text("It must be from 0 to 1; it is not used.")
     dialog.get_by_role("button", name="Use the server’s settings").click()
     expect(dialog.get_by_role("alert")).to_have_count(0)
     dialog.get_by_text("More settings").click()
@@ -274,18 +285,37 @@ def test_thoughts_are_folded_and_the_results_of_tool_calls_are_sent(page: Page, 
     assert "reasoning" not in json.dumps(sent.value.post_data_json["messages"])
 
 
-DEEP = f"{'>' * 5000} quoted"  # deeper than marked can read
+DEEP = (f"{'>' * 5000} quoted", f"{'> ' * 80}quoted", f"{'- ' * 80}item")  # deeper than the page reads
 
 
 def test_text_that_is_nested_too_deep_is_shown_as_it_was_written(chat: Page) -> None:
-    answer_with(chat, DEEP)
-    ask(chat, "Quote")
-    expect(messages(chat, "assistant").locator(".markdown")).to_have_text(DEEP)
-    answer_with(chat, f"{'> ' * 80}quoted &lt;b&gt; &copy; &unknown; &#65;")
+    for text in DEEP:
+        answer_with(chat, f"{text}\n\n**after**")
+        ask(chat, "Quote")
+        answer = messages(chat, "assistant").last
+        expect(answer.locator(".markdown .plain")).to_have_text(text)
+        expect(answer.locator("strong")).to_have_text("after")
+    answer_with(chat, f"{'> ' * 15}**quoted**")
     ask(chat, "Again")
-    answer = messages(chat, "assistant").last
-    expect(answer.locator("blockquote").last).to_contain_text("quoted")
-    assert answer.locator("blockquote").count() < 60
+    expect(messages(chat, "assistant").last.locator("blockquote")).to_have_count(15)
+
+
+def test_a_link_whose_target_comes_later_is_one_when_the_answer_is_complete_and_after_a_reload(chat: Page) -> None:
+    answer_with(chat, "See [this][1].\n\nMore.\n\n[1]: https://example.org/a")
+    ask(chat, "Where?")
+    for _ in range(2):
+        expect(chat.get_by_role("link", name="this")).to_have_attribute("href", "https://example.org/a")
+        chat.reload()
+
+
+def test_arguments_of_a_call_that_are_nested_deep_are_shown_as_they_are(chat: Page) -> None:
+    """Indented, 20 KB of them would be 100 MB."""
+    call = {"index": 0, "id": "a", "function": {"name": "f", "arguments": "[" * 10_000 + "]" * 10_000}}
+    delta = {"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
+    chat.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=sse(delta, last)))
+    send(chat, "Call")
+    expect(chat.locator(".call pre")).to_have_text("[" * 10_000 + "]" * 10_000)
 
 
 def test_what_a_model_writes_is_shown_and_never_run(
@@ -507,8 +537,7 @@ def test_changes_of_two_browser_tabs_are_merged(page: Page, url: str, errors: Pa
 
 
 def test_an_answer_is_shown_and_stopped_in_another_browser_tab(chat: Page, url: str) -> None:
-    settings(chat, Temperature="0")
-    send(chat, "Count from one to five hundred, in words.")
+    count_without_end(chat)
     expect(messages(chat, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
     other = chat.context.new_page()
     open_tab(other, url)
@@ -517,7 +546,7 @@ def test_an_answer_is_shown_and_stopped_in_another_browser_tab(chat: Page, url: 
     other.get_by_role("button", name="Stop", exact=True).click()
     for page in (chat, other):
         expect(page.get_by_text("Stopped.")).to_be_visible()
-    assert messages(other, "assistant").inner_text() == messages(chat, "assistant").inner_text()
+    assert messages(other, "assistant").text_content() == messages(chat, "assistant").text_content()
 
 
 def test_conversations_are_exported_and_imported(chat: Page, new_context: Callable[..., BrowserContext]) -> None:
@@ -557,6 +586,8 @@ def test_a_long_conversation_is_not_rendered_again_while_an_answer_grows(chat: P
     upload = {"name": "a.json", "mimeType": "", "buffer": json.dumps(long_conversation(300)).encode()}
     chat.get_by_label("File to import").set_input_files(upload)
     expect(messages(chat)).to_have_count(300)
+    expect(chat.locator(".assistant .markdown:empty")).to_have_count(0)
+    expect(chat.locator("code:has(.code-kwd)")).to_have_count(150)
     chat.evaluate("""() => {
       window.changed = 0
       const observer = new MutationObserver((changes) => { window.changed += changes.length })
@@ -660,9 +691,9 @@ def test_a_server_that_goes_away_leaves_the_text_so_far(
     server = fresh_server("-m", default_model, "-np", "1")
     open_tab(page, f"{server.url}/")
     wait_ready(page)
-    settings(page, Temperature="0")
-    send(page, "Count from one to five hundred, in words.")
-    expect(messages(page, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
+    count_without_end(page)
+    words = re.compile("[a-z]{3}")  # "1." alone is a list without text
+    expect(messages(page, "assistant").locator(".markdown")).to_contain_text(words, timeout=ANSWERED)
     server.process.kill()
     expect(page.get_by_role("alert")).to_contain_text("The connection to the server was lost")
     assert messages(page, "assistant").locator(".markdown").text_content()
@@ -690,3 +721,107 @@ def test_on_a_phone_conversations_are_behind_a_button_and_nothing_overflows(chat
     sidebar.get_by_role("button", name="New conversation").click()
     expect(sidebar).to_be_hidden()
     expect(messages(chat)).to_have_count(0)
+
+
+# --- what people met ------------------------------------------------------------------------------------------------
+
+
+def test_a_setting_out_of_range_is_said_and_not_sent(chat: Page) -> None:
+    settings(chat, Temperature="-5", Maximum_tokens="7")
+    answer_with(chat, "Hello.")
+    with chat.expect_request(CHAT) as asked:
+        ask(chat, "Hi")
+    assert "temperature" not in asked.value.post_data_json
+    assert asked.value.post_data_json["max_tokens"] == 7
+    chat.get_by_role("button", name="Settings of this conversation").click()
+    expect(chat.get_by_text("It must be from 0 to 100; it is not used.")).to_be_visible()
+
+
+def test_words_in_tables_are_not_broken(chat: Page) -> None:
+    phone(chat)
+    words = ["Constantinople", "Mississippi", "Czechoslovakia", "Liechtenstein", "Massachusetts"]
+    answer_with(chat, "|" + "|".join(words) + "|\n" + "|---" * 5 + "|\n|" + "|".join(words) + "|\n")
+    ask(chat, "A table")
+    heights = chat.locator(".markdown td").evaluate_all(
+        "(cells) => cells.map((cell) => { const range = document.createRange(); range.selectNodeContents(cell);"
+        " return range.getClientRects().length })"
+    )
+    assert heights == [1] * 5, "a word has several lines"
+    assert overflow(chat) == []
+
+
+def test_a_toast_does_not_cover_send(chat: Page) -> None:
+    answer_with(chat, "Hello.")
+    ask(chat, "Hi")
+    messages(chat, "assistant").get_by_role("button", name="Delete").click()
+    toast = chat.locator(".toast")
+    expect(toast).to_be_visible()
+    for width in (1440, 390):
+        chat.set_viewport_size({"width": width, "height": 740})
+        over, below = toast.bounding_box(), chat.get_by_role("button", name="Send", exact=True).bounding_box()
+        assert over
+        assert below
+        assert over["y"] + over["height"] < below["y"]
+
+
+def test_the_speed_is_shown_while_an_answer_streams(chat: Page) -> None:
+    count_without_end(chat)
+    expect(messages(chat, "assistant").last.locator(".stats")).to_contain_text("/s", timeout=ANSWERED)
+    expect(chat.get_by_role("button", name="Stop")).to_be_visible()
+    chat.get_by_role("button", name="Stop").click()
+
+
+DRAW = """async ([text, streaming]) => {
+  const {html, render} = await import('./page/components.js');
+  const {Markdown} = await import('./page/markdown.js');
+  window.box ??= document.body.appendChild(Object.assign(document.createElement('div'), {id: 'drawn'}));
+  render(html`<${Markdown} text=${text} streaming=${streaming} />`, window.box);
+}"""
+
+
+def test_code_has_its_colours_while_it_streams_line_by_line(chat: Page) -> None:
+    text = "```py\ndef add(a, b):\n    return a + b\n\nclass Half"
+    chat.evaluate(DRAW, [text, True])
+    code = chat.locator("#drawn code")
+    expect(code.locator(".code-kwd")).to_have_text(["def", "return"])  # not yet the line that is being written
+    assert code.inner_text().endswith("class Half")
+    chat.evaluate(DRAW, [text + ":\n    pass\n", True])
+    expect(code.locator(".code-kwd")).to_have_text(["def", "return", "class"])
+    chat.evaluate(DRAW, [text + ":\n    pass\n\nimport x\n```\n\nDone.", False])
+    expect(code.locator(".code-kwd")).to_have_text(["def", "return", "class", "pass", "import"])
+
+
+def test_formulas_are_mathml_and_prices_are_text(chat: Page) -> None:
+    text = (
+        "The roots are $x_{1,2} = \\frac{-b \\pm \\sqrt{b^2 - 4ac}}{2a}$, between $5 and $6, and "
+        "\\(\\alpha\\) is unknown.\n\n"
+        "$$\n\\sum_{i=1}^{n} i = \\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix} \\foo\n$$\n\n`$code$` $a<b$"
+    )
+    chat.evaluate(DRAW, [text, False])
+    drawn = chat.locator("#drawn")
+    expect(drawn.locator("math")).to_have_count(4)
+    shape = "(all) => all.map((one) => one.localName)"
+    first = drawn.locator("math").first
+    assert first.locator("mfrac, msqrt, msub, msup").evaluate_all(shape) == ["msub", "mfrac", "msqrt", "msup"]
+    assert first.evaluate("(one) => one.namespaceURI") == "http://www.w3.org/1998/Math/MathML"
+    block = drawn.locator("math[display=block]")
+    assert block.locator("munderover").count() == 1
+    assert block.locator("mtr").count() == 2
+    expect(block.locator("mtext")).to_have_text("\\foo")  # what is not known stands as it is written
+    expect(drawn).to_contain_text("between $5 and $6, and")
+    expect(drawn.locator("code")).to_have_text("$code$")
+    nested = "$" + "\\sqrt{" * 60 + "x" + "}" * 60 + "$"
+    chat.evaluate(DRAW, [nested, False])
+    assert drawn.locator("msqrt").count() < 25
+
+
+def test_a_conversation_has_an_address(chat: Page, url: str) -> None:
+    answer_with(chat, "One.")
+    ask(chat, "First")
+    address = chat.url
+    assert re.search(r"#chat/\w+$", address)
+    chat.get_by_role("button", name="New conversation").click()
+    expect(chat).to_have_url(f"{url}#chat")
+    other = chat.context.new_page()
+    other.goto(address)
+    expect(messages(other, "user")).to_have_text("First")

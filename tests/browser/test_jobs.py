@@ -34,10 +34,11 @@ def rows(n: int) -> bytes:
 
 
 def slow_requests(n: int, max_tokens: int = 300) -> bytes:
-    """In OpenAI's form."""
+    """In OpenAI's form. The first of several is short, so that the first result comes soon on any machine."""
     fields = {"method": "POST", "url": "/v1/completions"}
     body = {"prompt": "Once upon a time", **SLOW, "max_tokens": max_tokens}
-    return b"".join(json.dumps({"custom_id": f"r-{i}", **fields, "body": body}).encode() + b"\n" for i in range(n))
+    bodies = [body | {"max_tokens": 3} if i == 0 else body for i in range(n)]
+    return b"".join(json.dumps({"custom_id": f"r-{i}", **fields, "body": bodies[i]}).encode() + b"\n" for i in range(n))
 
 
 def choose(page: Page, name: str, data: bytes) -> None:
@@ -207,6 +208,27 @@ def test_rows_become_requests_and_wrong_ones_say_what_to_do(page: Page, url: str
     assert evaluated(page, "requests", MAKE, embeddings, own[1:])[0]["body"] == {"input": "d"}
 
 
+def test_prompts_are_chats_unless_the_model_has_no_chat_template(page: Page, url: str) -> None:
+    """As in `cppbatch batch`."""
+    for has_template, task in ((True, "/v1/chat/completions"), (False, "/v1/completions")):
+        if not has_template:
+            page.route(
+                "**/props*", lambda route: route.fulfill(json=route.fetch().json() | {"has_chat_template": False})
+            )
+        open_tab(page, url, "jobs")
+        page.reload()
+        choose(page, "rows.csv", b"id,review\n1,The bread was warm.\n")
+        expect(page.get_by_label("Task")).to_have_value(task)
+        assert page.get_by_label("Maximum tokens").input_value() == "4096"
+
+
+def test_the_text_column_is_guessed_and_the_first_prompt_is_shown_before_the_start(page: Page, url: str) -> None:
+    open_tab(page, url, "jobs")
+    choose(page, "rows.csv", b"id,review,stars\n1001,The bread was warm.,5\n1002,Nobody answered the door.,1\n")
+    expect(page.get_by_label("Template")).to_have_value("{review}")
+    expect(page.get_by_role("group", name="First prompt")).to_contain_text("The bread was warm.")
+
+
 def test_results_of_all_endpoints_are_read(page: Page, url: str) -> None:
     page.goto(url)
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
@@ -280,7 +302,7 @@ def test_200_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
     server = fresh_server("-m", default_model)
     open_tab(page, f"{server.url}/", "jobs")
     choose(page, "words.csv", rows(200))
-    expect(page.get_by_label("Template")).to_have_value("{key}")
+    expect(page.get_by_label("Template")).to_have_value("{word}")
     page.get_by_label("Template").fill("A {word} is")
     page.get_by_label("Column that names the results").select_option("key")
     limit_tokens(page, 12)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from playwright.sync_api import BrowserContext, Page, Response, expect
 
 from cppbatch.server.web_page import page_files
+from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import TABS, open_tab, wait_ready
 from tests.server_process import ServerProcess
 
@@ -60,12 +61,16 @@ def test_a_second_visit_transfers_no_file_again(page: Page, url: str) -> None:
     assert transferred == 0, statuses
 
 
-def test_the_page_is_usable_within_200_ms(new_context: Callable[..., BrowserContext], url: str) -> None:
+def test_the_page_is_usable_within_200_ms(
+    new_context: Callable[..., BrowserContext], errors: PageErrors, url: str
+) -> None:
     """From the beginning of the navigation, with an empty cache, until the first tab takes input.
 
-    The lower quartile of 9 loads: other programs only make one longer.
+    Loading one small picture in the same way is the measure of a slow machine: the page may take 4 times as long. The
+    lower quartile of 9 loads of each, in turns: other programs only make one longer.
     """
-    times = []
+    errors.allow("favicon.ico")  # which Chromium looks for beside the picture
+    times, picture_times = [], []
     for _ in range(9):
         page = new_context().new_page()
         page.add_init_script(USABLE)
@@ -73,4 +78,9 @@ def test_the_page_is_usable_within_200_ms(new_context: Callable[..., BrowserCont
         expect(page.locator("main > section.chat textarea")).to_be_enabled()
         times.append(page.evaluate("new Promise((done) => setTimeout(() => done(window.usableAfter), 50))"))
         page.close()
-    assert statistics.quantiles(times, n=4)[0] < MAX_MS, times
+        picture = new_context().new_page()
+        picture.goto(f"{url}page/icon.svg")
+        picture_times.append(picture.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+        picture.close()
+    usable, shown = (statistics.quantiles(each, n=4)[0] for each in (times, picture_times))
+    assert usable < max(MAX_MS, 4 * shown), (times, picture_times)

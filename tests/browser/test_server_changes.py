@@ -148,3 +148,21 @@ def test_a_server_without_the_page_has_its_api_alone(
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(server.url + path, timeout=10)
         assert refused.value.code == 404
+
+
+def test_a_tab_that_is_first_opened_while_the_server_is_away_is_there_when_it_is_back(
+    page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], tiny_llama: Path
+) -> None:
+    errors.allow("net::ERR_")
+    errors.allow("status of 503")
+    port = free_port()
+    flags = ("-m", tiny_llama, "-np", "2", "-c", "512", "--port", port)
+    server = fresh_server(*flags)
+    open_tab(page, f"http://127.0.0.1:{port}/")
+    wait_ready(page)
+    server.stop()
+    health(page, "server not reachable")
+    page.get_by_role("link", name="Jobs").click()
+    expect(page.get_by_text("This part of the page could not be loaded")).to_be_visible()
+    fresh_server(*flags)
+    expect(page.get_by_label("Drop files of prompts")).to_be_visible(timeout=60_000)

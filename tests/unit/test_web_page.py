@@ -64,7 +64,11 @@ async def test_every_file_is_served_with_its_media_type_while_the_model_loads_an
         assert answer.status == 200, path
         assert answer.content_type == MEDIA_TYPES[path.suffix]
         assert answer.charset == "utf-8"
-        assert await answer.read() == path.read_bytes()
+        lines, source = (await answer.read()).split(b"\n"), path.read_bytes().split(b"\n")
+        assert len(lines) == len(source), path
+        left_out = [said.strip() for line, said in zip(lines, source, strict=True) if line != said]
+        assert not left_out or (path.suffix == ".js" and path.parent.name not in ("vendor", "highlight")), path
+        assert all(comment.startswith((b"//", b"/**", b"*")) for comment in left_out), "nothing but comments"
 
 
 async def test_the_page_is_at_the_root(client: TestClient[Any, Any]) -> None:
@@ -98,7 +102,7 @@ async def test_files_are_compressed_for_clients_that_accept_it(client: TestClien
     sizes = []
     for encoding in ("gzip, deflate, br", "identity"):
         answer = await client.get("/page/app.js", headers={"Accept-Encoding": encoding})
-        assert await answer.read() == (FOLDER / "app.js").read_bytes()
+        assert await answer.read() == page_files()["app.js"].content
         assert answer.headers["Vary"] == "Accept-Encoding, Origin"
         sizes.append(int(answer.headers["Content-Length"]))
     assert sizes[0] < sizes[1] / 2

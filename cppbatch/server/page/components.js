@@ -19,6 +19,7 @@
 //   useStored(name, initial)           state in localStorage, under cppbatch.<name>
 //   lazy(import)                       a component whose module is loaded when it is first shown, or by its load()
 //   usePolling(load, active, dependencies)  calls load(isEnded), and again after the milliseconds it resolves to
+//   useTurns()                         long work in turns, between which the page answers
 //   Toasts, Confirm                    rendered once, by app.js
 import {
   Component, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
@@ -220,6 +221,56 @@ export function usePolling(load, active, dependencies) {
   }, [active, ...dependencies]);
 }
 
+const TURN_MS = 12; // what is made in it is laid out as well, which takes longer
+const AT_ONCE = 8;
+let turnEnd = 0; // 0: the next who asks begins a turn
+let isPlanned = false;
+const waiting = new Set(); // the renderings for another turn. The last one is next: of a conversation it is the one in view
+
+function plan() {
+  if (!isPlanned) setTimeout(nextTurn);
+  isPlanned = true;
+}
+
+function nextTurn() {
+  [isPlanned, turnEnd] = [false, 0];
+  for (const update of [...waiting].slice(-AT_ONCE).reverse()) {
+    waiting.delete(update);
+    update();
+  }
+  if (waiting.size) plan();
+}
+
+/** Work on long texts in turns, which all components share: hasTime() while this one lasts; again(): render in another. */
+export function useTurns() {
+  const [, update] = useReducer((n) => n + 1, 0);
+  useEffect(() => () => waiting.delete(update), []);
+  const hasTime = () => {
+    if (!turnEnd) {
+      turnEnd = performance.now() + TURN_MS;
+      plan();
+    }
+    return performance.now() < turnEnd;
+  };
+  const again = () => {
+    waiting.add(update);
+    plan();
+  };
+  return {hasTime, again};
+}
+
+/** Loads the page again when the server answers again, if it does not now. Browsers keep a module that failed as failed. */
+function reloadWhenBack() {
+  let isAway = false;
+  const timer = setInterval(async () => {
+    const answers = await fetch('health').then(() => true, () => false);
+    if (answers) clearInterval(timer);
+    if (answers && isAway) location.reload();
+    isAway = !answers;
+  }, 1000);
+  return () => clearInterval(timer);
+}
+
 /** The component that `load` resolves to, once it is there. Its `load()` loads it before it is shown. */
 export function lazy(load) {
   let Loaded = null;
@@ -228,6 +279,7 @@ export function lazy(load) {
     const [error, setError] = useState(null);
     const [, update] = useReducer((n) => n + 1, 0);
     useEffect(() => { if (!Loaded) Lazy.load().then(update, setError); }, []);
+    useEffect(() => (error ? reloadWhenBack() : undefined), [error]);
     if (Loaded) return html`<${Loaded} ...${props} />`;
     return error && html`<${EmptyState} title="This part of the page could not be loaded" icon="alert">
       ${error.message}. Load the page again; if that does not help, the server is older or newer than this page.<//>`;

@@ -1,16 +1,23 @@
 // @ts-check
 // Markdown that a model wrote, as elements.
 //
-//   Markdown {text, streaming}   only blocks that have changed are made again; code is highlighted when it is whole
+//   Markdown {text, streaming}   only blocks that have changed are made again; code is highlighted line by line
 //
-// marked reads the text into tokens, and Preact makes an element of each: what a model wrote is never parsed as HTML,
+// marked reads the text into tokens (markdown_blocks.js), and Preact makes an element of each: what a model wrote is never parsed as HTML,
 // so there is nothing to sanitise, and the Content-Security-Policy (Trusted Types) forbids such parsing. HTML in the
 // text is shown as text, and images as links: the page loads nothing from elsewhere.
-import {CopyButton, html, useEffect, useReducer, useRef} from './components.js';
-import {Marked} from './vendor/marked.js';
+import {CopyButton, html, useLayoutEffect, useMemo, useRef, useTurns} from './components.js';
+import {Formula} from './formula.js';
+import {MarkdownBlocks} from './markdown_blocks.js';
 
-const DEEPEST = 50; // levels of quotations and lists; what is deeper is shown as it was written
-const LONGEST = 50_000; // characters of code that are highlighted
+const LONGEST = 20_000; // characters of code that are highlighted,
+const PIECE = 5000; // in pieces of so many: the grammars take a time that grows with the square
+const STREAMED = 4000; // characters that are highlighted before the code is whole
+const GROWTH = 1.05; // times so many are highlighted again then: each is read some twenty times, not once a line
+const MOST = 5000; // parts of them; what follows is one more
+const GROUP = 64; // blocks
+const SLOW = /\S{200}|\s{80}/; // in code: not highlighted
+const SLOW_XML = /(<[^<>]*){9}/;
 const LANGUAGES = new Set('bash c diff go java js json py rs todo toml xml yaml'.split(' '));
 const ALIASES = {
   sh: 'bash', shell: 'bash', zsh: 'bash', console: 'bash', h: 'c', 'c++': 'c', cpp: 'c', cc: 'c', patch: 'diff',
@@ -25,6 +32,7 @@ const ENTITIES = {
 };
 
 let tokenizer = null;
+const PIECES = new RegExp(`[^]{1,${PIECE}}(?=\n\n|$)|[^]{1,${PIECE}}(?=\n|$)|[^]{1,${PIECE}}`, 'g');
 const grammars = {}; // by language; undefined: not loaded
 const wanted = new Set();
 const listeners = new Set();
@@ -39,33 +47,51 @@ async function load(language) {
 }
 
 /** Code with its highlighted parts. Grammars of languages within the language (JS in HTML) are loaded when met. */
-function highlighted(code, name) {
-  const language = ALIASES[name] ?? name;
-  if (!LANGUAGES.has(language) || code.length > LONGEST) return code;
-  if (!grammars[language]) {
-    load(language);
-    return code;
-  }
+function highlighted(code, language) {
   const parts = [];
-  const steps = tokenizer(code, grammars[language], (text, type) => {
-    parts.push(type ? html`<span class=${`code-${type}`}>${text}</span>` : text);
-  });
-  for (let step = steps.next(); !step.done; step = steps.next(grammars[step.value])) {
-    if (LANGUAGES.has(step.value)) load(step.value);
+  let length = 0;
+  for (const [piece] of code.matchAll(PIECES)) {
+    const steps = tokenizer(piece, grammars[language], (text, type) => {
+      if (parts.length > MOST) return;
+      parts.push(type ? html`<span class=${`code-${type}`}>${text}</span>` : text);
+      length += text.length;
+    });
+    for (let step = steps.next(); !step.done; step = steps.next(grammars[step.value])) {
+      if (LANGUAGES.has(step.value)) load(step.value);
+    }
   }
-  return parts;
+  return [...parts, code.slice(length)];
 }
 
+const isSlow = (code, language) => code.length > LONGEST || SLOW.test(code)
+  || (language === 'xml' && SLOW_XML.test(code));
+
 function Code({text, lang, isWhole}) {
-  const [, update] = useReducer((n) => n + 1, 0);
-  useEffect(() => {
-    listeners.add(update);
-    return () => { listeners.delete(update); };
+  const {hasTime, again} = useTurns();
+  const shown = useRef({});
+  useLayoutEffect(() => { // before a grammar can have come
+    const onLoad = () => {
+      shown.current = {};
+      again();
+    };
+    listeners.add(onLoad);
+    return () => { listeners.delete(onLoad); };
   }, []);
   const name = (lang ?? '').split(/\s/)[0].toLowerCase();
+  const language = ALIASES[name] ?? name;
+  const {head: before = ''} = shown.current;
+  if (!text.startsWith(before)) shown.current = {};
+  const lines = isWhole ? text : text.slice(0, text.slice(0, STREAMED).lastIndexOf('\n') + 1);
+  const isNew = isWhole ? shown.current.head !== text : lines.length > GROWTH * (shown.current.head ?? '').length;
+  if (isNew && LANGUAGES.has(language) && !isSlow(lines, language)) {
+    if (!grammars[language]) load(language);
+    else if (hasTime()) shown.current = {head: lines, parts: highlighted(lines, language)};
+    else again();
+  }
+  const {head, parts} = shown.current;
   return html`<div class="code">
     <div class="code-head"><span>${name || 'text'}</span><${CopyButton} text=${text} /></div>
-    <pre tabindex="0"><code>${isWhole ? highlighted(text, name) : text}</code></pre></div>`;
+    <pre tabindex="0"><code>${parts ? [...parts, text.slice(head.length)] : text}</code></pre></div>`;
 }
 
 const plain = (text) => text.replace(ENTITY, (whole, decimal, hex, name) => {
@@ -83,6 +109,7 @@ const ELEMENTS = {
   def: () => null,
   text: ({text, tokens}, inner) => (tokens ? inner(tokens) : plain(text)),
   escape: ({text}) => text,
+  plain: ({text}) => html`<span class="plain">${text}</span>`,
   html: ({text, block}) => (block ? html`<p class="plain">${text}</p>` : text),
   br: () => html`<br />`,
   hr: () => html`<hr />`,
@@ -91,6 +118,7 @@ const ELEMENTS = {
   del: ({tokens}, inner) => html`<del>${inner(tokens)}</del>`,
   codespan: ({text}) => html`<code>${text}</code>`,
   link: ({href, tokens}, inner) => link(href, inner(tokens)),
+  formula: ({text, display}) => html`<${Formula} tex=${text} display=${display} />`,
   image: ({href, text}) => link(href, text || href),
   checkbox: ({checked}) => `${checked ? '☑' : '☐'} `,
   paragraph: ({tokens}, inner) => html`<p>${inner(tokens)}</p>`,
@@ -107,33 +135,37 @@ const ELEMENTS = {
   },
 };
 
-function elements(tokens, isWhole, depth = 0) {
-  if (depth > DEEPEST) return tokens.map(({raw}) => raw);
-  return tokens.map((token) =>
-    ELEMENTS[token.type](token, (inner) => elements(inner, isWhole, depth + 1), isWhole));
-}
+const elements = (tokens, isWhole) => tokens.map((token) =>
+  ELEMENTS[token.type](token, (inner) => elements(inner, isWhole), isWhole));
 
-const marked = new Marked({gfm: true, breaks: true});
-
-/** The blocks of a text. One that is nested too deep to be read is a single block of text. */
-function blocksOf(text) {
-  try {
-    return marked.lexer(text).filter(({type}) => type !== 'space');
-  } catch {
-    return [{type: 'html', block: true, text, raw: text}];
-  }
-}
-
-export function Markdown({text, streaming = false}) {
-  const known = useRef(new Map()); // elements of the blocks that were shown last
-  const blocks = blocksOf(text);
-  const now = new Map();
-  const parts = blocks.map((token, i) => {
-    const isWhole = !streaming || i < blocks.length - 1;
-    const name = `${i} ${isWhole}${token.raw}`;
-    now.set(name, known.current.get(name) ?? html`<div key=${i}>${elements([token], isWhole)}</div>`);
-    return now.get(name);
+/** Elements in groups: the browser lays out those in view, and Preact compares those that have changed. */
+function inGroups(parts, known) {
+  return Array.from({length: Math.ceil(parts.length / GROUP)}, (_, i) => {
+    const some = parts.slice(i * GROUP, (i + 1) * GROUP);
+    if (known[i]?.some.length === some.length && known[i].some.every((part, j) => part === some[j])) return known[i];
+    return {some, group: html`<div key=${i} class=${some.length === GROUP ? 'group' : ''}>${some}</div>`};
   });
-  known.current = now;
-  return html`<div class="markdown">${parts}</div>`;
+}
+
+/** Long texts are read and shown in turns, so that the page answers in between. */
+export function Markdown({text, streaming = false}) {
+  const blocks = useMemo(() => new MarkdownBlocks(), []);
+  const shown = useRef({parts: [], groups: []});
+  const {hasTime, again} = useTurns();
+  const parts = [];
+  const isRead = blocks.read(text, !streaming, hasTime);
+  for (const block of isRead ? blocks.all : []) {
+    const {isWhole} = block;
+    if (block.shown?.isWhole !== isWhole) {
+      if (!hasTime()) break;
+      block.shown = {isWhole, element: html`<div key=${parts.length}>${elements(block.tokens, isWhole)}</div>`};
+    }
+    parts.push(block.shown.element);
+  }
+  const isDone = isRead && parts.length === blocks.all.length;
+  if (isDone || parts.length > shown.current.parts.length) {
+    shown.current = {parts, groups: inGroups(parts, shown.current.groups)};
+  }
+  if (!isDone) again();
+  return html`<div class="markdown">${shown.current.groups.map(({group}) => group)}</div>`;
 }

@@ -5,18 +5,21 @@
 //                                 kind: 'number' | 'integer' | 'lines' | 'json'; more: shown below "More settings"
 //   SamplingForm {values, onChange(values), defaults, names}   names: only these settings
 //   defaultsOf(server)            the server's own values by name, from GET /props; shown where a field is empty
+//   DEFAULT_MAX_TOKENS            of answers that nobody limits, so that a model that repeats itself comes to an end
 //   requestFields(values)         the fields of a request: settings that are set, as the API takes them
 import {Button, Field, html} from './components.js';
 
 /** @typedef {{name: string, label: string, help: string, kind: string, min?: number, max?: number, step?: number,
  * more?: boolean}} Setting */
 
+export const DEFAULT_MAX_TOKENS = 4096;
+
 /** @type {Setting[]} */
 export const SAMPLING = [
   {name: 'temperature', label: 'Temperature', kind: 'number', min: 0, max: 100, step: 0.1,
     help: '0 always takes the likeliest token. Higher values take less likely ones more often.'},
   {name: 'max_tokens', label: 'Maximum tokens', kind: 'integer', min: 1, max: 2147483647, step: 1,
-    help: 'The answer is cut after this many tokens. Empty: it ends where the model ends it, or the context is full.'},
+    help: 'The answer is cut after this many tokens. Empty: in a chat 4,096 or the server’s limit, elsewhere as far as the context.'},
   {name: 'seed', label: 'Seed', kind: 'integer', min: 0, max: Number.MAX_SAFE_INTEGER, step: 1,
     help: 'The same seed with the same prompt gives the same text. Empty: a new seed for each answer.'},
   {name: 'top_k', label: 'Top-k', kind: 'integer', min: 0, max: 2147483647, step: 1,
@@ -54,12 +57,13 @@ export function defaultsOf(server) {
 
 const isSet = (value) => value !== undefined && value !== null && value !== '';
 
-/** Raises SyntaxError for a schema that is not JSON. */
+/** Without numbers out of range. Raises SyntaxError for a schema that is not JSON. */
 export function requestFields(values) {
   const fields = {};
-  for (const {name, kind} of SAMPLING) {
+  for (const setting of SAMPLING) {
+    const {name, kind} = setting;
     const value = values[name];
-    if (!isSet(value)) continue;
+    if (!isSet(value) || (kind !== 'json' && problem(setting, value))) continue;
     if (kind === 'lines') fields[name] = value.split('\n').filter(Boolean);
     else if (kind === 'json') fields[name] = JSON.parse(value);
     else fields[name] = value;
@@ -69,7 +73,7 @@ export function requestFields(values) {
 
 function problem({kind, min, max}, value) {
   if (!isSet(value) || kind === 'lines') return '';
-  if (kind !== 'json') return value < min || value > max ? `It must be from ${min} to ${max}.` : '';
+  if (kind !== 'json') return value < min || value > max ? `It must be from ${min} to ${max}; it is not used.` : '';
   try {
     JSON.parse(value);
     return '';

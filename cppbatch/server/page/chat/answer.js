@@ -1,15 +1,16 @@
 // @ts-check
 // One answer of /v1/chat/completions: its request, its stream, and what its errors mean to the reader. No DOM.
 import {events} from '../api.js';
-import {requestFields} from '../sampling_form.js';
+import {DEFAULT_MAX_TOKENS, defaultsOf, requestFields} from '../sampling_form.js';
 import {requestMessages} from './conversation.js';
 
-/** The request for an answer below the message `from`. Throws SyntaxError if the tools or the JSON schema are not JSON. */
-export function requestBody(conversation, from, isContinued) {
+/** The request for an answer below the message `from`, with a maximum of tokens if the server has none. Throws SyntaxError if the tools or the JSON schema are not JSON. */
+export function requestBody(conversation, from, isContinued, server) {
   const {settings, tools, thinking, model} = conversation;
   return {
     ...(model && {model}),
     messages: requestMessages(conversation, from),
+    ...(server?.info.props && !defaultsOf(server).max_tokens && {max_tokens: DEFAULT_MAX_TOKENS}),
     ...requestFields(settings),
     ...(tools.trim() && {tools: JSON.parse(tools)}),
     ...(thinking !== 'auto' && {chat_template_kwargs: {enable_thinking: thinking === 'on'}}),
@@ -28,11 +29,16 @@ export async function readAnswer(body, {signal, onChange, begin = {}}) {
   const started = performance.now();
   const message = {content: '', reasoning: '', ...begin, calls: [], finish: null, stats: null};
   let firstToken = null;
+  let deltas = 0;
   const request = {...body, stream: true, stream_options: {include_usage: true}, return_progress: true};
   for await (const chunk of events('/v1/chat/completions', {body: request, signal, retries: 3})) {
     const [choice] = chunk.choices ?? [];
     const delta = choice?.delta ?? {};
-    if (delta.content || delta.reasoning_content || delta.tool_calls) firstToken ??= performance.now();
+    if (delta.content || delta.reasoning_content || delta.tool_calls) {
+      firstToken ??= performance.now();
+      const spent = (performance.now() - firstToken) / 1000;
+      message.stats = {tokens: ++deltas, rate: spent > 0.25 ? (deltas - 1) / spent : null};
+    }
     message.content += delta.content ?? '';
     message.reasoning += delta.reasoning_content ?? '';
     if (delta.tool_calls) message.calls = withDeltas(message.calls, delta.tool_calls);

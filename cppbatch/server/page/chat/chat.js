@@ -74,6 +74,7 @@ export function Chat({server, active}) {
   state.model = server.info.models?.length > 1 ? server.name : null;
   const isChosen = !conversation.model || conversation.model === server.name;
   const shown = isChosen ? server : {...server, info: {...server.info, props: null}}; // of another model not known
+  state.server = shown;
   const isEmpty = pathOf(conversation).length === 0;
   const close = () => setDialog(null);
   return html`<div class="chat">

@@ -8,6 +8,8 @@ const STORE = import('./conversation_store.js'); // beside the first rendering
 const SAVE_MS = 2000;
 const CURRENT = 'cppbatch.chat.current';
 
+const idInHash = () => location.hash.split('/')[1];
+
 /** Tells the page's other browser tabs: {id} is kept or erased; {id, running}: its message is being answered; {stop}: an
  * id; {hello}: tell what is running. */
 const OTHERS = new BroadcastChannel('cppbatch.chat');
@@ -19,6 +21,8 @@ class ChatState {
   #isKept = true;
   /** Of several models, the one for conversations that name none; null: the server has one. */
   model = null;
+  /** As `App` has it, of the model of the current conversation. */
+  server = null;
   /** By the id of a conversation: {controller, messageId, isElsewhere} of the answer that is being streamed. */
   running = new Map();
   #listeners = new Set();
@@ -56,7 +60,8 @@ class ChatState {
       const loaded = await store.loadAll();
       loaded.forEach((each) => this.#kept.set(each.id, each));
       this.conversations = [...this.conversations, ...loaded];
-      this.select(sessionStorage.getItem(CURRENT));
+      addEventListener('hashchange', () => { if (this.#find(idInHash())) this.select(idInHash()); });
+      this.select(this.#find(idInHash()) ? idInHash() : sessionStorage.getItem(CURRENT));
     }).catch((error) => {
       this.#isKept = false;
       toast(`Conversations are not kept: the browser gives no storage (${error.message}).`, 'error');
@@ -80,9 +85,9 @@ class ChatState {
 
   /** Replaces a conversation. It is kept once it has a message. */
   update(conversation, {keep = true} = {}) {
-    if (this.current.id === conversation.id && keep) sessionStorage.setItem(CURRENT, conversation.id);
     if (this.#find(conversation.id) || Object.keys(conversation.messages).length) this.#put(conversation);
     else if (this.current.id === conversation.id) this.current = conversation;
+    if (this.current.id === conversation.id && keep) this.#address(conversation.id);
     if (keep && this.#find(conversation.id)) this.#save(conversation.id);
     this.#notify();
   }
@@ -141,15 +146,23 @@ class ChatState {
 
   select(id) {
     this.current = this.#find(id) ?? this.current;
-    sessionStorage.setItem(CURRENT, this.current.id);
+    this.#address(this.current.id);
     this.#notify();
+  }
+
+  /** Puts the current conversation into the address of this tab, for reloads, bookmarks and other tabs. '': a new one. */
+  #address(id) {
+    const isKept = this.#find(id);
+    if (isKept) sessionStorage.setItem(CURRENT, id);
+    else sessionStorage.removeItem(CURRENT);
+    if (/^(#chat(\/.*)?)?$/.test(location.hash)) history.replaceState(null, '', isKept ? `#chat/${id}` : '#chat');
   }
 
   /** A new conversation with the settings of the current one. */
   create() {
     const {system, settings, tools, thinking} = this.current;
     this.current = newConversation({system, settings, tools, thinking});
-    sessionStorage.removeItem(CURRENT);
+    this.#address('');
     this.#notify();
   }
 
@@ -211,7 +224,7 @@ class ChatState {
     put({error: null, finish: null}, false);
     try {
       const {readAnswer, requestBody} = await import('./answer.js');
-      const body = requestBody({...conversation, model: conversation.model ?? this.model}, from, Boolean(begin));
+      const body = requestBody({...conversation, model: conversation.model ?? this.model}, from, Boolean(begin), this.server);
       await readAnswer(body, {signal: controller.signal, begin, onChange: (fields) => {
         const keep = performance.now() - savedAt > SAVE_MS;
         if (keep) savedAt = performance.now();

@@ -8,7 +8,18 @@ import {adviceOf} from './answer.js';
 
 const NAMES = {user: 'You', assistant: 'Assistant', tool: 'Tool result'};
 
+const DEEPEST = 50; // levels of arguments that are indented: the text grows with the square of the depth
+
+const isDeep = (args) => {
+  let depth = 0;
+  return (args.match(/[[\]{}]/g) ?? []).some((sign) => {
+    depth += '[{'.includes(sign) ? 1 : -1;
+    return depth > DEEPEST;
+  });
+};
+
 const pretty = (args) => {
+  if (isDeep(args)) return args;
   try {
     return JSON.stringify(JSON.parse(args), null, 2);
   } catch {
@@ -124,6 +135,7 @@ export function Message({message, at, of, isLast, isRunning, isBusy, actions, he
       ${!isRunning && isAnswer && html`<${Ending} message=${message} isLast=${isLast} actions=${actions}
         health=${health} />`}
     </div>`}
+    ${isRunning && message.stats && html`<div class="message-tools"><${Stats} stats=${message.stats} /></div>`}
     ${!isRunning && !isEdited && html`<div class="message-tools">
       <${Versions} at=${at} of=${of} message=${message} actions=${actions} />
       <${CopyButton} text=${content} label="Copy the text" />

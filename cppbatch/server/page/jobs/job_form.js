@@ -2,15 +2,15 @@
 import {request} from '../api.js';
 import {Button, Field, Icon, Notice, Progress, Table, html, toast, useEffect, useRef, useState} from '../components.js';
 import {bytes, count, plural} from '../format.js';
-import {SamplingForm, defaultsOf, requestFields} from '../sampling_form.js';
+import {DEFAULT_MAX_TOKENS, SamplingForm, defaultsOf, requestFields} from '../sampling_form.js';
 import {kindOf} from './records.js';
-import {CHAT, COMPLETIONS, EMBEDDINGS, checkFile, defaultTemplate, peek} from './requests.js';
+import {CHAT, COMPLETIONS, EMBEDDINGS, checkFile, defaultTemplate, peek, promptOf} from './requests.js';
 
 const WINDOW = '30d';
 const MAX_METADATA = 512;
 const KINDS = {jsonl: 'JSON lines', csv: 'CSV', tsv: 'TSV (tabs)', text: 'Text, a prompt on each line'};
 const ENDPOINTS = {[CHAT]: 'Chat', [COMPLETIONS]: 'Completion', [EMBEDDINGS]: 'Embedding'};
-const SETTINGS = {endpoint: CHAT, template: '', system: '', id_column: '', sampling: {max_tokens: 512}};
+const SETTINGS = {endpoint: CHAT, template: '', system: '', id_column: '', sampling: {max_tokens: DEFAULT_MAX_TOKENS}};
 const WRONG_COLUMNS = [{key: 'line', label: 'Line'}, {key: 'error', label: 'What is wrong'}];
 
 const names = (files) => files.map(({name}) => name).join(', ');
@@ -76,6 +76,16 @@ function Settings({settings, columns, kind, server, onChange}) {
   </div>`;
 }
 
+/** What is sent of the first line, whole: whether the right column was taken is seen here. */
+function FirstPrompt({text}) {
+  try {
+    return html`<div role="group" aria-label="First prompt"><p class="muted small">The first prompt, as the model gets it:</p>
+      <p class="first-prompt" tabindex="0">${promptOf(JSON.parse(text))}</p></div>`;
+  } catch {
+    return null; // an edited request that is not JSON
+  }
+}
+
 const Preview = ({previews, onEdit}) => html`<details><summary>The first requests, to read and edit</summary>
   <div class="stack">${previews.map(({line, text, error}) => html`<${Field} key=${line} error=${error}
     label=${`Request of line ${line}`}><textarea rows="10" class="mono" spellcheck=${false} value=${text}
@@ -102,13 +112,18 @@ export function JobForm({server, onStarted}) {
     setSource(next);
     if (!next) return;
     const what = await peek(next.blob, next.kind);
-    setSettings((now) => ({...now, template: defaultTemplate(what.columns), id_column: ''}));
+    setSettings((now) => ({...now, template: defaultTemplate(what.columns, what.rows), id_column: ''}));
     setFound(what);
   };
   const take = async ([file, ...others]) => {
     setWaiting(others);
     open(file ? {name: file.name, blob: file, kind: kindOf(file.name, await file.slice(0, 4096).text())} : null);
   };
+
+  const isBare = server.info.props?.has_chat_template === false; // its prompts are texts, as in `cppbatch batch`
+  useEffect(() => {
+    if (isBare) setSettings((now) => (now.endpoint === CHAT ? {...now, endpoint: COMPLETIONS} : now));
+  }, [isBare, source]);
 
   useEffect(() => {
     if (!found) return undefined;
@@ -161,6 +176,7 @@ export function JobForm({server, onStarted}) {
       <span class="grow">${counts}</span></p>`}
     ${wrong.length > 0 && html`<${Table} caption="Wrong lines" rows=${wrong} columns=${WRONG_COLUMNS} />`}
     ${bad > wrong.length && html`<p>and ${plural(bad - wrong.length, 'more line')}</p>`}
+    ${previews.length > 0 && html`<${FirstPrompt} text=${previews[0].text} />`}
     ${previews.length > 0 && html`<${Preview} previews=${previews}
       onEdit=${(line, text) => setEdits(new Map([...edits, [line, text]]))} />`}
     ${failure && html`<${Notice} kind="error">The job was not started: ${failure}<//>`}

@@ -18,21 +18,31 @@ const REQUIRED = {
 const MAX_ID = 512;
 const N_PREVIEWS = 3;
 const MAX_SHOWN = 100;
+const N_GUESSED = 20;
 
-/** The columns of the first record of a file, and whether it is a request in OpenAI's form. */
+/** The columns of the first record of a file, its first rows, and whether it is a request in OpenAI's form. */
 export async function peek(blob, kind) {
   for await (const group of recordGroups(blob, kind)) {
     const first = group.find((record) => !record.error);
-    if (first) return {columns: first.columns ?? Object.keys(first.row ?? {}), isRequests: Boolean(first.request)};
+    const rows = group.flatMap(({row}) => row ?? []).slice(0, N_GUESSED);
+    if (first) return {columns: first.columns ?? Object.keys(first.row ?? {}), rows, isRequests: Boolean(first.request)};
   }
-  return {columns: [], isRequests: false};
+  return {columns: [], rows: [], isRequests: false};
 }
 
-/** The template to begin with; '' if each line has its own messages. */
-export function defaultTemplate(columns) {
+/** The template to begin with: a column by its name, or with the longest texts; '' if each line has its own messages. */
+export function defaultTemplate(columns, rows) {
   if (columns.includes('messages')) return '';
-  const name = ['prompt', 'text', 'input', 'question'].find((each) => columns.includes(each)) ?? columns[0];
+  const length = (column) => rows.reduce((sum, row) => sum + textOf(row[column]).length, 0);
+  const name = ['prompt', 'text', 'input', 'question'].find((each) => columns.includes(each))
+    ?? columns.toSorted((one, other) => length(other) - length(one))[0];
   return name ? `{${name}}` : '';
+}
+
+/** The text that the model gets of a request: its prompt, or its last message. */
+export function promptOf(request) {
+  const {prompt, input, messages} = request.body ?? {};
+  return textOf(prompt ?? input ?? messages?.at(-1)?.content);
 }
 
 export const textOf = (value) => (typeof value === 'string' ? value : value == null ? '' : JSON.stringify(value));

@@ -1,6 +1,6 @@
 // One worker: its health, its sequences, its queue and its KV cells.
 import {Badge, html, useRef, useState} from '../components.js';
-import {count, fixed, percent, plural, seconds} from '../format.js';
+import {bytes, count, fixed, percent, plural, seconds} from '../format.js';
 import {CellMap} from './cell_map.js';
 import {colourOf, placeRows} from './live_layout.js';
 
@@ -44,11 +44,19 @@ export function WorkerView({engine: {rows, queue, waiting, cells, n_parallel}, s
       <p class="hint">A cell holds the keys and values of one token. A row is a sequence, from its first token on. ${
         layout === 'unified' ? 'A block over several rows is a shared prefix: stored once. Select it for its holders.'
           : 'The layout is per-sequence: each one has cells of its own, and a common prefix is copied.'}</p>
+      ${(cells.window > 0 || cells.states) && html`<p class="hint">${describeMemory(cells)}</p>`}
       <${CellMap} cells=${cells} picked=${new Set(picked.map(({seq_id}) => seq_id))}
         name=${(id) => `#${numberOf.get(id)}`} place=${(id) => places.current.indexOf(numberOf.get(id))}
         onPick=${(ids) => setChosen(ids.map((id) => numberOf.get(id)))} />
     </section>
   </div>`;
+}
+
+/** What a sequence has beside cells of full attention. */
+function describeMemory({window, states, checkpoints, checkpoint_bytes: size}) {
+  const parts = [window > 0 && `a sliding window of ${plural(window, 'token')}`, states && 'recurrent states'];
+  return `A sequence also has ${parts.filter(Boolean).join(' and ')}${size ? `, ${bytes(size)}` : ''}; ${
+    plural(checkpoints, 'checkpoint')} in host memory.`;
 }
 
 function Sequences({places, rows, speeds, picked, onPick}) {

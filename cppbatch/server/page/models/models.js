@@ -109,6 +109,10 @@ export function Models({active, server}) {
         <${Button} onClick=${reload}>Look at the folder again<//></div>`
       : html`<${Notice}>This server has one model. To serve several, start it with a folder of GGUF files: ${' '}
         <code>cppbatch serve --models-dir DIR</code><//>`}
+    ${server.info.props?.chat_forms && html`<p class="small muted">Tool calls: <code>${
+      server.info.props.chat_forms.tool_calls}</code>${server.info.props.chat_forms.tools_described_by === 'message'
+      && ' (the chat template renders no tools, so a message describes them)'}${server.info.props.chat_forms.thoughts
+      && html`. Thoughts: <code>${server.info.props.chat_forms.thoughts}</code>`}</p>`}
     ${models.length === 0 ? html`<${EmptyState} title="No models">Put GGUF files into the folder of --models-dir, and
         look at it again.<//>`
       : html`<${Table} caption="Models of this server" columns=${columns} rows=${models} rowKey=${(model) => model.id} />`}

@@ -1,6 +1,6 @@
 // The cells of a run, side by side. A cell draws itself when it has changed, at most once a frame.
 import {
-  Badge, Button, CopyButton, Field, Progress, html, toast, useEffect, useMemo, useReducer, useRef, useState, useStored,
+  Badge, Button, CopyButton, Field, Progress, html, toast, useEffect, useReducer, useRef, useState, useStored, useTurns,
 } from '../components.js';
 import {fixed, plural, rate} from '../format.js';
 import {bestOf, ordered} from './grid_run.js';
@@ -59,7 +59,7 @@ function CellView({run, cell, base, isBest, isCurrent, onFocus, onCompare, onTok
   const quiet = {kind: 'quiet', tabindex: isCurrent ? 0 : -1}; // the arrow keys go to the other cells, the Tab key leaves
   const stop = () => run.stopCell(index).catch((error) => toast(error.message, 'error'));
   return html`<li class=${`cell ${state}`} onfocusin=${() => onFocus(index)}>
-    <header><h3 title=${name}>${name}</h3>${isBest && html`<${Badge} kind="accent">best<//>`}
+    <header><h3 title=${name}>${name}</h3>${isBest && html`<${Badge} kind="accent">likeliest<//>`}
       <${Badge} kind=${BADGES[state]}>${state}<//></header>
     <div class="cell-text" role="group" aria-label=${`Text of ${name}`} tabindex=${quiet.tabindex} data-index=${index}>
       <${CellText} cell=${cell} base=${base} ended=${ended} /></div>
@@ -76,10 +76,15 @@ function CellView({run, cell, base, isBest, isCurrent, onFocus, onCompare, onTok
 
 /** The text, or its differences from that of the base, once both have ended. */
 function CellText({cell, base, ended}) {
+  const {hasTime, again} = useTurns();
+  const diff = useRef({});
   const isCompared = base && base !== cell && ended && base.ended;
-  const parts = useMemo(() => (isCompared ? wordDiff(base.text, cell.text) : null), [isCompared, base]);
-  if (parts) {
-    return parts.map(({kind, text}) => html`<${{same: 'span', added: 'ins', removed: 'del'}[kind]}>${text}<//>`);
+  if (isCompared && diff.current.base !== base) {
+    if (hasTime()) diff.current = {base, parts: wordDiff(base.text, cell.text)};
+    else again();
+  }
+  if (isCompared && diff.current.base === base) {
+    return diff.current.parts.map(({kind, text}) => html`<${{same: 'span', added: 'ins', removed: 'del'}[kind]}>${text}<//>`);
   }
   return cell.state === 'failed' ? html`<p class="field-error">${cell.reason}</p>${cell.text}` : cell.text;
 }

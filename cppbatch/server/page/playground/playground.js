@@ -1,6 +1,6 @@
 // One prompt, or a table of them, with many settings: all answers side by side, from one request.
 import * as api from '../api.js';
-import {Button, EmptyState, Notice, html, stylesheet, useEffect, useReducer, useState, useStored} from '../components.js';
+import {Button, EmptyState, Notice, html, stylesheet, useEffect, useReducer, useRef, useState, useStored} from '../components.js';
 import {CellGrid} from './cell_grid.js';
 import {ExportDialog} from './export_dialog.js';
 import {cellAlone} from './export_code.js';
@@ -18,6 +18,7 @@ export function Playground({server}) {
   const [tokensOf, setTokensOf] = useState(null);
   const [exporting, setExporting] = useState(null);
   const [, draw] = useReducer((n) => n + 1, 0);
+  const results = useRef(null);
   useEffect(() => run?.listen('state', draw), [run]);
 
   const plan = () => {
@@ -37,6 +38,7 @@ export function Playground({server}) {
     const next = new GridRun(planned, api, (flush) => requestAnimationFrame(flush));
     setRun(next);
     next.start();
+    if (matchMedia('(max-width: 860px)').matches) requestAnimationFrame(() => results.current.scrollIntoView());
   };
   const onKeyDown = (event) => {
     if (event.key !== 'Enter' || !(event.ctrlKey || event.metaKey)) return;
@@ -58,7 +60,7 @@ export function Playground({server}) {
         : html`<${Button} kind="primary" icon="send" title="Ctrl+Enter" onClick=${start}
             disabled=${!server.info.model}>Run<//>`}
       <${Button} icon="copy" onClick=${exportForm}>Export<//>`} />
-    <div class="results">
+    <div class="results" ref=${results}>
       ${run?.error && html`<${Notice} kind="error">${run.error}<//>`}
       ${run
         ? html`<${CellGrid} key=${run.startedAt} run=${run} onTokens=${setTokensOf} onExport=${exportCell} />`

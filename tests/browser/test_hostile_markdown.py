@@ -1,0 +1,190 @@
+"""Whatever a model writes, the page answers: no task of its main thread takes longer than 200 ms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from tests.browser.conftest import PageErrors
+from tests.browser.hostile_markdown import hostile_texts
+from tests.browser.page_checks import open_tab, wait_ready
+
+MAX_MS = 200
+LENGTH = 40_000  # characters: 5,000 tokens
+STREAMED = (
+    "openers of both kinds", "underscores", "all openers", "nested emphasis", "items", "headings", "lists of two kinds",
+    "a long table", "a table of many columns", "lazy quotations", "one word", "JavaScript of spaces",
+)  # fmt: skip
+STREAM = r"""
+const fetchElsewhere = window.fetch
+window.fetch = (address, options) => {
+  if (!String(address).endsWith('/v1/chat/completions')) return fetchElsewhere(address, options)
+  const tokens = window.answer.match(/[^]{1,8}/g), encoder = new TextEncoder()
+  const event = (delta, finish_reason) => `data: ${JSON.stringify({choices: [{index: 0, delta, finish_reason}]})}\n\n`
+  const body = new ReadableStream({async pull(controller) {
+    await new Promise(requestAnimationFrame)
+    const some = tokens.splice(0, 200).map((content) => event({content}, null))
+    if (!tokens.length) some.push(event({}, 'stop'), 'data: [DONE]\n\n')
+    controller.enqueue(encoder.encode(some.join('')))
+    if (!tokens.length) controller.close()
+  }})
+  return Promise.resolve(new Response(body, {headers: {'Content-Type': 'text/event-stream'}}))
+}
+"""
+"""Answers with `window.answer`, 200 tokens a frame. The events are those of a server."""
+SETTLED = """(least) => new Promise((done) => {
+  let [count, since] = [-1, 0]
+  const look = () => {
+    const filled = [...document.querySelectorAll('.assistant .markdown')].filter((one) => one.childElementCount).length
+    const now = document.querySelectorAll('.markdown *').length
+    if (now !== count) [count, since] = [now, performance.now()]
+    if (filled >= least && performance.now() - since > 300) done()
+    else setTimeout(look, 50)
+  }
+  look()
+})"""
+"""Until so many answers are shown and no more elements come. (Playwright's search for roles would be a long task.)"""
+
+
+class Tasks:
+    """Traces the tasks of a page's main thread."""
+
+    def __init__(self, browser: Browser, page: Page) -> None:
+        self._browser, self._page = browser, page
+
+    def __enter__(self) -> Tasks:
+        self._browser.start_tracing(page=self._page, categories=["toplevel"])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        events = json.loads(self._browser.stop_tracing())["traceEvents"]
+        main = {_thread(e) for e in events if e["name"] == "thread_name" and e["args"]["name"] == "CrRendererMain"}
+        tasks = [e for e in events if e["name"] == "ThreadControllerImpl::RunTask" and _thread(e) in main]
+        times = [e["tdur"] for e in tasks if "tdur" in e]
+        assert times, "tasks were traced"
+        self.longest_ms: float = max(times) / 1000
+        """The CPU's time, which other programs do not make longer."""
+
+
+def _thread(event: dict[str, Any]) -> tuple[int, int]:
+    return event["pid"], event["tid"]
+
+
+def conversation(texts: dict[str, str]) -> dict[str, Any]:
+    """One of which the answers are these texts, as the page exports it."""
+    messages, chosen, parent = {}, {}, "root"
+    for name, text in texts.items():
+        for role, content in (("user", name), ("assistant", text)):
+            identity = f"{role} {name}"
+            messages[identity] = {"id": identity, "parent": parent, "role": role, "content": content, "finish": "stop"}
+            chosen[parent] = parent = identity
+    whole = {"id": "hostile", "title": "Hostile", "system": "", "messages": messages, "chosen": chosen}
+    return {"format": "cppbatch-chat", "version": 1, "conversations": [whole]}
+
+
+def test_the_longest_task_is_measured_by_the_time_of_the_cpu(chromium: Browser, page: Page) -> None:
+    with Tasks(chromium, page) as tasks:
+        page.evaluate(
+            "new Promise((done) => setTimeout(() => { const end = performance.now() + 1500;"
+            " while (performance.now() < end); done() }))"
+        )
+    assert tasks.longest_ms > MAX_MS
+
+
+def test_no_text_that_streams_freezes_the_page(chromium: Browser, page: Page, url: str) -> None:
+    texts = hostile_texts(LENGTH)
+    page.add_init_script(STREAM)
+    open_tab(page, url)
+    wait_ready(page)
+    longest = {}
+    for name in STREAMED:
+        page.evaluate("(text) => { window.answer = text }", texts[name])
+        page.locator(".conversations .button.grow").click()  # a new conversation
+        page.locator(".composer textarea").fill(name)
+        with Tasks(chromium, page) as tasks:
+            page.keyboard.press("Enter")
+            page.locator(".composer button[aria-label=Stop]").wait_for()
+            page.locator(".composer button[aria-label=Send]").wait_for()
+            page.evaluate(SETTLED, 1)
+        longest[name] = tasks.longest_ms
+        assert tasks.longest_ms < MAX_MS, longest
+
+
+def test_a_stored_conversation_of_such_texts_does_not_freeze_the_page_when_it_is_loaded(
+    chromium: Browser, page: Page, url: str, tmp_path: Path
+) -> None:
+    """All of them, one after the other."""
+    file = tmp_path / "hostile.json"
+    texts = hostile_texts(LENGTH // 4)
+    file.write_text(json.dumps(conversation(texts)))
+    open_tab(page, url)
+    wait_ready(page)
+    with Tasks(chromium, page) as imported:
+        page.locator(".conversations input[type=file]").set_input_files(file)
+        page.evaluate(SETTLED, len(texts))
+    assert imported.longest_ms < MAX_MS
+    page.wait_for_timeout(500)  # it is kept
+    with Tasks(chromium, page) as loaded:
+        page.reload()
+        page.evaluate(SETTLED, len(texts))
+    assert loaded.longest_ms < MAX_MS
+
+
+BLOCKS = """async ([text, step]) => {
+  const {MarkdownBlocks} = await import('/page/markdown_blocks.js')
+  const [whole, streamed, always] = [new MarkdownBlocks(), new MarkdownBlocks(), () => true]
+  whole.read(text, true, always)
+  const finished = []
+  let again = 0
+  for (let end = step; end < text.length + step; end += step) {
+    streamed.read(text.slice(0, end), end >= text.length, always)
+    if (end < text.length) again += finished.filter((block, i) => block !== streamed.all[i]).length
+    finished.splice(0, Infinity, ...streamed.all.slice(0, -2))
+  }
+  const raws = ({all}) => all.map(({raw}) => raw)
+  return [raws(whole), raws(streamed), again]
+}"""
+
+
+@pytest.fixture
+def module_page(page: Page, url: str, errors: PageErrors) -> Page:
+    """At an address where modules of the page can be imported."""
+    errors.allow("favicon")
+    page.goto(f"{url}page/icon.svg")
+    return page
+
+
+def test_a_text_that_streams_has_the_same_blocks_and_finished_ones_are_not_read_again(module_page: Page) -> None:
+    for name, text in hostile_texts(1000).items():
+        whole, streamed, again = module_page.evaluate(BLOCKS, [text, 17])
+        assert (streamed, again) == (whole, 0), name
+
+
+NORMAL = "Some **bold**, *italic* and `code` of [a link](https://example.org), with snake_case words & more. "
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (NORMAL * 30, "strong"),  # a paragraph of 3,000 characters
+        ("".join(f"- {NORMAL}\n" for _ in range(150)), "li"),
+        ("|a|b|c|\n|-|-|-|\n" + f"|{NORMAL[:60]}|1|2|\n" * 200, "td"),
+        ("".join(f"{'  ' * level}- {NORMAL}\n" for level in range(8)), "li li li li li li li li"),
+    ],
+    ids=["paragraph", "list", "table", "nested"],
+)
+def test_long_answers_of_a_usual_kind_are_far_from_these_bounds(page: Page, url: str, text: str, kept: str) -> None:
+    page.add_init_script(STREAM)
+    open_tab(page, url)
+    wait_ready(page)
+    page.evaluate("(text) => { window.answer = text }", text)
+    page.locator(".composer textarea").fill("Go")
+    page.keyboard.press("Enter")
+    page.locator(f".markdown {kept}").first.wait_for()
+    page.locator(".composer button[aria-label=Send]").wait_for()
+    assert page.locator(".markdown .plain").count() == 0
+    assert page.locator(".markdown > div > div").count() == 1, "one block"
