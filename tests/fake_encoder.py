@@ -23,22 +23,36 @@ SEPARATOR = 5
 
 @dataclass
 class FakeChunk:
+    """Text, or a row of pixels; a picture with positions of several dimensions is all of its pixels in one row."""
+
     kind: Modality | None
     tokens: npt.NDArray[np.int32]
     row: npt.NDArray[np.uint8]
     is_whole: bool
+    n_columns: int = 0
+    """Of a picture with positions of several dimensions."""
 
     @property
     def n_tokens(self) -> int:
         return len(self.tokens) if self.kind is None else len(self.row)
 
+    @property
+    def n_positions(self) -> int:
+        return max(self.n_columns, self.n_tokens // self.n_columns) if self.n_columns else self.n_tokens
+
+    @property
+    def positions(self) -> npt.NDArray[np.int32] | None:
+        at, zeros = np.arange(self.n_tokens, dtype=np.int32), np.zeros(self.n_tokens, np.int32)
+        return np.stack([zeros, *np.divmod(at, self.n_columns), zeros]) if self.n_columns else None
+
 
 @dataclass
 class FakeEncoder:
-    """Each row of a picture is a chunk, with a token of text between two rows. `encoding`: set while it encodes; it
-    waits for `may_encode` then."""
+    """Each row of a picture is a chunk, with a token of text between two rows; with `has_dimensions` it is one chunk,
+    whose pixels have rows and columns. `encoding`: set while it encodes; it waits for `may_encode` then."""
 
     is_whole: bool = False
+    has_dimensions: bool = False
     modalities: tuple[Modality, ...] = ("image",)
     sample_rate: int = 16_000
     n_embd: int = 3
@@ -51,6 +65,8 @@ class FakeEncoder:
 
     def split_image(self, pixels: npt.NDArray[np.uint8]) -> list[FakeChunk]:
         chunks: list[FakeChunk] = []
+        if self.has_dimensions:
+            return [FakeChunk("image", np.empty(0, np.int32), pixels[:, :, 0].reshape(-1), False, pixels.shape[1])]
         for row in pixels[:, :, 0]:
             if chunks:
                 chunks.append(FakeChunk(None, np.array([SEPARATOR], np.int32), row, is_whole=False))
@@ -61,13 +77,13 @@ class FakeEncoder:
         raise AssertionError("the fake model takes no sound")
 
     def encode(self, chunk: Any) -> npt.NDArray[np.float32]:
-        """float32[n, 3]: the byte of a pixel, its place in the row, and the length of the row."""
+        """float32[n, 3]: the byte of a pixel, its place in the chunk, and the length of a row."""
         self.n_calls += 1
         self.encoding.set()
         assert self.may_encode.wait(10)
         self.encoding.clear()
         n = len(chunk.row)
-        return np.stack([bytes_of(chunk.row), np.arange(n), np.full(n, n)], 1).astype(np.float32)
+        return np.stack([bytes_of(chunk.row), np.arange(n), np.full(n, chunk.n_columns or n)], 1).astype(np.float32)
 
 
 def bytes_of(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
@@ -75,8 +91,8 @@ def bytes_of(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return N_VOCAB + row.astype(np.int64) % (256 - N_VOCAB)
 
 
-def fake_media(*, is_whole: bool = False, **options: Any) -> MediaInput:
-    return MediaInput(FakeEncoder(is_whole), projector="fake", **options)
+def fake_media(*, is_whole: bool = False, has_dimensions: bool = False, **options: Any) -> MediaInput:
+    return MediaInput(FakeEncoder(is_whole, has_dimensions), projector="fake", **options)
 
 
 @cache
@@ -87,7 +103,7 @@ def small_picture(number: int, width: int, height: int = 1) -> Media:
     return Media("image", encoded(Image.fromarray(pixels)))
 
 
-def as_read(prompt: MediaPrompt) -> list[int]:
+def as_read(prompt: MediaPrompt, *, has_dimensions: bool = False) -> list[int]:
     """What the cells of the fake context hold of a prompt: the argument of `reference`."""
     from cppbatch.engine.media_files import decode_image
 
@@ -97,5 +113,5 @@ def as_read(prompt: MediaPrompt) -> list[int]:
             read += FakeVocab().tokenize(part).tolist()
             continue
         for i, row in enumerate(decode_image(part.data)[:, :, 0]):
-            read += [SEPARATOR] * (i > 0) + bytes_of(row).tolist()
+            read += [SEPARATOR] * (i > 0 and not has_dimensions) + bytes_of(row).tolist()
     return read

@@ -40,12 +40,23 @@ SOUND_TOKENS = SOUND_POSITIONS // STACK
 SAMPLE_RATE = 16_000
 
 
-def vision(path: PathLike, *, n_embd: int = 64, shape: EncoderShape = TINY, quant: str = "F32", seed: int = 0) -> Path:
-    """LLaVA: a picture becomes tokens of a text model with `n_embd`, without control tokens around them."""
+def vision(
+    path: PathLike,
+    *,
+    n_embd: int = 64,
+    shape: EncoderShape = TINY,
+    quant: str = "F32",
+    without: str = "",
+    seed: int = 0,
+) -> Path:
+    """LLaVA: a picture becomes tokens of a text model with `n_embd`, without control tokens around them.
+
+    `without`: leaves out this tensor.
+    """
     writer = _writer(path, "vision", n_embd, "mlp", shape)
     weights = [*_vision_layers(shape), matrix("mm.0", n_embd, shape.n_embd), Weight("mm.0.bias", (n_embd,))]
     weights += [matrix("mm.2", n_embd, n_embd), Weight("mm.2.bias", (n_embd,))]
-    return write_gguf(path, writer, weights, quant=quant, seed=seed)
+    return write_gguf(path, writer, _left(weights, without), quant=quant, seed=seed)
 
 
 def non_causal_vision(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Path:
@@ -64,6 +75,49 @@ def tiled_vision(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Path:
     writer.add_uint32("clip.vision.preproc_image_size", 2 * IMAGE_SIZE)
     post = [norm("v.post_ln", N_EMBD), Weight("v.post_ln.bias", (N_EMBD,))]
     return write_gguf(path, writer, [*_vision_layers(), *post, matrix("mm.model.fc", n_embd, 4 * N_EMBD)], seed=seed)
+
+
+QWEN_PROJECTORS = {"qwen2vl": "qwen2vl_merger", "qwen2.5vl": "qwen2.5vl_merger", "qwen3vl": "qwen3vl_merger"}
+MERGED = 2
+"""Patches of a row, and of a column, that become one token, with `qwen_vision`."""
+
+
+def qwen_vision(
+    path: PathLike, kind: str = "qwen2vl", *, n_embd: int = 64, n_deepstack: int = 0, without: str = "", seed: int = 0
+) -> Path:
+    """Qwen2-VL, Qwen2.5-VL or Qwen3-VL (`QWEN_PROJECTORS`): a picture has a token for each 16 x 16 pixels.
+
+    `n_deepstack`: layers whose output becomes a part of the vectors too. `without`: leaves out this tensor.
+    """
+    is_25, is_3 = kind == "qwen2.5vl", kind == "qwen3vl"
+    shape = EncoderShape(image_size=16 * TINY.patch_size)
+    writer = _writer(path, "vision", n_embd, QWEN_PROJECTORS[kind], shape)
+    writer.add_uint32("clip.vision.spatial_merge_size", MERGED)
+    if is_25:
+        writer.add_uint32("clip.vision.n_wa_pattern", 2)  # the second layer sees all, the first one windows
+    patches = (N_EMBD, 3, shape.patch_size, shape.patch_size)
+    weights = [Weight(f"v.patch_embd.weight{end}", patches, std=0.2) for end in ("", ".1")]  # of two frames
+    n_merged = MERGED**2 * N_EMBD
+    for weight in _layers("v", shape):
+        is_norm = ".ln" in weight.name
+        if not (is_25 and is_norm and weight.name.endswith("bias")) and not (is_3 and "attn_" in weight.name):
+            weights.append(weight)
+    for i in range(shape.n_layer):
+        if is_25:
+            weights += [matrix(f"v.blk.{i}.ffn_gate", N_FF, N_EMBD, 2.0), Weight(f"v.blk.{i}.ffn_gate.bias", (N_FF,))]
+        if is_3:
+            for name, n in (("attn_qkv", 3 * N_EMBD), ("attn_out", N_EMBD)):
+                weights += [matrix(f"v.blk.{i}.{name}", n, N_EMBD, 2.0), Weight(f"v.blk.{i}.{name}.bias", (n,))]
+    if is_3:
+        weights += [Weight("v.patch_embd.bias", (N_EMBD,)), Weight("v.position_embd.weight", (256, N_EMBD), std=0.2)]
+    for i in range(n_deepstack):
+        weights += [norm(f"v.deepstack.{i}.norm", n_merged), Weight(f"v.deepstack.{i}.norm.bias", (n_merged,))]
+        for name, n in (("fc1", n_merged), ("fc2", n_embd)):
+            weights += [matrix(f"v.deepstack.{i}.{name}", n, n_merged), Weight(f"v.deepstack.{i}.{name}.bias", (n,))]
+    weights += [norm("v.post_ln", N_EMBD), *([] if is_25 else [Weight("v.post_ln.bias", (N_EMBD,))])]
+    for name, n in (("mm.0", n_merged), ("mm.2", n_embd)):
+        weights += [matrix(name, n, n_merged, 2.0), Weight(f"{name}.bias", (n,))]
+    return write_gguf(path, writer, _left(weights, without), seed=seed)
 
 
 def audio(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Path:
@@ -86,6 +140,11 @@ def audio(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Path:
     return write_gguf(path, writer, weights, seed=seed)
 
 
+def _left(weights: list[Weight], without: str) -> list[Weight]:
+    assert not without or without in {weight.name for weight in weights}
+    return [weight for weight in weights if weight.name != without]
+
+
 def _writer(path: PathLike, kind: str, n_embd: int, projector: str, shape: EncoderShape = TINY) -> Any:
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_string("general.type", "mmproj")
@@ -101,7 +160,7 @@ def _writer(path: PathLike, kind: str, n_embd: int, projector: str, shape: Encod
         writer.add_uint32("clip.audio.num_mel_bins", N_MEL)
         writer.add_uint32("clip.audio.projector.stack_factor", STACK)
         return writer
-    writer.add_bool("clip.use_gelu", True)
+    writer.add_bool("clip.use_silu" if projector == QWEN_PROJECTORS["qwen2.5vl"] else "clip.use_gelu", True)
     writer.add_uint32("clip.vision.image_size", shape.image_size)
     writer.add_uint32("clip.vision.patch_size", shape.patch_size)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])

@@ -1,9 +1,14 @@
-"""Decodes the files of pictures and sounds, which come from strangers: bounded before memory is taken for them."""
+"""Decodes the files of pictures and sounds, which come from strangers: within bounds of memory and time.
+
+A picture or a sound takes hardly more memory than its pixels or samples, because both are converted in small blocks.
+"""
 
 from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,16 +20,23 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 50_000_000
-"""Of a picture: what a large camera makes. In memory it takes 3 bytes a pixel, twice."""
+"""Of a picture: what a large camera makes. Decoded it takes 3 bytes a pixel, and 7 to 20 while Pillow decodes it."""
 MAX_ASPECT = 100
 """How many times as long as the other a side of a picture may be: encoders scale it, and a short side would vanish."""
 MAX_SOUND_S = 1800
 """Seconds of a sound: half an hour."""
+MAX_SAMPLES = 1800 * 48_000 * 4
+"""Of all channels of a sound: half an hour of four channels, or of two at 96 kHz."""
+MAX_DECODE_S = 10.0
+"""Seconds of CPU time for a file. A picture of 300 KB can have its pixels rewritten thousands of times."""
 _LEAST_SOUND_S = 0.01
 _PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow's parsers of other formats are never reached
 _MAX_SAMPLE_RATE = 768_000
 _MAX_CHANNELS = 32
 _SOUNDS = ("WAV", "WAVEX", "RF64", "MP3", "MPEG", "FLAC", "OGG")
+_STRIP_PIXELS = 1 << 18  # converted to RGB at once
+_BLOCK_SAMPLES = 1 << 18  # of all channels, decoded and resampled at once
+_READ_BYTES = 4096  # that Pillow decodes between two looks at the clock
 
 
 def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
@@ -33,20 +45,35 @@ def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
     Transparent pixels are on white. Raises `InvalidRequest` for what is no picture of a known format, is broken, or has
     too many pixels.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about its own limit of pixels, and about odd metadata
-            with Image.open(io.BytesIO(data), formats=_PICTURES) as file:
+            with Image.open(_TimedFile(data), formats=_PICTURES) as file:
                 _check_size(*file.size)
-                return np.asarray(_on_white(ImageOps.exif_transpose(file)))
+                file.decodermaxblock = _READ_BYTES
+                file.load()
+                return _upright(file)
     except InvalidRequest:
         raise
     except UnidentifiedImageError:
         raise _refused(f"has a picture that is no {', '.join(_PICTURES)} file") from None
     except Exception as error:  # a damaged file raises nearly anything
         raise _refused(f"has a picture that cannot be decoded: {_said(error)}") from error
+
+
+class _TimedFile(io.BytesIO):
+    """A file that raises `InvalidRequest` when the thread that made it has computed for too long."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._end = thread_time() + MAX_DECODE_S
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if thread_time() > self._end:
+            raise _refused(f"has a picture that takes more than {MAX_DECODE_S:g} seconds to decode")
+        return super().read(size)
 
 
 def _check_size(width: int, height: int) -> None:
@@ -56,6 +83,22 @@ def _check_size(width: int, height: int) -> None:
         raise _refused(
             f"has a picture of {width} x {height} pixels; no side may be more than {MAX_ASPECT} times the other"
         )
+
+
+def _upright(image: Image) -> npt.NDArray[np.uint8]:
+    """The pixels in RGB, turned as the Exif data say. Strip by strip: a copy of the whole picture would take 4 bytes a
+    pixel."""
+    width, height = image.size
+    turn = image.getexif().get(0x0112)
+    lies = turn in (5, 6, 7, 8)
+    upright = np.empty((width, height, 3) if lies else (height, width, 3), np.uint8)
+    pixels = upright.swapaxes(0, 1) if lies else upright  # as they are in the file
+    pixels = pixels[:: -1 if turn in (3, 4, 6, 7) else 1, :: -1 if turn in (2, 3, 7, 8) else 1]
+    n = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, n):
+        bottom = min(top + n, height)
+        pixels[top:bottom] = np.asarray(_on_white(image.crop((0, top, width, bottom))))
+    return upright
 
 
 def _on_white(image: Image) -> Image:
@@ -80,44 +123,58 @@ def decode_audio(data: bytes, sample_rate: int) -> npt.NDArray[np.float32]:
 
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            return _resampled(_read(file), file.samplerate, sample_rate)
+            return _resampled(file, sample_rate)
     except InvalidRequest:
         raise
-    except Exception as error:  # soundfile.LibsndfileError, and nearly anything for a damaged file
-        raise _refused(f"has a sound that cannot be decoded: {_said(error)} (it must be WAV, MP3 or FLAC)") from error
+    except soundfile.LibsndfileError as error:  # its text has the address of the file object
+        raise _undecodable_sound(error.error_string) from error
+    except Exception as error:  # nearly anything for a damaged file
+        raise _undecodable_sound(_said(error)) from error
 
 
-def _read(file: Any) -> npt.NDArray[np.float32]:
-    """All samples, float32[n]. The header may lie about their number, so no more are read than are possible."""
-    rate, channels = file.samplerate, file.channels
+def _resampled(file: Any, sample_rate: int) -> npt.NDArray[np.float32]:
+    """All samples, float32[n] at `sample_rate`. Block by block: at the file's rate they may take 50 times as much."""
+    import soxr
+
+    rate, samples = file.samplerate, bytearray()  # grows in place
+    stream = None if rate == sample_rate else soxr.ResampleStream(rate, sample_rate, 1, dtype="float32")
+    for block in _blocks(file, sample_rate):
+        resampled = stream.resample_chunk(block) if stream else block
+        samples += resampled.data.cast("B")
+    if stream:
+        samples += stream.resample_chunk(np.empty(0, np.float32), last=True).data.cast("B")
+    return np.frombuffer(samples, np.float32)
+
+
+def _blocks(file: Any, sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
+    """The means of the channels, float32[n] each: blocks that are small before and after they are resampled."""
+    rate, channels, frames = file.samplerate, file.channels, file.frames
     if file.format not in _SOUNDS:
         raise _refused(f"has a sound in the format {file.format}; it must be WAV, MP3 or FLAC")
     if not 0 < rate <= _MAX_SAMPLE_RATE or not 0 < channels <= _MAX_CHANNELS:
         raise _refused(f"has a sound of {channels} channels with {rate} samples a second")
-    most = MAX_SOUND_S * rate
-    if 0 < file.frames < 2**62 and file.frames > most:
-        raise _refused(f"has a sound of {file.frames / rate:,.0f} seconds; {MAX_SOUND_S:,} are possible")
-    blocks, n = [], 0
-    while len(block := file.read(rate, dtype="float32", always_2d=True)):
-        blocks.append(block.mean(axis=1))
+    most = min(MAX_SOUND_S * rate, MAX_SAMPLES // channels)
+    limit = f"{most / rate:,.0f} are possible with {rate:,} samples a second and {channels} channels"
+    if most < frames < 2**62:
+        raise _refused(f"has a sound of {frames / rate:,.0f} seconds; {limit}")
+    n, end = 0, thread_time() + MAX_DECODE_S
+    size = max(1, min(_BLOCK_SAMPLES // channels, _BLOCK_SAMPLES * rate // sample_rate))
+    while len(block := file.read(size, dtype="float32", always_2d=True)):
         n += len(block)
-        if n > most:
-            raise _refused(f"has a sound of more than {MAX_SOUND_S:,} seconds")
-    samples = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
+        if n > most:  # the header did not say so
+            raise _refused(f"has a sound that is longer than its header says; {limit}")
+        if thread_time() > end:
+            raise _refused(f"has a sound that takes more than {MAX_DECODE_S:g} seconds to decode")
+        mixed = block.mean(axis=1)
+        if not np.isfinite(mixed).all():
+            raise _refused("has audio whose samples are not finite numbers")
+        yield mixed
     if n < _LEAST_SOUND_S * rate:
         raise _refused(f"has a sound of {n / rate:g} seconds; it must have {_LEAST_SOUND_S:g} at least")
-    if not np.isfinite(samples).all():
-        raise _refused("has a sound with samples that are no numbers")
-    return samples
 
 
-def _resampled(samples: npt.NDArray[np.float32], rate: int, wanted: int) -> npt.NDArray[np.float32]:
-    if rate == wanted:
-        return samples
-    import soxr
-
-    resampled: npt.NDArray[np.float32] = soxr.resample(samples, rate, wanted)
-    return resampled
+def _undecodable_sound(reason: str) -> InvalidRequest:
+    return _refused(f"has a sound that cannot be decoded: {reason.rstrip('.')} (it must be WAV, MP3 or FLAC)")
 
 
 def _refused(message: str) -> InvalidRequest:

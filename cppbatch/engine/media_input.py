@@ -31,7 +31,7 @@ CACHE_BYTES = 256 << 20
 takes 2 MiB."""
 HELD_BYTES = 512 << 20
 """Vectors that waiting and running sequences may hold, before another request with pictures is prepared."""
-_LOOK_S = 0.05  # how often a request that waits for the encoder looks whether it was cancelled
+_LOOK_S = 0.05  # how often a request that waits looks whether it was cancelled
 
 Vectors = npt.NDArray[np.float32]
 
@@ -43,6 +43,8 @@ class Chunk(Protocol):
     tokens: npt.NDArray[np.int32]
     n_tokens: int
     is_whole: bool
+    n_positions: int
+    positions: npt.NDArray[np.int32] | None
 
 
 class Encoder(Protocol):
@@ -66,6 +68,10 @@ class MediaPiece(NamedTuple):
     """float32[n, n_embd]; None: text."""
     is_whole: bool
     """Whether all of it must be computed at once: its tokens see each other."""
+    n_positions: int
+    """The position of the text behind it, from its own first one on."""
+    positions: npt.NDArray[np.int32] | None = None
+    """As in `MediaRun`."""
 
 
 class EncodedMedium:
@@ -78,7 +84,8 @@ class EncodedMedium:
 
 
 class MediaInput:
-    """Decodes and encodes the pictures and sounds of prompts. Thread-safe: one is encoded at a time.
+    """Decodes and encodes the pictures and sounds of prompts. Thread-safe: one is decoded and one is encoded at a time,
+    because a decoded one may take hundreds of megabytes.
 
     Those used last are kept, and those that a sequence still holds are found too, so an equal file is encoded once.
     """
@@ -97,6 +104,7 @@ class MediaInput:
         self._projector = projector.encode()
         self._cache_bytes = cache_bytes
         self._compute = compute
+        self._decoding = threading.Lock()
         self._encoding = threading.Lock()
         self._lock = threading.Lock()  # of what follows
         self._kept: OrderedDict[str, EncodedMedium] = OrderedDict()  # the least recently used first
@@ -126,9 +134,9 @@ class MediaInput:
         if found := self._find(key):
             check(found.n_tokens)
             return found
-        chunks = self._split(medium)
+        chunks = self._split(medium, cancelled)
         check(sum(chunk.n_tokens for chunk in chunks))
-        with self._one_at_a_time(cancelled):
+        with _held(self._encoding, cancelled):
             if found := self._find(key):
                 return found
             began = perf_counter()
@@ -150,34 +158,25 @@ class MediaInput:
         with self._lock:
             return sum(medium.n_bytes for medium in self._alive.values()) - self._kept_bytes
 
-    def n_tokens(self, medium: Media) -> int:
-        """How many tokens it becomes, without encoding it. Raises `InvalidRequest` as `encoded`."""
-        return sum(chunk.n_tokens for chunk in self._split(medium))
+    def n_tokens(self, medium: Media, cancelled: IsCancelled) -> int:
+        """How many tokens it becomes, without encoding it. Raises as `encoded`."""
+        return sum(chunk.n_tokens for chunk in self._split(medium, cancelled))
 
-    @contextmanager
-    def _one_at_a_time(self, cancelled: IsCancelled) -> Iterator[None]:
-        while not self._encoding.acquire(timeout=_LOOK_S):
-            if cancelled():
-                raise RequestCancelled("cancelled while it waited for the encoder")
-        try:
-            yield
-        finally:
-            self._encoding.release()
-
-    def _split(self, medium: Media) -> Sequence[Chunk]:
+    def _split(self, medium: Media, cancelled: IsCancelled) -> Sequence[Chunk]:
         encoder = self.encoder
-        try:
-            if medium.kind == "image":
-                return encoder.split_image(decode_image(medium.data))
-            return encoder.split_audio(decode_audio(medium.data, encoder.sample_rate))
-        except LlamaError as error:
-            raise InvalidRequest(
-                "prompt", f"has a medium of kind {medium.kind} that cannot be used: {error}"
-            ) from error
+        with _held(self._decoding, cancelled):
+            try:
+                if medium.kind == "image":
+                    return encoder.split_image(decode_image(medium.data))
+                return encoder.split_audio(decode_audio(medium.data, encoder.sample_rate))
+            except LlamaError as error:
+                raise InvalidRequest(
+                    "prompt", f"has a medium of kind {medium.kind} that cannot be used: {error}"
+                ) from error
 
     def _piece(self, name: str, number: int, chunk: Chunk, cancelled: IsCancelled) -> MediaPiece:
         if chunk.kind is None:
-            return MediaPiece(chunk.tokens, None, is_whole=False)
+            return MediaPiece(chunk.tokens, None, is_whole=False, n_positions=chunk.n_tokens)
         if cancelled():
             raise RequestCancelled("cancelled while it was encoded")
         try:
@@ -187,8 +186,11 @@ class MediaInput:
             raise InvalidRequest(
                 "prompt", f"has a medium of kind {chunk.kind} that cannot be encoded: {error}"
             ) from error
-        seed = b"%b %b %d" % (self._projector, name.encode(), number)
-        return MediaPiece(placeholders(seed, chunk.n_tokens), vectors, chunk.is_whole)
+        seed, positions = b"%b %b %d" % (self._projector, name.encode(), number), chunk.positions
+        if positions is not None:
+            seed += b" " + positions.tobytes()
+        ids = placeholders(seed, chunk.n_tokens)
+        return MediaPiece(ids, vectors, chunk.is_whole, chunk.n_positions, positions)
 
     def _find(self, key: str) -> EncodedMedium | None:
         with self._lock:
@@ -206,6 +208,17 @@ class MediaInput:
         self._kept.move_to_end(key)
         while self._kept_bytes > self._cache_bytes:
             self._kept_bytes -= self._kept.popitem(last=False)[1].n_bytes
+
+
+@contextmanager
+def _held(lock: threading.Lock, cancelled: IsCancelled) -> Iterator[None]:
+    while not lock.acquire(timeout=_LOOK_S):
+        if cancelled():
+            raise RequestCancelled("cancelled while it waited for another picture or sound")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def placeholders(seed: bytes, n: int) -> npt.NDArray[np.int32]:

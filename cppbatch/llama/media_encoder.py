@@ -19,6 +19,7 @@ from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import architecture_of, text_of
 from cppbatch.llama.library import PINNED_VERSION, REINSTALL, C
 from cppbatch.llama.model import Model
+from cppbatch.llama.projector_tensors import check_tensors
 
 Modality = Literal["image", "audio"]
 Int32Array = npt.NDArray[np.int32]
@@ -26,8 +27,10 @@ FloatArray = npt.NDArray[np.float32]
 
 _KINDS: dict[int, Modality] = {1: "image", 2: "audio"}  # mtmd_input_chunk_type; 0 is text
 _LEAST_SAMPLES = 2  # mtmd asserts that a sound is longer than one
+_TEXT_ONLY = f"leave out {named('mmproj')}; with a model of the hub add --no-mmproj"
 _UNSUPPORTED = {
     "deepseek4v": "pictures of DeepSeek-V4 depend on the tokens before them, which a shared prefix cannot know",
+    "hunyuanvl": "positions of HunyuanVL's pictures depend on the number of pictures before them",
 }
 """Projector types with which tokens of a picture depend on more than the picture."""
 
@@ -60,17 +63,28 @@ class MediaChunk:
     """A part of a split picture or sound: text tokens around it, or a piece that is encoded.
 
     `kind`: None for text. `tokens`: int32[n_tokens] of text; empty for another kind. `is_whole`: its tokens see each
-    other, so they must be computed together, without a causal mask.
+    other, so they must be computed together, without a causal mask. `positions`: int32[4, n_tokens], where tokens have
+    positions of several dimensions: time, row, column and 0, from 0 on. The text after it continues `n_positions`
+    later.
     """
 
-    __slots__ = ("_parts", "handle", "is_whole", "kind", "n_tokens", "tokens")
+    __slots__ = ("_parts", "handle", "is_whole", "kind", "n_positions", "n_tokens", "positions", "tokens")
 
     def __init__(
-        self, parts: _Parts, handle: int, kind: Modality | None, tokens: Int32Array, *, is_whole: bool
+        self,
+        parts: _Parts,
+        handle: int,
+        kind: Modality | None,
+        tokens: Int32Array,
+        *,
+        is_whole: bool = False,
+        has_dimensions: bool = False,
     ) -> None:
         self._parts = parts  # keeps llama.cpp's memory alive
         self.handle, self.kind, self.tokens, self.is_whole = handle, kind, tokens, is_whole
         self.n_tokens = int(_mtmd().mtmd_input_chunk_get_n_tokens(handle))
+        self.n_positions = int(_mtmd().mtmd_input_chunk_get_n_pos(handle))
+        self.positions = _relative_positions(handle, kind, self.n_tokens) if has_dimensions and kind else None
 
 
 class _Parts:
@@ -93,7 +107,7 @@ class MediaEncoder:
 
         `n_threads`: of the CPU. `gpu`: the number of the GPU that encodes; None, or one that is not there: the CPU.
         Raises `LibraryError` for a build without mtmd; `ModelError` for a file that is missing, broken, no projector,
-        or of another text model, and for models whose tokens of a picture have positions of two dimensions (M-RoPE).
+        or of another text model.
         """
         self._handle: Any = None
         self.path = Path(path)
@@ -110,12 +124,7 @@ class MediaEncoder:
         self.n_embd = model.n_embd_inp
         """Numbers of each vector."""
         self._n_vocab = model.vocab.n_tokens
-        if mtmd.mtmd_decode_use_mrope(self._handle):
-            self.close()
-            raise ModelError(
-                f"{model.path.name} has positions of two dimensions for pictures (M-RoPE, as Qwen2-VL and later), "
-                f"which cppbatch does not compute; leave out {named('mmproj')} for text only"
-            )
+        self._has_dimensions = model.n_dimensions > 1
         kinds: tuple[tuple[Modality, Any], ...] = (
             ("image", mtmd.mtmd_support_vision),
             ("audio", mtmd.mtmd_support_audio),
@@ -173,7 +182,6 @@ class MediaEncoder:
         for i in range(mtmd.mtmd_input_chunks_size(parts.handle)):
             handle = mtmd.mtmd_input_chunks_get(parts.handle, i)
             kind = _KINDS.get(mtmd.mtmd_input_chunk_get_type(handle))
-            tokens, is_whole = np.empty(0, np.int32), False
             if kind is None:
                 n = ctypes.c_size_t()
                 array = mtmd.mtmd_input_chunk_get_tokens_text(handle, ctypes.byref(n))
@@ -182,9 +190,11 @@ class MediaEncoder:
                     raise LlamaError(
                         "the text model lacks the tokens that stand around it: this is another's projector"
                     )
-            else:
-                is_whole = bool(mtmd.mtmd_decode_use_non_causal(self.handle, handle))
-            yield MediaChunk(parts, handle, kind, tokens, is_whole=is_whole)
+                yield MediaChunk(parts, handle, None, tokens)
+                continue
+            is_whole = bool(mtmd.mtmd_decode_use_non_causal(self.handle, handle))
+            nothing = np.empty(0, np.int32)
+            yield MediaChunk(parts, handle, kind, nothing, is_whole=is_whole, has_dimensions=self._has_dimensions)
 
     def encode(self, chunk: MediaChunk) -> FloatArray:
         """The vectors of a chunk that is not text, float32[n_tokens, n_embd]. Releases the GIL while it computes.
@@ -210,6 +220,20 @@ class MediaEncoder:
         self._handle = None
 
 
+def _relative_positions(handle: int, kind: Modality, n: int) -> Int32Array:
+    """Time, row, column and 0 of each of `n` vectors, int32[4, n]. Sound has the same number in all three."""
+    positions = np.zeros((4, n), np.int32)
+    if kind == "audio":
+        positions[:3] = np.arange(n, dtype=np.int32)
+        return positions
+    mtmd = _mtmd()
+    of_each = (mtmd.mtmd_decoder_pos * n)()
+    mtmd.mtmd_helper_image_get_decoder_pos(mtmd.mtmd_input_chunk_get_tokens_image(handle), 0, of_each)
+    t, x, y, _ = np.ctypeslib.as_array(ctypes.cast(of_each, ctypes.POINTER(ctypes.c_uint32)), (n, 4)).T
+    positions[:3] = t, y, x
+    return positions
+
+
 def _check_file(path: Path) -> None:
     """Raises `ModelError` for a file that is certainly no projector that can be used."""
     if not path.is_file():
@@ -221,8 +245,10 @@ def _check_file(path: Path) -> None:
             f"clip ({named('mmproj')})"
         )
     for key in ("clip.projector_type", "clip.vision.projector_type"):
-        if reason := _UNSUPPORTED.get(text_of(path, key) or ""):
-            raise ModelError(f"{path} cannot be used: {reason}")
+        projector = text_of(path, key) or ""
+        if reason := _UNSUPPORTED.get(projector):
+            raise ModelError(f"{path} cannot be used: {reason}. For text only: {_TEXT_ONLY}")
+        check_tensors(path, projector)
 
 
 def _reason(lines: list[str]) -> str:

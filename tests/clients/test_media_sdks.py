@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from typing import Any
@@ -118,6 +119,35 @@ def test_a_batch_of_16_pictures(client: openai.OpenAI) -> None:
     results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
     counts = [each["response"]["body"]["usage"]["prompt_tokens_details"]["image_tokens"] for each in results]
     assert counts == [16] * 16
+
+
+def test_a_conversation_about_pictures_with_rows_and_columns(qwen_server: Serving) -> None:
+    """Each turn sends all before again, whose pictures are computed once: alone, streamed and beside others."""
+    completions: Any = openai.OpenAI(base_url=qwen_server.v1, api_key=KEY, max_retries=0, timeout=60).chat.completions
+    wide, tall = png(96, 64, (255, 0, 0)), png(32, 144, (0, 0, 255))  # 4 rows of 6 tokens, 9 rows of 2
+
+    def converse(number: int) -> list[tuple[str, int, int, int]]:
+        """(answer, tokens of the prompt, of its pictures, and from the cache) of each turn."""
+        messages: Any = [
+            {"role": "user", "content": [picture(wide), {"type": "text", "text": f"What is it? {number}"}]}
+        ]
+        turns = []
+        for follow_up in ([picture(tall), {"type": "text", "text": "And this?"}], "Which is larger?", ""):
+            answer = completions.create(messages=messages, **GREEDY)
+            usage, text = answer.usage, answer.choices[0].message.content
+            details = usage.prompt_tokens_details
+            turns.append((text, usage.prompt_tokens, details.image_tokens, details.cached_tokens))
+            chunks = completions.create(messages=messages, stream=True, **GREEDY)
+            assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == text
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": follow_up}]
+        return turns
+
+    first = converse(0)
+    assert [n for _, _, n, _ in first] == [24, 42, 42]
+    assert all(n_cached >= n_before for (_, n_before, _, _), (_, _, _, n_cached) in itertools.pairwise(first))
+    together = at_once(converse, list(range(8)))
+    assert [turn[:3] for turn in together[0]] == [turn[:3] for turn in first]
+    assert len({turns[-1][0] for turns in together}) > 4
 
 
 def test_sound_is_heard(hearing_server: Serving) -> None:

@@ -50,7 +50,7 @@ def open_media(files: Path, open_engine: OpenEngine) -> Callable[..., BatchInfer
     return open_media
 
 
-def load(files: Path, projector: str, *, text: str = "text") -> tuple[Model, MediaEncoder]:
+def load(files: Path, projector: str, text: str = "text") -> tuple[Model, MediaEncoder]:
     model = Model(files / f"{text}.gguf")
     return model, MediaEncoder(model, files / f"{projector}.gguf", n_threads=1)
 
@@ -183,13 +183,6 @@ def test_a_projector_is_no_model(files: Path) -> None:
         Model(files / "vision.gguf")
 
 
-def test_models_with_positions_of_two_dimensions_are_refused(files: Path, open_engine: OpenEngine) -> None:
-    text = tiny_models.two_dimensional(files / "qwen.gguf")
-    assert open_engine(text).generate(["abc"], greedy(2))[0].tokens
-    with pytest.raises(ModelError, match=r"positions of two dimensions for pictures \(M-RoPE"):
-        open_engine(text, mmproj=str(files / "vision.gguf"))
-
-
 def test_a_ubatch_that_is_too_small_for_a_picture_is_refused(open_media: Callable[..., BatchInferenceEngine]) -> None:
     with pytest.raises(ModelError, match=r"a picture has 16 tokens.* n_ubatch \(-ub\) is 8; set it to 16"):
         open_media("non_causal_vision", n_ubatch=8)
@@ -221,27 +214,35 @@ def test_a_library_without_mtmd_says_how_to_build_it(files: Path, monkeypatch: p
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
-def reference_row(files: Path, projector: str, text: list[str], medium: Media) -> npt.NDArray[np.float32]:
-    """The logits after a prompt as `mtmd_helper_eval_chunks` computes it, with a marker in the place of the picture."""
+def reference_row(
+    files: Path, projector: str, prompt: MediaPrompt | str, text: str = "text"
+) -> npt.NDArray[np.float32]:
+    """The logits after a prompt as `mtmd_helper_eval_chunks` computes it, with a marker for each picture."""
     from llama_cpp import llama_cpp, mtmd_cpp
 
-    model, encoder = load(files, projector)
+    parts = [prompt] if isinstance(prompt, str) else prompt.parts
+    model, encoder = load(files, projector, text)
     with model, Context(model, n_ctx=512, n_threads=1, flash_attn="off", type_k="f32", type_v="f32") as context:
-        prompt = mtmd_cpp.mtmd_default_marker().decode().join(text).encode()
-        pixels = np.ascontiguousarray(decode_image(medium.data))
-        data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        bitmap = mtmd_cpp.mtmd_bitmap_init(pixels.shape[1], pixels.shape[0], data)
+        marker = mtmd_cpp.mtmd_default_marker().decode()
+        marked = "".join(part if isinstance(part, str) else marker for part in parts).encode()
+        pictures = [np.ascontiguousarray(decode_image(part.data)) for part in parts if isinstance(part, Media)]
+        made = [
+            mtmd_cpp.mtmd_bitmap_init(width, height, pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
+            for pixels in pictures
+            for height, width, _ in [pixels.shape]
+        ]
         chunks = mtmd_cpp.mtmd_input_chunks_init()
-        given = mtmd_cpp.mtmd_input_text(text=prompt, text_len=len(prompt), add_special=True, parse_special=True)
-        bitmaps = (ctypes.c_void_p * 1)(bitmap)
-        assert mtmd_cpp.mtmd_tokenize(encoder.handle, chunks, ctypes.byref(given), bitmaps, 1) == 0
+        given = mtmd_cpp.mtmd_input_text(text=marked, text_len=len(marked), add_special=True, parse_special=True)
+        bitmaps = (ctypes.c_void_p * max(1, len(made)))(*made)
+        assert mtmd_cpp.mtmd_tokenize(encoder.handle, chunks, ctypes.byref(given), bitmaps, len(made)) == 0
         n_past = llama_cpp.llama_pos(0)
         evaluate = mtmd_cpp.mtmd_helper_eval_chunks
         assert evaluate(encoder.handle, context.handle, chunks, 0, 0, 512, True, ctypes.byref(n_past)) == 0
         row: npt.NDArray[np.float32]
         row = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context.handle, -1), (model.vocab.n_tokens,)).copy()
         mtmd_cpp.mtmd_input_chunks_free(chunks)
-        mtmd_cpp.mtmd_bitmap_free(bitmap)
+        for bitmap in made:
+            mtmd_cpp.mtmd_bitmap_free(bitmap)
     return row
 
 
@@ -250,12 +251,12 @@ def reference_row(files: Path, projector: str, text: list[str], medium: Media) -
 def test_logits_are_those_of_mtmds_own_helper(
     files: Path, open_media: Callable[..., BatchInferenceEngine], projector: str, layout: str
 ) -> None:
-    text = [WORDS[0], WORDS[1]]
-    expected = reference_row(files, projector, text, image(3))
+    prompt = MediaPrompt([WORDS[0], image(3), WORDS[1]])
+    expected = reference_row(files, projector, prompt)
     engine = open_media(projector, kv_layout=layout)
-    (row,) = first_rows(engine, [MediaPrompt([text[0], image(3), text[1]])])
+    (row,) = first_rows(engine, [prompt])
     np.testing.assert_allclose(row, expected, atol=2e-4)
-    (other,) = first_rows(engine, [MediaPrompt([text[0], image(4), text[1]])])
+    (other,) = first_rows(engine, [MediaPrompt([WORDS[0], image(4), WORDS[1]])])
     assert np.abs(other - expected).max() > 0.5
 
 

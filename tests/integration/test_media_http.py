@@ -277,6 +277,16 @@ async def test_what_cannot_be_seen_is_refused_in_words(seeing: Http, part: Json,
         status, answer = await post(seeing, path, {"messages": asks(part), "max_tokens": 1})
         assert (status, answer["error"]["param"]) == (400, field)
         assert len(answer["error"]["message"]) < 400
+        assert " object at 0x" not in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("data", [TONE[:20], TONE[:12] + os.urandom(300), b"fLaC" + bytes(300), b"ID3" + bytes(300)])
+async def test_what_cannot_be_heard_is_refused_without_an_address_of_memory(hearing: Http, data: bytes) -> None:
+    body = {"messages": asks(sound(data)), "max_tokens": 1}
+    status, answer = await post(hearing, "/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert answer["error"]["message"].startswith("messages: has a sound that cannot be decoded: ")
+    assert " object at 0x" not in answer["error"]["message"]
 
 
 async def test_a_model_without_a_projector_says_what_to_do(tiny_llama: Path) -> None:
@@ -457,9 +467,9 @@ def test_generate_takes_files(
     code, _, err = run(*common, "--image", red)
     assert code == 2
     assert "--mmproj" in err
-    code, _, err = run("generate", "-m", tiny_llama, "-p", "x", "--image", red)
+    code, _, err = run("generate", "-m", tiny_llama, "-p", "x", "--image", red, "--raw")
     assert code == 2
-    assert "--image and --audio are for chats: add --chat" in err
+    assert "--system, --image and --audio are for chats: leave out --raw" in err
 
 
 def test_a_batch_file_with_16_pictures(

@@ -6,16 +6,26 @@ import io
 import random
 import struct
 import zlib
+from time import thread_time
 
 import numpy as np
 import pytest
 import soundfile
-from PIL import Image
+import soxr
+from PIL import Image, ImageOps
 
 from cppbatch import InvalidRequest
 from cppbatch.engine import media_files
 from cppbatch.engine.media_files import decode_audio, decode_image
-from tests.media_files import encoded, picture, tone, wav
+from tests.media_files import (
+    encoded,
+    gif_of_many_comments,
+    jpeg_of_many_scans,
+    jpeg_of_many_segments,
+    picture,
+    tone,
+    wav,
+)
 
 RATE = 16_000
 
@@ -101,15 +111,42 @@ def damaged(data: bytes, number: int) -> bytes:
 
 def test_a_thousand_damaged_pictures_are_decoded_or_refused() -> None:
     files = [picture(i, size=(24, 20), kind=kind) for i, kind in enumerate(("PNG", "JPEG", "WEBP", "GIF", "BMP"))]
-    refused = 0
+    messages: list[str] = []
     for number in range(1000):
         try:
             pixels = decode_image(damaged(files[number % len(files)], number))
-        except InvalidRequest:
-            refused += 1
+        except InvalidRequest as error:
+            messages.append(str(error))
         else:
             assert pixels.ndim == 3
-    assert 200 < refused < 1000
+    assert 200 < len(messages) < 1000
+    assert not any(" object at 0x" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [jpeg_of_many_scans(4000, side=500), jpeg_of_many_segments(60_000), gif_of_many_comments(100_000)],
+    ids=["scans", "segments", "comments"],
+)
+def test_a_small_file_that_takes_long_to_decode_is_refused(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(media_files, "MAX_DECODE_S", 0.05)
+    began = thread_time()
+    with pytest.raises(InvalidRequest, match=r"a picture that takes more than 0\.05 seconds to decode"):
+        decode_image(data)
+    assert thread_time() - began < 0.25
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_larger_than_a_strip_is_upright_in_every_orientation(
+    monkeypatch: pytest.MonkeyPatch, orientation: int
+) -> None:
+    monkeypatch.setattr(media_files, "_STRIP_PIXELS", 50)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (13, 20, 3), np.uint8))
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    data = encoded(image, exif=exif)
+    wanted = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    np.testing.assert_array_equal(decode_image(data), np.asarray(wanted))
 
 
 # --- sound ------------------------------------------------------------------------------------------------------------
@@ -148,12 +185,37 @@ def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(monkeypatch: p
         decode_audio(bomb, RATE)
 
 
+@pytest.mark.parametrize(("rate", "channels"), [(655_350, 1), (48_000, 8), (100, 32)])
+def test_seconds_rate_and_channels_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch, rate: int, channels: int
+) -> None:
+    monkeypatch.setattr(media_files, "MAX_SAMPLES", rate * channels)
+    assert len(decode_audio(wav(np.zeros((rate, channels), np.float32), rate=rate), RATE)) == RATE
+    longer = wav(np.zeros((2 * rate, channels), np.float32), rate=rate)
+    message = f"2 seconds; 1 are possible with {rate:,} samples a second and {channels} channels"
+    with pytest.raises(InvalidRequest, match=message):
+        decode_audio(longer, RATE)
+
+
+def test_a_sound_that_takes_long_to_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_files, "MAX_DECODE_S", 0.01)
+    with pytest.raises(InvalidRequest, match=r"takes more than 0\.01 seconds to decode"):
+        decode_audio(written(np.zeros(600 * RATE, np.float32), "FLAC"), RATE)
+
+
+def test_blocks_are_resampled_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = np.random.default_rng(0).uniform(-0.5, 0.5, 44_100).astype(np.float32)
+    data = written(samples, "WAV", rate=44_100, subtype="FLOAT")
+    monkeypatch.setattr(media_files, "_BLOCK_SAMPLES", 1000)
+    np.testing.assert_allclose(decode_audio(data, RATE), soxr.resample(samples, 44_100, RATE), atol=1e-5)
+
+
 def test_a_header_that_lies_about_the_length_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_files, "MAX_SOUND_S", 2)
     data = bytearray(written(np.zeros(60 * RATE, np.float32), "FLAC"))
     data[21] &= 0xF0  # the number of samples, 36 bits: 0 means unknown
     data[22:26] = b"\0\0\0\0"
-    with pytest.raises(InvalidRequest, match=r"more than 2 seconds|cannot be decoded"):
+    with pytest.raises(InvalidRequest, match=r"longer than its header says; 2 are possible|cannot be decoded"):
         decode_audio(bytes(data), RATE)
 
 
@@ -162,11 +224,13 @@ def test_a_header_that_lies_about_the_length_gains_nothing(monkeypatch: pytest.M
     [
         (b"", "cannot be decoded"),
         (picture(), "cannot be decoded"),
+        (wav(np.zeros((10, 1024), np.float32)), "1024 channels with 16000 samples a second"),
+        (wav(tone(0.1), rate=800_000), "800000 samples a second"),
         (wav(tone(0.001)), "must have 0.01 at least"),
         (written(tone(), "AIFF"), "in the format AIFF; it must be WAV, MP3 or FLAC"),
-        (written(np.full(400, np.nan, np.float32), "WAV", subtype="FLOAT"), "samples that are no numbers"),
+        (written(np.full(400, np.nan, np.float32), "WAV", subtype="FLOAT"), "samples are not finite numbers"),
     ],
-    ids=["empty", "picture", "short", "aiff", "nan"],
+    ids=["empty", "picture", "channels", "rate", "short", "aiff", "nan"],
 )
 def test_what_is_no_usable_sound_is_refused_in_words(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -175,12 +239,13 @@ def test_what_is_no_usable_sound_is_refused_in_words(data: bytes, message: str) 
 
 def test_a_thousand_damaged_sounds_are_decoded_or_refused() -> None:
     files = [written(tone(0.1), kind) for kind in ("WAV", "FLAC", "MP3")]
-    refused = 0
+    messages: list[str] = []
     for number in range(1000):
         try:
             samples = decode_audio(damaged(files[number % len(files)], number), RATE)
-        except InvalidRequest:
-            refused += 1
+        except InvalidRequest as error:
+            messages.append(str(error))
         else:
             assert np.isfinite(samples).all()
-    assert 50 < refused < 1000
+    assert 50 < len(messages) < 1000
+    assert not any(" object at 0x" in message for message in messages)

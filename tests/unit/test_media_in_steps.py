@@ -66,17 +66,56 @@ def test_a_second_request_takes_the_picture_from_the_prefix_cache_and_the_encode
     assert other.usage.cached_tokens == 16
 
 
-def test_a_prefix_never_ends_within_a_picture() -> None:
-    engine = media_engine(n_batch=8)
-    prompt = MediaPrompt(["abcdefgh" * 3, small_picture(1, 20), "ij"])
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("has_dimensions", [False, True])
+def test_a_prefix_never_ends_within_a_picture(has_dimensions: bool, unified: bool) -> None:
+    layout = {"n_batch": 8, "unified": unified, "sharing": "cells" if unified else "copy"}
+    engine = fake_engine(media=fake_media(has_dimensions=has_dimensions), **{**SIZES_OF_ENGINE, **layout})
+    prompt = MediaPrompt(["abcdefgh" * 3, small_picture(2, 2, 3), "fg", small_picture(1, 20, 1), "ij"])
+    start = 24 + (6 if has_dimensions else 6 + 2) + 2  # of the second picture; between rows are separators else
     request_id = engine.add_request(prompt, greedy(4))
-    while (sequence := engine._sequences[request_id]).n_computed <= 24:
+    while (sequence := engine._sequences[request_id]).n_computed <= start:
         engine.step()
-    assert 24 < sequence.n_computed < 44
+    assert start < sequence.n_computed < start + 20
     engine.cancel(request_id)
+    engine.kv.check()
+    assert (context_of(engine).n_used, engine.kv.n_cached) == (start, start)
     again = engine.generate([prompt], greedy(4))[0]
-    assert again.usage.cached_tokens == 24
-    assert again.tokens == reference(as_read(prompt), greedy(4))[0]
+    assert again.usage.cached_tokens == start
+    assert again.tokens == reference(as_read(prompt, has_dimensions=has_dimensions), greedy(4))[0]
+
+
+@pytest.mark.parametrize(
+    ("n_before", "n_positions"),
+    [(30, 24), (44, 25), (45, 31)],
+    ids=["within the picture", "behind it", "in the answer"],
+)
+def test_a_sequence_that_comes_back_shares_whole_pictures(n_before: int, n_positions: int) -> None:
+    """With rows and columns: its state is restored, then it gives up the cells that a cached prefix has too."""
+    engine = fake_engine(media=fake_media(has_dimensions=True), **{**SIZES_OF_ENGINE, "n_batch": 6, "n_parallel": 1})
+    context, params = context_of(engine), greedy(8, ignore_eos=True)
+    prompt = MediaPrompt(["abcdefgh" * 3, small_picture(1, 4, 5), "ij"])  # 24 tokens, 20 at 5 positions, 2
+    engine.add_request(prompt, params, request_id="1")
+    events = []
+    while engine._sequences["1"].n_computed < n_before:
+        events += engine.step()
+    engine._scheduler.preempt_all()
+    engine.kv.apply()
+    engine.add_request(prompt, greedy(3, ignore_eos=True), request_id="2", priority=-1)
+    shared, share = [], context.share_prefix
+
+    def record(source: int, target: int, n: int) -> None:
+        shared.append(n)
+        share(source, target, n)
+
+    context.share_prefix = record  # type: ignore[method-assign]
+    while engine.has_work:
+        events += engine.step()
+        engine.kv.check()
+        assert context.n_used == engine.kv.n_used + engine.kv.n_cached
+    expected = reference(as_read(prompt, has_dimensions=True), params)[0]
+    assert (tokens_of(events, "1"), tokens_of(events, "2")) == (expected, expected[:3])
+    assert shared == [n_positions]
 
 
 def test_a_request_that_moves_to_another_engine_goes_on_with_the_same_text() -> None:

@@ -63,7 +63,7 @@ def test_time_does_not_show_what_was_sent_with_another_salt() -> None:
     tokens = [tokens_of(media.encoded(picture, lambda n: None, never_cancelled, salt=salt)) for salt in ("a", "b", "a")]
     assert (media.n_encoded, media.n_found) == (2, 1)
     assert tokens[0] == tokens[1] == tokens[2], "a file of a slot or a replay finds the same tokens"
-    assert media.n_tokens(picture) == 4
+    assert media.n_tokens(picture, never_cancelled) == 4
     assert encoder_of(media).n_calls == 2, "counting neither encodes nor finds"
 
 

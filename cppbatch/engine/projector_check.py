@@ -1,0 +1,50 @@
+"""Tries a projector in a child process before the engine loads it: a damaged one makes llama.cpp crash."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from cppbatch.build_key import build_key
+from cppbatch.engine.slot_file import file_digest
+from cppbatch.errors import ModelError
+from cppbatch.llama.library import library_path
+from cppbatch.llama.selfcheck import run_child
+
+log = logging.getLogger("cppbatch.engine")
+
+
+def check_projector(path: str, model_path: str) -> None:
+    """Raises `ModelError` if llama.cpp crashes when it loads this file, or when it encodes a picture or sound with it.
+
+    What was fine is remembered for each file and build. Other errors are left to `MediaEncoder`, which says them.
+    """
+    if not Path(path).is_file():
+        return
+    key = f"{build_key(Path(library_path()).parent)}-{file_digest(path)[:16]}"
+    fine = user_cache_path("cppbatch") / "projectors" / key
+    if os.path.exists(fine):
+        return
+    failure = run_child(child_command(path, model_path))
+    if failure is None:
+        try:
+            fine.parent.mkdir(parents=True, exist_ok=True)
+            fine.touch()
+        except OSError as error:
+            log.info("that %s works cannot be remembered: %s", path, error)
+    elif failure.crashed:
+        raise ModelError(
+            f"{path} cannot be used: llama.cpp crashes with it ({failure.text}), as with one that lacks tensors. "
+            "Download it again, or take another projector of this model"
+        )
+    else:
+        log.info("%s was not tried: %s", path, failure.text)
+
+
+def child_command(path: str, model_path: str) -> list[str]:
+    """The command of the child process."""
+    return [sys.executable, "-m", "cppbatch.llama.projector_child", model_path, path]
