@@ -42,6 +42,12 @@ _HERMES_CALL = (
     "{{ call.function.arguments | tojson + '}\\n</tool_call>' }}"
 )
 
+_NINE = "{% if call.id | length != 9 %}{{ raise_exception('ids are nine letters or digits') }}{% endif %}"
+
+_NO_CALLS = "{# <|tool_call_start|> #}" + _CHATML.replace(
+    "{%- for call in message.tool_calls or [] %}CALLS{% endfor %}", ""
+)
+
 TEMPLATES = {
     "generic": CHATML,
     "hermes": _THINKING.replace("CALLS", _HERMES_CALL),
@@ -53,12 +59,32 @@ TEMPLATES = {
         """{{ '"parameters": ' + call.function.arguments | tojson + '}' }}""",
     ),
     "nemo": _CHATML.replace(
-        "CALLS", '[TOOL_CALLS][{{ (call.function | tojson)[:-1] + \', "id": "\' + call.id + \'"}]\' }}'
+        "CALLS", _NINE + '[TOOL_CALLS][{{ (call.function | tojson)[:-1] + \', "id": "\' + call.id + \'"}]\' }}'
     ),
     "mistral": _CHATML.replace(
         "CALLS",
-        "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments | tojson }}",
+        _NINE + "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]"
+        "{{ call.function.arguments | tojson }}",
     ),
+    "tags": _CHATML.replace(
+        "CALLS",
+        "<tool_call>{{ call.function.name }}{% for key, value in call.function.arguments.items() %}<arg_key>{{ key }}"
+        "</arg_key><arg_value>{{ value if value is string else value | tojson }}</arg_value>{% endfor %}</tool_call>",
+    ),
+    "typed_tags": _CHATML.replace("{%- for call", "{{ '<calls>' if message.tool_calls }}{%- for call").replace(
+        "CALLS{% endfor %}",
+        """<invoke name="{{ call.function.name }}">{% for key, value in call.function.arguments.items() %}"""
+        """<parameter name="{{ key }}" string="{{ 'true' if value is string else 'false' }}">"""
+        """{{ value if value is string else value | tojson }}</parameter>{% endfor %}</invoke>{% endfor %}"""
+        """{{ '</calls>' if message.tool_calls }}""",
+    ),
+    "numbered": _CHATML.replace("{%- for call", "{{ '<|calls|>' if message.tool_calls }}{%- for call").replace(
+        "CALLS{% endfor %}",
+        "<|call|>functions.{{ call.function.name }}:{{ loop.index0 }}<|arguments|>"
+        "{{ call.function.arguments | tojson }}<|end_of_call|>{% endfor %}"
+        "{{ '<|end_of_calls|>' if message.tool_calls }}",
+    ),
+    "lfm2": _NO_CALLS,
     "gemma4": "{# <|channel>thought #}"
     + _CHATML.replace(
         "CALLS",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from cppbatch.chat.custom_tools import CustomCallParser, as_functions, callable_custom_tools, has_grammar
-from cppbatch.chat.lark_grammar import LarkGrammar
+from cppbatch.chat.lark_grammar import LarkGrammar, LazyGrammar
 from cppbatch.chat.media_parts import MarkedMedia
 from cppbatch.chat.output_parser import OutputParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
@@ -45,6 +47,21 @@ class PreparedChat:
         }
 
 
+class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model writes what is not text, for people: `/props`, `cppbatch models inspect`."""
+
+    tool_calls: str
+    """A call of the function NAME."""
+    tools_described_by: Literal["template", "message"]
+    """message: the template renders no tools, so the system message describes them."""
+    thoughts: str | None
+    """None: the model is not known to reason."""
+
+    def __str__(self) -> str:
+        told = "" if self.tools_described_by == "template" else ", and a message describes the tools to the model"
+        return f"tool calls are {self.tool_calls!r}{told}; thoughts are {self.thoughts or 'not known'}"
+
+
 class ChatFormat:
     """A model's chat template and the formats of its tool calls and its reasoning.
 
@@ -55,16 +72,33 @@ class ChatFormat:
         self.template = template
         self.tool_format = detect_tool_format(template)
         self.token_ids = token_ids or {}
-        self._tags = None if self.tool_format.parses_reasoning else ReasoningTags.of_template(template.source)
+        self.reasoning_tags = None if self.tool_format.parses_reasoning else self._find_tags()
+
+    @property
+    def forms(self) -> ChatForms:
+        """What was learned from the template, or is known of it."""
+        has_tools = self.tool_format.template_has_tools and self.template.capabilities.tools
+        tags = self.reasoning_tags
+        known = "<|channel|>analysis<|message|> ... <|end|>" if self.tool_format.parses_reasoning else None
+        return ChatForms(
+            tool_calls=self.tool_format.example,
+            tools_described_by="template" if has_tools else "message",
+            thoughts=f"{tags.start} ... {tags.end}" if tags else known,
+        )
 
     @property
     def markers(self) -> tuple[str, ...]:
         """The strings that delimit reasoning and tool calls in this model's text."""
         return (*self._tag_markers, *self.tool_format.markers)
 
+    def _find_tags(self) -> ReasoningTags | None:
+        """The tags that the template writes, else known ones that it contains."""
+        learned = self.template.form.thought
+        return ReasoningTags(*learned) if learned else ReasoningTags.of_template(self.template.source)
+
     @property
     def _tag_markers(self) -> tuple[str, ...]:
-        return self._tags.markers if self._tags else ()
+        return self.reasoning_tags.markers if self.reasoning_tags else ()
 
     def prepare(
         self,
@@ -99,7 +133,9 @@ class ChatFormat:
             messages = [*messages[:-1], last]
         prompt = self._render(messages, callable_, variables or {}, continue_final_message=continue_final_message)
         parts = marked.parts(prompt)
-        state = ReasoningState.of_prompt(prompt, self._tags, content_text(last) if continue_final_message else None)
+        state = ReasoningState.of_prompt(
+            prompt, self.reasoning_tags, content_text(last) if continue_final_message else None
+        )
         params: Json = {}
         if visible := self.markers if callable_ or self.tool_format.parses_reasoning else self._tag_markers:
             params["visible_tokens"] = visible
@@ -115,12 +151,16 @@ class ChatFormat:
         elif schema is not None:
             params |= self._answer_params(schema, schemas, state, several=choice.parallel)
             renames = dict.fromkeys(("grammar", "json_schema"), "response_format")
-        elif any(map(has_grammar, custom.values())):
+        elif any(map(has_grammar, custom.values())) or self._is_strict(callable_):
             params["grammar"] = self._text_or_calls_grammar(schemas, state, several=choice.parallel)
             renames = {"grammar": "tools"}
+        elif schemas:
+            params["lazy_grammar"] = self._lazy_grammar(schemas, state, several=choice.parallel)
 
         def output_parser() -> OutputParser:
-            parser = self.tool_format.output_parser(prompt, schemas, self._tags, state)
+            parser = self.tool_format.output_parser(
+                prompt, schemas, self.reasoning_tags, state, self.template.form.dropped
+            )
             return CustomCallParser(parser, frozenset(custom)) if custom else parser
 
         return PreparedChat(
@@ -137,19 +177,36 @@ class ChatFormat:
         """None for a model that is not known to reason, and where the reasoning has ended."""
         if budget := self.tool_format.thinking_budget(n_tokens, prompt, has_tools=has_tools):
             return budget
-        if self._tags is None or state in (ReasoningState.NONE, ReasoningState.ENDED):
+        if self.reasoning_tags is None or state in (ReasoningState.NONE, ReasoningState.ENDED):
             return None
         is_open = state is not ReasoningState.POSSIBLE
-        start, end = self._tags.start, self._tags.end
+        start, end = self.reasoning_tags.start, self.reasoning_tags.end
         return ThinkingBudget(n_tokens=n_tokens, start=start, end=end, closing=end, is_open=is_open)
 
     def _render(self, messages: list[Json], tools: list[Json], variables: Json, *, continue_final_message: bool) -> str:
-        if not self.tool_format.template_has_tools:
-            in_user_message = bool(tools) and not self.template.capabilities.system
-            messages, tools = describe_tools_in_text(messages, tools, in_user_message=in_user_message), []
+        capabilities = self.template.capabilities
+        write_calls = self.tool_format.write_calls if self.tool_format.writes_calls else None
+        if not self.tool_format.template_has_tools or (write_calls and not capabilities.tools):
+            in_user_message = bool(tools) and not capabilities.system
+            messages = describe_tools_in_text(messages, tools, in_user_message=in_user_message, form=write_calls)
+            tools = []
+        elif write_calls and not capabilities.tool_calls:
+            messages = [self._with_written_calls(message) for message in messages]
         return self.template.render(
             messages, tools=tools or None, continue_final_message=continue_final_message, **variables
         )
+
+    def _is_strict(self, tools: list[Json]) -> bool:
+        """Whether calls of free will must match their schemas, or the request fails. Where nothing marks a call, text
+        could not begin with a bracket or a fence then, so nothing is enforced."""
+        return not self.tool_format.start_prefixes and any(tool["function"].get("strict") for tool in tools)
+
+    def _with_written_calls(self, message: Json) -> Json:
+        """The message for a template that does not render calls: they are part of its text."""
+        if not message.get("tool_calls"):
+            return message
+        text = content_text(message) + self.tool_format.write_calls(message["tool_calls"])
+        return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
 
     def _calls_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
         """A grammar for one tool call, or with `several` up to `MAX_TOOL_CALLS`, perhaps after reasoning."""
@@ -160,8 +217,24 @@ class ChatFormat:
         """A grammar for tool calls, or for text that the parser reads as none."""
         lark = LarkGrammar(self.token_ids)
         text = self.tool_format.text_grammar(lark)
-        either = lark.one_of([self._calls(lark, tools, several=several), text])
+        calls = lark.rule(self._calls(lark, tools, several=several))
+        either = lark.one_of([calls, text, f"{text} {calls}"])
         return lark.source(self._after_reasoning(lark, either, state))
+
+    def _lazy_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> LazyGrammar | None:
+        """A grammar for tool calls from their marker on. None where the markers of calls or of reasoning are not single
+        tokens, and where calls may begin without them."""
+        formats, ids = self.tool_format, self.token_ids
+        start = ids.get(next(iter(formats.start_markers), ""))
+        thought = [ids[tag] for tag in self._tag_markers if tag in ids]
+        if start is None or formats.start_prefixes or formats.parses_reasoning:
+            return None
+        if self.reasoning_tags and len(thought) < 2:
+            return None
+        lark = LarkGrammar(ids, most_calls=None)
+        in_thought = state not in (ReasoningState.NONE, ReasoningState.ENDED, ReasoningState.POSSIBLE)
+        source = lark.source(self._calls(lark, tools, several=several))
+        return LazyGrammar(start, source, (thought[0], thought[1]) if thought else None, in_thought)
 
     def _answer_params(self, schema: Json | bool, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> Json:
         """The fields of `SamplingParams` for an answer that is JSON of the schema, or tool calls if there are tools.
@@ -182,9 +255,9 @@ class ChatFormat:
         return self.tool_format.calls_grammar(lark, tools, several=several and self.tool_format.parallel_calls)
 
     def _after_reasoning(self, lark: LarkGrammar, expression: str, state: ReasoningState) -> str:
-        if self._tags is None or state in (ReasoningState.NONE, ReasoningState.ENDED):
+        if self.reasoning_tags is None or state in (ReasoningState.NONE, ReasoningState.ENDED):
             return expression
-        reasoning = f"{lark.text_until(self._tags.end)} {lark.terminal(_NEW_LINES)}?"
+        reasoning = f"{lark.text_until(self.reasoning_tags.end)} {lark.terminal(_NEW_LINES)}?"
         if state is ReasoningState.POSSIBLE:
-            reasoning = f"({lark.literal(self._tags.start)} {reasoning})?"
+            reasoning = f"({lark.literal(self.reasoning_tags.start)} {reasoning})?"
         return f"{reasoning} {expression}"

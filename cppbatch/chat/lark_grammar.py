@@ -6,24 +6,39 @@ import json
 import re
 from typing import Any
 
+import msgspec
+
 from cppbatch.chat.escaped_lark import escaped_lark, input_grammar
 from cppbatch.closed_objects import GUIDANCE, closed_objects
 
 MAX_TOOL_CALLS = 8
-"""In one message, where a grammar enforces tool calls."""
+"""In one message, where a tool call is required: a weak model could write calls forever."""
 
 _WHITE_SPACE = r"( |\r?\n[ \t]{0,32})?"
 """Between the tokens of JSON, as for `json_schema`. Unbounded, a weak model could write white space forever."""
 
 
+class LazyGrammar(msgspec.Struct, frozen=True):
+    """A grammar that a text follows from a marker on, and only as far as it can."""
+
+    start: int
+    """The token id of the marker. The grammar begins with it; white space before it does not count."""
+    grammar: str
+    """llguidance's Lark."""
+    thought: tuple[int, int] | None = None
+    """The token ids of the tags around reasoning, in which a marker begins nothing."""
+    in_thought: bool = False
+    """The prompt ends within reasoning."""
+
+
 class LarkGrammar:
     """Collects rules; its methods return expressions. `token_ids`: of markers that are a single token each.
 
-    The grammar demands those markers as tokens, not as text.
+    The grammar demands those markers as tokens, not as text. `most_calls`: in one message; None: any number.
     """
 
-    def __init__(self, token_ids: dict[str, int]) -> None:
-        self._token_ids = token_ids
+    def __init__(self, token_ids: dict[str, int], *, most_calls: int | None = MAX_TOOL_CALLS) -> None:
+        self._token_ids, self._most_calls = token_ids, most_calls
         self._marker = re.compile("|".join(f"({re.escape(marker)})" for marker in token_ids)) if token_ids else None
         self._rules: list[str] = []
 
@@ -63,14 +78,14 @@ class LarkGrammar:
     ) -> str:
         """`min_length` to `max_length` characters without this marker, and then the marker.
 
-        `ending`: the marker and the text around it, where it is always text, never a token.
+        `ending`: the marker with the white space around it.
         """
         escaped = re.escape(marker).replace("/", r"\/")
         unbounded = (min_length, max_length) == (0, None)
         length = "*" if unbounded else f"{{{min_length},{'' if max_length is None else max_length}}}"
         body = f"(/(?s:.{length})/ & ~/(?s:.*{escaped}.*)/)"
-        if ending is None and marker in self._token_ids:
-            return f"{self.terminal(body)} {self.literal(marker)}"
+        if marker in self._token_ids:  # white space before it is part of the text then
+            return f"{self.terminal(body)} {self.literal((ending or marker).lstrip())}"
         # A single terminal: otherwise the text would include the ending.
         return self.terminal(f"{body} {json.dumps(ending or marker)}")
 
@@ -82,11 +97,11 @@ class LarkGrammar:
         return self.terminal(" & ".join(parts))
 
     def repeated(self, expression: str, separator: str, *, several: bool) -> str:
-        """Once; with `several` up to `MAX_TOOL_CALLS` times, with the separator in between."""
+        """Once; with `several` up to `most_calls` times, with the separator in between."""
         if not several:
             return expression
         following = f"{self.literal(separator)} {expression}" if separator else expression
-        return f"{expression} ({following}){{0,{MAX_TOOL_CALLS - 1}}}"
+        return f"{expression} ({following})" + (f"{{0,{self._most_calls - 1}}}" if self._most_calls else "*")
 
     def source(self, start: str) -> str:
         """The grammar's text. `start`: the expression that the whole text must match."""

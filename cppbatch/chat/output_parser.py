@@ -76,6 +76,7 @@ class TaggedOutputParser:
     `start_prefixes` at the beginning of the message. `make_tool_parser` gets that string and makes the parser of what
     follows; the parser reads a prefix itself, but not a marker. White space next to tags and calls is dropped. A call
     that turns out not to be one is emitted as text, as the model wrote it. Without `tools` there are no calls.
+    `dropped`: marks around the text, which are not part of it.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class TaggedOutputParser:
         new_call_id: Callable[[], str],
         tags: ReasoningTags | None,
         state: ReasoningState,
+        dropped: tuple[str, ...] = (),
     ) -> None:
         start_markers = start_markers if tools else ()
         self._start_prefixes = start_prefixes if tools else ()
@@ -96,8 +98,13 @@ class TaggedOutputParser:
         self._calls = ToolCallEmitter(tools, new_call_id, self._deltas)
         self._start_tag = tags.start if tags else None
         self._end_tag = MarkerFinder([tags.end] if tags else ())
-        self._start_markers = MarkerFinder(start_markers)
-        self._message_starts = MarkerFinder([*self._start_prefixes, *([tags.start] if tags else ()), *start_markers])
+        marks = [*start_markers, *dropped]
+        self._start_markers = MarkerFinder(marks)
+        empty_thought = [tags.end] if tags and state is ReasoningState.POSSIBLE else []
+        self._dropped = frozenset({*dropped, *empty_thought})
+        starts = [*self._start_prefixes, *([tags.start] if tags else ()), *empty_thought, *marks]
+        self._message_starts = MarkerFinder(starts)
+        self._later_starts = MarkerFinder([*([tags.start] if tags else ()), *marks])  # a thought between calls
         self._unread = ""
         self._space = ""  # white space that is emitted only if text follows
         self._is_empty = True  # no text and no call yet
@@ -142,7 +149,7 @@ class TaggedOutputParser:
 
     def _at_start(self) -> bool:
         """Before the message, after the reasoning, or after a call."""
-        starts = self._message_starts if self._is_empty else self._start_markers
+        starts = self._message_starts if self._is_empty else self._later_starts
         if self._is_empty and not starts:
             self._step = self._in_text
             return True
@@ -157,19 +164,27 @@ class TaggedOutputParser:
             return False
         if marker is None:
             self._step = self._in_text
-            return True
-        if marker == self._start_tag:
-            self._unread, self._space = text[len(marker) :], ""
-            self._reasoning_starts, self._step = True, self._in_reasoning
-            return True
-        is_prefix = marker in self._start_prefixes
-        self._start_call(marker, text if is_prefix else text[len(marker) :], "" if is_prefix else marker)
+        else:
+            self._read_marker(marker, text)
         return True
+
+    def _read_marker(self, marker: str, text: str) -> None:
+        """`text` begins with it."""
+        rest = text[len(marker) :]
+        if marker == self._start_tag:
+            self._unread, self._space = rest, ""
+            self._reasoning_starts, self._step = True, self._in_reasoning
+        elif marker in self._dropped:
+            self._unread = rest
+        elif marker in self._start_prefixes:
+            self._start_call(marker, text, "")
+        else:
+            self._start_call(marker, rest, marker)
 
     def _in_text(self) -> bool:
         before, marker, self._unread = self._start_markers.split(self._unread)
         self._emit_text(before)
-        if marker is not None:
+        if marker is not None and marker not in self._dropped:
             self._start_call(marker, self._unread, marker)
         return marker is not None
 

@@ -25,7 +25,7 @@ class ReasoningTags:
     def markers(self) -> tuple[str, ...]:
         """The parts of the tags that may be control tokens: up to the last bracket, without a word behind it."""
         bracket = max(self.start.rfind(">"), self.start.rfind("]")) + 1
-        return self.start[:bracket], self.end
+        return tuple(filter(None, (self.start[:bracket], self.end)))
 
     @staticmethod
     def of_template(source: str) -> ReasoningTags | None:

@@ -6,6 +6,7 @@ import datetime
 import io
 import json
 import time
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jinja2
@@ -92,7 +93,16 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    """What Jinja's `map` makes; anything else is refused as by `json`."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -123,11 +133,52 @@ def default_variables(tools: list[dict[str, Any]] | None, *, reasons: bool) -> d
     }
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+class GivenList(list[Any]):
+    """A list of the request, which a template cannot change."""
+
+
+class _Missing(jinja2.Undefined):
+    """What a tool or a message does not have. Command-R+ adds it to texts, and reads what it has."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self._undefined_obj is jinja2.utils.missing:  # a variable that does not exist
+            return super().__getattr__(name)
+        return self
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.__getattr__(name if isinstance(name, str) else "item")
+
+    def __add__(self, other: Any) -> Any:
+        if self._undefined_obj is jinja2.utils.missing:
+            return super().__add__(other)
+        return other
+
+    __radd__ = __add__
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Kimi's templates keep the ids of calls in a list of their own."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As in Jinja."""
+        if type(obj) is list and attr in ("append", "pop"):
+            return True
+        return super().is_safe_attribute(obj, attr, value)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        """As in Jinja: what is unsafe cannot be read further."""
+        message = f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe."
+        return jinja2.Undefined(message, obj=obj, name=attribute, exc=jinja2.exceptions.SecurityError)
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+        undefined=_Missing,
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters |= {"tojson": _tojson, "safe": str}  # nothing is escaped, so nothing is marked as safe
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

@@ -14,16 +14,16 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class MarkerFinder:
-    """Finds the first of several strings, none of which is a prefix of another."""
+    """Finds the first of several strings; of those that begin at the same place the longest."""
 
     def __init__(self, markers: Iterable[str]) -> None:
-        self._markers = tuple(markers)
-        self._pattern = re.compile("|".join(map(re.escape, self._markers)))
-        self._longest = max(map(len, self._markers), default=0)
-        self._prefixes = frozenset(marker[:n] for marker in self._markers for n in range(1, len(marker)))
+        self.markers = tuple(sorted(dict.fromkeys(markers), key=len, reverse=True))
+        self._pattern = re.compile("|".join(map(re.escape, self.markers)))
+        self._longest = max(map(len, self.markers), default=0)
+        self._prefixes = frozenset(marker[:n] for marker in self.markers for n in range(1, len(marker)))
 
     def __bool__(self) -> bool:
-        return bool(self._markers)
+        return bool(self.markers)
 
     def split(self, text: str) -> tuple[str, str | None, str]:
         """Returns the text before the first marker, that marker, and the text after it.
@@ -31,9 +31,11 @@ class MarkerFinder:
         If there is no marker: the text that cannot be part of one, None, and the end of the text, if that may be the
         beginning of a marker.
         """
-        if not self._markers:
+        if not self.markers:
             return text, None, ""
         if found := self._pattern.search(text):
+            if text[found.start() :] in self._prefixes:  # perhaps a longer one
+                return text[: found.start()], None, text[found.start() :]
             return text[: found.start()], found[0], text[found.end() :]
         first = max(0, len(text) - self._longest + 1)
         start = next((i for i in range(first, len(text)) if text[i:] in self._prefixes), None)
@@ -41,9 +43,10 @@ class MarkerFinder:
 
     def at_start(self, text: str) -> str | None:
         """Returns the marker that the text begins with; "" if more text may complete one; else None."""
-        if found := self._pattern.match(text) if self._markers else None:
-            return found[0]
-        return "" if text in self._prefixes else None
+        if text in self._prefixes:
+            return ""
+        found = self._pattern.match(text) if self.markers else None
+        return found[0] if found else None
 
 
 class InvalidJson(ValueError):

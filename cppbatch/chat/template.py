@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import msgspec
 
 from cppbatch.chat.capabilities import ChatMessage, TemplateCapabilities, detect_capabilities
 from cppbatch.chat.reasoning import ReasoningTags
-from cppbatch.chat.sandbox import compile_template, default_variables, render_template
+from cppbatch.chat.sandbox import MAX_SECONDS, GivenList, compile_template, default_variables, render_template
+from cppbatch.chat.template_form import TemplateForm, learn
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.json_bounds import excess
 
@@ -23,8 +26,10 @@ log = logging.getLogger("cppbatch.chat")
 _TEMPLATE_FOLDER = resources.files("cppbatch.chat") / "templates"
 """Built-in templates. None of them writes the BOS token: the engine adds it if the model wants one."""
 _PROBE_SECONDS = 0.25
+_LEARNING_SECONDS = 1.0
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send a model's reasoning back. Templates read the first, some the second."""
+_MAX_SCHEMA_DEPTH = 16
 _CONTINUE = "continue_final_message"
 _END_MARK = "END-OF-THE-UNFINISHED-MESSAGE "
 """Ends with a space, which shows whether the template trims messages."""
@@ -101,7 +106,9 @@ class ChatTemplate:
             self._template = compile_template(self.source)
         except ConfigError as error:
             raise InvalidRequest("messages", f"cannot be used with this model: {error}") from error
-        self._reasons = ReasoningTags.of_template(self.source) is not None
+        self._has_known_tags = ReasoningTags.of_template(self.source) is not None
+        self._is_learning = False
+        self._merges_results = "['tool_responses']" in self.source and "!= 'tool'" not in self.source
         self._fixed: dict[str, Any] = {"bos_token": bos, "eos_token": eos}
         if apply_named:
             self._fixed[_NAMED] = lambda name, messages, add_generation_prompt: apply_named(
@@ -111,7 +118,35 @@ class ChatTemplate:
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
         """What the template supports, detected at the first use by rendering short conversations."""
-        return detect_capabilities(self._probe)
+        deadline = time.monotonic() + _LEARNING_SECONDS
+        return detect_capabilities(
+            lambda messages, tools: self._probe(messages, tools) if time.monotonic() < deadline else None
+        )
+
+    @cached_property
+    def form(self) -> TemplateForm:
+        """How the template writes the model's messages, learned at the first use by rendering some."""
+
+        def rendered(messages: list[ChatMessage], tools: list[dict[str, Any]], add_prompt: bool) -> str | None:
+            if time.monotonic() > deadline:
+                return None
+            try:
+                return self.render(messages, tools=tools, add_generation_prompt=add_prompt)
+            except InvalidRequest:
+                return None
+
+        self._is_learning = True
+        deadline = time.monotonic() + _LEARNING_SECONDS
+        try:
+            return learn(rendered)
+        finally:
+            self._is_learning = False
+
+    def _reasons(self) -> bool:
+        """Whether the model is known to reason. While that is being learned, it is asked to."""
+        if self._has_known_tags or "enable_thinking" not in self.source:
+            return self._has_known_tags
+        return self._is_learning or self.form.thought is not None
 
     def render(
         self,
@@ -139,13 +174,26 @@ class ChatTemplate:
         if not self.capabilities.system:
             messages = _merge_system(messages)
         adapted = [adapt_message(message, self.capabilities) for message in messages]
+        if self._merges_results:
+            adapted = _merge_results(adapted)
+        tools = [_complete_tool(tool) for tool in tools or ()]
         unfinished = _mark_end(adapted) if continue_final_message else ""
         variables = self._variables(adapted, tools, kwargs)
+        variables["add_generation_prompt"] = add_generation_prompt
         try:
-            text = render_template(self._template, {**variables, "add_generation_prompt": add_generation_prompt})
+            text = self._render_leniently(variables, tools)
         except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest("messages", f"do not fit this model's chat template: {error}") from error
         return _cut_at_mark(unfinished, text) if continue_final_message else text
+
+    def _render_leniently(self, variables: dict[str, Any], tools: list[dict[str, Any]]) -> str:
+        """Some templates go over `tools` without asking whether there are any, and some know only plain schemas."""
+        seconds = _PROBE_SECONDS if self._is_learning else MAX_SECONDS
+        try:
+            return render_template(self._template, variables, seconds=seconds)
+        except (TypeError, jinja2.UndefinedError, RecursionError):
+            plain = {**variables, "tools": [_plain_tool(tool) for tool in tools]}
+            return render_template(self._template, plain, seconds=seconds)
 
     def _probe(self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None) -> str | None:
         """Renders without adapting the messages. None: the template refuses them."""
@@ -161,12 +209,63 @@ class ChatTemplate:
         """All variables of a rendering. `given`: those of the request."""
         tools = tools or None
         return {
-            **default_variables(tools, reasons=self._reasons),
+            **default_variables(tools, reasons=self._reasons()),
             **self._fixed,
             **given,
-            "messages": messages,
-            "tools": tools,
+            "messages": GivenList(messages),
+            "tools": tools and GivenList(tools),
         }
+
+
+def _merge_results(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Puts results of tools into the messages that called them, for Gemma 4's first templates."""
+    merged: list[ChatMessage] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        if message["role"] == "tool" and merged:
+            name = names.get(message.get("tool_call_id") or "", message.get("name"))
+            result = {"name": name or "unknown", "response": message["content"]}
+            merged[-1] = {**merged[-1], "tool_responses": [*merged[-1].get("tool_responses", ()), result]}
+        else:
+            names |= {call.get("id") or "": call["function"]["name"] for call in message.get("tool_calls") or ()}
+            merged.append(message)
+    return merged
+
+
+def _complete_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """With the fields that templates expect of every tool, as in llama-server."""
+    function = tool["function"]
+    parameters = function.get("parameters") or {"type": "object"}
+    if isinstance(parameters, dict) and "properties" not in parameters:
+        parameters = {**parameters, "properties": {}}
+    known = {"name": function["name"], "description": function.get("description") or "", "parameters": parameters}
+    return {**tool, "function": known | {key: value for key, value in function.items() if key not in known}}
+
+
+def _plain_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """With one type for each argument, and items of each array."""
+    parameters = tool["function"]["parameters"]
+    properties = {key: _plain_schema(schema) for key, schema in parameters["properties"].items()}
+    return {**tool, "function": {**tool["function"], "parameters": {**parameters, "properties": properties}}}
+
+
+def _plain_schema(schema: Any, depth: int = 0) -> Any:
+    if not isinstance(schema, dict) or depth > _MAX_SCHEMA_DEPTH:
+        return {"type": "string"}
+    variants = schema.get("anyOf") or schema.get("oneOf") or [{"type": kind} for kind in _as_list(schema.get("type"))]
+    known = [each for each in _as_list(variants) if isinstance(each, dict) and each.get("type") not in (None, "null")]
+    plain = {**schema, **(known[0] if known else {"type": "string"})}
+    if isinstance(plain["type"], list):
+        return _plain_schema(plain, depth + 1)
+    if plain["type"] == "array":
+        plain["items"] = _plain_schema(plain.get("items"), depth + 1)
+    if isinstance(plain.get("properties"), dict):
+        plain["properties"] = {key: _plain_schema(each, depth + 1) for key, each in plain["properties"].items()}
+    return plain
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def content_text(message: ChatMessage) -> str:

@@ -17,9 +17,18 @@ class _Place(Enum):
 class ReasoningFollower:
     """Follows the reasoning in the tokens of a completion, and says when it is to be closed."""
 
-    def __init__(self, budget: ThinkingBudget, closing: Sequence[int], piece: Callable[[int], bytes]) -> None:
-        """`closing`: the tokens of `budget.closing`. `piece`: the bytes of a token, also of a control token."""
+    def __init__(
+        self,
+        budget: ThinkingBudget,
+        closing: Sequence[int],
+        piece: Callable[[int], bytes],
+        *,
+        has_grammar: bool = False,
+    ) -> None:
+        """`closing`: the tokens of `budget.closing`. `piece`: the bytes of a token, also of a control token.
+        `has_grammar`: the text must match one, so it is closed between two characters only."""
         self._budget = budget
+        self._has_grammar = has_grammar
         self._closing = list(closing)
         self._piece = piece
         self._start, self._end = budget.start.encode(), budget.end.encode()
@@ -48,6 +57,8 @@ class ReasoningFollower:
         While the model itself is writing the end marker it may finish it.
         """
         is_spent = self._place is _Place.INSIDE and self._n_inside >= self._budget.n_tokens
+        if is_spent and self._has_grammar and self._is_within_character():
+            return []
         return self._closing if is_spent and len(self._closing) <= n_room and not self._is_ending() else []
 
     def _find_start(self) -> None:
@@ -75,3 +86,10 @@ class ReasoningFollower:
     def _is_ending(self) -> bool:
         """Whether the text ends with at least two characters of the end marker."""
         return any(self._unread.endswith(self._end[:n]) for n in range(2, len(self._end)))
+
+    def _is_within_character(self) -> bool:
+        """Whether the text ends with some bytes of a UTF-8 character that has more."""
+        for n, byte in enumerate(reversed(self._unread[-3:]), start=1):
+            if byte & 0xC0 != 0x80:  # the first byte of a character says how many it has
+                return n < (4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1)
+        return False

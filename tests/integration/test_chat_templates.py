@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from html import unescape
 from typing import Any
 
 import pytest
@@ -75,7 +76,13 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(
         name: (ours(template, conversation), reference(template, conversation))
         for name, template in models_templates.items()
     }
-    assert [name for name, (text, expected) in pairs.items() if text != expected] == []
+    # What transformers refuses may be rendered here, its tools are escaped where a template mixes in `safe`, and a
+    # result is merged into the message that called the tool where the template reads it there, as in llama-server.
+    merged = {name for name, template in models_templates.items() if template._merges_results}
+    has_results = any(message["role"] == "tool" for message in conversation.messages)
+    compared = {name: pair for name, pair in pairs.items() if pair[1] and not (has_results and name in merged)}
+    assert len(merged) == 1
+    assert [name for name, (text, expected) in compared.items() if text != unescape(expected or "")] == []
     rendered = [text for text, _ in pairs.values() if text]
     print(f"{len(rendered)} of {len(pairs)} templates render it")
     assert len(rendered) >= 40

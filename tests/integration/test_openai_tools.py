@@ -13,6 +13,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from cppbatch.chat.deltas import ArgumentsDelta, Delta, ToolCallStart
+from cppbatch.server.served_models import MODELS, OneModel
 from tests.scripted_chat import ENDS, ChatServer, ScriptedFormat, strictly
 
 Json = dict[str, Any]
@@ -270,3 +271,15 @@ def test_wrong_fields_of_2023_are_refused(client: Any, fields: Json, field: str)
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, **fields)
     assert refused.value.param == field
+
+
+def test_the_log_says_once_that_the_template_renders_no_tools(
+    server: ChatServer, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = server.app[MODELS]
+    assert isinstance(models, OneModel)
+    models.serving._has_told_form = False
+    for tools in ([], CHAT_TOOLS[:1], CHAT_TOOLS[:1]):
+        chat(client, **({"tools": tools} if tools else {}), max_tokens=2)
+    (line,) = (record.getMessage() for record in caplog.records if "renders no tools" in record.getMessage())
+    assert "a message describes the tools" in line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -60,24 +61,36 @@ class Bytes:
         return b"".join(self.tokens[token].removeprefix(b"\xff") for token in tokens).decode()
 
 
-@cache
-def vocabulary(family: str) -> tuple[Bytes, LLTokenizer]:
-    vocab = Bytes(chat_format(family).markers)
+def make_vocabulary(markers: tuple[str, ...]) -> tuple[Bytes, LLTokenizer]:
+    vocab = Bytes(markers)
     return vocab, LLTokenizer(TokenizerWrapper(vocab))
 
 
-ENDS = ["</think>", "</parameter>", "\n</parameter>\n", '<|"|>', "<|end|>", "<channel|>", '"', '"}', "}"]
+@cache
+def vocabulary(family: str) -> tuple[Bytes, LLTokenizer]:
+    return make_vocabulary(chat_format(family).markers)
+
+
+ENDS = [
+    "</think>", "</parameter>", "</arg_value>", "\n</parameter>\n", '<|"|>', "<|end|>", "<channel|>", '"', '"}', "}",
+]  # fmt: skip
 """What a random walk would rarely find."""
 
 
 def random_text(family: str, grammar: str, seed: int, *, longest: int = 4000) -> str:
     """A text that the grammar allows."""
-    vocab, tokenizer = vocabulary(family)
+    return random_text_of(vocabulary(family), grammar, seed, longest=longest)
+
+
+def random_text_of(
+    known: tuple[Bytes, LLTokenizer], grammar: str, seed: int, *, longest: int = 4000, more_ends: Sequence[str] = ()
+) -> str:
+    vocab, tokenizer = known
     rng = random.Random(seed)
     matcher = LLMatcher(tokenizer, grammar_from("grammar", grammar), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens: list[int] = []
-    ends = [list(end.encode()) for end in ENDS]
+    ends = [list(end.encode()) for end in [*ENDS, *more_ends]]
     while not matcher.is_stopped():
         assert len(tokens) < longest, vocab.text(tokens)[-200:]
         end = rng.choice(ends)
@@ -175,6 +188,20 @@ def test_an_answer_that_must_be_a_call_has_no_text_that_a_schema_could_describe(
     ids = vocabulary(family)[0].ids
     both = turn(family, tools=FUNCTIONS, mode="required", schema=ARGUMENTS["many kinds"], token_ids=ids)
     assert both.params == turn(family, tools=FUNCTIONS, mode="required", token_ids=ids).params
+
+
+@pytest.mark.parametrize("family", sorted(TEMPLATES.keys() - {"generic", "llama3"}))  # in these nothing marks a call
+def test_strict_functions_are_called_with_valid_arguments_or_not_at_all(family: str) -> None:
+    strict = [{**each, "function": {**each["function"], "strict": True}} for each in FUNCTIONS[:4]]
+    its = turn(family, tools=strict, token_ids=vocabulary(family)[0].ids)
+    n_calls = []
+    for seed in range(16):
+        read = message(its, [random_text(family, its.params["grammar"], seed, longest=20_000)])
+        n_calls.append(len(read.calls))
+        assert all(fault(call.arguments, SCHEMA_OF[call.name]) is None for call in read.calls)
+    assert min(n_calls) == 0
+    if family not in ("typed_tags", "numbered"):  # a random walk hardly finds the start of these
+        assert max(n_calls) > 0
 
 
 def test_an_answer_that_must_be_json_is_plainly_that_where_no_thought_can_come() -> None:

@@ -37,6 +37,7 @@ class Gemma4Format(ToolCallFormat):
     """
 
     name = "gemma4"
+    example = '<|tool_call>call:NAME{KEY:<|"|>VALUE<|"|>}<tool_call|>'
     markers = (_BEFORE, _AFTER, _QUOTE)
     start_markers = (_BEFORE,)
 

@@ -19,9 +19,11 @@ Json = dict[str, Any]
 _INSTRUCTIONS = """You can call functions. These exist, each with the JSON schema of its arguments:
 {functions}
 
-To call functions, answer with nothing but JSON of this form:
-{{"tool_calls": [{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}]}}
+To call functions, answer with nothing but {form}
 The results come with the next message. If no function helps, answer in words."""
+
+_EXAMPLE = {"name": "the function's name", "arguments": {"an argument's name": "its value"}}
+_JSON_FORM = f"JSON of this form:\n{dump_json({'tool_calls': [_EXAMPLE]})}"
 
 _BEFORE, _AFTER = '{"tool_calls": [', "]}"
 _WRAPPER = re.compile(r'\{\s*"tool_calls"\s*:\s*')
@@ -34,6 +36,7 @@ class GenericFormat(ToolCallFormat):
     """For models without a format of their own, or with an unknown one."""
 
     name = "generic"
+    example = '{"tool_calls": [{"name": "NAME", "arguments": {"KEY": "VALUE"}}]}'
     start_prefixes = ("{", "[", "```")
     template_has_tools = False
 
@@ -113,12 +116,22 @@ class GenericToolParser:
         return True
 
 
-def describe_tools_in_text(messages: list[Json], tools: list[Json], *, in_user_message: bool = False) -> list[Json]:
+def describe_tools_in_text(
+    messages: list[Json],
+    tools: list[Json],
+    *,
+    in_user_message: bool = False,
+    form: Callable[[list[Json]], str] | None = None,
+) -> list[Json]:
     """Converts a conversation with tools for a template that does not render them.
 
     The system message describes the tools; with `in_user_message` the first user message does. Calls become the
-    assistant's text, and their results become user messages.
+    assistant's text, and their results become user messages. `form`: writes calls as this template renders them, so
+    calls and results stay as they are.
     """
+    if form:
+        example = "this form, several in a row if needed:\n" + form([{"function": _EXAMPLE}])
+        return _add_instructions(messages, tools, example, in_user_message=in_user_message) if tools else messages
     plain: list[Json] = []
     names: dict[str, str] = {}
     after_results = False  # the last message is of results: the next user message is appended, as roles must alternate
@@ -137,7 +150,7 @@ def describe_tools_in_text(messages: list[Json], tools: list[Json], *, in_user_m
         else:
             plain.append(message)
             after_results = False
-    return _add_instructions(plain, tools, in_user_message=in_user_message) if tools else plain
+    return _add_instructions(plain, tools, _JSON_FORM, in_user_message=in_user_message) if tools else plain
 
 
 def _add_user_text(messages: list[Json], text: str, *, append: bool) -> list[Json]:
@@ -160,9 +173,9 @@ def _calls_as_text(message: Json) -> str:
     return (text and text + "\n") + dump_json({"tool_calls": calls})
 
 
-def _add_instructions(messages: list[Json], tools: list[Json], *, in_user_message: bool) -> list[Json]:
+def _add_instructions(messages: list[Json], tools: list[Json], form: str, *, in_user_message: bool) -> list[Json]:
     functions = "\n".join(dump_json({"parameters": {}} | tool["function"]) for tool in tools)
-    instructions = _INSTRUCTIONS.format(functions=functions)
+    instructions = _INSTRUCTIONS.format(functions=functions, form=form)
     role = "user" if in_user_message else "system"
     for i, message in enumerate(messages):
         if message["role"] == role or (not in_user_message and i == 0 and message["role"] == "developer"):

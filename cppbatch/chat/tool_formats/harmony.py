@@ -28,12 +28,18 @@ class HarmonyFormat(ToolCallFormat):
     """
 
     name = "harmony"
+    example = '<|channel|>commentary to=functions.NAME<|message|>{"KEY": "VALUE"}<|call|>'
     markers = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
     parses_reasoning = True
     parallel_calls = False
 
     def output_parser(
-        self, prompt: str, tools: ToolSchemas, tags: ReasoningTags | None, state: ReasoningState
+        self,
+        prompt: str,
+        tools: ToolSchemas,
+        tags: ReasoningTags | None,
+        state: ReasoningState,
+        dropped: tuple[str, ...] = (),
     ) -> OutputParser:
         """As `ToolCallFormat.output_parser`. The parser first reads the part of the message in the prompt."""
         parser = _HarmonyParser(tools, self.new_call_id)

@@ -9,6 +9,8 @@ from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolSchemas
 from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, dump_json, parse_json
 
+_NAMES = ("name", "tool_name")
+_SEPARATORS = ",;"
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -16,12 +18,14 @@ class JsonCallParser:
     """Parses one call object. Emits the name as soon as it is known, and the arguments as their text arrives.
 
     Keys may come in any order, unknown keys are ignored, and the arguments may be an object inside a string.
-    `known_only`: an object with a name that is not a tool's is not a call.
+    `known_only`: an object with a name that is not a tool's is not a call. `name_is_key`: the object is
+    `{"name": {arguments}}`.
     """
 
-    def __init__(self, calls: ToolCallEmitter, *, known_only: bool) -> None:
+    def __init__(self, calls: ToolCallEmitter, *, known_only: bool, name_is_key: bool = False) -> None:
         self._calls = calls
         self._known_only = known_only
+        self._name_is_key = name_is_key
         self._unread = ""
         self._before_name = ""  # the text that was read until the name was known
         self._value = ""  # what was read of a value that is collected as a whole
@@ -84,11 +88,14 @@ class JsonCallParser:
 
     def _start_value(self) -> bool:
         character = self._peek()
+        if character == "{" and self._name_is_key and not self._named:
+            self._start(self._key)
+            self._key = _ARGUMENTS[0]
         if character == "{" and self._named and self._arguments is None and self._key in _ARGUMENTS:
             self._arguments, self._scanner, self._step = "", JsonValueScanner(), self._stream_arguments
         elif character:
-            handlers = {"name": self._on_name, "function": self._on_function}
-            handlers |= dict.fromkeys(_ARGUMENTS, self._on_arguments)
+            handlers = dict.fromkeys(_NAMES, self._on_name) | dict.fromkeys(_ARGUMENTS, self._on_arguments)
+            handlers["function"] = self._on_function
             self._collect(handlers.get(self._key, lambda _: None))
         return bool(character)
 
@@ -181,19 +188,24 @@ def _object_text(text: str) -> str:
 
 
 class JsonCallsParser:
-    """Parses a sequence of call objects, with `separators` in between, or a list of them.
+    """Parses a sequence of call objects, with commas or semicolons in between, or a list of them.
 
     `end_marker`: ends the block. Without one, the block ends after a list, or before text that is neither an object
     nor a separator.
     """
 
     def __init__(
-        self, calls: ToolCallEmitter, *, known_only: bool, end_marker: str = "", separators: str = ",;"
+        self,
+        calls: ToolCallEmitter,
+        *,
+        known_only: bool,
+        end_marker: str = "",
+        name_is_key: bool = False,
     ) -> None:
         self._calls = calls
         self._known_only = known_only
+        self._name_is_key = name_is_key
         self._end_marker = end_marker
-        self._separators = separators
         self._unread = ""
         self._object: JsonCallParser | None = None
         self._n_objects = 0
@@ -225,7 +237,7 @@ class JsonCallsParser:
             if self._end_marker and self._end_marker.startswith(text[: len(self._end_marker)]):
                 return text[len(self._end_marker) :] if text.startswith(self._end_marker) else None
             if text[0] == "{":
-                self._object = JsonCallParser(self._calls, known_only=self._known_only)
+                self._object = JsonCallParser(self._calls, known_only=self._known_only, name_is_key=self._name_is_key)
                 self._n_objects += 1
                 return None
             if text[0] == "]" and self._in_list and not self._end_marker:
@@ -234,7 +246,7 @@ class JsonCallsParser:
                 self._in_list = True
             elif text[0] == "]" and self._in_list:
                 self._in_list = False
-            elif not (text[0] in self._separators and self._n_objects):
+            elif not (text[0] in _SEPARATORS and self._n_objects):
                 if self._n_objects and not self._end_marker and not self._in_list:
                     return text
                 raise MalformedToolCall(text)

@@ -28,13 +28,17 @@ class Llama3Format(ToolCallFormat):
     start_prefixes = ("{", "[")
     parallel_calls = False
 
+    def __init__(self, arguments_key: str = "parameters") -> None:
+        self._arguments_key = arguments_key
+        self.example = f'{{"name": "NAME", "{arguments_key}": {{"KEY": "VALUE"}}}}'
+
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
         """As `ToolCallFormat.tool_parser`."""
         return _PythonTagParser(calls) if start == _TAG else JsonCallsParser(calls, known_only=True)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""
-        return lark.repeated(lark.rule(json_calls_grammar(lark, tools, key="parameters")), "; ", several=several)
+        return lark.repeated(lark.rule(json_calls_grammar(lark, tools, key=self._arguments_key)), "; ", several=several)
 
 
 class _PythonTagParser:

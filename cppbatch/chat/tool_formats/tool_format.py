@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import string
+from typing import Any
 
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import OutputParser, TaggedOutputParser, ToolCallEmitter, ToolParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
+from cppbatch.chat.scanning import parse_json
 from cppbatch.chat.thinking_budget import ThinkingBudget
 
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
@@ -21,14 +24,19 @@ class ToolCallFormat:
     """How a family of models writes tool calls."""
 
     name: str
+    """For logs and `/props`."""
     markers: tuple[str, ...] = ()
     """Strings that delimit calls. They may be control tokens, which must then appear in the text."""
     start_markers: tuple[str, ...] = ()
     """Strings that start a call anywhere in the text."""
     start_prefixes: tuple[str, ...] = ()
     """Strings that start a call only at the beginning of a message."""
+    example: str = ""
+    """A call as the model writes it."""
     template_has_tools: bool = True
     """The template renders tools, earlier calls and their results."""
+    writes_calls: bool = False
+    """`write_calls` can stand in for a template that leaves out tools or calls."""
     parses_reasoning: bool = False
     """Reasoning is part of the format itself, not text between tags."""
     parallel_calls: bool = True
@@ -39,9 +47,14 @@ class ToolCallFormat:
         return "call_" + random_alphanumerics(24)
 
     def output_parser(
-        self, prompt: str, tools: ToolSchemas, tags: ReasoningTags | None, state: ReasoningState
+        self,
+        prompt: str,
+        tools: ToolSchemas,
+        tags: ReasoningTags | None,
+        state: ReasoningState,
+        dropped: tuple[str, ...] = (),
     ) -> OutputParser:
-        """Returns a parser of one completion of this prompt."""
+        """Returns a parser of one completion of this prompt. `dropped`: as in `TaggedOutputParser`."""
         return TaggedOutputParser(
             tools,
             start_markers=self.start_markers,
@@ -50,7 +63,12 @@ class ToolCallFormat:
             new_call_id=self.new_call_id,
             tags=tags,
             state=state,
+            dropped=dropped,
         )
+
+    def write_calls(self, calls: list[dict[str, Any]]) -> str:
+        """Returns calls as the model writes them, for templates that do not render them."""
+        raise NotImplementedError
 
     def thinking_budget(self, n_tokens: int, prompt: str, *, has_tools: bool) -> ThinkingBudget | None:
         """Returns a limit of the reasoning, if that is part of the format itself. `has_tools`: calls are possible."""
@@ -61,7 +79,7 @@ class ToolCallFormat:
         raise NotImplementedError
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """Returns the grammar expression of one call, or with `several` of up to `MAX_TOOL_CALLS`."""
+        """Returns the grammar expression of one call, or with `several` of `LarkGrammar.repeated` ones."""
         raise NotImplementedError
 
     def answer_grammar(self, lark: LarkGrammar, answer: str) -> str:
@@ -71,6 +89,15 @@ class ToolCallFormat:
     def text_grammar(self, lark: LarkGrammar) -> str:
         """Returns the grammar expression of a message without calls."""
         return self.answer_grammar(lark, lark.text_without(self.start_markers, self.start_prefixes))
+
+
+def call_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a message's call, which OpenAI's API has as JSON text; {} if that is not an object."""
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = parse_json(arguments)
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def random_alphanumerics(n: int) -> str:

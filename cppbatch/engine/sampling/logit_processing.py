@@ -108,7 +108,7 @@ def recent_tokens(sequence: Seq, last_n: int) -> npt.NDArray[np.int32]:
 def first_recent(sequence: Seq, last_n: int) -> int:
     """The index of the first of the last `last_n` tokens; -1: of all, but no more than the context holds."""
     most = len(sequence.tokens) if last_n < 0 else last_n
-    return max(0, sequence.n_text - most)
+    return max(0 if sequence.params.penalize_prompt else sequence.n_prompt, sequence.n_text - most)
 
 
 def penalty_window(params: SamplingParams) -> int:

@@ -77,7 +77,8 @@ class Sampler:
             for sequence, n in plan.chunks:
                 if sequence.n_logits(n):
                     is_enough = 0 < sequence.sampling.n_candidates <= backend.n_candidates
-                    backend.set_enabled(sequence.seq_id, is_enough and not sequence.is_scored)
+                    sees_all = sequence.is_scored or (sequence.constraint and sequence.constraint.is_active)
+                    backend.set_enabled(sequence.seq_id, is_enough and not sees_all)
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
         """After the decode, which computed `n_outputs` rows of logits: one result for each of `plan.outputs()`."""
@@ -160,7 +161,8 @@ class Sampler:
         ]
 
     def _apply_grammars(self, sequences: list[Seq], logits: Logits, errors: dict[int, str]) -> None:
-        constrained = {i: s.constraint for i, s in enumerate(sequences) if s.constraint and i not in errors}
+        constraints = ((i, s.constraint) for i, s in enumerate(sequences) if i not in errors)
+        constrained = {i: constraint for i, constraint in constraints if constraint and constraint.is_active}
         if constrained:
             reasons = self._grammar_masks.apply([(constraint, logits[i]) for i, constraint in constrained.items()])
             errors |= {i: reason for i, reason in zip(constrained, reasons, strict=True) if reason}

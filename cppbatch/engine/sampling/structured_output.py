@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections import OrderedDict
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
+from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.closed_objects import closed_objects
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
@@ -20,6 +22,8 @@ from cppbatch.engine.sampling.grammar_check import CheckFailed, GrammarChecker
 from cppbatch.engine.sampling.grammar_child import LIMITS
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema_check import has_finite_instance
+
+log = logging.getLogger(__name__)
 
 _MAX_COMPILED = 64  # grammars
 _THREADS = 4
@@ -41,24 +45,27 @@ class GrammarCompiler:
         self._checker = GrammarChecker()
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """A new constraint for a request, None if it has no grammar. Raises `InvalidRequest` for a bad grammar."""
-        field = params.grammar_field
-        if field is None:
+        """A new constraint for a request, None if it has no grammar. Raises `InvalidRequest` for a bad grammar, unless
+        that is a lazy one, which then is not enforced."""
+        if (wanted := _grammar(params)) is None:
             return None
-        text = _text(params, field)
+        lazy = None if params.is_constrained else params.lazy_grammar
+        try:
+            # Copies share the lexer states that LIMITS counts. When one exceeds them, the next request compiles again.
+            matcher = self._matcher(*wanted).deep_copy()
+        except InvalidRequest as error:
+            if lazy is None:
+                raise
+            log.info("tool calls are not made to match their schemas: %s", error.message)
+            return None
         # With logprobs or a logits_processor each token needs logits of its own, so no token is forced.
         allow_forced = params.logprobs is None and params.logits_processor is None
-        # Copies share the lexer states that LIMITS counts. When a copy exceeds them, the next request compiles again.
-        matcher = self._matcher(field, text).deep_copy()
-        return Constraint(matcher, allow_forced=allow_forced, on_limit=lambda: self._forget(field, text))
+        return Constraint(matcher, allow_forced=allow_forced, lazy=lazy, on_limit=lambda: self._forget(*wanted))
 
     def is_compiled(self, params: SamplingParams) -> bool:
         """Whether `constraint` returns at once: the request has no grammar, or the cache contains it."""
-        field = params.grammar_field
-        if field is None:
-            return True
         with self._lock:
-            return (field, _text(params, field)) in self._compiled
+            return (wanted := _grammar(params)) is None or wanted in self._compiled
 
     def _forget(self, field: str, text: str) -> None:
         with self._lock:
@@ -102,9 +109,12 @@ class GrammarCompiler:
         self._compiled.clear()  # matchers point into the vocabulary
 
 
-def _text(params: SamplingParams, field: str) -> str:
-    value = getattr(params, field)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _grammar(params: SamplingParams) -> tuple[str, str] | None:
+    """The field that says what kind of grammar it is, and its text."""
+    if field := params.grammar_field:
+        value = getattr(params, field)
+        return field, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return ("grammar", params.lazy_grammar.grammar) if params.lazy_grammar else None
 
 
 def _short_reason(error: str) -> str:
@@ -116,42 +126,84 @@ def _short_reason(error: str) -> str:
 
 
 class Constraint:
-    """The state of one sequence in its grammar. `on_limit` is called when the matcher exceeds its limits."""
+    """The state of one sequence in its grammar. `on_limit` is called when the matcher exceeds its limits.
 
-    def __init__(self, matcher: LLMatcher, *, allow_forced: bool, on_limit: Callable[[], None]) -> None:
+    `lazy`: text is free up to its marker, and again where the grammar cannot be followed.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, *, allow_forced: bool, on_limit: Callable[[], None], lazy: LazyGrammar | None = None
+    ) -> None:
         self.matcher = matcher
         self._allow_forced = allow_forced
         self._on_limit = on_limit
+        self._lazy = lazy
+        self.is_active = lazy is None
+        """Whether it constrains the next token."""
+        self._opening: list[int] = []
+        self._in_thought = False
+        self._wait()
+
+    def _wait(self) -> None:
+        """For the marker of a lazy grammar."""
+        if self._lazy:
+            forced, start = self.matcher.compute_ff_tokens(), self._lazy.start
+            self._opening = forced[: forced.index(start) + 1] if start in forced else []
+            self.is_active, self._in_thought = False, self._lazy.in_thought
 
     def accept(self, token: int) -> bool:
         """Advances by a sampled token. False if the grammar does not allow it; `error` then contains the reason."""
-        return bool(self.matcher.consume_token(token))
+        if self.is_active:
+            return bool(self.matcher.consume_token(token)) or self._give_up()
+        assert self._lazy
+        if self._lazy.thought and token in self._lazy.thought:
+            self._in_thought = token == self._lazy.thought[0]
+        if token == self._lazy.start and self._opening and not self._in_thought:
+            self.is_active = True
+            return bool(self.matcher.consume_tokens(self._opening)) or self._give_up()
+        return True
+
+    def _give_up(self) -> bool:
+        """Whether that is possible: the text is free from here on."""
+        if self._lazy is None:
+            return False
+        self.is_active, self._opening = False, []
+        return True
 
     @property
     def error(self) -> str | None:
         """Why no token can follow although the text is not complete; None if that is not the case."""
+        if not self.is_active:
+            return None
         if self.matcher.is_error() or (self.matcher.is_stopped() and not self.matcher.is_accepting()):
             self._on_limit()
+            if self._give_up():
+                return None
             return f"the grammar cannot be followed further: {_short_reason(self.matcher.get_error())}"
         return None
 
     @property
     def is_done(self) -> bool:
         """Whether the text is complete and no token may follow."""
-        return bool(self.matcher.is_stopped() and self.matcher.is_accepting())
+        return bool(self.is_active and self.matcher.is_stopped() and self.matcher.is_accepting())
 
     def forced(self) -> list[int]:
         """The next tokens, as far as the grammar allows only one: they need no logits. Empty if none is forced."""
-        return list(self.matcher.compute_ff_tokens()) if self._allow_forced else []
+        return list(self.matcher.compute_ff_tokens()) if self._allow_forced and self.is_active else []
 
     def forced_text(self) -> str:
         """What the text must go on with, as far as the grammar leaves no choice. Complete characters only."""
-        return bytes(self.matcher.compute_ff_bytes()).decode("utf-8", "ignore")
+        return bytes(self.matcher.compute_ff_bytes()).decode("utf-8", "ignore") if self.is_active else ""
 
     def rebuild(self, tokens: Iterable[int]) -> None:
         """Starts again from the beginning of the grammar and accepts these tokens."""
         self.matcher.reset()
-        self.matcher.consume_tokens(list(tokens))
+        if self._lazy is None:
+            self.matcher.consume_tokens(list(tokens))
+            return
+        self._wait()
+        for token in tokens:
+            self.accept(token)
 
 
 class GrammarMasks:
@@ -176,6 +228,8 @@ class GrammarMasks:
         matchers = [(constraint.matcher, i) for i, (constraint, _) in enumerate(constrained)]
         self._executor.unsafe_compute_mask_ptr(matchers, self._bits.ctypes.data, self._words * 4, n)
         allowed = np.unpackbits(self._bits[:n].view(np.uint8), axis=1, count=self._n_vocab, bitorder="little")
-        for (_, row), is_allowed in zip(constrained, allowed, strict=True):
-            np.copyto(row, np.float32(-np.inf), where=is_allowed == 0)
-        return [constraint.error for constraint, _ in constrained]
+        errors = [constraint.error for constraint, _ in constrained]
+        for (constraint, row), is_allowed in zip(constrained, allowed, strict=True):
+            if constraint.is_active:
+                np.copyto(row, np.float32(-np.inf), where=is_allowed == 0)
+        return errors

@@ -1,0 +1,157 @@
+"""Calls that a model writes of its own accord: text is free up to the marker, and the call matches its schema."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+
+from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.chat.lark_grammar import MAX_TOOL_CALLS, LazyGrammar
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.sampling.structured_output import Constraint, GrammarCompiler
+from tests.chat_families import PING, TEMPLATES, message, turn
+from tests.schemas import fault
+from tests.unit.test_chat_grammar import ENDS, FUNCTIONS, SCHEMA_OF, Bytes, vocabulary
+
+
+def of_own_accord(family: str, tools: list[Any] = FUNCTIONS, **given: Any) -> PreparedChat:
+    return turn(family, tools=tools, mode="auto", token_ids=vocabulary(family)[0].ids, **given)
+
+
+LAZY = [family for family in TEMPLATES if of_own_accord(family).params.get("lazy_grammar")]
+
+
+@dataclass
+class Writer:
+    """A random model's text, with the grammar of its calls."""
+
+    vocab: Bytes
+    constraint: Constraint
+
+    def __post_init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def write(self, *tokens: int) -> None:
+        for token in tokens:
+            assert self.constraint.accept(token)
+            self.tokens.append(token)
+
+    def write_calls(self, seed: int, more_ends: Sequence[str] = ()) -> None:
+        rng, matcher = random.Random(seed), self.constraint.matcher
+        ends = [list(end.encode()) for end in [*ENDS, *more_ends]]
+        while not self.constraint.is_done:
+            assert self.constraint.is_active
+            assert len(self.tokens) < 20_000, self.text[-200:]
+            end = rng.choice(ends)
+            mask = matcher.compute_bitmask()
+            if rng.random() < 0.3 and matcher.validate_tokens(end) == len(end):
+                self.write(*end)
+            elif mask[self.vocab.eos_token_id >> 3] >> (self.vocab.eos_token_id & 7) & 1:
+                return
+            else:
+                self.write(rng.choice([i for i in range(len(self.vocab.tokens)) if mask[i >> 3] >> (i & 7) & 1]))
+
+    @property
+    def text(self) -> str:
+        return self.vocab.text(self.tokens)
+
+
+def writer(family: str, lazy: LazyGrammar) -> Writer:
+    return writer_of(vocabulary(family), lazy)
+
+
+def writer_of(known: tuple[Bytes, LLTokenizer], lazy: LazyGrammar) -> Writer:
+    vocab, tokenizer = known
+    matcher = LLMatcher(tokenizer, grammar_from("grammar", lazy.grammar), log_level=0)
+    return Writer(vocab, Constraint(matcher, allow_forced=True, on_limit=lambda: None, lazy=lazy))
+
+
+def test_the_families_that_mark_calls_by_a_token_have_one() -> None:
+    assert set(TEMPLATES) - set(LAZY) == {"generic", "llama3", "harmony"}
+
+
+@pytest.mark.parametrize("family", LAZY)
+def test_calls_after_the_marker_match_their_schemas_and_text_before_it_is_free(family: str) -> None:
+    for seed, function in enumerate(FUNCTIONS):
+        its = of_own_accord(family, [function])
+        lazy = its.params["lazy_grammar"]
+        new = writer(family, msgspec.structs.replace(lazy, in_thought=False))
+        new.write(*b'Call {"name": } [1] ```json')
+        assert not new.constraint.is_active
+        assert new.constraint.forced() == []
+        new.write(lazy.start)
+        new.write_calls(seed)
+        read = message(its, [new.text])
+        assert read.calls, new.text
+        assert all(fault(call.arguments, SCHEMA_OF[call.name]) is None for call in read.calls), new.text
+
+
+@pytest.mark.parametrize("family", LAZY)
+def test_a_marker_within_a_thought_begins_nothing(family: str) -> None:
+    lazy = of_own_accord(family).params["lazy_grammar"]
+    if lazy.thought is None:
+        assert not lazy.in_thought
+        return
+    new = writer(family, lazy)
+    new.write(*([] if lazy.in_thought else [lazy.thought[0]]), *b"perhaps ", lazy.start, *b"nothing")
+    assert not new.constraint.is_active
+    new.write(lazy.thought[1], lazy.start)
+    assert new.constraint.is_active
+
+
+@pytest.mark.parametrize("family", LAZY)
+def test_where_it_cannot_be_followed_the_text_is_free_again(family: str) -> None:
+    """Tokens that were given, as by a budget, or a draft that was sampled without the grammar."""
+    lazy = of_own_accord(family).params["lazy_grammar"]
+    new = writer(family, msgspec.structs.replace(lazy, in_thought=False))
+    new.write(lazy.start, *b"?? what", lazy.start, *b"more")
+    assert (new.constraint.is_active, new.constraint.is_done, new.constraint.error) == (False, False, None)
+
+
+@pytest.mark.parametrize("family", LAZY)
+def test_a_sequence_that_is_computed_again_is_where_it_was(family: str) -> None:
+    lazy = of_own_accord(family).params["lazy_grammar"]
+    new = writer(family, msgspec.structs.replace(lazy, in_thought=False))
+    new.write(*b"So:", lazy.start)
+    mask = new.constraint.matcher.compute_bitmask()
+    new.constraint.rebuild(new.tokens)
+    assert new.constraint.is_active
+    assert new.constraint.matcher.compute_bitmask() == mask
+    new.constraint.rebuild(new.tokens[:2])
+    assert not new.constraint.is_active
+
+
+def test_a_schema_that_cannot_be_enforced_is_not_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    lazy = of_own_accord(LAZY[0], [tool]).params["lazy_grammar"]
+    compiler = GrammarCompiler(lambda: vocabulary(LAZY[0])[1])
+    try:
+        with caplog.at_level(logging.INFO):
+            assert compiler.constraint(SamplingParams(lazy_grammar=lazy)) is None
+        assert "tool calls are not made to match their schemas: " in caplog.text
+        assert compiler.is_compiled(SamplingParams(lazy_grammar=lazy))
+        given = SamplingParams(lazy_grammar=lazy, guided_choice=["a"])
+        constraint = compiler.constraint(given)
+        assert constraint
+        assert constraint.is_active  # another grammar says where calls may stand
+    finally:
+        compiler.close()
+
+
+def test_more_calls_than_may_be_required_can_be_written() -> None:
+    lazy = of_own_accord("hermes", [PING]).params["lazy_grammar"]
+    new = writer("hermes", lazy)
+    end = vocabulary("hermes")[0].ids["</tool_call>"]
+    call = [lazy.start, *b'\n{"name": "ping", "arguments": ', *b"{}", *b"}\n", end]
+    new.write(*call)
+    for _ in range(2 * MAX_TOOL_CALLS):
+        new.write(*call)
+        assert new.constraint.is_active

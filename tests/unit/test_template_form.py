@@ -1,0 +1,150 @@
+# ruff: noqa: E501  # templates
+"""What is learned of small chat templates, each of which writes calls, thoughts or text in a way of its own."""
+
+from __future__ import annotations
+
+from time import thread_time
+from typing import Any
+
+import pytest
+
+from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.template import ChatTemplate
+from tests.chat_families import TEMPLATES, TOOLS, message
+from tests.templates.round_trip import SAID, check
+
+_TALK = """{{ tools | tojson if tools }}
+{%- for m in messages %}<|role|>{{ m.role }}<|text|>
+{%- if m.reasoning_content %}THOUGHT{% endif %}
+{%- if m.content %}TEXT{% endif %}
+{%- if m.tool_calls %}CALLS{% endif %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|role|>assistant<|text|>PROMPT{% endif %}"""
+
+
+def talk(
+    calls: str,
+    *,
+    text: str = "{{ m.content }}",
+    thought: str = "<think>{{ m.reasoning_content }}</think>",
+    prompt: str = "",
+) -> str:
+    """A template with these parts."""
+    filled = _TALK.replace("CALLS", calls).replace("THOUGHT", thought).replace("TEXT", text)
+    return filled.replace("PROMPT", prompt)
+
+
+def each(call: str, between: str = "") -> str:
+    """A loop over calls."""
+    separator = f"{{{{ '{between}' if not loop.last }}}}" if between else ""
+    return f"{{% for c in m.tool_calls %}}{call}{separator}{{% endfor %}}"
+
+
+NAME, ARGUMENTS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
+JSON = f'{{{{ \'{{"name": "\' }}}}{NAME}", "arguments": {ARGUMENTS}}}'
+ITEMS = "{% for k, v in c.function.arguments.items() %}"
+VALUE = "{{ v if v is string else v | tojson }}"
+
+WRITTEN = {
+    "JSON between tags": talk(each(f"<call>{JSON}</call>", "\\n")),
+    "JSON in a list, after a word": talk(f" functools[{each(JSON, ', ')}]"),
+    "JSON on lines of a section": talk("<calls>\n" + each(JSON + "\n") + "</calls>"),
+    "the name is a key": talk(f"<|tools|>[{each('{{ ' + chr(39) + '{' + chr(34) + chr(39) + ' }}' + NAME + chr(34) + ': ' + ARGUMENTS + '}', ', ')}]<|end_tools|>"),
+    "JSON with the number of the call": talk(
+        "<|act|>[" + each('{"tool_call_id": "{{ loop.index0 }}", "tool_name": "' + NAME + '", "parameters": ' + ARGUMENTS + "}", ", ") + "]<|end_act|>",
+        text="<|say|>{{ m.content }}<|end_say|>",
+    ),
+    "the id comes first": talk("<|calls|>" + each(f"<|begin|>{{{{ c.id }}}}<|name|>{NAME}<|args|>{ARGUMENTS}<|done|>") + "<|end_calls|>"),
+    "the name is only in the id": talk("<|calls|>" + each(f"<|begin|>functions.{NAME}:{{{{ loop.index0 }}}}<|args|>{ARGUMENTS}<|done|>") + "<|end_calls|>"),
+    "a fence around JSON": talk("<|calls|>" + each(f"<|begin|>function<|sep|>{NAME}\n```json\n{ARGUMENTS}\n```<|done|>", "\\n") + "<|end_calls|>"),
+    "lines between tags": talk(each(f"<call>\n<function={NAME}>\n{ITEMS}<parameter={{{{ k }}}}>\n{VALUE}\n</parameter>\n{{% endfor %}}</function>\n</call>", "\\n")),
+    "tags with the type": talk(
+        "\n\n<calls>" + each(f'<invoke name="{NAME}">{ITEMS}<arg name="{{{{ k }}}}" text="{{{{ "yes" if v is string else "no" }}}}">{VALUE}</arg>{{% endfor %}}</invoke>') + "</calls>"
+    ),
+    "the key is a tag": talk("<calls>" + each(f'<invoke name="{NAME}">{ITEMS}<{{{{ k }}}}>{VALUE}</{{{{ k }}}}>{{% endfor %}}</invoke>') + "</calls>"),
+    "CDATA around markup": talk(
+        each(f'<function name="{NAME}">{ITEMS}<param name="{{{{ k }}}}">{{{{ "<![CDATA[" + v + "]]>" if v is string and "<" in v else (v if v is string else v | tojson) }}}}</param>{{% endfor %}}</function>')
+    ),
+    "a recipient before the text": talk(
+        each(f' to={NAME}<|body|><f:calls><f:invoke name="{NAME}">{ITEMS}<f:p name="{{{{ k }}}}">{VALUE}</f:p>{{% endfor %}}</f:invoke></f:calls>', "<|next|><|role|>assistant<|text|>")
+    ),
+    "the prompt has the first marker": talk(
+        ">>>" + each(f"{NAME}\n{ARGUMENTS}", ">>>"), text=">>>all\n{{ m.content }}", thought="", prompt=">>>"
+    ),
+    "the thought has no tag before it": talk(
+        each(f"<call>{JSON}</call>"), thought="{{ m.reasoning_content }}[BEGIN ANSWER]", prompt="Steps:\n"
+    ),
+    "an empty thought is written": talk(
+        each(f"<call>{JSON}</call>"), text="{{ '<think></think>' if not m.reasoning_content }}{{ m.content }}"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_template_writes_is_read_back(name: str) -> None:
+    assert ChatFormat(ChatTemplate(WRITTEN[name], bos="", eos="")).tool_format.name in ("json", "named", "tagged")
+    faults = {kind: fault for kind, fault in check(WRITTEN[name]) if fault}
+    assert not faults
+    rendered = [kind for kind, fault in check(WRITTEN[name]) if fault is not None]
+    assert len(rendered) >= len(SAID) - 1 - (name == "the prompt has the first marker")
+
+
+def form_of(source: str) -> ChatFormat:
+    return ChatFormat(ChatTemplate(source, bos="", eos=""))
+
+
+def test_a_template_without_calls_is_told_a_form_and_one_without_tools_is_told_its_own() -> None:
+    none = form_of(TEMPLATES["generic"])
+    assert (none.forms.tools_described_by, none.tool_format.name) == ("message", "generic")
+    own = form_of(talk(each(f"<call>{JSON}</call>")).replace("{{ tools | tojson if tools }}", ""))
+    assert own.forms.tools_described_by == "message"
+    asked = own.prepare([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto())
+    assert '<call>{"name": "the function\'s name"' in asked.prompt
+    assert message(asked, ['<call>{"name": "ping", "arguments": {}}</call>']).calls[0].name == "ping"
+
+
+def test_forms_are_shown_with_placeholders() -> None:
+    forms = form_of(WRITTEN["lines between tags"]).forms
+    assert forms.tool_calls == "<call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</call>"
+    assert forms.thoughts == "<think> ... </think>"
+    assert form_of(TEMPLATES["llama3"]).forms.thoughts is None
+
+
+def test_a_strict_function_is_enforced_when_it_is_called_of_free_will() -> None:
+    form, asked = form_of(WRITTEN["JSON between tags"]), [{"role": "user", "content": "Hi."}]
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    assert "grammar" in form.prepare(asked, tools=strict, choice=_auto()).params
+    assert "grammar" not in form.prepare(asked, tools=TOOLS, choice=_auto()).params
+
+
+def test_a_thought_between_two_calls_is_a_thought() -> None:
+    form = form_of(WRITTEN["JSON between tags"])
+    asked = form.prepare([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto())
+    call = '<call>{"name": "ping", "arguments": {}}</call>'
+    written = f"<think>One.</think>{call}\n<think>Two.</think>\n{call}"
+    for parts in ([written], list(written)):
+        whole = message(asked, parts)
+        assert (whole.text, len(whole.calls)) == ("", 2)
+        assert "One." in whole.reasoning
+        assert "Two." in whole.reasoning
+
+
+def test_a_template_that_loops_is_given_up_soon() -> None:
+    source = "{% for i in range(100000) %}{% for j in range(100000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+    began = thread_time()
+    assert form_of(source).tool_format.name == "generic"
+    assert thread_time() - began < 8  # 2 s of probing, 5 s at most for the chat itself
+
+
+def test_learning_takes_little_time() -> None:
+    for source in WRITTEN.values():
+        template = ChatTemplate(source, bos="", eos="")
+        assert template.capabilities
+        began = thread_time()
+        assert template.form.calls
+        assert thread_time() - began < 0.1
+
+
+def _auto() -> Any:
+    from cppbatch.chat.tools import ToolChoice
+
+    return ToolChoice()
