@@ -264,6 +264,7 @@ class Unsure:
     """A draft model that gives four right tokens in every `every`-th call, and none in the others. 5 ms a decode."""
 
     costs_compute = True
+    token_s = 0.0
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -274,6 +275,9 @@ class Unsure:
 
     def read_seconds(self, sequence: Seq) -> float:
         return 0.0
+
+    def serves(self, sequence: Seq) -> bool:
+        return True
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
         self.n_calls += 1
@@ -296,3 +300,35 @@ def test_a_draft_model_that_is_often_unsure_is_asked_while_its_drafts_pay(every:
         if speculator.plan(sequences, (1,), cost, DraftLimits(100, [100], False)):
             speculator.verified(3, 0.0)
     assert (model.n_calls > 250) if is_worth else (model.n_calls < 100)
+
+
+class Looking(Given):
+    """Looking for a draft takes 1 ms of this thread."""
+
+    now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
+        self.now += 0.001
+        return super().propose(sequences, most)
+
+
+def test_drafts_that_are_not_worth_it_are_looked_for_in_half_a_percent_of_the_time() -> None:
+    cost = StepCost()
+    cost.seed(TILED.items())
+    looking = Looking([(1, 0.01)] * 16)
+    speculator, sequences = Speculator([looking], 16, clock=looking.clock), decoding(16)
+    limits = DraftLimits(200, [100] * 16, has_streams=True)
+    for _ in range(1000):
+        assert speculator.plan(sequences, (16,), cost, limits) is None
+    assert 0.016 + 0.9 * 0.005 * 1000 * TILED[16] < looking.now < 0.017 + 0.005 * 1000 * TILED[16]
+    looking.drafts = [(8, 0.97)] * 16
+    n_until = next(i for i in range(100) if speculator.plan(sequences, (16,), cost, limits))
+    assert n_until < 20
+    looking.now = 0.0
+    for _ in range(100):
+        if speculator.plan(sequences, (16,), cost, limits):
+            speculator.verified(100, 0.0)
+    assert looking.now > 0.09  # while they are worth it, in every step

@@ -185,6 +185,18 @@ def test_kept_tokens_are_bounded_and_the_least_recently_used_leave() -> None:
     assert draft(proposer, sequence([2010, 2011, 2012]), 1) == [2013]
 
 
+def test_kept_texts_are_bounded_however_short_they_are() -> None:
+    """A text takes 2.5 KB besides its tokens: 25,000 tiny ones took 64 MB."""
+    proposer = SuffixProposer(max_tokens=6400)
+    for i in range(500):
+        seq = sequence([4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3])
+        proposer.propose([seq], [1])
+        proposer.finished(seq)
+    assert (len(proposer._finished), len(proposer._shared), proposer.n_tokens) == (100, 100, 400)
+    assert draft(proposer, sequence([1600, 1601, 1602]), 1) == [1603]
+    assert draft(proposer, sequence([1596, 1597, 1598]), 1) == []
+
+
 def test_a_sequence_longer_than_the_bound_is_not_kept() -> None:
     proposer, seq = SuffixProposer(max_tokens=50), sequence(DISTINCT)
     proposer.propose([seq], [1])

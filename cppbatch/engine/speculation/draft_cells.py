@@ -1,11 +1,11 @@
-"""What the cells of the draft model's context hold: one draft sequence for each seq_id.
+"""What the cells of a context for drafts hold: one draft sequence for each seq_id.
 
 The cells follow the sequences lazily: a draft sequence is compared with its sequence when that is drafted for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ _WORTH_SHARING = 8  # tokens: computing fewer costs no more than a step that is 
 
 
 class DraftMemory(Protocol):
-    """The cells of the draft model's context, in the unified layout (`cppbatch.llama.Context`)."""
+    """The cells of a context for drafts, in the unified layout (`cppbatch.llama.Context`)."""
 
     n_ctx: int
     n_seq_max: int
@@ -33,14 +33,15 @@ class DraftMemory(Protocol):
 
 
 class DraftSequence:
-    """A seq_id of the draft context. Its cells hold `tokens[:n_known]`, then `guessed`."""
+    """A seq_id of the draft context. Its cells hold `tokens[start:n_known]`, then `guessed`."""
 
-    __slots__ = ("guessed", "may_share", "n_known", "salt", "seq_id", "sequence", "tip", "tokens", "used_at")
+    __slots__ = ("guessed", "may_share", "n_known", "salt", "seq_id", "sequence", "start", "tip", "tokens", "used_at")
 
     def __init__(self, seq_id: int) -> None:
         self.seq_id = seq_id
         self.sequence: Seq | None = None  # None: it has ended, and its cells are kept as a prefix for others
         self.tokens: Tokens = np.empty(0, np.int32)  # the sequence's own array, which only grows
+        self.start = 0  # but for heads: position 0
         self.n_known = 0
         self.guessed: list[int] = []
         self.salt = ""
@@ -51,6 +52,16 @@ class DraftSequence:
     @property
     def n_cells(self) -> int:
         """Cells that it holds, shared ones included."""
+        return self.n_known - self.start + len(self.guessed)
+
+    @property
+    def n_shareable(self) -> int:
+        """Cells of known tokens."""
+        return self.n_known - self.start
+
+    @property
+    def position(self) -> int:
+        """The position behind its last cell."""
         return self.n_known + len(self.guessed)
 
     @property
@@ -67,8 +78,14 @@ class DraftCells:
     cells run out, the least recently used draft sequences lose theirs: those of ended, preempted and swapped sequences.
     """
 
-    def __init__(self, memory: DraftMemory) -> None:
+    def __init__(
+        self, memory: DraftMemory, *, first_of: Callable[[Seq], int] | None = None, keeps_guesses: bool = True
+    ) -> None:
+        """`first_of`: the first token of a sequence that can be computed now, where that is not any; cells before it
+        can only be shared. `keeps_guesses`: cells of drafted tokens that came true are as if they were computed."""
         self._memory = memory
+        self._first_of = first_of
+        self._keeps_guesses = keeps_guesses
         self._reset()
 
     def _reset(self) -> None:
@@ -95,16 +112,34 @@ class DraftCells:
             if known := self._of.get(sequence):
                 known.used_at = self._now
                 self._drop_wrong_guesses(known, sequence)
-        return [self._of.get(sequence) or self._claim(sequence) for sequence in sequences]
+        found = [self._of.get(sequence) or self._claim(sequence) for sequence in sequences]
+        if self._first_of:
+            firsts = {draft: self._first_of(sequence) for draft, sequence in zip(found, sequences, strict=True)}
+            for draft, first in firsts.items():
+                if draft.n_known < first:
+                    self._begin_at(draft, first, [each for each in found if firsts[each] <= each.n_known < first])
+        return found
+
+    def _begin_at(self, draft: DraftSequence, first: int, unread: list[DraftSequence]) -> None:
+        """Its cells end before the first token that can be computed: it gets others, which may begin there. While one
+        of `unread` has its prefix still to compute, it has none."""
+        assert draft.sequence
+        source, n = self._longest_prefix(draft.sequence, 0, least=first)
+        self._cut(draft, 0)
+        if source:
+            self._share(source, draft, n)
+        elif not any(_have_prefix(draft, each, first) for each in unread):
+            draft.start = draft.n_known = first
 
     def _drop_wrong_guesses(self, draft: DraftSequence, sequence: Seq) -> None:
-        right = n_common(np.asarray(draft.guessed, np.int32), sequence.tokens[draft.n_known : sequence.n_tokens])
+        guessed = np.asarray(draft.guessed if self._keeps_guesses else [], np.int32)
+        right = n_common(guessed, sequence.tokens[draft.n_known : sequence.n_tokens])
         self._cut(draft, min(draft.n_known + right, sequence.n_tokens - 1))
 
     def _claim(self, sequence: Seq) -> DraftSequence:
         idle = [draft for draft in self.all if draft.used_at < self._now]
         draft = min(idle, key=lambda each: (each.n_cells > 0, each.used_at))
-        source, n = self._longest_prefix(sequence, 0)
+        source, n = self._longest_prefix(sequence, 0, least=self._first_of(sequence) if self._first_of else 0)
         if source and source.sequence is None and source in idle:
             draft = source
         self._keep(draft, n if draft is source else 0)
@@ -119,28 +154,30 @@ class DraftCells:
     def share_more(self, draft: DraftSequence) -> None:
         """Lets it hold the cells of a longer prefix, if another one has computed one since."""
         assert draft.sequence
-        source, n = self._longest_prefix(draft.sequence, draft.n_known)
+        source, n = self._longest_prefix(draft.sequence, draft.n_shareable, least=draft.n_known)
         if source:
             self._cut(draft, 0)
             self._share(source, draft, n)
 
-    def _longest_prefix(self, sequence: Seq, n_have: int) -> tuple[DraftSequence | None, int]:
-        """The draft sequence with the most of these tokens, and how many; None if that gains too little."""
+    def _longest_prefix(self, sequence: Seq, n_have: int, *, least: int) -> tuple[DraftSequence | None, int]:
+        """The draft sequence with the most cells of these tokens, and at which token they end, not before `least`; None
+        if that gains too little. `n_have`: cells that it has already."""
         request = sequence.request
         best, most = None, n_have + _WORTH_SHARING
         if not request.cache_prompt:
             return None, 0
         known = sequence.tokens[: sequence.n_tokens - 1]
         for draft in self.all:
-            if draft.n_known > most and draft.may_share and draft.salt == request.cache_salt:
+            if draft.n_shareable > most and draft.may_share and draft.salt == request.cache_salt:
                 n = n_common(draft.tokens[: draft.n_known], known)
-                if n > most:
-                    best, most = draft, n
-        return best, most
+                if n >= least and n - draft.start > most:
+                    best, most = draft, n - draft.start
+        return best, most + best.start if best else 0
 
     def _share(self, source: DraftSequence, target: DraftSequence, n: int) -> None:
         self._memory.copy(source.seq_id, target.seq_id, 0, n)
-        target.tip, target.n_known = self._cells.share(source.tip, n), n
+        target.tip = self._cells.share(source.tip, n - source.start)
+        target.start, target.n_known = source.start, n
 
     def ensure_free(self, n: int) -> bool:
         """Whether `n` cells are free, after dropping draft sequences that are not among the followed ones."""
@@ -176,17 +213,30 @@ class DraftCells:
         self._reset()
 
     def _keep(self, draft: DraftSequence, n: int) -> None:
-        """It has no sequence any more, and keeps its first `n` cells."""
+        """It has no sequence any more, and keeps its cells before token `n`."""
         if draft.sequence:
             del self._of[draft.sequence]
             draft.sequence = None
         self._cut(draft, n)
 
     def _cut(self, draft: DraftSequence, n: int) -> None:
-        """Only its first `n` cells remain, which hold known tokens."""
+        """Only its cells before token `n` remain, which hold known tokens."""
         draft.guessed = []
-        if draft.tip and draft.tip.stop > n:
+        if n <= draft.start:
+            n = 0
+        n_kept = max(0, n - draft.start)
+        if draft.tip and draft.tip.stop > n_kept:
             if not self._memory.remove(draft.seq_id, n):
-                raise LlamaError(f"the draft model's memory cannot remove the tokens from {n} on")
-            draft.tip = self._cells.cut(draft.tip, n)
-        draft.n_known = n
+                raise LlamaError(f"the memory for drafts cannot remove the tokens from {n} on")
+            draft.tip = self._cells.cut(draft.tip, n_kept)
+        draft.n_known, draft.start = n, draft.start if n else 0
+
+
+def _have_prefix(one: DraftSequence, other: DraftSequence, n: int) -> bool:
+    """Whether the first `n` tokens of two sequences are equal, and their cells can be shared."""
+    if not (one.may_share and other.may_share and one.salt == other.salt):
+        return False
+    assert one.sequence
+    assert other.sequence
+    n_least = min(one.sequence.n_tokens, other.sequence.n_tokens) - 1
+    return n <= n_least and n - other.start > _WORTH_SHARING and n_common(one.tokens[:n], other.tokens[:n]) == n

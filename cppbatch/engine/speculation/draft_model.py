@@ -28,7 +28,8 @@ from cppbatch.llama import Batch
 log = logging.getLogger("cppbatch.engine")
 
 _LEAST_PROBABLE = 0.4  # a less probable token ends a draft, and is not part of it
-_JOINED = 8  # missing tokens that are computed together with the first draft tokens; more are read before
+JOINED = 8
+"""Missing tokens that are computed together with the first draft tokens, or just before them; more are read before."""
 _LEAST_READ = 32  # tokens that may be read in any step
 _READ_SHARE = 2.0  # of the time since the last call: a step with prompts to read takes at most three times as long
 _LONGEST_READ_S = 0.2
@@ -105,6 +106,7 @@ class DraftModelProposer:
     """
 
     costs_compute = True
+    kind = "the draft model"
 
     def __init__(
         self,
@@ -120,25 +122,37 @@ class DraftModelProposer:
         self._eog = eog
         self._threads = threads
         self._clock = clock
-        self.cells = DraftCells(self._context)
+        self.cells = self._new_cells()
         self.cost = StepCost()
         """What a decode of the draft context takes."""
-        self._batch = Batch(self._context.n_batch)
-        self._most_joined = min(_JOINED, self._context.n_batch // self._context.n_seq_max)
+        self._batch = self._new_batch()
+        self._most_joined = min(JOINED, self._context.n_batch // self._context.n_seq_max)
         self._followed: dict[Seq, _Followed] = {}
         self._acceptance = _Acceptance()
         self._returned_at = clock()
         self._failed = False
+        self.token_s = 0.0
+        """As `ModelProposer.token_s`."""
+
+    def _new_cells(self) -> DraftCells:
+        return DraftCells(self._context)
+
+    def _new_batch(self) -> Batch:
+        return Batch(self._context.n_batch)
 
     def seconds(self, n_sequences: int, k: int) -> float:
         """How long drafts of `k` tokens for each of `n_sequences` take, if no prompt has to be read; 0 before any time
         is known."""
         return k * self.cost.rows_s((n_sequences,)) if self.cost.knows_rows else 0.0
 
+    def serves(self, sequence: Seq) -> bool:
+        """As `ModelProposer.serves`: any sequence."""
+        return True
+
     def read_seconds(self, sequence: Seq) -> float:
         """How long it takes to read what the draft context has not read of a sequence: at first, its prompt."""
         draft = self.cells.get(sequence)
-        n = sequence.n_tokens - (draft.n_known if draft else 0) - _JOINED
+        n = sequence.n_tokens - (draft.n_known if draft else 0) - JOINED
         return n * self.cost.token_s(n) if n > 0 else 0.0
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
@@ -148,7 +162,7 @@ class DraftModelProposer:
             return drafts
         # The first draft token takes no cell of its own: only those before the last one are computed.
         lengths = [min(k, self._longest - sequence.n_tokens + 1) for sequence, k in zip(sequences, most, strict=True)]
-        wanted = [i for i, k in enumerate(lengths) if k > 0]
+        wanted = [i for i, k in enumerate(lengths) if k > 0 and self.serves(sequences[i])]
         try:
             if wanted:
                 guesses = self._guess([sequences[i] for i in wanted], [lengths[i] for i in wanted])
@@ -156,7 +170,7 @@ class DraftModelProposer:
                     drafts[i] = self._draft(sequences[i], guess, lengths[i]) if guess else None
         except LlamaError as error:
             self._failed = True
-            log.error("the draft model does not compute, and drafts no more: %s", error)
+            log.error("%s does not compute, and drafts no more: %s", self.kind, error)
             return [None] * len(sequences)
         except BaseException:  # Ctrl-C: what the cells hold is not known
             self.cells.clear()
@@ -183,7 +197,7 @@ class DraftModelProposer:
             self._context.use_threads(self._threads.now())
         drafts = self.cells.follow(sequences)
         for draft in drafts:
-            if draft.n_missing > self._most_joined:
+            if draft.n_missing > JOINED:
                 self.cells.share_more(draft)
         length_of = dict(zip(drafts, lengths, strict=True))
         fitting = self._fitting(length_of)
@@ -226,8 +240,7 @@ class DraftModelProposer:
                 n_left -= n
         self._batch.clear()
         for draft, n in pieces:
-            run = draft.tokens[draft.n_known : draft.n_known + n]
-            self._batch.add_run(run, draft.n_known, draft.seq_id, n_logits=0)
+            self._add_known(draft, n, n_logits=0)
         began = self._clock()
         self._context.decode(self._batch)
         self.cost.observe_prompt(self._batch.n_tokens, self._clock() - began)
@@ -240,6 +253,7 @@ class DraftModelProposer:
         """The likeliest tokens of each, until one of them is not probable enough."""
         guesses: dict[DraftSequence, _Guess] = {}
         factors: dict[DraftSequence, float] = {}
+        likely = dict.fromkeys(length_of, 1.0)  # that all tokens of the guess are accepted
         prior = self._acceptance.factor()
         for draft in length_of:
             assert draft.sequence
@@ -253,11 +267,18 @@ class DraftModelProposer:
                 guess = guesses[draft]
                 guess.tokens.append(token)
                 guess.probabilities.append(p)
+                likely[draft] *= min(_MOST_CERTAIN, factors[draft] * p)
                 is_probable = factors[draft] * p >= _LEAST_PROBABLE and token not in self._eog
                 if is_probable and len(guess.tokens) < length_of[draft]:
                     still.append(draft)
-            growing = still
+            growing = still if self._is_worth_another(sum(likely[draft] for draft in still), len(still)) else []
         return guesses
+
+    def _is_worth_another(self, n_expected: float, n_sequences: int) -> bool:
+        """Whether one more token for so many sequences takes less time than the accepted ones of them save at best."""
+        if not (n_sequences and self.token_s and self.cost.knows_rows):
+            return True
+        return n_expected * self.token_s >= self.cost.rows_s((n_sequences,))
 
     def _compute_next(
         self, growing: list[DraftSequence], guesses: dict[DraftSequence, _Guess]
@@ -267,12 +288,10 @@ class DraftModelProposer:
         batch.clear()
         if first := not guesses[growing[0]].tokens:
             for draft in growing:
-                run = draft.tokens[draft.n_known : draft.n_known + draft.n_missing]
-                batch.add_run(run, draft.n_known, draft.seq_id, n_logits=1)
+                self._add_known(draft, draft.n_missing, n_logits=1)
         else:
-            last = [guesses[draft].tokens[-1] for draft in growing]
-            batch.add_rows(last, [draft.n_cells for draft in growing], [draft.seq_id for draft in growing])
-        self._context.decode(batch)
+            self._add_guessed(growing, [guesses[draft].tokens[-1] for draft in growing])
+        self._decode(growing)
         for draft in growing:
             if first:
                 self.cells.computed(draft, draft.n_missing)
@@ -285,6 +304,19 @@ class DraftModelProposer:
         if batch.n_tokens <= 2 * len(growing):  # more tokens are not as the rows of a draft
             self.cost.observe_rows((batch.n_tokens,), self._clock() - began)
         return tokens, probabilities
+
+    def _decode(self, growing: list[DraftSequence]) -> None:
+        """Decodes the batch, which has a row of logits for each of these."""
+        self._context.decode(self._batch)
+
+    def _add_known(self, draft: DraftSequence, n: int, *, n_logits: int) -> None:
+        """Adds the next `n` tokens that its cells lack to the batch."""
+        run = draft.tokens[draft.n_known : draft.n_known + n]
+        self._batch.add_run(run, draft.n_known, draft.seq_id, n_logits=n_logits)
+
+    def _add_guessed(self, growing: list[DraftSequence], tokens: list[int]) -> None:
+        """Adds the last drafted token of each to the batch."""
+        self._batch.add_rows(tokens, [draft.position for draft in growing], [draft.seq_id for draft in growing])
 
     # --- end ------------------------------------------------------------------------------------------------------
 
@@ -301,9 +333,9 @@ class DraftModelProposer:
 
 def _has_prefix_of(draft: DraftSequence, first: DraftSequence) -> bool:
     """Whether more of its missing tokens are also among those of `first` than are computed together with a draft."""
-    if not (draft.may_share and first.may_share and draft.salt == first.salt):
+    if draft.n_missing <= JOINED or not (draft.may_share and first.may_share and draft.salt == first.salt):
         return False
     assert draft.sequence
     assert first.sequence
     known, other = draft.tokens[: draft.sequence.n_tokens - 1], first.tokens[: first.sequence.n_tokens - 1]
-    return n_common(known, other) > draft.n_known + _JOINED
+    return n_common(known, other) > draft.n_known + JOINED

@@ -46,6 +46,13 @@ class Proposer(Protocol):
 class ModelProposer(Proposer, Protocol):
     """A proposer that computes with a model: it is only called when its drafts are worth their time."""
 
+    token_s: float
+    """What a token takes without drafts; set before each call of `propose`. 0: not known."""
+
+    def serves(self, sequence: Seq) -> bool:
+        """Whether it can draft for this sequence now."""
+        ...
+
     def seconds(self, n_sequences: int, k: int) -> float:
         """How long drafts of `k` tokens for each of `n_sequences` take, if no prompt has to be read; 0 before any time
         is known."""

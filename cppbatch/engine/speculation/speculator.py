@@ -6,7 +6,7 @@ each right with a probability of 0.9 if those before it are, gives 8 tokens on a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -22,6 +22,8 @@ from cppbatch.engine.step_cost import TILES, Groups, StepCost
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
 _TRY_SHARE = 0.01  # of the time for such tries
+_LOOK_SHARE = 0.005  # of the time for drafts that are looked for in vain, after this number of steps in a row:
+_VAIN = 16
 _FIRST_TRIES = 4.0  # steps whose time the first drafts of a draft model may take: nothing is known of them yet
 _SLOWDOWN = 2.5  # times the step without drafts: tokens of other sequences come as much later
 _SHORT_S = 0.05  # a step that is shorter may have drafts in any case
@@ -40,6 +42,7 @@ _REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong draft
 _PRIOR = 8.0  # accepted tokens that are expected right before anything is known
 _NEW = 0.2  # weight of a new draft in what is usual of a sequence's drafts of the draft model
 _NEW_OF_ALL = 0.02  # the same for all sequences together: a few bad drafts must not be the last ones
+_NEW_LOOK = 0.1  # weight of a new time in that of looking for drafts
 _NEW_VERIFIED = 0.1  # weight of a new time in that of an accepted token
 
 Probabilities = npt.NDArray[np.float64]
@@ -95,10 +98,19 @@ class Speculator:
     tries come sooner.
     """
 
-    def __init__(self, proposers: Sequence[Proposer], draft_max: int, *, equal_only: bool = False) -> None:
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        draft_max: int,
+        *,
+        equal_only: bool = False,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         """`draft_max`: draft tokens of a sequence in a step at most. `equal_only`: where sequences have streams,
-        all rows of a step get equally many and are computed together: other drafts could not be removed.
+        all rows of a step get equally many and are computed together: other drafts could not be removed. `clock`: the
+        CPU time of this thread; None: looking for drafts counts as free.
         """
+        self._looks = _Looks(clock) if clock else None
         self._equal_only = equal_only
         self._proposers = proposers
         self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
@@ -123,6 +135,18 @@ class Speculator:
             return None
         self._expected *= _REMEMBERED
         self._accepted *= _REMEMBERED
+        if self._looks is None:
+            return self._look(rows, groups, cost, limits)[0]
+        if not self._looks.may_look(cost.rows_s(groups)):
+            return None
+        plan, is_worth = self._look(rows, groups, cost, limits)
+        self._looks.looked(is_worth=is_worth, is_tried=plan is not None)
+        return plan
+
+    def _look(
+        self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits
+    ) -> tuple[DraftPlan | None, bool]:
+        """As `plan`, and whether the drafts are worth it: otherwise they are a try."""
         most = [
             max(0, min(self._draft_max, each, sequence.n_room - 1))
             if sequence.params.speculate and not sequence.media
@@ -141,18 +165,19 @@ class Speculator:
         self._drafts_tried.step(step.seconds)
         if plan is None:
             self._since_plain = 0
-            return None
-        if rate < _WORTH * step.rate_without:
+            return None, False
+        is_worth = rate >= _WORTH * step.rate_without
+        if not is_worth:
             seconds = (len(rows) + plan.expected) / rate - step.seconds
             if rate < _TRIED * step.rate_without or not self._drafts_tried.may_take(seconds):
                 self._since_plain = 0
-                return None
+                return None, False
         self._since_plain += 1
         self._expected = _KEPT * self._expected + plan.expected / self._trust
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
             if n:
                 sequence.set_draft(draft.tokens[:n].tolist() if draft else [], n)
-        return plan
+        return plan, is_worth
 
     @property
     def _trust(self) -> float:
@@ -170,7 +195,10 @@ class Speculator:
         """Takes drafts of the draft model if its usual ones are worth their time."""
         before = [_accepted(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
-        guesses = [_of_usual(each, n) for each, n in zip(usual, most, strict=True)]
+        guesses = [
+            _of_usual(each, n) if n and model.serves(sequence) else _NO_DRAFT
+            for sequence, each, n in zip(step.rows, usual, most, strict=True)
+        ]
         is_better = [
             each.made * guess.sum() > known.sum() for each, guess, known in zip(usual, guesses, before, strict=True)
         ]
@@ -200,6 +228,7 @@ class Speculator:
             asked = [n if i == one else 0 for i, n in enumerate(asked)]
             if not self._model_tried.may_take(seconds / n_asked):
                 return
+        model.token_s = 1 / step.rate_without
         made = model.propose(step.rows, [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)])
         for sequence, draft, n in zip(step.rows, made, asked, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
@@ -243,6 +272,33 @@ class _Tries:
             return False
         self._left_s = min(self._left_s - seconds, self._n_first * seconds)  # no series of tries after a long time
         return True
+
+
+class _Looks:
+    """The time for looking for drafts. It is less than a millisecond, but a step of many sequences of a small model
+    takes little more than ten; while none are worth it, `_LOOK_SHARE` of the time is enough to notice a repetition."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._n_vain = 0  # looks since drafts were worth it
+        self._usual_s = 0.0  # of a look
+        self._left_s = 0.0
+        self._began = 0.0
+
+    def may_look(self, step_s: float) -> bool:
+        """Whether to look before a step that takes so long without drafts."""
+        self._left_s = min(self._left_s + _LOOK_SHARE * step_s, self._usual_s)
+        self._began = self._clock()
+        return self._n_vain < _VAIN or self._left_s >= self._usual_s
+
+    def looked(self, *, is_worth: bool, is_tried: bool) -> None:
+        """Drafts were looked for. `is_tried`: the step has some; then the time may be that of a draft model."""
+        self._n_vain = 0 if is_worth else self._n_vain + 1
+        if not is_tried:
+            seconds = self._clock() - self._began
+            usual = self._usual_s or seconds
+            self._usual_s = usual + _NEW_LOOK * (min(seconds, 2 * usual) - usual)  # the thread may have had to wait
+            self._left_s = 0.0
 
 
 class _Step:

@@ -19,6 +19,7 @@ from cppbatch.engine.speculation.ngram_index import ORDERS, Hashes, IndexedText,
 from cppbatch.engine.speculation.proposer import Draft
 
 _AT_ONCE = 8192  # tokens of prompts that one call of `propose` indexes, in about a millisecond
+_TOKENS_OF_TEXT = 64  # of finished sequences on average, at least
 _START = 256  # beginning a sequence costs as much as indexing this number of tokens
 _FEW = 32  # more new tokens than these are indexed with numpy
 _ROOM = 4096  # tokens of a completion for which the index of a sequence has room at first
@@ -71,14 +72,15 @@ class SuffixProposer:
     record of a list, the value is likely to differ once more, and the rest is not. A text that repeats another one
     takes over its doubts.
 
-    `max_tokens`: tokens of finished sequences that are kept, over all salts; the least recently used ones leave. A
-    request with `cache_prompt=False` takes no tokens of others and gives them none.
+    `max_tokens`: tokens of finished sequences that are kept, over all salts, and one text for each 64 of them, because
+    a text of a few tokens takes as much memory as one of 100; the least recently used ones leave. A request with
+    `cache_prompt=False` takes no tokens of others and gives them none.
     """
 
     costs_compute = False
 
     def __init__(self, *, max_tokens: int = 1 << 18) -> None:
-        self._max_tokens = max_tokens
+        self._max_tokens, self._max_texts = max_tokens, max_tokens // _TOKENS_OF_TEXT
         self._acceptance = MatchAcceptance()
         self._states: dict[Seq, _State] = {}
         self._shared = NgramIndex(max_tokens)
@@ -123,7 +125,7 @@ class SuffixProposer:
         text.trim()
         self._finished[text] = sequence.salt
         self.n_tokens += text.n
-        while self.n_tokens > self._max_tokens:
+        while self.n_tokens > self._max_tokens or len(self._finished) > self._max_texts:
             oldest = next(iter(self._finished))
             salt = self._finished.pop(oldest)
             self.n_tokens -= oldest.n

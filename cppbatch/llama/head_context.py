@@ -1,0 +1,90 @@
+"""The draft head in a model's file (MTP: multi-token prediction): its context, and the batches that it reads.
+
+A head is one more layer. It reads a token together with the hidden row of the token before it, and yields logits of the
+token after it, and a hidden row of its own for the next draft token. `Context.give_hidden_rows` makes the model output
+its hidden rows. llama.cpp's own use of heads is `common/speculative.cpp`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.config import FlashAttention
+from cppbatch.errors import OutOfRange
+from cppbatch.llama.context import Context
+from cppbatch.llama.llama_batch import Batch, Int32Array
+from cppbatch.llama.model import Model
+
+HiddenRows = npt.NDArray[np.float32]
+"""float32[n, n_embd]"""
+
+
+class HeadBatch(Batch):
+    """A batch for a `HeadContext`: `hidden`, float32[capacity, n_embd], has the hidden row before each token."""
+
+    def __init__(self, capacity: int, n_embd: int) -> None:
+        super().__init__(capacity)
+        self.hidden: HiddenRows = np.zeros((capacity, n_embd), np.float32)
+
+    def _make_struct(self, start: int = 0) -> Any:
+        struct = super()._make_struct(start)
+        struct.embd = self.hidden[start:].ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        return struct
+
+    def add_hidden_run(
+        self, tokens: Int32Array, hidden: HiddenRows, position: int, seq_id: int, *, n_logits: int
+    ) -> None:
+        """As `add_run`, with the hidden row before each token."""
+        self.hidden[self.n_tokens : self.n_tokens + len(tokens)] = hidden
+        self.add_run(tokens, position, seq_id, n_logits=n_logits)
+
+    def add_hidden_rows(self, tokens: list[int], hidden: HiddenRows, positions: list[int], seq_ids: list[int]) -> None:
+        """As `add_rows`, with the hidden row before each token."""
+        self.hidden[self.n_tokens : self.n_tokens + len(tokens)] = hidden
+        self.add_rows(tokens, positions, seq_ids)
+
+
+class HeadContext(Context):
+    """The context of a model's draft head, in the unified layout: cells of one layer. It decodes a `HeadBatch`.
+
+    The cells of a sequence may begin at any position: those of the head depend only on a token and the row before it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        n_ubatch: int,
+        n_seq_max: int,
+        n_threads: int,
+        flash_attn: FlashAttention,
+        type_k: str,
+        type_v: str,
+    ) -> None:
+        """`model` has its head loaded. Raises as `Context`, and `OutOfRange` for a model without."""
+        if not model.has_head:
+            raise OutOfRange(f"the draft head of {model.path.name} is not loaded")
+        super().__init__(
+            model,
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_seq_max=n_seq_max,
+            n_threads=n_threads,
+            flash_attn=flash_attn,
+            type_k=type_k,
+            type_v=type_v,
+            swa_full=True,
+            is_head=True,
+        )
+        self.give_hidden_rows()
+
+    def new_batch(self) -> HeadBatch:
+        """An empty batch of `n_batch` tokens."""
+        return HeadBatch(self.n_batch, self.model.n_embd)
