@@ -51,10 +51,27 @@ def serve(*args: str | Path) -> Iterator[Serving]:
         yield Serving(process.wait_ready())
 
 
+TOOL_FORMS = ["", "tags", "typed_tags", "numbered", "nemo"]
+"""Names in tests.chat_families: whose templates show the form of calls; "": the default model's own has none."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of tools run once for each form of calls."""
+    if "server" in metafunc.fixturenames and "tool" in metafunc.function.__name__:
+        names = [name or "no form" for name in TOOL_FORMS]
+        metafunc.parametrize("server", TOOL_FORMS, ids=names, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def server(default_model: Path) -> Iterator[Serving]:
+def server(default_model: Path, request: pytest.FixtureRequest) -> Iterator[Serving]:
     """The default model. `--deterministic`: a text at temperature 0 is the same alone and beside 15 others."""
-    yield from serve("-m", default_model, "--deterministic")
+    template: list[str] = []
+    if name := getattr(request, "param", ""):
+        code = f"from tests.chat_families import TEMPLATES; print(TEMPLATES[{name!r}], end='')"
+        root = Path(__file__).parents[2]
+        written = subprocess.run([PYTHON, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+        template = ["--chat-template", written]
+    yield from serve("-m", default_model, "--deterministic", *template)
 
 
 @pytest.fixture(scope="session")
@@ -71,12 +88,14 @@ def reasoning_server(default_model: Path) -> Iterator[Serving]:
 
 @pytest.fixture(scope="session")
 def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tiny.gguf and random projectors for it: eyes.gguf and ears.gguf."""
+    """A folder with tiny.gguf and random projectors for it, eyes.gguf and ears.gguf; in Qwen2-VL's shape qwen.gguf and
+    qwen-eyes.gguf."""
     folder = tmp_path_factory.mktemp("tiny")
     code = (
         "import sys; from pathlib import Path; from tests import tiny_models as models, tiny_projectors as projectors; "
         "folder = Path(sys.argv[1]); models.llama(folder / 'tiny.gguf'); projectors.vision(folder / 'eyes.gguf'); "
-        "projectors.audio(folder / 'ears.gguf')"
+        "projectors.audio(folder / 'ears.gguf'); models.two_dimensional(folder / 'qwen.gguf'); "
+        "projectors.qwen_vision(folder / 'qwen-eyes.gguf')"
     )
     subprocess.run([PYTHON, "-c", code, folder], cwd=Path(__file__).parents[2], check=True)
     return folder
@@ -86,6 +105,14 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seeing_server(tiny_files: Path) -> Iterator[Serving]:
     """A tiny model with random weights that takes pictures."""
     yield from serve("-m", tiny_files / "tiny.gguf", "--mmproj", tiny_files / "eyes.gguf", "-np", "16", "-c", "8192")
+
+
+@pytest.fixture(scope="session")
+def qwen_server(tiny_files: Path) -> Iterator[Serving]:
+    """The shape of Qwen2-VL, whose pictures have rows and columns."""
+    exact = "-ctk", "f32", "-ctv", "f32", "-fa", "off"
+    files = "-m", tiny_files / "qwen.gguf", "--mmproj", tiny_files / "qwen-eyes.gguf"
+    yield from serve(*files, *exact, "-np", "8", "-c", "8192")
 
 
 @pytest.fixture(scope="session")

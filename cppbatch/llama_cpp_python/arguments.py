@@ -1,0 +1,186 @@
+"""llama-cpp-python's arguments as settings of an engine and parameters of a request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import llama_cpp
+
+from cppbatch.config import CacheType, EngineConfig, Pooling
+from cppbatch.engine.params import SamplingParams
+from cppbatch.errors import ConfigError
+
+log = logging.getLogger("cppbatch.llama_cpp_python")
+
+Json = dict[str, Any]
+
+POOLING: dict[int, Pooling] = {
+    llama_cpp.LLAMA_POOLING_TYPE_NONE: "none",
+    llama_cpp.LLAMA_POOLING_TYPE_MEAN: "mean",
+    llama_cpp.LLAMA_POOLING_TYPE_CLS: "cls",
+    llama_cpp.LLAMA_POOLING_TYPE_LAST: "last",
+    llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
+}
+_CACHE_TYPES: dict[int, CacheType] = {
+    llama_cpp.GGML_TYPE_F32: "f32",
+    llama_cpp.GGML_TYPE_F16: "f16",
+    30: "bf16",  # which llama_cpp does not name
+    llama_cpp.GGML_TYPE_Q8_0: "q8_0",
+    llama_cpp.GGML_TYPE_Q4_0: "q4_0",
+}
+_CONTEXT_PARAMS = (
+    "rope_scaling_type", "attention_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
+    "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "op_offload",
+)  # fmt: skip
+_MOST_BIAS, _MOST_PENALTY = 100.0, 2.0
+_DEFAULTS = {name: EngineConfig.__struct_defaults__[i] for i, name in enumerate(EngineConfig.__struct_fields__[1:])}
+
+
+def engine_settings(given: Json) -> Json:
+    """The fields of `EngineConfig` for a constructor's arguments: those that the caller gave.
+
+    An argument that is not given has the engine's default, not llama-cpp-python's, where that changes only the speed.
+    Raises `ConfigError` for what an engine cannot do.
+    """
+    if given.get("kv_overrides"):
+        raise ConfigError(
+            "kv_overrides: the engine reads the file's own metadata; change that with gguf-set-metadata of the package "
+            "gguf, or use llama_cpp.Llama"
+        )
+    settings: Json = {
+        "n_gpu_layers": given.get("n_gpu_layers", 0),
+        "n_threads": given.get("n_threads") or 0,
+        "repack": "on",  # as in llama-cpp-python; "auto" reads the header again, and may time kernels
+    }
+    if given.get("split_mode") == llama_cpp.LLAMA_SPLIT_MODE_NONE and settings["n_gpu_layers"]:
+        settings["device"] = given.get("main_gpu", 0)
+    if given.get("tensor_split"):
+        settings["tensor_split"] = tuple(given["tensor_split"])
+    if (flash_attn := given.get("flash_attn")) is not None:
+        settings["flash_attn"] = "on" if flash_attn else "off"
+    for name, setting in (("type_k", "cache_type_k"), ("type_v", "cache_type_v")):
+        if (kind := given.get(name)) is not None:
+            if kind not in _CACHE_TYPES:
+                known = ", ".join(f"{number} ({name})" for number, name in _CACHE_TYPES.items())
+                raise ConfigError(f"{name} is {kind}; there are {known}")
+            settings[setting] = _CACHE_TYPES[kind]
+    if given.get("swa_full"):
+        settings["swa_full"] = True
+    if given.get("lora_path"):
+        settings["lora"] = ((given["lora_path"], given.get("lora_scale", 1.0)),)
+    if "n_ubatch" in given:
+        settings["n_ubatch"] = given["n_ubatch"]
+    settings["n_batch"] = max(given.get("n_batch", 0), _DEFAULTS["n_batch"])
+    settings |= _draft_settings(given.get("draft_model"))
+    if projector := getattr(given.get("chat_handler"), "clip_model_path", None):
+        settings["mmproj"] = projector
+    return settings | _extra_settings(given.get("kwargs", {}))
+
+
+def _draft_settings(draft_model: object) -> Json:
+    if draft_model is None:
+        return {}
+    if not isinstance(draft_model, llama_cpp.llama_speculative.LlamaPromptLookupDecoding):
+        log.warning("draft_model: %r is not called; drafts come from text that occurred before", draft_model)
+        return {"spec": "suffix"}
+    return {"spec": "suffix", "draft_max": draft_model.num_pred_tokens}
+
+
+def _extra_settings(extra: Json) -> Json:
+    """Fields of `EngineConfig` among the keyword arguments that llama-cpp-python does not know."""
+    extra = dict(extra)
+    if servers := extra.pop("rpc_servers", None):
+        extra["rpc"] = servers
+    known = {name: value for name, value in extra.items() if name in _DEFAULTS}
+    if ignored := sorted(extra.keys() - known - {"kv_cells"}):
+        log.info("arguments without effect: %s", ", ".join(ignored))
+    return known
+
+
+def context_params(given: Json) -> Json:
+    """The fields of `llama_context_params` that the constructor's arguments set and `EngineConfig` does not have."""
+    return {name: given[name] for name in _CONTEXT_PARAMS if given.get(name) is not None}
+
+
+def sampling_params(given: Mapping[str, Any], *, seed: int, last_n: int) -> SamplingParams:
+    """The parameters of a request; without a number of tokens it may fill the context.
+
+    `given`: the arguments of `create_completion`, or of `generate` with `temp` as `temperature`. llama-cpp-python's
+    order of samplers is the same: processors and biases, penalties, grammar, top-k, typical-p, top-p, min-p,
+    temperature. A negative temperature means neither filters nor temperature there, and mirostat no temperature.
+    """
+    temperature, mirostat = given["temperature"], given["mirostat_mode"] if given["temperature"] > 0 else 0
+    fields: Json = {"samplers": ("penalties",)} if temperature < 0 else {}
+    stop, most = given.get("stop") or [], given.get("max_tokens")
+    return SamplingParams(
+        max_tokens=most if most is not None and most > 0 else None,
+        temperature=1.0 if mirostat else max(0.0, temperature),
+        top_k=max(0, given["top_k"]),
+        top_p=_within(given["top_p"], 0.0, 1.0),
+        min_p=_within(given["min_p"], 0.0, 1.0),
+        typical_p=_within(given["typical_p"], 0.0, 1.0),
+        repetition_penalty=given["repeat_penalty"],
+        frequency_penalty=_within(given["frequency_penalty"], -_MOST_PENALTY, _MOST_PENALTY),
+        presence_penalty=_within(given["presence_penalty"], -_MOST_PENALTY, _MOST_PENALTY),
+        penalty_last_n=last_n,
+        penalize_prompt=False,
+        mirostat=mirostat,
+        mirostat_tau=given["mirostat_tau"],
+        mirostat_eta=given["mirostat_eta"],
+        seed=seed % 2**64,
+        stop=[stop] if isinstance(stop, str) else [text for text in stop if text],
+        logprobs=given.get("logprobs"),
+        logit_bias=_biases(given.get("logit_bias")),
+        grammar=None if given["grammar"] is None else given["grammar"]._grammar,
+        json_schema=given.get("json_schema"),
+        **fields,
+    )
+
+
+def _biases(given: Mapping[Any, float] | None) -> dict[int | str, float]:
+    return {int(token): _within(bias, -_MOST_BIAS, _MOST_BIAS) for token, bias in (given or {}).items()}
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(max(float(value), low), high)
+
+
+class Callbacks:
+    """The logits processors and stopping criteria of a request, called where its next token is sampled.
+
+    A `SamplingParams.logits_processor`. They are called on the thread that steps the engine, one request at a time.
+    """
+
+    def __init__(self, processors: object, criteria: object) -> None:
+        self._processors = _functions(processors)
+        self._criteria = cast("Callable[[Any, Any], bool] | None", criteria)
+        self.n_kept: int | None = None
+        """Set when the criteria are met: the tokens of prompt and text up to there. Later ones do not count."""
+        self.error: Exception | None = None
+        """What one of them raised."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Callbacks | None:
+        """None: the request has neither."""
+        functions = given.get("logits_processor"), given.get("stopping_criteria")
+        return cls(*functions) if any(functions) else None
+
+    def __call__(self, tokens: Any, logits: Any) -> Any:
+        try:
+            for process in self._processors:
+                logits = process(tokens, logits)
+            if self.n_kept is None and self._criteria and self._criteria(tokens, logits):
+                self.n_kept = len(tokens)
+        except Exception as error:
+            self.error = error
+            raise
+        return logits
+
+
+def _functions(given: object) -> list[Callable[[Any, Any], Any]]:
+    """A `LogitsProcessorList`, any list of functions, or one function."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [cast("Callable[[Any, Any], Any]", given)]

@@ -1,0 +1,105 @@
+"""--llama-cpp-python-config: the models and the server of a --config_file of llama-cpp-python's server."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from cppbatch.cli.llama_cpp_python_config import read_llama_cpp_python_config, use_config
+from cppbatch.cli.model_sources import Catalog, ModelSources
+from cppbatch.cluster.deployment import Deployment
+from cppbatch.config import EngineConfig
+from cppbatch.errors import ConfigError
+from cppbatch.server.model_loader import ModelSpec
+from cppbatch.server.settings import ServerSettings
+
+MODEL = {"model": "models/a.gguf"}
+
+
+def written(folder: Path, *models: dict[str, Any], **server: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**server, "models": models}))
+    (folder / "models").mkdir(exist_ok=True)
+    for model in models:
+        (folder / model["model"]).write_bytes(b"GGUF")
+    return file
+
+
+def catalog(file: Path) -> tuple[dict[str, ModelSpec], str | None]:
+    sources = ModelSources(settings_file=file, is_llama_cpp_python=True)
+    content = Catalog(sources, EngineConfig(""), set(), Deployment(step_timeout=60), ServerSettings()).read()
+    return {spec.name: spec for spec in content.specs}, content.default
+
+
+def test_each_model_has_its_alias_and_the_first_is_loaded_and_default(tmp_path: Path) -> None:
+    file = written(tmp_path, MODEL | {"model_alias": "gpt"}, {"model": "models/b.gguf"})
+    found, default = catalog(file)
+    assert list(found) == ["gpt", "b"]
+    assert default == "gpt"
+    assert (found["gpt"].preload, found["b"].preload) == (True, False)
+    assert found["gpt"].config.model_path == str(tmp_path / "models/a.gguf")
+
+
+def test_settings_become_flags(tmp_path: Path) -> None:
+    model = MODEL | {
+        "n_ctx": 8192, "n_gpu_layers": -1, "n_ubatch": 128, "n_threads": 3, "flash_attn": True, "type_k": 8,
+        "type_v": 1,
+        "chat_format": "chatml", "chat_template_kwargs": {"enable_thinking": False}, "draft_model_num_pred_tokens": 4,
+        "draft_model": "prompt-lookup-decoding", "last_n_tokens_size": 32, "seed": 7, "n_batch": 64, "cache": True,
+    }  # fmt: skip
+    spec = catalog(written(tmp_path, model))[0]["a"]
+    config = spec.config
+    assert (config.n_ctx, config.n_gpu_layers, config.n_ubatch, config.n_threads) == (16384, -1, 128, 3)
+    assert (config.flash_attn, config.cache_type_k, config.cache_type_v) == ("on", "q8_0", "f16")
+    assert (config.spec, config.draft_max) == ("suffix", 4)
+    assert "<|im_start|>" in str(spec.settings.chat_template)
+    assert spec.settings.template_variables == {"enable_thinking": False}
+    assert spec.settings.sampling_defaults == {"seed": 7, "penalty_last_n": 32}
+
+
+def test_a_model_without_sizes_has_those_of_the_other_server(tmp_path: Path) -> None:
+    config = catalog(written(tmp_path, MODEL))[0]["a"].config
+    assert (config.n_gpu_layers, config.n_ctx) == (0, 16384)
+    assert catalog(written(tmp_path, MODEL | {"n_ctx": 100_000}))[0]["a"].config.n_ctx == 100_000
+
+
+def test_the_server_is_where_the_file_says_unless_flags_say_otherwise(tmp_path: Path) -> None:
+    file = written(tmp_path, MODEL, host="0.0.0.0", port=9000, api_key="secret", ssl_keyfile="key.pem")
+    context = click.Context(click.Command("serve"))
+    use_config(context, click.Option(["--llama-cpp-python-config"]), file)
+    wanted = {"hosts": ("0.0.0.0",), "port": 9000, "api_keys": ("secret",), "ssl_keyfile": "key.pem"}
+    assert context.default_map == wanted | {"any_model": True}
+    assert read_llama_cpp_python_config(written(tmp_path, MODEL)).server["port"] == 8000
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_overrides": ["a=int:1"]}, "kv_overrides has no counterpart"),
+        ({"rope_freq_base": 5e5}, "rope_freq_base has no counterpart"),
+        ({"chat_format": "snoozy"}, "chat_format is 'snoozy'"),
+        ({"type_k": 6}, "type_k is 6"),
+        ({"draft_model": "other"}, "draft_model is 'other'"),
+        ({"n_ctxx": 5}, "there is no setting n_ctxx"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        catalog(written(tmp_path, MODEL | settings))
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    for text, message in (
+        ("{", "Expecting property name"),
+        ('{"models": []}', "models must be a list"),
+        ("[]", "models"),
+    ):
+        file = tmp_path / "config.json"
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_llama_cpp_python_config(file)
